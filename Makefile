@@ -1,0 +1,43 @@
+# The two commands are 'make book' and 'make test'. Neither needs a GPU; both use one where there is one.
+PYTHON ?= python3
+VENV ?= .venv
+# PY=python3 uses an environment that exists already, instead of making one in $(VENV).
+PY ?= $(VENV)/bin/python
+PORT ?= 8000
+
+ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: book test lint serve bench test-gpu clean lock
+
+book: $(ENVIRONMENT)
+	$(PY) tools/build_book.py
+
+test: lint
+	$(PY) -m pytest -n auto --dist loadscope
+	$(PY) -m pytest -n auto --dist loadscope --nbval --nbval-cell-timeout=600 -p no:cacheprovider notebooks
+
+lint: $(ENVIRONMENT)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+serve:
+	@test -f _build/html/index.html || { echo "There is no built book yet: run 'make book' first."; exit 1; }
+	$(PYTHON) -m http.server --bind 127.0.0.1 --directory _build/html $(PORT)
+
+# make bench ROOM=layer_norm; without ROOM, every room. Needs a GPU.
+bench: $(ENVIRONMENT)
+	$(PY) -m kernelbook bench $(or $(ROOM),--all)
+
+test-gpu: $(ENVIRONMENT)
+	$(PY) -m pytest -m gpu tests
+
+clean:
+	rm -rf _build $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(VENV)/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -r requirements.txt
+	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
