@@ -1,0 +1,92 @@
+"""Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernelbook import runtime
+
+__all__ = [
+    "FLOATING",
+    "check_choice",
+    "check_dtype",
+    "check_index_values",
+    "check_indices",
+    "check_same_device",
+    "check_shape",
+    "check_tensor",
+]
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
+    """Raises unless ``value`` is a tensor of one of ``dtypes`` on a device where kernels run in this process."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    check_dtype(op, name, value, dtypes)
+    if value.device.type in ("meta", "cuda"):
+        return
+    if value.device.type != "cpu":
+        raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU under the interpreter), got {value.device}")
+    if not runtime.INTERPRET and runtime.HAS_GPU:
+        raise ValueError(f"{op}: {name} must be on the GPU, got cpu (on the CPU, kernels need TRITON_INTERPRET=1)")
+
+
+def check_dtype(op: str, name: str, value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raises a ``TypeError`` unless ``value.dtype`` is one of ``dtypes``."""
+    if value.dtype not in dtypes:
+        raise TypeError(f"{op}: {name} must have dtype {_names(dtypes)}, got {_names([value.dtype])}")
+
+
+def check_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raises a ``ValueError`` unless ``value.shape`` is ``shape``."""
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+
+
+def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raises a ``ValueError`` unless all tensors (``None`` aside) are on the device of the first."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, *others = present
+    for name in others:
+        if present[name].device != present[first].device:
+            raise ValueError(
+                f"{op}: {name} must be on the device of {first} ({present[first].device}), got {present[name].device}"
+            )
+
+
+def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Raises a ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_indices(op: str, name: str, value: object) -> None:
+    """Raises unless ``value`` is a one-dimensional int64 or int32 tensor; :func:`check_index_values` reads it."""
+    check_tensor(op, name, value, dtypes=(torch.int64, torch.int32))
+    assert isinstance(value, torch.Tensor)
+    if value.ndim != 1:
+        raise ValueError(f"{op}: {name} must have one dimension, got shape {tuple(value.shape)}")
+
+
+def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, unique: bool = False) -> None:
+    """Raises unless all entries lie in ``[0, upper)`` and, with ``unique``, none comes twice.
+
+    Called from an operator's implementation, where the entries exist (``torch.compile`` traces the public function
+    without them). They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1`` only: there it costs a
+    synchronisation, so kernels mask ids out of range instead.
+    """
+    if value.numel() == 0 or (value.is_cuda and not runtime.debug_enabled()):
+        return
+    low, high = int(value.min()), int(value.max())
+    if low < 0 or high >= upper:
+        raise ValueError(f"{op}: {name} must lie in [0, {upper}), got entries from {low} to {high}")
+    if unique:
+        ids, counts = value.unique(return_counts=True)
+        if ids.numel() != value.numel():
+            raise ValueError(f"{op}: {name} must not repeat an entry, got {int(ids[counts > 1][0])} more than once")

@@ -1,0 +1,235 @@
+"""What "correct" means in this book, defined once for tests, benchmarks and chapters.
+
+An output or a gradient is correct when its error against the float64 reference is at most ``FORWARD_FACTOR`` (or
+``GRADIENT_FACTOR``) times the error that plain PyTorch makes in the same dtype against the same reference, plus a
+floor of about one rounding in that dtype::
+
+    error(ours) <= factor * error(PyTorch) + FLOOR[dtype],   error(out) = ||out - ref|| / ||ref||
+
+Where the reference is exactly zero the error is the root mean square of ``out``. NaN and infinity never pass unless
+the reference has them in the same places.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+__all__ = [
+    "FLOOR",
+    "FORWARD_FACTOR",
+    "GRADIENT_FACTOR",
+    "CheckError",
+    "Verdict",
+    "check_op",
+    "compare",
+    "poisoned_empty",
+    "relative_error",
+]
+
+FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+
+# About one rounding of the result for the 16-bit dtypes (half a unit in the last place); a few for the wide ones, whose
+# sums are also rounded on the way.
+FLOOR: dict[torch.dtype, float] = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 1e-6,
+    torch.float64: 1e-14,
+}
+
+
+class CheckError(AssertionError):
+    """A result that is not correct."""
+
+
+def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """``||out - ref|| / ||ref||`` in float64, computed where ``out`` is.
+
+    Returns infinity when ``out`` has a NaN or an infinity that ``ref`` has not. Where ``ref`` is exactly zero, the root
+    mean square of ``out``. Raises ``CheckError`` when the shapes differ.
+    """
+    if out.shape != ref.shape:
+        raise CheckError(f"the result has shape {tuple(out.shape)}, the reference {tuple(ref.shape)}")
+    if out.numel() == 0:
+        return 0.0
+    out, ref = out.detach().to(torch.float64), ref.detach().to(out.device, torch.float64)
+    finite = torch.isfinite(ref)
+    if not bool(finite.all()):
+        same = torch.where(torch.isnan(ref), torch.isnan(out), out == ref)
+        if not bool(same[~finite].all()):
+            return math.inf
+        out, ref = out[finite], ref[finite]
+    difference = float(torch.linalg.vector_norm(out - ref))
+    scale = float(torch.linalg.vector_norm(ref))
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / scale if scale > 0 else difference / math.sqrt(max(ref.numel(), 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The outcome of one comparison. ``ratio`` is the error over PyTorch's, the floor counted on both sides."""
+
+    name: str
+    error: float
+    baseline_error: float
+    limit: float
+    floor: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit  # False for NaN
+
+    @property
+    def ratio(self) -> float:
+        if math.isinf(self.error):
+            return math.inf
+        return max(self.error, self.floor) / max(self.baseline_error, self.floor)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: error {self.error:.2e}, PyTorch's {self.baseline_error:.2e}, limit {self.limit:.2e}: "
+            f"{'passed' if self.passed else 'FAILED'}"
+        )
+
+    def require(self) -> "Verdict":
+        """Returns itself, or raises ``CheckError``."""
+        if not self.passed:
+            raise CheckError(str(self))
+        return self
+
+
+def compare(
+    name: str,
+    out: torch.Tensor,
+    ref: torch.Tensor,
+    baseline: torch.Tensor,
+    *,
+    factor: float = FORWARD_FACTOR,
+    floor: float | None = None,
+) -> Verdict:
+    """Compares ``out`` with ``baseline`` (plain PyTorch in the dtype of ``out``), both against ``ref`` (float64)."""
+    if out.dtype != baseline.dtype:
+        raise CheckError(f"{name}: the result has dtype {out.dtype}, PyTorch's {baseline.dtype}")
+    floor = FLOOR[out.dtype] if floor is None else floor
+    baseline_error = relative_error(baseline, ref)
+    if not math.isfinite(baseline_error):
+        raise CheckError(f"{name}: plain PyTorch gives no finite result here, so there is nothing to compare with")
+    return Verdict(name, relative_error(out, ref), baseline_error, factor * baseline_error + floor, floor)
+
+
+def _fill(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(math.nan)
+    return tensor.fill_(True) if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+@contextlib.contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Within the context, memory that Python code allocates uninitialised is filled with NaN (integers: the maximum).
+
+    It finds outputs that a kernel leaves unwritten. PyTorch's own switch for this comes only with deterministic
+    algorithms, which would also change which kernels are chosen.
+    """
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: _fill(allocate(*args, **kwargs))
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (torch.Tensor, "new_empty"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, poisoned(getattr(owner, name))))
+        yield
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, torch.Tensor)]
+
+
+def _run(
+    fn: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    upstream: Sequence[torch.Tensor] | None,
+    wanted: Sequence[str],
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Calls ``fn`` on its own leaves of ``inputs`` (in ``dtype``); outputs, and gradients of ``wanted``."""
+    own = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            # A leaf with the same strides: detach() keeps them, to() keeps them where they are dense.
+            value = value.detach() if dtype is None else value.detach().to(dtype)
+            value.requires_grad_(name in wanted)
+        own[name] = value
+    outputs = _tensors(fn(**own))
+    if upstream is None or not wanted:
+        return [out.detach() for out in outputs], []
+    grads = torch.autograd.grad(
+        outputs,
+        [own[name] for name in wanted],
+        [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=True)],
+        allow_unused=True,
+    )
+    return [out.detach() for out in outputs], list(grads)
+
+
+def check_op(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    *,
+    grads: Sequence[str] = (),
+    baseline: Callable[..., Any] | None = None,
+    forward_factor: float = FORWARD_FACTOR,
+    gradient_factor: float = GRADIENT_FACTOR,
+    require: bool = True,
+) -> list[Verdict]:
+    """Checks ``fn(**inputs)`` and the gradients of the inputs named in ``grads``.
+
+    Args:
+        fn: the function under test; it returns a tensor or a tuple of tensors.
+        reference: the same mathematics in plain PyTorch. It is run twice: on the inputs converted to float64, for the
+            truth, and (unless ``baseline`` is given) on the inputs as they are, for PyTorch's own error.
+        inputs: the arguments by name. Floating-point tensors are converted for the reference; all else is passed on.
+        grads: names of the inputs whose gradients are compared, for one random upstream gradient.
+        baseline: what plain PyTorch users would run in the same dtype, where that differs from ``reference``.
+        require: raise ``CheckError`` at the first result that is not correct.
+
+    Returns:
+        One verdict for each output (``out`` or ``out[i]``) and each gradient (``d<name>``).
+
+    Uninitialised memory is NaN while ``fn`` runs, so an output that is not written fails.
+    """
+    truth_outputs, _ = _run(reference, inputs, torch.float64, None, ())
+    upstream = [torch.randn(out.shape, dtype=torch.float32, device=out.device) for out in truth_outputs]
+    with poisoned_empty():
+        outputs, gradients = _run(fn, inputs, None, upstream, grads)
+    # The upstream gradient that fn was given is rounded to the dtype of its output; the truth has to see the same one.
+    upstream = [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=True)]
+    truth_outputs, truth_gradients = _run(reference, inputs, torch.float64, upstream, grads)
+    base_outputs, base_gradients = _run(baseline or reference, inputs, None, upstream, grads)
+
+    verdicts = []
+    for i, (out, ref, base) in enumerate(zip(outputs, truth_outputs, base_outputs, strict=True)):
+        name = "out" if len(outputs) == 1 else f"out[{i}]"
+        verdicts.append(compare(name, out, ref, base, factor=forward_factor))
+    for name, ours, true_grad, base_grad in zip(grads, gradients, truth_gradients, base_gradients, strict=True):
+        if ours is None or true_grad is None or base_grad is None:
+            raise CheckError(f"d{name}: no gradient from {'fn' if ours is None else 'the reference'}")
+        verdicts.append(compare(f"d{name}", ours, true_grad, base_grad, factor=gradient_factor))
+    if require:
+        for verdict in verdicts:
+            verdict.require()
+    return verdicts

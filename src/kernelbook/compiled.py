@@ -1,0 +1,254 @@
+"""Compiles kernels for a named GPU on a machine that has none: registers, spills, shared memory, PTX, SASS.
+
+:func:`compile_calls` runs ordinary code that calls public functions, in a new Python process in which kernels are not
+interpreted and not launched either: each launch is recorded with the very types, constants and divisibilities that it
+would have on a GPU, and then compiled for the target. What is compiled is therefore what users run.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+__all__ = ["CompileError", "CompiledKernel", "compile_calls"]
+
+_GPU_TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+_POINTERS = {
+    torch.bool: "*i1",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+
+
+class CompileError(RuntimeError):
+    """The code that was to be compiled failed, or a kernel does not compile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel in one specialization, compiled for ``target``.
+
+    ``registers`` and ``spill_bytes`` are per thread (the spills are the bytes of local memory that the compiler
+    reports); ``shared_bytes`` is per program. ``asm`` holds the text forms: ``ttir``, ``ttgir``, ``llir``, and ``ptx`` and
+    ``sass`` or ``amdgcn``.
+    """
+
+    name: str
+    target: str
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    asm: Mapping[str, str]
+
+    def __str__(self) -> str:
+        types = " ".join(sorted({t for t in self.signature.values() if t.startswith("*")}))
+        tiles = " ".join(f"{k}={v}" for k, v in self.constants.items() if k.isupper())
+        return (
+            f"{self.name} [{types}; {tiles}; {self.num_warps} warps] for {self.target}: {self.registers} registers, "
+            f"{self.spill_bytes} B spilled, {self.shared_bytes} B shared"
+        )
+
+
+def compile_calls(
+    code: str, targets: Sequence[str] = ("sm_90",), *, asm: Sequence[str] = (), timeout_s: float = 900.0
+) -> list[CompiledKernel]:
+    """Runs ``code`` with recorded instead of launched kernels, and compiles every launch for every target.
+
+    Args:
+        code: Python source. It makes CPU tensors and calls public functions, or launches kernels that it defines (put
+            those into a module file, since Triton reads their source).
+        targets: keys of ``runtime.TARGETS``. Launch code sees the properties of the target that it is compiled for.
+        asm: which text forms to return (``ptx``, ``sass``, ...); they are large.
+
+    Returns:
+        One entry for each distinct specialization and target, in the order of the launches.
+
+    Raises:
+        CompileError: ``code`` raised, or a kernel did not compile; the message holds the other process's error.
+    """
+    for target in targets:
+        if target not in _GPU_TARGETS:
+            raise ValueError(f"compile_calls: targets must be of {', '.join(_GPU_TARGETS)}, got {target!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job.write_text(json.dumps({"code": code, "targets": list(targets), "asm": list(asm)}))
+        # A GPU that is there is hidden: its presence would change what is chosen and launched.
+        hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, "-m", "kernelbook.compiled", str(job), str(result)],
+            env={**os.environ, **hidden, "KERNELBOOK_AUTOTUNE": "off"},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise CompileError(done.stderr[-6000:])
+        return [CompiledKernel(**entry) for entry in json.loads(result.read_text())]
+
+
+# --- in the other process -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    raise CompileError(f"no kernel argument type for {type(value).__name__}")
+
+
+def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Launch:
+    """What Triton's launcher derives from the arguments: types, constants, divisibility by 16."""
+    names = [parameter.name for parameter in kernel.params]
+    options = {name: value for name, value in kwargs.items() if name not in names}
+    values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    signature, constants, aligned = {}, {}, []
+    for parameter in kernel.params:
+        value = values.get(parameter.name, parameter.default)
+        # The launcher turns None and the integer 1 into constants.
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = getattr(value, "value", value)
+            continue
+        signature[parameter.name] = _type_of(value)
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        # A tensor of a CUDA allocator starts on a multiple of 256 bytes; on the CPU one only of 64, which is enough.
+        if type(number) is int and number % 16 == 0:
+            aligned.append(parameter.num)
+    return _Launch(
+        kernel, tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(sorted(options.items()))
+    )
+
+
+def _launches(code: str) -> Iterator[_Launch]:
+    launches: dict[_Launch, None] = {}
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches[_record(kernel, args, kwargs)] = None
+
+    JITFunction.run, before = record, JITFunction.run
+    try:
+        exec(compile(code, "<code to compile>", "exec"), {"__name__": "__compile__"})  # noqa: S102
+    finally:
+        JITFunction.run = before
+    yield from launches
+
+
+def _tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _cubin_report(cubin: bytes, with_sass: bool) -> tuple[int, int, str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_tool("cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        sass = ""
+        if with_sass:
+            command = [_tool("nvdisasm"), "-c", file.name]
+            sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
+    return int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"]), sass
+
+
+def _amd_report(amdgcn: str) -> tuple[int, int]:
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", amdgcn)
+    spills = re.search(r"\.private_segment_fixed_size:\s*(\d+)", amdgcn)
+    if registers is None or spills is None:
+        raise CompileError("the compiler's AMD output names no register count")
+    return int(registers[1]), int(spills[1])
+
+
+def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel:
+    names = [name for name, _ in launch.signature]
+    source = ASTSource(
+        launch.kernel,
+        dict(launch.signature),
+        {(names.index(name),): value for name, value in launch.constants},
+        {(index,): [["tt.divisibility", 16]] for index in launch.aligned},
+    )
+    compiled = triton.compile(source, target=_GPU_TARGETS[target], options=dict(launch.options))
+    texts = {name: text for name, text in compiled.asm.items() if name in asm and isinstance(text, str)}
+    if _GPU_TARGETS[target].backend == "cuda":
+        registers, spills, sass = _cubin_report(compiled.asm["cubin"], "sass" in asm)
+        if sass:
+            texts["sass"] = sass
+    else:
+        registers, spills = _amd_report(compiled.asm["amdgcn"])
+    metadata = compiled.metadata
+    return CompiledKernel(
+        name=launch.kernel.__name__,
+        target=target,
+        signature=dict(launch.signature),
+        constants={
+            name: value if isinstance(value, int | float | str) else str(value) for name, value in launch.constants
+        },
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        registers=registers,
+        spill_bytes=spills,
+        shared_bytes=metadata.shared,
+        asm=texts,
+    )
+
+
+def _main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    results = []
+    for target in job["targets"]:
+        with runtime.compiling_for(target):
+            results += [dataclasses.asdict(_compile(launch, target, job["asm"])) for launch in _launches(job["code"])]
+    Path(result_path).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

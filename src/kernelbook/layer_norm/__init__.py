@@ -1,0 +1,6 @@
+"""LayerNorm with its backward pass in two variants: partial sums and locks."""
+
+from kernelbook.layer_norm.op import layer_norm
+from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference
+
+__all__ = ["layer_norm", "layer_norm_backward_reference", "layer_norm_reference"]

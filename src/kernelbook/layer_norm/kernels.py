@@ -1,0 +1,464 @@
+"""LayerNorm over the last dimension, forward and backward.
+
+Forward: a program holds BLOCK_M whole rows in registers, reads them once, and computes mean and variance from the
+registers (no second pass over memory). A row that is larger than a tile is read twice: once for its statistics, merged
+tile by tile (Chan, Golub and LeVeque 1983), and once to be normalized, then mostly from the L2 cache.
+
+Backward, with xhat = (x - mean) * rstd and g = dy * weight::
+
+    dx = rstd * (g - mean(g) - xhat * mean(g * xhat))     dweight = sum over rows of dy * xhat     dbias = sum of dy
+
+The sums run over rows, so over programs. "partials": a fixed number of programs walks over the rows; each keeps its own
+sums in registers and writes one row of partial sums at the end, which a second kernel adds up in a fixed order. "locks":
+a program per row adds into one of a few buffers, each guarded by a spin lock.
+
+Bytes moved, with T the bytes of x: forward 2 T, backward 3 T, plus weight, bias and the partial sums (2 * programs * N
+values of the accumulator's dtype, twice).
+
+Not handled here: a dimension other than the last (the caller permutes), 2^31 or more rows or columns.
+"""
+
+import torch
+
+from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.autotune import Resources, fits, tile_resources
+
+# isort: split
+import triton
+import triton.language as tl
+
+# The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
+MAX_FORWARD_ROW_BYTES = 128 * 1024
+LOCK_BUFFERS = 64
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Statistics and sums are float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_vector(ptr, stride, offs_n, mask_n, HAS: tl.constexpr, ACC: tl.constexpr, OTHER: tl.constexpr):
+    """A (1, BLOCK_N) tile of weight or bias in the accumulator's dtype, or the constant OTHER where there is none."""
+    if HAS:
+        # A two-dimensional load: the tile then has the layout of x, and needs no exchange between threads.
+        return tl.load(ptr + offs_n.to(tl.int64)[None, :] * stride, mask=mask_n[None, :], other=0.0).to(ACC)
+    return tl.full((1, offs_n.shape[0]), OTHER, ACC)
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _layer_norm_fwd_kernel(
+    x_ptr, stride_xm, stride_xn,  # (M, N) input
+    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
+    y_ptr, stride_ym,  # (M, N) output, rows contiguous
+    mean_ptr, rstd_ptr,  # (M,) statistics for the backward pass
+    M, N,
+    EPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    # Loaded once for all rows of this program.
+    w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
+    b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & mask_n[None, :]
+        rows = offs_m.to(tl.int64)
+        x_ptrs = x_ptr + rows[:, None] * stride_xm + offs_n.to(tl.int64)[None, :] * stride_xn
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(ACC)  # (BLOCK_M, BLOCK_N)
+        mean = tl.sum(x, axis=1) / N
+        # Centered before squaring: E[x^2] - E[x]^2 would cancel where the mean is large.
+        centered = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N + EPS)
+        y = centered * rstd[:, None] * w + b
+        y_ptrs = y_ptr + rows[:, None] * stride_ym + offs_n[None, :]
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(mean_ptr + rows, mean, mask=mask_m)
+        tl.store(rstd_ptr + rows, rstd, mask=mask_m)
+
+
+@triton.jit
+def _layer_norm_fwd_looped_kernel(
+    x_ptr, stride_xm, stride_xn,  # (M, N) input
+    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
+    y_ptr, stride_ym,  # (M, N) output, rows contiguous
+    mean_ptr, rstd_ptr,  # (M,) statistics for the backward pass
+    N,
+    EPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    y_ptr += row * stride_ym
+    mean = tl.zeros((), ACC)
+    m2 = tl.zeros((), ACC)  # the sum of squared deviations from the mean so far
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        x = tl.load(x_ptr + offs_n.to(tl.int64) * stride_xn, mask=mask_n, other=0.0).to(ACC)  # (BLOCK_N,)
+        count = tl.minimum(BLOCK_N, N - start).to(ACC)
+        tile_mean = tl.sum(x) / count
+        centered = tl.where(mask_n, x - tile_mean, 0.0)
+        delta = tile_mean - mean
+        share = count / (start + count)
+        mean += delta * share
+        m2 += tl.sum(centered * centered) + delta * delta * start * share
+    rstd = 1.0 / tl.sqrt(m2 / N + EPS)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        x = tl.load(x_ptr + offs_n.to(tl.int64) * stride_xn, mask=mask_n, other=0.0).to(ACC)[None, :]  # (1, BLOCK_N)
+        w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+        b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)
+        y = (x - mean) * rstd * w + b
+        tl.store(y_ptr + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_n[None, :])
+
+
+# --- backward, partial sums -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _layer_norm_bwd_partials_kernel(
+    x_ptr, stride_xm, stride_xn,  # (M, N) input
+    dy_ptr, stride_dym, stride_dyn,  # (M, N) gradient of the output
+    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
+    M, N,
+    HAS_WEIGHT: tl.constexpr,
+    WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    pid_m = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    # A row is SPLIT shares of NUM_BLOCKS tiles each. The program keeps the sums of its own share; of the other shares
+    # it needs the row sums only, and reads them from the L2 cache, where their owners put them at about the same time.
+    first = pid_n * (NUM_BLOCKS * BLOCK_N) if SPLIT > 1 else 0
+    dw = ()
+    db = ()
+    for _ in tl.static_range(NUM_BLOCKS):
+        dw = dw + (tl.zeros((BLOCK_M, BLOCK_N), ACC),)
+        db = db + (tl.zeros((BLOCK_M, BLOCK_N), ACC),)
+    for tile in tl.range(pid_m, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        rows = offs_m.to(tl.int64)
+        mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        x_rows = x_ptr + rows[:, None] * stride_xm
+        dy_rows = dy_ptr + rows[:, None] * stride_dym
+        dx_rows = dx_ptr + rows[:, None] * stride_dxm
+        # Tiles until the end of the row, so that there is one reduction across threads for each of the two sums.
+        sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        xs = ()
+        dys = ()
+        for c in tl.static_range(NUM_BLOCKS * SPLIT):
+            # The program's own share first, then the others in turn.
+            start = (first + c * BLOCK_N) % (NUM_BLOCKS * SPLIT * BLOCK_N)
+            offs_n = tl.multiple_of(start, BLOCK_N) + tl.arange(0, BLOCK_N)
+            mask_n = offs_n < N
+            mask = mask_m[:, None] & mask_n[None, :]
+            x = tl.load(x_rows + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0)
+            dy = tl.load(dy_rows + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0)
+            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            g = dy.to(ACC) * w
+            # Beyond the row's end g is 0, so that the tile adds nothing.
+            sum_g += g
+            sum_gx += g * ((x.to(ACC) - mean) * rstd)
+            if c < NUM_BLOCKS:
+                xs = xs + (x,)
+                dys = dys + (dy,)
+        mean_g = (tl.sum(sum_g, axis=1) / N)[:, None]
+        mean_gx = (tl.sum(sum_gx, axis=1) / N)[:, None]
+        new_dw = ()
+        new_db = ()
+        for c in tl.static_range(NUM_BLOCKS):
+            offs_n = first + c * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask_n = offs_n < N
+            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            dy = dys[c].to(ACC)
+            xhat = (xs[c].to(ACC) - mean) * rstd
+            dx = rstd * (dy * w - mean_g - xhat * mean_gx)
+            mask = mask_m[:, None] & mask_n[None, :]
+            tl.store(dx_rows + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            # Rows beyond M have dy = 0.
+            new_dw = new_dw + (dw[c] + dy * xhat,)
+            new_db = new_db + (db[c] + dy,)
+        dw = new_dw
+        db = new_db
+    for c in tl.static_range(NUM_BLOCKS):
+        offs_n = first + c * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        offs = pid_m.to(tl.int64) * N + offs_n
+        if WITH_DW:
+            tl.store(partial_dw_ptr + offs, tl.sum(dw[c], axis=0), mask=mask_n)
+        if WITH_DB:
+            tl.store(partial_db_ptr + offs, tl.sum(db[c], axis=0), mask=mask_n)
+
+
+@triton.jit
+def _layer_norm_bwd_partials_looped_kernel(
+    x_ptr, stride_xm, stride_xn,  # (M, N) input
+    dy_ptr, stride_dym, stride_dyn,  # (M, N) gradient of the output
+    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
+    M, N,
+    HAS_WEIGHT: tl.constexpr,
+    WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    # The sums do not fit into registers: they stay in this program's row of the partial buffers, which nobody else
+    # touches. BLOCK_M rows share one trip to them.
+    for tile in range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        rows = offs_m.to(tl.int64)
+        mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        x_rows = x_ptr + rows[:, None] * stride_xm
+        dy_rows = dy_ptr + rows[:, None] * stride_dym
+        dx_rows = dx_ptr + rows[:, None] * stride_dxm
+        sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        for start in range(0, N, BLOCK_N):
+            offs_n = start + tl.arange(0, BLOCK_N)
+            mask_n = offs_n < N
+            mask = mask_m[:, None] & mask_n[None, :]
+            x = tl.load(x_rows + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0).to(ACC)
+            dy = tl.load(dy_rows + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0).to(ACC)
+            g = dy * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            sum_g += g
+            sum_gx += g * ((x - mean) * rstd)
+        mean_g = (tl.sum(sum_g, axis=1) / N)[:, None]
+        mean_gx = (tl.sum(sum_gx, axis=1) / N)[:, None]
+        for start in range(0, N, BLOCK_N):
+            offs_n = start + tl.arange(0, BLOCK_N)
+            mask_n = offs_n < N
+            mask = mask_m[:, None] & mask_n[None, :]
+            x = tl.load(x_rows + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0).to(ACC)
+            dy = tl.load(dy_rows + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0).to(ACC)
+            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            xhat = (x - mean) * rstd
+            dx = rstd * (dy * w - mean_g - xhat * mean_gx)
+            tl.store(dx_rows + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            offs = pid.to(tl.int64) * N + offs_n
+            mask_old = mask_n & (tile != pid)  # the first time there is nothing to add to
+            if WITH_DW:
+                old = tl.load(partial_dw_ptr + offs, mask=mask_old, other=0.0)
+                tl.store(partial_dw_ptr + offs, old + tl.sum(dy * xhat, axis=0), mask=mask_n)
+            if WITH_DB:
+                old = tl.load(partial_db_ptr + offs, mask=mask_old, other=0.0)
+                tl.store(partial_db_ptr + offs, old + tl.sum(dy, axis=0), mask=mask_n)
+
+
+@triton.jit
+def _layer_norm_bwd_sum_kernel(
+    partial_dw_ptr, partial_db_ptr,  # (G, N) partial sums
+    dw_ptr, db_ptr,  # (N,) gradients of weight and bias
+    G, N,
+    WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    dw = tl.zeros((BLOCK_G, BLOCK_N), ACC)
+    db = tl.zeros((BLOCK_G, BLOCK_N), ACC)
+    for start in range(0, G, BLOCK_G):
+        offs_g = start + tl.arange(0, BLOCK_G)
+        mask = (offs_g < G)[:, None] & mask_n[None, :]
+        offs = offs_g.to(tl.int64)[:, None] * N + offs_n[None, :]
+        if WITH_DW:
+            dw += tl.load(partial_dw_ptr + offs, mask=mask, other=0.0)
+        if WITH_DB:
+            db += tl.load(partial_db_ptr + offs, mask=mask, other=0.0)
+    if WITH_DW:
+        tl.store(dw_ptr + offs_n, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=mask_n)
+    if WITH_DB:
+        tl.store(db_ptr + offs_n, tl.sum(db, axis=0).to(db_ptr.dtype.element_ty), mask=mask_n)
+
+
+# --- backward, locks ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _layer_norm_bwd_locks_kernel(
+    x_ptr, stride_xm, stride_xn,  # (M, N) input
+    dy_ptr, stride_dym, stride_dyn,  # (M, N) gradient of the output
+    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    buffer_dw_ptr, buffer_db_ptr,  # (NUM_BUFFERS, N) sums, zero at first
+    lock_ptr,  # (NUM_BUFFERS,) int32, zero at first; 1 while a program adds into the buffer
+    N,
+    HAS_WEIGHT: tl.constexpr,
+    WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
+    ACC: tl.constexpr,
+    NUM_BUFFERS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BARRIER: tl.constexpr,  # False only in the chapter's experiment, which shows why it is there
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    dy_ptr += row * stride_dym
+    dx_ptr += row * stride_dxm
+    mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
+    sum_g = tl.zeros((1, BLOCK_N), ACC)
+    sum_gx = tl.zeros((1, BLOCK_N), ACC)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        x = tl.load(x_ptr + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask_n[None, :], other=0.0).to(ACC)
+        dy = tl.load(dy_ptr + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask_n[None, :], other=0.0).to(ACC)
+        g = dy * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+        sum_g += g
+        sum_gx += g * ((x - mean) * rstd)
+    mean_g = tl.sum(sum_g) / N
+    mean_gx = tl.sum(sum_gx) / N
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask = (offs_n < N)[None, :]
+        x = tl.load(x_ptr + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0).to(ACC)
+        dy = tl.load(dy_ptr + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0).to(ACC)
+        w = _load_vector(w_ptr, stride_w, offs_n, offs_n < N, HAS_WEIGHT, ACC, 1.0)
+        dx = rstd * (dy * w - mean_g - (x - mean) * rstd * mean_gx)
+        tl.store(dx_ptr + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if WITH_DW or WITH_DB:
+        buffer = row % NUM_BUFFERS
+        # Whoever turns the 0 into a 1 owns the buffer.
+        while tl.atomic_cas(lock_ptr + buffer, 0, 1) == 1:
+            pass
+        for start in range(0, N, BLOCK_N):
+            offs_n = start + tl.arange(0, BLOCK_N)
+            mask = (offs_n < N)[None, :]
+            x = tl.load(x_ptr + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0).to(ACC)
+            dy = tl.load(dy_ptr + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0).to(ACC)
+            offs = buffer * N + offs_n[None, :]
+            # ".cg" reads from L2, where other programs' sums are; a line in this multiprocessor's L1 may be old.
+            if WITH_DW:
+                old = tl.load(buffer_dw_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
+                tl.store(buffer_dw_ptr + offs, old + dy * ((x - mean) * rstd), mask=mask)
+            if WITH_DB:
+                old = tl.load(buffer_db_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
+                tl.store(buffer_db_ptr + offs, old + dy, mask=mask)
+        # One thread releases the lock for all: it has to wait until every thread has stored its part.
+        if BARRIER:
+            tl.debug_barrier()
+        tl.atomic_xchg(lock_ptr + buffer, 0)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+# The sum over the partial buffers: few columns a program, so that there are enough programs.
+SUM_CONFIG = triton.Config({"BLOCK_G": 32, "BLOCK_N": 32}, num_warps=4)
+
+
+def forward_config(n: int, itemsize: int) -> triton.Config | None:
+    """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
+
+    About 2,048 elements or a whole row: short rows share a tile. Warps grow with the tile; 16 elements a thread leave
+    room for several programs on a multiprocessor, which hide each other's latency.
+    """
+    width = max(triton.next_power_of_2(n), 16)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+        return None
+    rows = max(1, 2048 // width)
+    warps = min(16, max(4, rows * width // 512))
+    return triton.Config({"BLOCK_M": rows, "BLOCK_N": width, "STAGES": 1}, num_warps=warps)
+
+
+def forward_programs(tiles: int, config: triton.Config) -> int:
+    """How many programs share ``tiles``."""
+    return tiles
+
+
+def looped_config(itemsize: int) -> triton.Config:
+    """The tile of a row that is looped over: 16 bytes a thread and load, two loads in flight."""
+    return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
+
+
+def backward_resources(config: triton.Config, itemsize: int) -> Resources:
+    """Two accumulators, x and dy stay in registers for a row's share; the pipeline stages x and dy of the whole row."""
+    tile = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
+    share = tile * config.kwargs["NUM_BLOCKS"]
+    accumulator = max(itemsize, 4)
+    staged = share * config.kwargs["SPLIT"] if config.kwargs["STAGES"] > 1 else 0
+    return tile_resources(
+        triton.Config({}, num_warps=config.num_warps, num_stages=config.kwargs["STAGES"] - 1),
+        staged=[(2 * staged, itemsize)],
+        held=[(2 * share, accumulator), (2 * share, itemsize), (2 * tile, accumulator)],
+        scratch_bytes=tile * accumulator,
+    )
+
+
+def backward_candidates(n: int, itemsize: int) -> list[triton.Config]:
+    """Candidates for rows of ``n`` elements, best first; empty where a row is too large to be shared by 4 programs."""
+    if n <= 1024:
+        width = max(triton.next_power_of_2(n), 16)
+        shapes = [(max(1, 4096 // width), width, 1, 1, 8)]
+    else:
+        # (rows, width, blocks, split, warps): 8 elements a thread, and as many blocks as the row needs.
+        shapes = [
+            (1, 256 * warps, triton.cdiv(n, 256 * warps * split), split, warps)
+            for split in (1, 2, 4)
+            for warps in (8, 16)
+        ]
+    configs = [
+        triton.Config(
+            {"BLOCK_M": rows, "BLOCK_N": width, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}, num_warps=warps
+        )
+        for rows, width, blocks, split, warps in shapes
+        for stages in (3, 2, 1)
+    ]
+    return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
+
+
+def backward_config(n: int, itemsize: int) -> triton.Config:
+    """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
+    candidates = backward_candidates(n, itemsize) if itemsize <= 4 else []
+    if candidates:
+        return candidates[0]
+    return triton.Config({"BLOCK_M": 4, "BLOCK_N": 4096 // max(itemsize, 4)}, num_warps=8)
+
+
+def backward_programs(m: int, config: triton.Config) -> int:
+    """How many programs walk over the ``m`` rows: as many as run at the same time, so that none waits."""
+    p = runtime.properties()
+    if "SPLIT" not in config.kwargs:
+        per_sm, split = 1, 1
+    else:
+        per_sm, split = (2 if config.num_warps <= 8 else 1), config.kwargs["SPLIT"]
+    tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
+    return max(1, min(tiles, p.num_sms * per_sm // split))
+
+
+def locks_config(n: int, itemsize: int) -> triton.Config:
+    """A program per row, in tiles of at most 4,096 elements."""
+    width = min(max(triton.next_power_of_2(n), 16), 16384 // max(itemsize, 4))
+    return triton.Config({"BLOCK_N": width}, num_warps=min(8, max(1, width // 256)))

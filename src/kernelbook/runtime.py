@@ -1,0 +1,204 @@
+"""GPU or interpreter? The only reader of the environment and the only maker of ``DEVICE``.
+
+Importing this module decides how Triton kernels run in this process:
+
+========================  ================================================================================
+``TRITON_INTERPRET``      what happens
+========================  ================================================================================
+unset                     kernels are compiled if PyTorch sees a GPU, and interpreted on the CPU if not
+``1``                     kernels are interpreted on the CPU, also where there is a GPU
+``0``                     kernels are compiled; without a GPU they can be compiled but not launched
+========================  ================================================================================
+
+Triton reads that variable when it is imported, so this module has to come first: ``import kernelbook`` before
+``import triton``. If Triton came first and set itself up the other way, importing this module raises.
+
+Other variables, each read when it is needed:
+
+- ``KERNELBOOK_DEBUG=1``: index tensors on the GPU are range-checked too, at the price of a synchronisation.
+- ``KERNELBOOK_AUTOTUNE``: ``default`` | ``full`` | ``off``, see :mod:`kernelbook.autotune`.
+- ``KERNELBOOK_CACHE``: the folder for tuned configurations (default: ``$XDG_CACHE_HOME/kernelbook``).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+__all__ = [
+    "COMPILE_ONLY",
+    "DEVICE",
+    "HAS_GPU",
+    "INTERPRET",
+    "TARGETS",
+    "DeviceProperties",
+    "autotune_mode",
+    "cache_dir",
+    "compiling_for",
+    "debug_enabled",
+    "device_slug",
+    "kernel_dtype",
+    "on_device_of",
+    "properties",
+]
+
+HAS_GPU: bool = torch.cuda.is_available()
+
+
+def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
+    """Whether kernels are to be interpreted, from the value of ``TRITON_INTERPRET`` and the presence of a GPU."""
+    if requested is None or requested == "":
+        return not has_gpu
+    lowered = requested.strip().lower()
+    if lowered in ("1", "true", "yes", "on", "y"):
+        return True
+    if lowered in ("0", "false", "no", "off", "n"):
+        return False
+    raise ValueError(f"kernelbook: TRITON_INTERPRET must be 0 or 1, got {requested!r}")
+
+
+def _set_up_triton(interpret: bool) -> None:
+    """Switches Triton's interpreter on or off before Triton is imported, and checks that it took."""
+    imported_before = "triton" in sys.modules
+    if not imported_before:
+        os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    # Triton's own helpers (tl.sum and its like) took their form when Triton was imported; kernels that are
+    # defined later have to take the same one.
+    if isinstance(tl.sum, InterpretedFunction) != interpret:
+        wanted, value = ("the interpreter", 1) if interpret else ("compiled kernels", 0)
+        raise ImportError(
+            f"kernelbook needs {wanted} here ({'no GPU was found' if not HAS_GPU else 'TRITON_INTERPRET asks for it'}), "
+            f"but Triton was imported before kernelbook and is set up the other way. Import kernelbook before Triton "
+            f"(and before anything that imports Triton), or start Python with TRITON_INTERPRET={value}."
+        )
+    # Kernels that are defined from here on read the variable anew.
+    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+
+
+INTERPRET: bool = _choose_mode(os.environ.get("TRITON_INTERPRET"), HAS_GPU)
+_set_up_triton(INTERPRET)
+
+COMPILE_ONLY: bool = not INTERPRET and not HAS_GPU
+DEVICE: torch.device = torch.device("cuda" if HAS_GPU and not INTERPRET else "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProperties:
+    """What a kernel's launch depends on. Sizes are in bytes; registers are 32-bit."""
+
+    name: str
+    arch: str
+    num_sms: int
+    shared_memory_per_program: int
+    shared_memory_per_sm: int
+    registers_per_sm: int
+    max_threads_per_sm: int
+    l2_bytes: int
+    warp_size: int = 32
+
+
+# The GPUs that kernels are compiled for where there is none, from the vendors' data sheets.
+TARGETS: dict[str, DeviceProperties] = {
+    "sm_80": DeviceProperties("NVIDIA A100", "sm_80", 108, 166_912, 167_936, 65_536, 2048, 40 * 2**20),
+    "sm_90": DeviceProperties("NVIDIA H200", "sm_90", 132, 232_448, 233_472, 65_536, 2048, 50 * 2**20),
+    "sm_100": DeviceProperties("NVIDIA B200", "sm_100", 148, 232_448, 233_472, 65_536, 2048, 126 * 2**20),
+    "gfx942": DeviceProperties("AMD MI300X", "gfx942", 304, 65_536, 65_536, 131_072, 2048, 4 * 2**20, 64),
+}
+
+# Few multiprocessors, so that persistent kernels loop in the interpreter too; an H200's limits on the rest.
+_INTERPRETER = dataclasses.replace(TARGETS["sm_90"], name="Triton interpreter", arch="interpreter", num_sms=2)
+
+_target: DeviceProperties | None = None
+
+
+@contextlib.contextmanager
+def compiling_for(target: str) -> Iterator[DeviceProperties]:
+    """Within the context :func:`properties` describes ``target``, a key of :data:`TARGETS`."""
+    global _target
+    if target not in TARGETS:
+        raise ValueError(f"compiling_for: target must be one of {', '.join(TARGETS)}, got {target!r}")
+    before, _target = _target, TARGETS[target]
+    try:
+        yield _target
+    finally:
+        _target = before
+
+
+@functools.cache
+def _gpu_properties(index: int) -> DeviceProperties:
+    p = torch.cuda.get_device_properties(index)
+    hip = torch.version.hip is not None
+    per_program = getattr(p, "shared_memory_per_block_optin", 0) or getattr(p, "shared_memory_per_block", 65_536)
+    return DeviceProperties(
+        name=p.name,
+        arch=p.gcnArchName.split(":")[0] if hip else f"sm_{p.major}{p.minor}",
+        num_sms=p.multi_processor_count,
+        shared_memory_per_program=per_program,
+        shared_memory_per_sm=getattr(p, "shared_memory_per_multiprocessor", per_program),
+        registers_per_sm=getattr(p, "regs_per_multiprocessor", 65_536),
+        max_threads_per_sm=p.max_threads_per_multi_processor,
+        l2_bytes=p.L2_cache_size,
+        warp_size=p.warp_size,
+    )
+
+
+def properties(device: torch.device | None = None) -> DeviceProperties:
+    """The properties of ``device`` (default: the current GPU), of the interpreter, or of the compilation target."""
+    if _target is not None:
+        return _target
+    if DEVICE.type != "cuda":
+        return TARGETS["sm_90"] if COMPILE_ONLY else _INTERPRETER
+    index = device.index if device is not None and device.index is not None else torch.cuda.current_device()
+    return _gpu_properties(index)
+
+
+def device_slug() -> str:
+    """The name of the folder under ``book/results`` for this machine: ``nvidia-h200``, ``interpreter``."""
+    if DEVICE.type != "cuda":
+        return "interpreter"
+    return re.sub(r"[^a-z0-9]+", "-", properties().name.lower()).strip("-")
+
+
+def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that kernels are given for tensors of ``dtype``.
+
+    It is ``dtype`` itself, except for bfloat16 in the interpreter, whose bfloat16 arithmetic is silently wrong: there
+    a public function converts its inputs to float32 (which is exact), runs the kernel in float32 and rounds the
+    results to bfloat16 at the end. On a GPU ``tensor.to(kernel_dtype(tensor.dtype))`` is the tensor itself.
+    """
+    return torch.float32 if INTERPRET and dtype == torch.bfloat16 else dtype
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the GPU that holds ``tensor`` the current one: Triton launches on the current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def debug_enabled() -> bool:
+    """Whether ``KERNELBOOK_DEBUG=1`` asks for the checks that cost a synchronisation."""
+    return os.environ.get("KERNELBOOK_DEBUG", "") == "1"
+
+
+def autotune_mode() -> str:
+    """``KERNELBOOK_AUTOTUNE``: ``default``, ``full`` or ``off``."""
+    mode = os.environ.get("KERNELBOOK_AUTOTUNE", "default")
+    if mode not in ("default", "full", "off"):
+        raise ValueError(f"kernelbook: KERNELBOOK_AUTOTUNE must be default, full or off, got {mode!r}")
+    return mode
+
+
+def cache_dir() -> Path:
+    """The folder for what is worth keeping between processes; it may not exist yet."""
+    own = os.environ.get("KERNELBOOK_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernelbook"

@@ -1,0 +1,417 @@
+"""Measuring: the time of a call, the ceilings of the machine, and the record of a measurement.
+
+A benchmark of a room (``<room>/bench.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
+case against float64, times them in one process beside the machine's ceilings, and :func:`write_results` keeps the rows
+in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB 2**20 bytes, times milliseconds.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from kernelbook import check, runtime
+
+__all__ = [
+    "CEILING_COLUMNS",
+    "COLUMNS",
+    "KEY",
+    "Case",
+    "Ceilings",
+    "Problem",
+    "Timing",
+    "allow_tf32",
+    "environment",
+    "first_call_ms",
+    "load_ceilings",
+    "load_results",
+    "measure",
+    "measure_ceilings",
+    "peak_mib",
+    "results_dir",
+    "run_cases",
+    "write_results",
+]
+
+ENVIRONMENT = ("gpu", "driver", "torch", "triton", "package", "date")
+KEY = ("op", "mode", "provider", "dtype", "shape", "x_name", "x")
+FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio")
+COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT)
+CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", *ENVIRONMENT)
+MODES = ("forward", "backward", "forward_backward", "step", "first_call")
+
+
+# --- the time of a call ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The median of the samples and their 20th and 80th percentiles, in milliseconds."""
+
+    ms: float
+    p20: float
+    p80: float
+    samples: int
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> "Timing":
+        ordered = sorted(times)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
+
+
+def measure(fn: Callable[[], Any], *, warmup_ms: float = 25.0, rep_ms: float = 100.0, min_samples: int = 20) -> Timing:
+    """The time of ``fn()`` on the device, with a cold L2 cache, after warm-up.
+
+    On a GPU each sample is the time between two events around the call. Before the first event the L2 cache is
+    overwritten, and the device is kept busy for a little longer than the host needs to enqueue the call: so the sample
+    holds the device's time, not the host's (a training loop that runs ahead of the device pays the same). Without a GPU
+    the wall clock is read, which tells nothing about a GPU.
+    """
+    if runtime.DEVICE.type != "cuda":
+        return _measure_on_cpu(fn, rep_ms)
+
+    def host_ms() -> float:
+        start = time.perf_counter()
+        fn()
+        return (time.perf_counter() - start) * 1e3
+
+    fn()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    enqueue_ms = statistics.median(host_ms() for _ in range(5))
+    end.record()
+    torch.cuda.synchronize()
+    estimate = max(start.elapsed_time(end) / 5, 1e-3)
+    for _ in range(min(1000, math.ceil(warmup_ms / estimate))):
+        fn()
+
+    # clock_rate is in kHz, so this many cycles are a millisecond.
+    cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate
+    head_start = int(cycles_per_ms * min(1.5 * enqueue_ms + 0.02, 5.0))
+    flush = torch.empty(max(2 * runtime.properties().l2_bytes, 2**28), dtype=torch.int8, device=runtime.DEVICE)
+    count = max(min_samples, min(500, math.ceil(rep_ms / estimate)))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for begin, finish in events:
+        flush.zero_()
+        torch.cuda._sleep(head_start)
+        begin.record()
+        fn()
+        finish.record()
+    torch.cuda.synchronize()
+    return Timing.of([begin.elapsed_time(finish) for begin, finish in events])
+
+
+def _measure_on_cpu(fn: Callable[[], Any], rep_ms: float) -> Timing:
+    times: list[float] = []
+    while not times or (sum(times) < rep_ms and len(times) < 100):
+        start = time.perf_counter()
+        fn()
+        times.append((time.perf_counter() - start) * 1e3)
+    return Timing.of(times)
+
+
+def peak_mib(fn: Callable[[], Any]) -> float:
+    """The most memory that ``fn()`` holds at a time beyond what was held before, outputs included; NaN without GPU."""
+    if runtime.DEVICE.type != "cuda":
+        return math.nan
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = fn()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    del result
+    return (peak - before) / 2**20
+
+
+def first_call_ms(code: str, *, timeout_s: float = 300.0) -> float:
+    """The wall-clock time of ``code``'s last statement group in a new process with empty caches, in milliseconds.
+
+    ``code`` has two parts with a line ``# first call`` between them: what comes before (imports, inputs) is not timed.
+    """
+    before, mark, call = code.partition("# first call\n")
+    if not mark:
+        raise ValueError("first_call_ms: code must have a line '# first call' before the part that is timed")
+    clock = "torch.cuda.synchronize()\n_times.append(time.perf_counter())\n"
+    program = f"import time, torch\n_times = []\n{before}\n{clock}{call}\n{clock}print((_times[1] - _times[0]) * 1e3)\n"
+    with tempfile.TemporaryDirectory() as empty:
+        caches = {"TRITON_CACHE_DIR": f"{empty}/triton", "KERNELBOOK_CACHE": f"{empty}/kernelbook"}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, **caches},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise RuntimeError(f"first_call_ms: the new process failed:\n{done.stderr[-2000:]}")
+    return float(done.stdout.split()[-1])
+
+
+@contextlib.contextmanager
+def allow_tf32(allowed: bool) -> Iterator[None]:
+    """Sets PyTorch's switch for tf32 in float32 matrix products within the context."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+# --- the ceilings of the machine ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What this machine reaches with PyTorch: copy bandwidth (bytes read plus written) and matrix products."""
+
+    copy_gbs: float
+    bf16_tflops: float
+    tf32_tflops: float
+
+
+def measure_ceilings(*, quick: bool = False) -> Ceilings:
+    """Measures a large device-to-device copy and large square matrix products on random data. Needs a GPU."""
+    if runtime.DEVICE.type != "cuda":
+        raise RuntimeError("measure_ceilings: there is no GPU to measure")
+    rep_ms = 30.0 if quick else 150.0
+    n = 4096 if quick else 8192
+
+    def copy_gbs() -> float:
+        source = torch.randn(2**27 if quick else 2**30, dtype=torch.bfloat16, device=runtime.DEVICE)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / measure(lambda: target.copy_(source), rep_ms=rep_ms).ms / 1e6
+
+    def tflops(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(n, n, dtype=dtype, device=runtime.DEVICE) for _ in range(2))
+        return 2 * n**3 / measure(lambda: a @ b, rep_ms=rep_ms).ms / 1e9
+
+    with allow_tf32(True):
+        return Ceilings(copy_gbs(), tflops(torch.bfloat16), tflops(torch.float32))
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Fresh random inputs, bound to the calls that are compared.
+
+    Attributes:
+        providers: by name, a call that returns the outputs (or gradients) that are checked.
+        truth: the same outputs from the reference in float64.
+        baseline: the same outputs from plain PyTorch in the dtype under test.
+        factor: how many times the baseline's error is allowed (``check.FORWARD_FACTOR`` or ``GRADIENT_FACTOR``).
+    """
+
+    providers: Mapping[str, Callable[[], Sequence[torch.Tensor]]]
+    truth: Callable[[], Sequence[torch.Tensor]]
+    baseline: Callable[[], Sequence[torch.Tensor]]
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One point of a benchmark: a row for each provider.
+
+    ``gbytes`` and ``gflop`` are the algorithm's minimum: each input read once, each output written once.
+    """
+
+    op: str
+    mode: str
+    dtype: torch.dtype
+    shape: Mapping[str, Any]
+    x_name: str
+    x: float
+    gbytes: float
+    gflop: float
+    build: Callable[[], Problem]
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"Case: mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def shape_text(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.shape.items())
+
+
+def _is_ours(provider: str) -> bool:
+    return provider.split(":")[0] == "kernelbook"
+
+
+def error_ratios(problem: Problem) -> dict[str, float]:
+    """For each provider its error over plain PyTorch's (the worst output); ``CheckError`` if ours is not correct."""
+    truth, baseline = problem.truth(), problem.baseline()
+    ratios = {}
+    for provider, call in problem.providers.items():
+        with check.poisoned_empty() if _is_ours(provider) else contextlib.nullcontext():
+            outputs = call()
+        verdicts = [
+            check.compare(f"{provider}[{i}]", out, ref, base, factor=problem.factor)
+            for i, (out, ref, base) in enumerate(zip(outputs, truth, baseline, strict=True))
+        ]
+        if _is_ours(provider):
+            for verdict in verdicts:
+                verdict.require()
+        ratios[provider] = max(verdict.ratio for verdict in verdicts)
+    return ratios
+
+
+def run_cases(
+    cases: Iterable[Case], *, package: str, progress: bool = True, rep_ms: float = 100.0
+) -> tuple[pd.DataFrame, list[str]]:
+    """Checks and times every provider of every case in this process.
+
+    Returns:
+        The rows (columns :data:`COLUMNS`, one run id) and the failures in words. A case in which one of our own results
+        is not correct contributes no row.
+    """
+    run, about = uuid.uuid4().hex[:12], environment(package)
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for case in tqdm(list(cases), disable=not progress, unit="case"):
+        label = f"{case.op} {case.mode} {case.dtype_name} {case.shape_text} {case.x_name}={case.x:g}"
+        try:
+            problem = case.build()
+            ratios = error_ratios(problem)
+        except check.CheckError as error:
+            failures.append(f"{label}: {error}")
+            continue
+        for provider, call in problem.providers.items():
+            timing = measure(call, rep_ms=rep_ms)
+            rows.append(
+                {
+                    "run": run,
+                    "op": case.op,
+                    "mode": case.mode,
+                    "provider": provider,
+                    "dtype": case.dtype_name,
+                    "shape": case.shape_text,
+                    "x_name": case.x_name,
+                    "x": f"{case.x:g}",
+                    "ms": f"{timing.ms:.5g}",
+                    "ms_p20": f"{timing.p20:.5g}",
+                    "ms_p80": f"{timing.p80:.5g}",
+                    "gbytes": f"{case.gbytes:.6g}",
+                    "gflop": f"{case.gflop:.6g}",
+                    "peak_mib": f"{peak_mib(call):.5g}",
+                    "err_ratio": f"{ratios[provider]:.3g}",
+                    **about,
+                }
+            )
+        del problem
+    return pd.DataFrame(rows, columns=list(COLUMNS)), failures
+
+
+# --- the record -----------------------------------------------------------------------------------------------------
+
+
+def source_digest(folder: Path) -> str:
+    """Eight hexadecimal digits that change with the Python sources in ``folder``: they tie a row to its code."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def package_version(folder: Path) -> str:
+    """``<version of kernelbook>+<digest of the sources in folder>``."""
+    try:
+        version = importlib.metadata.version("kernelbook")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        version = "0"
+    return f"{version}+{source_digest(folder)}"
+
+
+def environment(package: str) -> dict[str, str]:
+    """The columns that say where and with what a row was measured."""
+    import triton
+
+    driver = "none"
+    if runtime.HAS_GPU:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    return {
+        "gpu": runtime.properties().name,
+        "driver": driver,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "package": package,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
+    """One row of ``ceilings.csv``."""
+    figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
+    return pd.DataFrame([{"run": run, **figures, **environment(package)}], columns=list(CEILING_COLUMNS))
+
+
+def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
+    """Adds ``rows`` to the CSV file at ``path``, replacing those with the same key, and returns the whole table.
+
+    Rows that are not replaced keep every character. The new file takes the old one's place in one step. Raises
+    ``ValueError`` when the columns of the file and of ``rows`` differ.
+    """
+    rows = rows.astype(str)
+    if path.exists():
+        old = pd.read_csv(path, dtype=str, keep_default_na=False)
+        if list(old.columns) != list(rows.columns):
+            raise ValueError(f"write_results: {path.name} has columns {list(old.columns)}, got {list(rows.columns)}")
+        rows = pd.concat([old, rows], ignore_index=True)
+    rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        rows.to_csv(file, index=False, lineterminator="\n")
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    return rows
+
+
+def results_dir() -> Path:
+    """``book/results`` of the repository that the working folder, or else this package, lies in."""
+    here = Path(__file__).resolve()
+    for folder in (*[Path.cwd(), *Path.cwd().parents], *here.parents):
+        if (folder / "book" / "results").is_dir() and (folder / "_toc.yml").is_file():
+            return folder / "book" / "results"
+    raise FileNotFoundError("results_dir: no folder book/results above the working folder or the package")
+
+
+def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
+    """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
+    rows = pd.read_csv(results_dir() / gpu / f"{room}.csv")
+    rows["gbs"] = rows["gbytes"] / rows["ms"] * 1e3
+    rows["tflops"] = rows["gflop"] / rows["ms"]
+    return rows
+
+
+def load_ceilings(gpu: str = "nvidia-h200", run: str | None = None) -> pd.DataFrame:
+    """The recorded ceilings of ``gpu``, those of one ``run`` if it is given."""
+    rows = pd.read_csv(results_dir() / gpu / "ceilings.csv")
+    return rows if run is None else rows.loc[rows["run"] == run]
