@@ -31,7 +31,7 @@ def main() -> int:
         config = Path(scratch, "_config.yml")
         config.write_text(config_with_buttons(), encoding="utf-8")
         # The notebooks run in this very Python, whatever kernel of the same name the user has installed elsewhere.
-        write_kernel_spec(Path(scratch, "kernels", "python3"))
+        write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR"])
         environment = os.environ | {
             "JUPYTER_PATH": os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")])),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # the debugger's warning about frozen modules
