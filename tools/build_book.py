@@ -14,22 +14,22 @@ ROOT = Path(__file__).resolve().parent.parent
 HTML = ROOT / "_build" / "html"
 
 
-def config_with_buttons() -> str:
-    """_config.yml, with the buttons that need the repository's address if that one setting is not empty."""
+def write_config(path: Path) -> None:
+    """Writes _config.yml, with the buttons that need the repository's address if that one setting is not empty."""
     config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
     if config["repository"]["url"]:
         for button in ("repository", "edit_page", "issues"):
             config["html"][f"use_{button}_button"] = True
     else:
         del config["launch_buttons"]
-    return yaml.safe_dump(config)
+    path.write_text(str(yaml.safe_dump(config)), encoding="utf-8")
 
 
 def main() -> int:
     shutil.rmtree(HTML, ignore_errors=True)  # else the pages of removed chapters and old failure reports would stay
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch, "_config.yml")
-        config.write_text(config_with_buttons(), encoding="utf-8")
+        write_config(config)
         # The notebooks run in this very Python, whatever kernel of the same name the user has installed elsewhere.
         write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR"])
         environment = os.environ | {
