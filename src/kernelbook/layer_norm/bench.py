@@ -64,11 +64,15 @@ def _inputs(m: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return x, w, b, dy
 
 
+def _listed(norm: LayerNorm, *inputs: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [norm(*inputs)]
+
+
 def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Problem:
     x, w, b, _ = _inputs(m, n, dtype)
     norms = _layer_norms(with_compile)
     return timing.Problem(
-        providers={name: lambda norm=norm: [norm(x, w, b)] for name, norm in norms.items()},
+        providers={name: _listed(norm, x, w, b) for name, norm in norms.items()},
         truth=lambda: [layer_norm_reference(x.double(), w.double(), b.double(), EPS)],
         baseline=lambda: [norms["torch"](x, w, b)],
         factor=check.FORWARD_FACTOR,
