@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from kernelbook import check, runtime, timing
 from kernelbook.layer_norm import kernels, op
@@ -175,15 +175,17 @@ def count_wrong_runs(*, barrier: bool, runs: int = 100, m: int = 8192, n: int = 
 
     The buffers are float32, so a right sum is off by some 1e-6; an addition that is lost shows as 1e-4 or more.
     """
-    x, w, _, dy = _inputs(m, n, torch.float16)
+    x, w, _, dy = _inputs(m, n, torch.float32)
     rstd, mean = torch.rsqrt(x.float().var(1, unbiased=False) + EPS), x.float().mean(1)
     _, dw, db = layer_norm_backward_reference(dy.double(), x.double(), w.double(), EPS)
     dx = torch.empty_like(x)
     constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": op._TL_DTYPE[torch.float32]}
+    config = kernels.locks_config(n, x.element_size())
+    assert config is not None
     tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), mean, rstd, dx, n)
     wrong = 0
     for _ in range(runs):
-        sums = op._launch_locks(tensors, m, n, constants, barrier=barrier)
+        sums = op._launch_locks(config, tensors, m, n, constants, barrier=barrier)
         errors = [
             check.relative_error(total.double().sum(0), exact) for total, exact in zip(sums, (dw, db), strict=True)
         ]
@@ -208,7 +210,7 @@ def barrier_experiment(*, runs: int = 100, m: int = 8192, n: int = 2048, timeout
                 "run": timing.new_run(),
                 "op": "layer_norm",
                 "variant": "barrier" if barrier else "no_barrier",
-                "dtype": "float16",
+                "dtype": "float32",
                 "shape": f"M={m} N={n} buffers={kernels.LOCK_BUFFERS}",
                 "runs": runs,
                 "wrong": int(done.stdout.split()[-1]),
