@@ -401,26 +401,30 @@ def backward_resources(config: triton.Config, itemsize: int) -> Resources:
     )
 
 
-def backward_candidates(n: int, itemsize: int) -> list[triton.Config]:
+def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Config]:
     """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps and two programs on a multiprocessor for short rows, eight warps and the whole multiprocessor for long ones;
-    two programs share a row whose sums one cannot hold.
+    two programs share a row whose sums one cannot hold. Rows that are not ``aligned`` to 16 elements are loaded one
+    element at a time, with a pointer for each: that leaves registers for half as many.
     """
     width = max(triton.next_power_of_2(n), 16)
+    shapes: list[tuple[int, int, int, int, int]] = []  # rows, columns, tiles side by side, programs a row, warps
     if n <= 1024:
-        shapes = [(4096 // width, width, 1, 1, 4)]
+        shapes = [(4096 // width, width, 1, 1, 4 if aligned else 8)]
     elif n <= 2048:
-        shapes = [(2, 1024, 2, 1, 4)]
+        shapes = [(2, 1024, 2, 1, 4) if aligned else (1, 1024, 2, 1, 4)]
+    elif not aligned:
+        shapes = [(1, 2048, 2, 1, 8)] if n <= 4096 else []
     elif n == 4096:
         shapes = [(1, 4096, 1, 1, 8)]
     elif n <= 6144:
         shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
         shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)]
-    if 6144 < n <= 16384:
-        shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
+        if n <= 16384:
+            shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
     configs = [
         triton.Config(
             {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}, num_warps=warps
@@ -431,12 +435,12 @@ def backward_candidates(n: int, itemsize: int) -> list[triton.Config]:
     return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int) -> triton.Config:
+def backward_config(n: int, itemsize: int, aligned: bool) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
-    candidates = backward_candidates(n, itemsize) if itemsize <= 4 else []
+    candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
     if candidates:
         return candidates[0]
-    # Warps side by side along the row (2,048 elements of 16 bytes a thread), so that sums over rows stay in a thread.
+    # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
     return triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8)
 
 
