@@ -24,7 +24,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernelbook import check, runtime
 
