@@ -64,6 +64,9 @@ STYLE: Any = {
     "legend.frameon": False,
 }
 
+# Decorates what draws: the style then holds there, and nothing global changes.
+_styled: Any = plt.rc_context(STYLE)
+
 # Peers keep their colours between chapters; others take the next colour that is free.
 _FIXED = {"kernelbook": 0, "torch": 1, "dense": 1, "torch.compile": 2}
 
@@ -90,17 +93,18 @@ def provenance(*tables: pd.DataFrame | None) -> str:
     return " · ".join(parts)
 
 
+@_styled
 def new_figure(
-    *, columns: int = 1, width: float = 7.2, height: float = 3.8, share_y: bool = False
+    *, columns: int = 1, width: float = 6.8, height: float = 3.6, share_y: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """A figure in the book's style with ``columns`` axes beside each other; sizes in inches."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            1, columns, figsize=(width, height), squeeze=False, sharey=share_y, layout="constrained"
-        )
+    figure, axes = plt.subplots(
+        1, columns, figsize=(width, height), squeeze=False, sharey=share_y, layout="constrained"
+    )
     return figure, list(axes[0])
 
 
+@_styled
 def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | None = None) -> Figure:
     """Writes the provenance of ``tables`` (and of the reader's ``own`` rows) under the axes and closes the figure."""
     lines = []
@@ -158,6 +162,7 @@ def _x_axis(ax: Axes, x_name: str, values: pd.Series) -> None:
     ax.set_xlabel(x_name)
 
 
+@_styled
 def bandwidth_figure(
     rows: pd.DataFrame | None,
     ceilings: pd.DataFrame | None = None,
@@ -209,6 +214,7 @@ def _ratios(rows: pd.DataFrame, over: str) -> pd.DataFrame:
     return joined.assign(speedup=joined["base_ms"] / joined["ms"]).loc[joined["provider"] != over]
 
 
+@_styled
 def speedup_figure(
     rows: pd.DataFrame | None,
     over: str,
@@ -253,6 +259,7 @@ def roofline_points(rows: pd.DataFrame, provider: str = "kernelbook") -> pd.Data
     return rows.assign(name=name).drop(columns="narrow").sort_values("intensity").reset_index(drop=True)
 
 
+@_styled
 def roofline_figure(
     points: pd.DataFrame | None,
     ceilings: pd.DataFrame,
@@ -269,7 +276,7 @@ def roofline_figure(
         own: the reader's points, of :func:`roofline_points`.
         intensities: FLOP per byte of operations to mark on the axis, by name.
     """
-    figure, (ax,) = new_figure(height=4.4)
+    figure, (ax,) = new_figure(height=4.2)
     tables = [table for table in (points, own) if table is not None and len(table)]
     marks = [value for table in tables for value in table["intensity"]] + list((intensities or {}).values())
     low, high = min([0.05, *[m / 2 for m in marks]]), max([8000.0, *[2 * m for m in marks]])
@@ -283,9 +290,10 @@ def roofline_figure(
         ax.plot(*roof(row["copy_gbs"], row["bf16_tflops"]), color=PALE, linewidth=4, zorder=1)
     ax.plot(*roof(middle["copy_gbs"], middle["bf16_tflops"]), color=INK, zorder=2)
     ridge = middle["bf16_tflops"] * 1e3 / middle["copy_gbs"]
+    halfway = (low * ridge) ** 0.5
     ax.annotate(
-        f"copy: {middle['copy_gbs']:.0f} GB/s", (low * 1.3, low * 1.3 * middle["copy_gbs"] / 1e3),
-        xytext=(2, 9), textcoords="offset points", fontsize=8.5,
+        f"copy: {middle['copy_gbs']:.0f} GB/s", (halfway, halfway * middle["copy_gbs"] / 1e3),
+        xytext=(-6, 4), textcoords="offset points", ha="right", fontsize=8.5,
     )  # fmt: skip
     ax.annotate(
         f"bf16 matmul: {middle['bf16_tflops']:.0f} TFLOP/s", (high, middle["bf16_tflops"]),
@@ -297,16 +305,17 @@ def roofline_figure(
     for table, is_own in ((points, False), (own, True)):
         if table is None or not len(table):
             continue
-        for i, (_, row) in enumerate(table.iterrows()):
+        for i, (_, row) in enumerate(table.sort_values("intensity").iterrows()):
             ink = color[row["op"]]
             ax.plot(
                 row["intensity"], row["tflops"], "o", color=ink, markerfacecolor="white" if is_own else ink,
                 markersize=7, zorder=4,
             )  # fmt: skip
             if not is_own:
+                right = row["intensity"] < ridge
                 ax.annotate(
-                    row["name"], (row["intensity"], row["tflops"]), xytext=(9, -5 - 9 * (i % 2)),
-                    textcoords="offset points", fontsize=8.5, color=ink,
+                    row["name"], (row["intensity"], row["tflops"]), xytext=(9 if right else -9, -6 - 11 * (i % 2)),
+                    ha="left" if right else "right", textcoords="offset points", fontsize=8.5, color=ink,
                 )  # fmt: skip
     lowest = min([low * middle["copy_gbs"] / 1e3, *[float(table["tflops"].min()) / 3 for table in tables]])
     for i, (name, value) in enumerate((intensities or {}).items()):
