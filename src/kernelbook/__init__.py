@@ -5,4 +5,6 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 # isort: split
 from kernelbook.layer_norm import layer_norm
 
-__all__ = ["layer_norm", "runtime"]
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "layer_norm", "runtime"]
