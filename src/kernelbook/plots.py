@@ -5,6 +5,7 @@ rows (``own``) are open markers of the same colour. A figure names under its axe
 from those rows. Functions return a closed figure: as the last expression of a cell it is shown once.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 10,
-    "axes.titleweight": "semibold",
+    "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "grid.color": PALE,
     "grid.linewidth": 0.8,
@@ -300,24 +301,27 @@ def roofline_figure(
         xytext=(0, 5), textcoords="offset points", ha="right", fontsize=8.5,
     )  # fmt: skip
     ax.plot([ridge, ridge], [1e-4, middle["bf16_tflops"]], color=GREY, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
+    lowest = min([low * middle["copy_gbs"] / 1e3, *[float(table["tflops"].min()) / 3 for table in tables]])
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(lowest, 3 * middle["bf16_tflops"]))
     names = list(dict.fromkeys(op for table in tables for op in table["op"]))
     color = {op: COLORS[i % len(COLORS)] for i, op in enumerate(names)}
-    for table, is_own in ((points, False), (own, True)):
-        if table is None or not len(table):
-            continue
-        for i, (_, row) in enumerate(table.sort_values("intensity").iterrows()):
+    if own is not None and len(own):
+        for _, row in own.iterrows():
             ink = color[row["op"]]
-            ax.plot(
-                row["intensity"], row["tflops"], "o", color=ink, markerfacecolor="white" if is_own else ink,
-                markersize=7, zorder=4,
+            ax.plot(row["intensity"], row["tflops"], "o", color=ink, markerfacecolor="white", markersize=7, zorder=5)
+    if points is not None and len(points):
+        per_point = 72 / figure.dpi  # from pixels to the points that text is placed in
+        above = math.inf
+        for _, row in points.sort_values("tflops", ascending=False).iterrows():
+            ink, place = color[row["op"]], (row["intensity"], row["tflops"])
+            ax.plot(*place, "o", color=ink, markersize=7, zorder=4)
+            height = float(ax.transData.transform(place)[1]) * per_point
+            above = min(height - 6, above - 11)  # below its point, and below the name above it
+            right = row["intensity"] < ridge
+            ax.annotate(
+                row["name"], place, xytext=(10 if right else -10, above - height), textcoords="offset points",
+                ha="left" if right else "right", fontsize=8.5, color=ink,
             )  # fmt: skip
-            if not is_own:
-                right = row["intensity"] < ridge
-                ax.annotate(
-                    row["name"], (row["intensity"], row["tflops"]), xytext=(9 if right else -9, -6 - 11 * (i % 2)),
-                    ha="left" if right else "right", textcoords="offset points", fontsize=8.5, color=ink,
-                )  # fmt: skip
-    lowest = min([low * middle["copy_gbs"] / 1e3, *[float(table["tflops"].min()) / 3 for table in tables]])
     for i, (name, value) in enumerate((intensities or {}).items()):
         top = min(middle["bf16_tflops"], value * middle["copy_gbs"] / 1e3)
         ax.plot([value, value], [lowest, top], color=GREY, linewidth=1, zorder=1)
@@ -325,8 +329,7 @@ def roofline_figure(
         ax.annotate(
             name, (value, lowest), xytext=(4, 5 + 11 * (i % 2)), textcoords="offset points", fontsize=8.5, color=GREY
         )
-    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(lowest, 3 * middle["bf16_tflops"]))
     ax.set_xlabel("arithmetic intensity, FLOP per byte")
     ax.set_ylabel("TFLOP/s")
     ax.set_title(title)
-    return finish(figure, *(t for t in (points, ceilings)), own=own)
+    return finish(figure, points, ceilings, own=own)
