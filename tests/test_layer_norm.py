@@ -1,7 +1,5 @@
 """The room layer_norm: every output and gradient by the rule of check.py, and everything around it."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 import kernelbook as kb
 from kernelbook import check, runtime
-from kernelbook.layer_norm import kernels, layer_norm_backward_reference, layer_norm_reference, op
+from kernelbook.layer_norm import bench, kernels, layer_norm_backward_reference, layer_norm_reference, op
 from kernelbook.nn import LayerNorm
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -406,15 +404,6 @@ def test_cuda_graph() -> None:
 
 @pytest.mark.gpu
 def test_the_lock_holds_over_a_thousand_launches_and_its_mutant_is_caught() -> None:
-    """In processes with a time limit, since a broken lock may also hang."""
-
-    def wrong(barrier: bool, runs: int) -> int:
-        program = (
-            "from kernelbook.layer_norm.bench import count_wrong_runs; "
-            f"print(count_wrong_runs(barrier={barrier}, runs={runs}))"
-        )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-        return int(done.stdout.split()[-1])
-
-    assert wrong(True, 1000) == 0
-    assert wrong(False, 100) > 0
+    assert bench.count_wrong_runs_apart(barrier=True, buffers=kernels.LOCK_BUFFERS, runs=500) == 0
+    assert bench.count_wrong_runs_apart(barrier=True, buffers=8, runs=500) == 0
+    assert bench.count_wrong_runs_apart(barrier=False, buffers=8, runs=200) > 0

@@ -345,9 +345,11 @@ def _layer_norm_bwd_locks_kernel(
         # ".cg" reads from L2, where other programs' sums are; a line in this multiprocessor's L1 may be old.
         if WITH_DW:
             dw += tl.load(buffer_dw_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
-            tl.store(buffer_dw_ptr + offs, dw, mask=mask_n)
         if WITH_DB:
             dy += tl.load(buffer_db_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
+        if WITH_DW:
+            tl.store(buffer_dw_ptr + offs, dw, mask=mask_n)
+        if WITH_DB:
             tl.store(buffer_db_ptr + offs, dy, mask=mask_n)
         # One thread releases the lock for all: it has to wait until every thread has stored its part.
         if BARRIER:

@@ -232,11 +232,17 @@ def _launch_partials(
 
 
 def _launch_locks(
-    config: triton.Config, tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any], *, barrier: bool = True
+    config: triton.Config,
+    tensors: tuple[Any, ...],
+    m: int,
+    n: int,
+    constants: dict[str, Any],
+    *,
+    buffers: int = kernels.LOCK_BUFFERS,
+    barrier: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> the buffers that the programs added into, each (LOCK_BUFFERS, N)."""
+    """-> the buffers that the programs added into, each (buffers, N)."""
     x, mean = tensors[0], tensors[6]
-    buffers = kernels.LOCK_BUFFERS
     shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     buffer_dw, buffer_db = (torch.zeros(shape, dtype=mean.dtype, device=x.device) for _ in range(2))
     locks = torch.zeros(buffers, dtype=torch.int32, device=x.device)
