@@ -40,6 +40,7 @@ __all__ = [
     "allow_tf32",
     "environment",
     "first_call_ms",
+    "load_all_results",
     "load_ceilings",
     "load_results",
     "measure",
@@ -428,6 +429,12 @@ def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
     rows["gbs"] = rows["gbytes"] / rows["ms"] * 1e3
     rows["tflops"] = rows["gflop"] / rows["ms"]
     return rows
+
+
+def load_all_results(gpu: str = "nvidia-h200") -> dict[str, pd.DataFrame]:
+    """:func:`load_results` for each file of ``gpu`` that has the columns of a measurement, by its stem."""
+    files = sorted((results_dir() / gpu).glob("*.csv"))
+    return {path.stem: load_results(path.stem, gpu) for path in files if "ms" in pd.read_csv(path, nrows=0).columns}
 
 
 def load_ceilings(gpu: str = "nvidia-h200", run: str | None = None) -> pd.DataFrame:
