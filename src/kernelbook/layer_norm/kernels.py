@@ -435,7 +435,7 @@ def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Con
     return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int, aligned: bool) -> triton.Config:
+def backward_config(n: int, itemsize: int, aligned: bool = True) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
     candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
     if candidates:
