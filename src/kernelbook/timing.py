@@ -269,7 +269,7 @@ class Case:
         return " ".join(f"{name}={value}" for name, value in self.shape.items())
 
     def __str__(self) -> str:
-        return f"{self.op} {self.mode} {self.dtype_name} {self.shape_text} {self.x_name}={self.x:g}"
+        return f"{self.op} {self.mode} {self.dtype_name} {self.shape_text} {self.x_name}={self.x:.12g}"
 
 
 def _is_ours(provider: str) -> bool:
@@ -334,7 +334,7 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
                 "dtype": case.dtype_name,
                 "shape": case.shape_text,
                 "x_name": case.x_name,
-                "x": f"{case.x:g}",
+                "x": f"{case.x:.12g}",
                 "ms": f"{timing.ms:.5g}",
                 "ms_p20": f"{timing.p20:.5g}",
                 "ms_p80": f"{timing.p80:.5g}",
