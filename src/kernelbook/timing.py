@@ -23,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 import kernelbook
 from kernelbook import check, runtime
