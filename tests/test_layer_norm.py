@@ -321,7 +321,7 @@ def _check_strided(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, backward: 
 def test_every_width_has_a_configuration_that_fits() -> None:
     for itemsize in (2, 4, 8):
         for n in (*range(1, 100), *range(100, 50_000, 97)):
-            forward, backward = kernels.forward_config(n, itemsize), kernels.backward_config(n, itemsize)
+            forward, backward = kernels.forward_config(n, itemsize), kernels.backward_config(n, itemsize, n % 16 == 0)
             if forward is not None:
                 assert forward.kwargs["BLOCK_N"] >= n
             if "SPLIT" in backward.kwargs:
@@ -347,10 +347,18 @@ def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=_ids)
-@pytest.mark.parametrize("n", (512, 1536, 4096, 5632, 8192, 12288, 13824, 15872, 20480, 33000))
+@pytest.mark.parametrize(
+    "n", (512, 1001, 1536, 2001, 3001, 4096, 5003, 5632, 8192, 12288, 13824, 15001, 15872, 20480, 33000)
+)
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_real_sizes(n: int, dtype: torch.dtype, backward: str) -> None:
     _check(_randn(3001, n, dtype=dtype), _randn(n, dtype=dtype), _randn(n, dtype=dtype), backward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", (1024, 4096, 8192, 15872))
+def test_real_sizes_that_are_not_aligned(n: int) -> None:
+    _check(_randn(301, n + 16)[:, 1 : n + 1], _randn(n + 1)[1:], _randn(n + 1)[1:])
 
 
 @pytest.mark.gpu

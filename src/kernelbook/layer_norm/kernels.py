@@ -360,23 +360,21 @@ def _layer_norm_bwd_locks_kernel(
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
+# The sum over the partial buffers: few columns a program, so that there are enough programs.
+SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
+
+
 def forward_config(n: int, itemsize: int) -> triton.Config | None:
     """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
 
-    About 8,192 elements or a whole row, 32 elements a thread: few enough registers for several programs on a
-    multiprocessor, which hide each other's latency.
+    Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
+    enough for several programs on a multiprocessor, which hide each other's latency.
     """
     width = max(triton.next_power_of_2(n), 16)
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         return None
-    rows = max(1, 8192 // width)
+    rows = 1 if width >= 8192 else max(2, 2048 // width)
     return triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=min(32, rows * width // 1024))
-
-
-def sum_config(n: int) -> triton.Config:
-    """The tile of the sum over the partial buffers: narrow where there are few columns, so that there are programs."""
-    width = 16 if n <= 2048 else 32
-    return triton.Config({"BLOCK_G": 2048 // width, "BLOCK_N": width}, num_warps=8)
 
 
 def looped_config(itemsize: int) -> triton.Config:
@@ -401,26 +399,30 @@ def backward_resources(config: triton.Config, itemsize: int) -> Resources:
     )
 
 
-def backward_candidates(n: int, itemsize: int) -> list[triton.Config]:
+def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Config]:
     """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps and two programs on a multiprocessor for short rows, eight warps and the whole multiprocessor for long ones;
-    two programs share a row whose sums one cannot hold.
+    two programs share a row whose sums one cannot hold. Rows that are not ``aligned`` to 16 elements are loaded one
+    element at a time, with a pointer for each: that leaves registers for half as many.
     """
     width = max(triton.next_power_of_2(n), 16)
+    shapes: list[tuple[int, int, int, int, int]] = []  # rows, columns, tiles side by side, programs a row, warps
     if n <= 1024:
-        shapes = [(4096 // width, width, 1, 1, 4)]
+        shapes = [(4096 // width, width, 1, 1, 4 if aligned else 8)]
     elif n <= 2048:
-        shapes = [(2, 1024, 2, 1, 4)]
+        shapes = [(2, 1024, 2, 1, 4) if aligned else (1, 1024, 2, 1, 4)]
+    elif not aligned:
+        shapes = [(1, 2048, 2, 1, 8)] if n <= 4096 else []
     elif n == 4096:
         shapes = [(1, 4096, 1, 1, 8)]
     elif n <= 6144:
         shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
         shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)]
-    if 6144 < n <= 16384:
-        shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
+        if n <= 16384:
+            shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
     configs = [
         triton.Config(
             {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}, num_warps=warps
@@ -431,12 +433,12 @@ def backward_candidates(n: int, itemsize: int) -> list[triton.Config]:
     return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int) -> triton.Config:
+def backward_config(n: int, itemsize: int, aligned: bool = True) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
-    candidates = backward_candidates(n, itemsize) if itemsize <= 4 else []
+    candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
     if candidates:
         return candidates[0]
-    # Warps side by side along the row (2,048 elements of 16 bytes a thread), so that sums over rows stay in a thread.
+    # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
     return triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8)
 
 
@@ -444,7 +446,10 @@ def backward_programs(m: int, config: triton.Config) -> int:
     """How many programs walk over the ``m`` rows: as many as run at the same time, so that none waits."""
     split = config.kwargs.get("SPLIT", 1)
     share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
-    per_sm = 2 if config.num_warps == 4 or (config.num_warps == 8 and share == 4096) else 1
+    if config.num_warps == 4:
+        per_sm = 3 if share == 3072 else 2
+    else:
+        per_sm = 2 if share == 4096 else 1
     tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
     return max(1, min(tiles, runtime.properties().num_sms * per_sm // split))
 
