@@ -2,7 +2,8 @@
 
 Forward: a program holds BLOCK_M whole rows in registers, reads them once, and computes mean and variance from the
 registers (no second pass over memory). A row that is larger than a tile is read twice: once for its statistics, merged
-tile by tile (Chan, Golub and LeVeque 1983), and once to be normalized, then mostly from the L2 cache.
+tile by tile, and once to be normalized, then mostly from the L2 cache. Both ways correct the mean by the mean of the
+deviations from it, which rounding left (Chan, Golub and LeVeque 1983).
 
 Backward, with xhat = (x - mean) * rstd and g = dy * weight::
 
@@ -76,13 +77,15 @@ def _layer_norm_fwd_kernel(
     mean = tl.sum(x, axis=1) / N
     # Centered before squaring: E[x^2] - E[x]^2 would cancel where the mean is large.
     centered = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N + EPS)
+    # What rounding took from the mean is the mean of the deviations: the corrected two-pass algorithm.
+    shift = tl.sum(centered, axis=1) / N
+    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N - shift * shift + EPS)
     # Loaded as late as possible: held from the start they take the registers of the programs that hide latency.
     w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
     b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
-    y = centered * rstd[:, None] * w + b
+    y = (centered - shift[:, None]) * rstd[:, None] * w + b
     tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + rows, mean, mask=mask_m)
+    tl.store(mean_ptr + rows, mean + shift, mask=mask_m)
     tl.store(rstd_ptr + rows, rstd, mask=mask_m)
 
 
@@ -111,10 +114,11 @@ def _layer_norm_fwd_looped_kernel(
         count = tl.minimum(BLOCK_N, N - start).to(ACC)
         tile_mean = tl.sum(x) / count
         centered = tl.where(mask_n, x - tile_mean, 0.0)
-        delta = tile_mean - mean
+        shift = tl.sum(centered) / count
+        delta = tile_mean + shift - mean
         share = count / (start + count)
         mean += delta * share
-        m2 += tl.sum(centered * centered) + delta * delta * start * share
+        m2 += tl.sum(centered * centered) - count * shift * shift + delta * delta * start * share
     rstd = 1.0 / tl.sqrt(m2 / N + EPS)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
