@@ -4,5 +4,6 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 
 # isort: split
 from kernelbook.layer_norm import layer_norm
+from kernelbook.sparse_linear import sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
-__all__ = ["layer_norm", "runtime"]
+__all__ = ["layer_norm", "runtime", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]

@@ -1,0 +1,531 @@
+"""A linear layer of whose output features only some chunks are active: forward, and the gradients of weight, bias, input.
+
+The features are cut into chunks of CHUNK; ``ids`` names the A active ones. Position ``pos`` of the active features is
+feature ``ids[pos // CHUNK] * CHUNK + pos % CHUNK``. With that, every product here is an ordinary tiled one over A * CHUNK
+features whose operands are read in place, where they lie in the full tensors:
+
+    dW tile (BLOCK_R active features, BLOCK_D inputs)   reduces over the rows of x and dY
+    dX tile (BLOCK_R rows, BLOCK_D inputs)              reduces over the active features
+    Y tile  (BLOCK_R rows, BLOCK_D active features)     reduces over the inputs
+
+Backward is one launch: tiles of dW, tiles of dX, and programs that write the zeros of inactive chunks of dW. The longer
+tiles come first, so that the shorter ones fill the multiprocessors that would idle at the end; the zeros are strewn among
+them, so that memory writes run beside the arithmetic. db is the sum over dY of those dW tiles that read it first.
+
+Where tensor cores cannot read the operands as they lie (float32) the active features are copied together
+(``_sparse_linear_pack_kernel``), multiplied by cuBLAS and put in place (``_sparse_linear_place_kernel``).
+
+Operations: 2 M d_in A CHUNK for each product. Bytes: x, the active columns of dY and rows of W once, dX and dW once.
+
+A chunk id outside the tensor stands for a chunk of zeros: nothing is read or written for it. Not handled: ids that come
+twice (the two write the same rows of dW).
+"""
+
+import dataclasses
+import functools
+import math
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import triton
+import triton.language as tl
+
+# --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _features(ids_ptr, pos, A, d_out, CHUNK: tl.constexpr, ALIGN: tl.constexpr):
+    """The features (int64) at active positions ``pos``; at least d_out where there is none."""
+    slot = pos // CHUNK
+    chunk = tl.load(ids_ptr + slot, mask=slot < A, other=-1).to(tl.int64)
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+    features = chunk * CHUNK + pos % CHUNK
+    # ALIGN divides CHUNK: so many neighbours come from one chunk, and loads of theirs can be wide.
+    return tl.max_contiguous(tl.multiple_of(features, ALIGN), ALIGN)
+
+
+@triton.jit
+def _slot_of(ids_ptr, chunk, A, BLOCK_A: tl.constexpr):
+    """Where ``ids`` has ``chunk``, or -1."""
+    found = tl.full((BLOCK_A,), -1, tl.int32)
+    for start in range(0, A, BLOCK_A):
+        offs = start + tl.arange(0, BLOCK_A)
+        ids = tl.load(ids_ptr + offs, mask=offs < A, other=-1)
+        found = tl.maximum(found, tl.where(ids == chunk, offs, -1))
+    return tl.max(found, axis=0)
+
+
+@triton.jit
+def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
+    """Tile number -> (row, column) in groups of GROUP rows, which share their operands in the L2 cache."""
+    per_group = GROUP * num_cols
+    first = tile // per_group * GROUP
+    size = tl.minimum(num_rows - first, GROUP)
+    within = tile % per_group
+    return first + within % size, within // size
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dw_products(
+    dy_ptrs, step_dy, mask_n,
+    x_ptrs, step_x, mask_d,
+    low, high,
+    WITH_DB: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """-> the sum over rows [low, high) of dy^T x (BLOCK_R, BLOCK_D), and of dy (BLOCK_R,)."""
+    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+    sums = tl.zeros((BLOCK_K, BLOCK_R), ACC)
+    for k in range(low, high, BLOCK_K):
+        if EVEN_M:
+            mask_dy = mask_n[None, :]
+            mask_x = mask_d[None, :]
+        else:
+            mask_k = k + tl.arange(0, BLOCK_K) < high
+            mask_dy = mask_k[:, None] & mask_n[None, :]
+            mask_x = mask_k[:, None] & mask_d[None, :]
+        dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)  # (BLOCK_K, BLOCK_R)
+        x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_K, BLOCK_D)
+        # Both lie with the reduction in their slow dimension; tensor cores read 16-bit tiles either way round.
+        acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION, out_dtype=ACC)
+        if WITH_DB:
+            sums += dy.to(ACC)
+        dy_ptrs += step_dy
+        x_ptrs += step_x
+    return acc, tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _dw_tile(
+    tile, ids_ptr,
+    x_ptr, stride_xm, stride_xk,
+    dy_ptr, stride_dym, stride_dyn,
+    dw_ptr, db_ptr,
+    M, d_in, d_out, A,
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    DY_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
+    share = tile // (num_r * num_d)
+    pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
+    pos = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+    mask_n = features < d_out
+    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < d_in
+    per_share = tl.cdiv(tl.cdiv(M, BLOCK_K), SPLIT) * BLOCK_K
+    low = share * per_share
+    high = tl.minimum(low + per_share, M)
+    offs_k = (low + tl.arange(0, BLOCK_K)).to(tl.int64)
+    columns = pos.to(tl.int64) if DY_COMPACT else features
+    dy_ptrs = dy_ptr + offs_k[:, None] * stride_dym + columns[None, :] * stride_dyn
+    x_ptrs = x_ptr + offs_k[:, None] * stride_xm + offs_d.to(tl.int64)[None, :] * stride_xk
+    step_dy = tl.full((), BLOCK_K, tl.int64) * stride_dym
+    step_x = tl.full((), BLOCK_K, tl.int64) * stride_xm
+    in_partials = SPLIT > 1
+    rows = pos.to(tl.int64) if DW_COMPACT or in_partials else features
+    mask_rows = pos < A * CHUNK if DW_COMPACT or in_partials else mask_n
+    # Partial sums: one (A * CHUNK, d_in) after the other.
+    base = share.to(tl.int64) * A * CHUNK
+    if WITH_DB and pid_d == 0:
+        acc, sums = _dw_products(
+            dy_ptrs, step_dy, mask_n, x_ptrs, step_x, mask_d, low, high,
+            True, ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+        tl.store(db_ptr + base + rows, sums.to(db_ptr.dtype.element_ty), mask=mask_rows)
+    else:
+        acc, _ = _dw_products(
+            dy_ptrs, step_dy, mask_n, x_ptrs, step_x, mask_d, low, high,
+            False, ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+    dw_ptrs = dw_ptr + (base + rows)[:, None] * d_in + offs_d[None, :]
+    tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask_rows[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def _dx_tile(
+    tile, ids_ptr,
+    dy_ptr, stride_dym, stride_dyn,
+    w_ptr, stride_wn, stride_wk,
+    dx_ptr,
+    M, d_in, d_out, A,
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
+    offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_m = offs_m < M
+    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < d_in
+    offs_k = tl.arange(0, BLOCK_K)
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    dy_rows = dy_ptr + offs_m.to(tl.int64)[:, None] * stride_dym
+    w_columns = w_ptr + offs_d.to(tl.int64)[None, :] * stride_wk
+    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+    for k in range(0, A * CHUNK, BLOCK_K):
+        pos = k + offs_k
+        if CHUNK % BLOCK_K == 0:
+            # The step lies in one chunk: one id, no vector of them.
+            chunk = tl.load(ids_ptr + k // CHUNK).to(tl.int64)
+            chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+            features = tl.multiple_of(chunk * CHUNK + k % CHUNK, BLOCK_K) + offs_k
+        else:
+            features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+        mask_k = features < d_out
+        columns = pos.to(tl.int64) if DY_COMPACT else features
+        rows = pos.to(tl.int64) if W_COMPACT else features
+        dy = tl.load(
+            dy_rows + columns[None, :] * stride_dyn, mask=mask_m[:, None] & mask_k[None, :], other=0.0
+        )  # (BLOCK_R, BLOCK_K)
+        w = tl.load(
+            w_columns + rows[:, None] * stride_wn, mask=mask_k[:, None] & mask_d[None, :], other=0.0
+        )  # (BLOCK_K, BLOCK_D)
+        acc = tl.dot(dy, w, acc, input_precision=PRECISION, out_dtype=ACC)
+    dx_ptrs = dx_ptr + offs_m.to(tl.int64)[:, None] * d_in + offs_d[None, :]
+    tl.store(dx_ptrs, acc.to(dx_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def _zero_chunk(
+    chunk, ids_ptr, dw_ptr, db_ptr,
+    d_in, d_out, A,
+    CHUNK: tl.constexpr, WITH_DB: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr,
+):  # fmt: skip
+    if _slot_of(ids_ptr, chunk, A, BLOCK_A) < 0:
+        first = chunk * CHUNK
+        last = tl.minimum(first + CHUNK, d_out)
+        start = first.to(tl.int64) * d_in
+        count = (last - first).to(tl.int64) * d_in
+        zeros = tl.zeros((BLOCK_ZERO,), dw_ptr.dtype.element_ty)
+        for offset in range(0, count, BLOCK_ZERO):
+            offs = offset + tl.arange(0, BLOCK_ZERO)
+            # ".cs": the zeros are not read soon, so they should not push operands out of the L2 cache.
+            tl.store(dw_ptr + start + offs, zeros, mask=offs < count, cache_modifier=".cs")
+        if WITH_DB:
+            offs = first + tl.arange(0, triton.next_power_of_2(CHUNK))
+            tl.store(db_ptr + offs, tl.zeros(offs.shape, db_ptr.dtype.element_ty), mask=offs < last)
+
+
+@triton.jit
+def _sparse_linear_bwd_tiles_kernel(
+    ids_ptr,  # (A,) active chunks
+    x_ptr, stride_xm, stride_xk,  # (M, d_in) input, if WITH_DW
+    dy_ptr, stride_dym, stride_dyn,  # (M, d_out) gradient of the output; (M, A * CHUNK) if DY_COMPACT
+    w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight, if WITH_DX; (A * CHUNK, d_in) if W_COMPACT
+    dx_ptr,  # (M, d_in)
+    dw_ptr, db_ptr,  # (d_out, d_in) and (d_out,); A * CHUNK rows if DW_COMPACT, SPLIT times those if SPLIT > 1
+    M, d_in, d_out, A,
+    num_dw, num_dx, num_zero,  # tiles of dW and of dX, chunks to look at for zeros
+    zero_every,  # one program in so many of the later ones writes zeros
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr,
+    WITH_DW: tl.constexpr, WITH_DB: tl.constexpr, WITH_DX: tl.constexpr, WITH_ZERO: tl.constexpr,
+    DX_FIRST: tl.constexpr, SPLIT: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    num_first = num_dx if DX_FIRST else num_dw
+    zero = -1
+    if WITH_ZERO:
+        later = tile - num_first
+        if later >= 0:
+            if later % zero_every == 0 and later // zero_every < num_zero:
+                zero = later // zero_every
+            else:
+                tile -= tl.minimum(later // zero_every + 1, num_zero)
+    if WITH_ZERO and zero >= 0:
+        _zero_chunk(zero, ids_ptr, dw_ptr, db_ptr, d_in, d_out, A, CHUNK, WITH_DB, BLOCK_A, BLOCK_ZERO)
+    else:
+        first_dw = num_dx if DX_FIRST else 0
+        if WITH_DW and (not WITH_DX or (tile >= first_dw and tile < first_dw + num_dw)):
+            _dw_tile(
+                tile - first_dw, ids_ptr, x_ptr, stride_xm, stride_xk, dy_ptr, stride_dym, stride_dyn, dw_ptr, db_ptr,
+                M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, DW_COMPACT, WITH_DB, SPLIT,
+                ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+            )  # fmt: skip
+        elif WITH_DX:
+            _dx_tile(
+                tile - (0 if DX_FIRST else num_dw), ids_ptr, dy_ptr, stride_dym, stride_dyn, w_ptr, stride_wn, stride_wk,
+                dx_ptr, M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, W_COMPACT,
+                ACC, PRECISION, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+            )  # fmt: skip
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sparse_linear_fwd_tiles_kernel(
+    ids_ptr,  # (A,) active chunks
+    x_ptr, stride_xm, stride_xk,  # (M, d_in) input
+    w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight; (A * CHUNK, d_in) if W_COMPACT
+    b_ptr, stride_b,  # (d_out,) or (A * CHUNK,) bias, if HAS_BIAS
+    y_ptr, stride_ym,  # (M, d_out) output, rows contiguous; (M, A * CHUNK) if Y_COMPACT
+    M, d_in, d_out, A,
+    num_tiles, zero_every,
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    Y_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_A: tl.constexpr, ZERO_ROWS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    zero = -1
+    if not Y_COMPACT:
+        num_zero = tl.num_programs(0) - num_tiles
+        if tile % zero_every == 0 and tile // zero_every < num_zero:
+            zero = tile // zero_every
+        else:
+            tile -= tl.minimum(tile // zero_every + 1, num_zero)
+    if zero >= 0:
+        num_chunks = tl.cdiv(d_out, CHUNK)
+        chunk = zero % num_chunks
+        if _slot_of(ids_ptr, chunk, A, BLOCK_A) < 0:
+            within = tl.arange(0, triton.next_power_of_2(CHUNK))
+            offs_n = chunk * CHUNK + within
+            mask_n = (within < CHUNK) & (offs_n < d_out)
+            first = zero // num_chunks * ZERO_ROWS
+            for start in range(first, tl.minimum(first + ZERO_ROWS, M), BLOCK_R):
+                offs_m = start + tl.arange(0, BLOCK_R)
+                mask = (offs_m < M)[:, None] & mask_n[None, :]
+                y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :]
+                zeros = tl.zeros((BLOCK_R, triton.next_power_of_2(CHUNK)), y_ptr.dtype.element_ty)
+                tl.store(y_ptrs, zeros, mask=mask, cache_modifier=".cs")
+    else:
+        pid_m, pid_n = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(A * CHUNK, BLOCK_D), GROUP)
+        offs_m = pid_m * BLOCK_R + tl.arange(0, BLOCK_R)
+        mask_m = offs_m < M
+        pos = pid_n * BLOCK_D + tl.arange(0, BLOCK_D)
+        features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+        mask_n = features < d_out
+        rows = pos.to(tl.int64) if W_COMPACT else features
+        offs_k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+        w_ptrs = w_ptr + rows[None, :] * stride_wn + offs_k.to(tl.int64)[:, None] * stride_wk
+        step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
+        step_w = tl.full((), BLOCK_K, tl.int64) * stride_wk
+        acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+        for k in range(0, d_in, BLOCK_K):
+            if EVEN_K:
+                mask_x = mask_m[:, None]
+                mask_w = mask_n[None, :]
+            else:
+                mask_k = k + offs_k < d_in
+                mask_x = mask_m[:, None] & mask_k[None, :]
+                mask_w = mask_k[:, None] & mask_n[None, :]
+            x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_R, BLOCK_K)
+            w = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_K, BLOCK_D)
+            acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+            x_ptrs += step_x
+            w_ptrs += step_w
+        if HAS_BIAS:
+            acc += tl.load(b_ptr + rows * stride_b, mask=mask_n, other=0.0).to(ACC)[None, :]
+        columns = pos.to(tl.int64) if Y_COMPACT else features
+        mask_columns = pos < A * CHUNK if Y_COMPACT else mask_n
+        y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + columns[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_columns[None, :])
+
+
+# --- copying active features together, and back in place ----------------------------------------------------------------
+
+
+@triton.jit
+def _sparse_linear_pack_kernel(
+    ids_ptr,  # (A,) active chunks
+    src_ptr, stride_sm, stride_sn,  # (M, d_out); (M, A * CHUNK) if SRC_COMPACT
+    dst_ptr, stride_dm, stride_dn,  # (M, A * CHUNK), if WITH_COPY
+    sums_ptr,  # (num_programs(1), A * CHUNK) sums over this program's rows, if WITH_SUMS
+    M, d_out, A,
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    SRC_COMPACT: tl.constexpr, WITH_COPY: tl.constexpr, WITH_SUMS: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pos = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+    mask_n = features < d_out
+    mask_pos = pos < A * CHUNK
+    columns = pos.to(tl.int64) if SRC_COMPACT else features
+    first = tl.program_id(1) * ROWS
+    sums = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    for start in range(first, tl.minimum(first + ROWS, M), BLOCK_M):
+        offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask_m = offs_m < M
+        src_ptrs = src_ptr + offs_m[:, None] * stride_sm + columns[None, :] * stride_sn
+        values = tl.load(src_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_M, BLOCK_N)
+        if WITH_COPY:
+            dst_ptrs = dst_ptr + offs_m[:, None] * stride_dm + pos.to(tl.int64)[None, :] * stride_dn
+            tl.store(dst_ptrs, values, mask=mask_m[:, None] & mask_pos[None, :])
+        if WITH_SUMS:
+            sums += values.to(ACC)
+    if WITH_SUMS:
+        offs = tl.program_id(1).to(tl.int64) * A * CHUNK + pos
+        tl.store(sums_ptr + offs, tl.sum(sums, axis=0), mask=mask_pos)
+
+
+@triton.jit
+def _sparse_linear_place_kernel(
+    ids_ptr,  # (A,) active chunks
+    src_ptr, stride_ss, stride_sn, stride_sm,  # (SPLIT, A * CHUNK, M) partial sums
+    dst_ptr, stride_dn, stride_dm,  # (d_out, M), if WITH_COPY; A * CHUNK rows if COMPACT
+    sums_ptr,  # (num_sums, A * CHUNK) partial sums, if WITH_SUMS
+    total_ptr,  # (d_out,) or (A * CHUNK,), if WITH_SUMS
+    M, d_out, A, num_sums,
+    CHUNK: tl.constexpr, COMPACT: tl.constexpr, SPLIT: tl.constexpr,
+    WITH_COPY: tl.constexpr, WITH_SUMS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
+    if COMPACT:
+        slot = tl.program_id(0)
+        first = slot * CHUNK
+        last = A * CHUNK
+    else:
+        slot = _slot_of(ids_ptr, tl.program_id(0), A, BLOCK_A)
+        first = tl.program_id(0) * CHUNK
+        last = d_out
+    within = tl.arange(0, BLOCK_N)
+    mask_n = (within < CHUNK) & (first + within < last)
+    offs_n = (first + within).to(tl.int64)
+    pos = (slot * CHUNK + within).to(tl.int64)
+    mask_src = mask_n & (slot >= 0)
+    if WITH_COPY:
+        offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        offs_m = offs_m.to(tl.int64)
+        src_ptrs = src_ptr + pos[:, None] * stride_sn + offs_m[None, :] * stride_sm
+        acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
+        for _ in tl.static_range(SPLIT):  # in a fixed order
+            acc += tl.load(src_ptrs, mask=mask_src[:, None] & mask_m[None, :], other=0.0).to(ACC)
+            src_ptrs += stride_ss
+        dst_ptrs = dst_ptr + offs_n[:, None] * stride_dn + offs_m[None, :] * stride_dm
+        tl.store(dst_ptrs, acc.to(dst_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+    if WITH_SUMS:
+        if tl.program_id(1) == 0:
+            total = tl.zeros((BLOCK_N,), ACC)
+            sums_ptrs = sums_ptr + pos
+            for _ in range(num_sums):
+                total += tl.load(sums_ptrs, mask=mask_src, other=0.0)
+                sums_ptrs += A * CHUNK
+            tl.store(total_ptr + offs_n, total.to(total_ptr.dtype.element_ty), mask=mask_n)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+PACK_CONFIG = triton.Config({"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}, num_warps=4)
+PLACE_BLOCK_M = 128
+BLOCK_A = 256  # ids looked at in a step
+BLOCK_ZERO = 8192  # zeros written in a step
+ZERO_ROWS = 1024  # rows of Y whose zeros one program writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A tile shape, how many of its programs share a multiprocessor, and the share of its peak rate it then keeps."""
+
+    config: triton.Config
+    per_sm: int
+    efficiency: float
+
+
+def _tiles(r: int, d: int, k: int, warps: int, stages: int, per_sm: int, efficiency: float) -> Tiles:
+    blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
+    return Tiles(triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm, efficiency)
+
+
+# By bytes an element. For 16 bits: 128 x 256 reads least for its arithmetic, and one program fills a multiprocessor; the
+# smaller ones serve small problems. float32 and float64 are packed and multiplied by cuBLAS, so that theirs only have to
+# be right.
+TILES = {
+    2: [
+        _tiles(128, 256, 64, 8, 3, 1, 0.92),
+        _tiles(128, 128, 64, 4, 3, 2, 0.85),
+        _tiles(64, 128, 64, 4, 4, 2, 0.68),
+        _tiles(64, 64, 64, 4, 4, 3, 0.5),
+    ],
+    4: [_tiles(64, 64, 32, 4, 3, 2, 0.5)],
+    8: [_tiles(32, 32, 16, 4, 2, 2, 0.5)],
+}
+# What the choice among them counts with: operations and bytes a microsecond, and microseconds for a launch and for a
+# tile's beginning and end.
+FLOP_PER_US = 730e6
+BYTES_PER_US = 3.5e6
+LAUNCH_US = 4.0
+TILE_US = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one backward launch is cut: tiles, into how many shares the reduction of dW is split, and an estimate."""
+
+    tiles: Tiles
+    split: int
+    us: float
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_backward(
+    m: int, d_in: int, active: int, itemsize: int, dw_bytes: int, with_dw: bool, with_dx: bool, num_sms: int
+) -> Plan:
+    """The fastest plan by a model of the launch: all programs work at one rate, longest first, the last one alone.
+
+    Args:
+        m, d_in: rows and columns of x. active: active features. dw_bytes: of dW with its zeros.
+    """
+    plans = []
+    for tiles in TILES[itemsize]:
+        r, d = tiles.config.kwargs["BLOCK_R"], tiles.config.kwargs["BLOCK_D"]
+        slots = num_sms * tiles.per_sm
+        per_us = FLOP_PER_US * tiles.efficiency / slots
+
+        num_dw = triton.cdiv(active, r) * triton.cdiv(d_in, d) if with_dw else 0
+        num_dx = triton.cdiv(m, r) * triton.cdiv(d_in, d) if with_dx else 0
+        dx_us = TILE_US + 2 * r * d * active / per_us
+        for split in (1, 2, 3, 4, 6, 8, 12, 16) if with_dw else (1,):
+            dw_us = TILE_US + 2 * r * d * triton.cdiv(m, split) / per_us
+            work = num_dw * split * dw_us + num_dx * dx_us
+            lengths = [us for us, count in ((dw_us, num_dw), (dx_us, num_dx)) if count]
+            # Programs that have a multiprocessor to themselves run faster than those that share it.
+            alone = 1 + 0.5 * (tiles.per_sm - 1)
+            rounds = [
+                math.ceil(count / slots) * us / (alone if count <= num_sms else 1)
+                for us, count in ((dw_us, num_dw * split), (dx_us, num_dx))
+                if count
+            ]
+            us = max(work / slots + 0.5 * min(lengths), max(rounds))
+            if split > 1:
+                us += LAUNCH_US + (2 * split * 4 * active * d_in + dw_bytes) / BYTES_PER_US
+            plans.append(Plan(tiles, split, us))
+    return min(plans, key=lambda plan: plan.us)
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_tiles(m: int, d_in: int, active: int, itemsize: int, num_sms: int) -> Tiles:
+    """The tile of the forward pass: fewest rounds of programs, each round as long as the tile takes."""
+
+    def us(tiles: Tiles) -> float:
+        r, d = tiles.config.kwargs["BLOCK_R"], tiles.config.kwargs["BLOCK_D"]
+        slots = num_sms * tiles.per_sm
+        rounds = math.ceil(triton.cdiv(m, r) * triton.cdiv(active, d) / slots)
+        return rounds * (TILE_US + 2 * r * d * d_in * slots / (FLOP_PER_US * tiles.efficiency))
+
+    return min(TILES[itemsize], key=us)
+
+
+def alignment(chunk: int) -> int:
+    """The largest power of two that divides ``chunk``, at most 64."""
+    return min(chunk & -chunk, 64)
