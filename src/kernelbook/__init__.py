@@ -4,6 +4,6 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 
 # isort: split
 from kernelbook.layer_norm import layer_norm
-from kernelbook.sparse_linear import sparse_dw, sparse_dx, sparse_forward, sparse_linear
+from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
-__all__ = ["layer_norm", "runtime", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
+__all__ = ["layer_norm", "runtime", "sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]

@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["CompileError", "CompiledKernel", "compile_calls"]
 
@@ -142,6 +143,8 @@ def _type_of(value: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{list(value.block_shape)}>"
     raise CompileError(f"no kernel argument type for {type(value).__name__}")
 
 

@@ -1,6 +1,6 @@
 """A linear layer whose backward pass computes only the active chunks of its output features."""
 
-from kernelbook.sparse_linear.op import sparse_dw, sparse_dx, sparse_forward, sparse_linear
+from kernelbook.sparse_linear.op import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 from kernelbook.sparse_linear.reference import (
     gather_cublas_backward,
     python_loop_backward,
@@ -13,6 +13,7 @@ from kernelbook.sparse_linear.reference import (
 __all__ = [
     "gather_cublas_backward",
     "python_loop_backward",
+    "sparse_backward",
     "sparse_dw",
     "sparse_dw_reference",
     "sparse_dx",

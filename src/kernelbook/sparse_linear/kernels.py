@@ -131,9 +131,9 @@ def _dw_tile(
     x_ptrs = x_ptr + offs_k[:, None] * stride_xm + offs_d.to(tl.int64)[None, :] * stride_xk
     step_dy = tl.full((), BLOCK_K, tl.int64) * stride_dym
     step_x = tl.full((), BLOCK_K, tl.int64) * stride_xm
-    in_partials = SPLIT > 1
-    rows = pos.to(tl.int64) if DW_COMPACT or in_partials else features
-    mask_rows = pos < A * CHUNK if DW_COMPACT or in_partials else mask_n
+    BY_POSITION: tl.constexpr = DW_COMPACT or SPLIT > 1
+    rows = pos.to(tl.int64) if BY_POSITION else features
+    mask_rows = pos < A * CHUNK if BY_POSITION else mask_n
     # Partial sums: one (A * CHUNK, d_in) after the other.
     base = share.to(tl.int64) * A * CHUNK
     if WITH_DB and pid_d == 0:
@@ -149,6 +149,99 @@ def _dw_tile(
         )  # fmt: skip
     dw_ptrs = dw_ptr + (base + rows)[:, None] * d_in + offs_d[None, :]
     tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask_rows[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def _dw_boxes(
+    dy_box, x_box, columns, offset_d, low, high,
+    WITH_DB: tl.constexpr, ACC: tl.constexpr, BOX: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As ``_dw_products`` with tensor descriptors: a tuple of (BOX, BLOCK_D) products, and one of (BOX,) sums."""
+    accs = ()
+    sums = ()
+    for _ in tl.static_range(len(columns)):
+        accs = accs + (tl.zeros((BOX, BLOCK_D), ACC),)
+        sums = sums + (tl.zeros((BLOCK_K, BOX), ACC),)
+    for k in range(low, high, BLOCK_K):
+        x = x_box.load([k, offset_d])  # (BLOCK_K, BLOCK_D)
+        new_accs = ()
+        new_sums = ()
+        for j in tl.static_range(len(columns)):
+            dy = dy_box.load([k, columns[j]])  # (BLOCK_K, BOX)
+            new_accs = new_accs + (tl.dot(tl.trans(dy), x, accs[j], out_dtype=ACC),)
+            if WITH_DB:
+                new_sums = new_sums + (sums[j] + dy.to(ACC),)
+            else:
+                new_sums = new_sums + (sums[j],)
+        accs = new_accs
+        sums = new_sums
+    totals = ()
+    for j in tl.static_range(len(columns)):
+        totals = totals + (tl.sum(sums[j], axis=0),)
+    return accs, totals
+
+
+@triton.jit
+def _dw_tile_boxes(
+    tile, ids_ptr, x_box, dy_box, dw_ptr, db_ptr,
+    M, d_in, d_out, A,
+    CHUNK: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BOX: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
+    share = tile // (num_r * num_d)
+    pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    columns = ()
+    for j in tl.static_range(BLOCK_R // BOX):
+        first = pid_r * BLOCK_R + j * BOX
+        chunk = tl.load(ids_ptr + first // CHUNK, mask=first // CHUNK < A, other=-1).to(tl.int32)
+        # Beyond the tensor a descriptor reads zeros.
+        chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+        columns = columns + (chunk * CHUNK + first % CHUNK,)
+    per_share = tl.cdiv(tl.cdiv(M, BLOCK_K), SPLIT) * BLOCK_K
+    low = share * per_share
+    high = tl.minimum(low + per_share, M)
+    if WITH_DB and pid_d == 0:
+        accs, sums = _dw_boxes(dy_box, x_box, columns, pid_d * BLOCK_D, low, high, True, ACC, BOX, BLOCK_D, BLOCK_K)
+    else:
+        accs, sums = _dw_boxes(dy_box, x_box, columns, pid_d * BLOCK_D, low, high, False, ACC, BOX, BLOCK_D, BLOCK_K)
+    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    BY_POSITION: tl.constexpr = DW_COMPACT or SPLIT > 1
+    base = share.to(tl.int64) * A * CHUNK
+    for j in tl.static_range(BLOCK_R // BOX):
+        offs_j = tl.arange(0, BOX)
+        first = pid_r * BLOCK_R + j * BOX if BY_POSITION else columns[j]
+        mask_rows = first + offs_j < (A * CHUNK if BY_POSITION else d_out)
+        rows = base + first + offs_j
+        if WITH_DB and pid_d == 0:
+            tl.store(db_ptr + rows, sums[j].to(db_ptr.dtype.element_ty), mask=mask_rows)
+        dw_ptrs = dw_ptr + rows[:, None] * d_in + offs_d[None, :]
+        tl.store(dw_ptrs, accs[j].to(dw_ptr.dtype.element_ty), mask=mask_rows[:, None] & (offs_d < d_in)[None, :])
+
+
+@triton.jit
+def _dx_tile_boxes(
+    tile, ids_ptr, dy_box, w_box, dx_ptr,
+    M, d_in, d_out, A,
+    CHUNK: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+    chunk = tl.load(ids_ptr).to(tl.int32)  # one step ahead, as in _dx_tile
+    for k in range(0, A * CHUNK, BLOCK_K):
+        chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+        column = chunk * CHUNK + k % CHUNK
+        chunk = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1)).to(tl.int32)
+        dy = dy_box.load([pid_r * BLOCK_R, column])  # (BLOCK_R, BLOCK_K)
+        w = w_box.load([column, pid_d * BLOCK_D])  # (BLOCK_K, BLOCK_D)
+        acc = tl.dot(dy, w, acc, out_dtype=ACC)
+    offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    dx_ptrs = dx_ptr + offs_m.to(tl.int64)[:, None] * d_in + offs_d[None, :]
+    tl.store(dx_ptrs, acc.to(dx_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_d < d_in)[None, :])
 
 
 @triton.jit
@@ -173,15 +266,21 @@ def _dx_tile(
     dy_rows = dy_ptr + offs_m.to(tl.int64)[:, None] * stride_dym
     w_columns = w_ptr + offs_d.to(tl.int64)[None, :] * stride_wk
     acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+    # The ids of a step are loaded one step ahead and carried over. Loaded in the step itself they would be one more stage
+    # of the software pipeline, taken from those that hide the latency of dy and w.
+    if CHUNK % BLOCK_K == 0:
+        chunk = tl.load(ids_ptr).to(tl.int64)  # the step lies in one chunk: a scalar
+    else:
+        chunk = _features(ids_ptr, offs_k, A, d_out, CHUNK, ALIGN)
     for k in range(0, A * CHUNK, BLOCK_K):
         pos = k + offs_k
         if CHUNK % BLOCK_K == 0:
-            # The step lies in one chunk: one id, no vector of them.
-            chunk = tl.load(ids_ptr + k // CHUNK).to(tl.int64)
             chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
             features = tl.multiple_of(chunk * CHUNK + k % CHUNK, BLOCK_K) + offs_k
+            chunk = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1)).to(tl.int64)
         else:
-            features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+            features = tl.max_contiguous(tl.multiple_of(chunk, ALIGN), ALIGN)
+            chunk = _features(ids_ptr, pos + BLOCK_K, A, d_out, CHUNK, ALIGN)
         mask_k = features < d_out
         columns = pos.to(tl.int64) if DY_COMPACT else features
         rows = pos.to(tl.int64) if W_COMPACT else features
@@ -226,13 +325,14 @@ def _sparse_linear_bwd_tiles_kernel(
     w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight, if WITH_DX; (A * CHUNK, d_in) if W_COMPACT
     dx_ptr,  # (M, d_in)
     dw_ptr, db_ptr,  # (d_out, d_in) and (d_out,); A * CHUNK rows if DW_COMPACT, SPLIT times those if SPLIT > 1
+    x_box, dy_dw_box, dy_dx_box, w_box,  # tensor descriptors of x, dy (for dW and for dX) and W, if DW_BOXES, DX_BOXES
     M, d_in, d_out, A,
     num_dw, num_dx, num_zero,  # tiles of dW and of dX, chunks to look at for zeros
     zero_every,  # one program in so many of the later ones writes zeros
     CHUNK: tl.constexpr, ALIGN: tl.constexpr,
     DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr, WITH_DX: tl.constexpr, WITH_ZERO: tl.constexpr,
-    DX_FIRST: tl.constexpr, SPLIT: tl.constexpr,
+    DX_FIRST: tl.constexpr, SPLIT: tl.constexpr, DW_BOXES: tl.constexpr, DX_BOXES: tl.constexpr, BOX: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr,
@@ -252,17 +352,29 @@ def _sparse_linear_bwd_tiles_kernel(
     else:
         first_dw = num_dx if DX_FIRST else 0
         if WITH_DW and (not WITH_DX or (tile >= first_dw and tile < first_dw + num_dw)):
-            _dw_tile(
-                tile - first_dw, ids_ptr, x_ptr, stride_xm, stride_xk, dy_ptr, stride_dym, stride_dyn, dw_ptr, db_ptr,
-                M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, DW_COMPACT, WITH_DB, SPLIT,
-                ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
-            )  # fmt: skip
+            if DW_BOXES:
+                _dw_tile_boxes(
+                    tile - first_dw, ids_ptr, x_box, dy_dw_box, dw_ptr, db_ptr, M, d_in, d_out, A,
+                    CHUNK, DW_COMPACT, WITH_DB, SPLIT, ACC, BLOCK_R, BLOCK_D, BLOCK_K, BOX, GROUP,
+                )  # fmt: skip
+            else:
+                _dw_tile(
+                    tile - first_dw, ids_ptr, x_ptr, stride_xm, stride_xk, dy_ptr, stride_dym, stride_dyn, dw_ptr, db_ptr,
+                    M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, DW_COMPACT, WITH_DB, SPLIT,
+                    ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+                )  # fmt: skip
         elif WITH_DX:
-            _dx_tile(
-                tile - (0 if DX_FIRST else num_dw), ids_ptr, dy_ptr, stride_dym, stride_dyn, w_ptr, stride_wn, stride_wk,
-                dx_ptr, M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, W_COMPACT,
-                ACC, PRECISION, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
-            )  # fmt: skip
+            if DX_BOXES:
+                _dx_tile_boxes(
+                    tile - (0 if DX_FIRST else num_dw), ids_ptr, dy_dx_box, w_box, dx_ptr, M, d_in, d_out, A,
+                    CHUNK, ACC, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+                )  # fmt: skip
+            else:
+                _dx_tile(
+                    tile - (0 if DX_FIRST else num_dw), ids_ptr, dy_ptr, stride_dym, stride_dyn,
+                    w_ptr, stride_wn, stride_wk, dx_ptr, M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, W_COMPACT,
+                    ACC, PRECISION, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+                )  # fmt: skip
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -418,7 +530,7 @@ def _sparse_linear_place_kernel(
         if tl.program_id(1) == 0:
             total = tl.zeros((BLOCK_N,), ACC)
             sums_ptrs = sums_ptr + pos
-            for _ in range(num_sums):
+            for _row in range(num_sums):
                 total += tl.load(sums_ptrs, mask=mask_src, other=0.0)
                 sums_ptrs += A * CHUNK
             tl.store(total_ptr + offs_n, total.to(total_ptr.dtype.element_ty), mask=mask_n)
@@ -474,7 +586,8 @@ class Plan:
 
     tiles: Tiles
     split: int
-    us: float
+    us: float = 0.0
+    boxes: bool = False
 
 
 @functools.lru_cache(maxsize=4096)

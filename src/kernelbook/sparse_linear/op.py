@@ -13,13 +13,13 @@ from kernelbook.sparse_linear import kernels
 # isort: split
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
+__all__ = ["sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
 _TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
-# From this share of active chunks on nothing is skipped that would pay for reading through the ids.
-DENSE_SHARE = 0.97
+BOX = 64  # features that one tensor descriptor's load takes from a chunk
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
@@ -167,6 +167,37 @@ def sparse_dx(
     return dx
 
 
+def sparse_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dy: torch.Tensor,
+    active_chunks: torch.Tensor,
+    *,
+    chunk_size: int = 64,
+    compact: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The whole backward pass of mode ``"sparse_dw_dx"`` in one call (and for 16-bit dtypes one launch).
+
+    Args:
+        x: (..., d_in). weight: (d_out, d_in). dy: (..., d_out), all of one dtype.
+        active_chunks, chunk_size: as in :func:`sparse_linear`. compact: as in :func:`sparse_dw`, for dW and db.
+
+    Returns:
+        dW and db as :func:`sparse_dw`, dX as :func:`sparse_dx`; not differentiable.
+
+    Raises: as :func:`sparse_linear`.
+    """
+    op = "sparse_backward"
+    _check_features(op, x, "weight", weight, None)
+    arguments.check_tensor(op, "dy", dy)
+    _check_same_dtype(op, x, dy=dy)
+    arguments.check_shape(op, "dy", dy, (*x.shape[:-1], weight.shape[0]))
+    arguments.check_same_device(op, x=x, dy=dy)
+    _check_chunks(op, active_chunks, chunk_size, x, required=True)
+    dx, dw, db = _linear_backward(dy, x, weight, active_chunks, chunk_size, "sparse_dw_dx", compact, True, True, True)
+    return dw, db, dx
+
+
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
@@ -255,15 +286,18 @@ def _linear_backward(
     active_chunks: torch.Tensor,
     chunk_size: int,
     mode: str,
+    compact: bool,
     needs_dx: bool,
     needs_dw: bool,
     needs_db: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dx, dw, db; empty where not needed."""
+    _check_ids("sparse_backward", active_chunks, weight.shape[0], chunk_size)
     dense_dx = needs_dx and mode != "sparse_dw_dx"
     dx, dw, db = _backward(
-        _Problem(active_chunks, chunk_size, weight.shape[0]), dy, x, weight, needs_dx and not dense_dx, needs_dw, needs_db
-    )
+        _Problem(active_chunks, chunk_size, weight.shape[0], dw_compact=compact),
+        dy, x, weight, needs_dx and not dense_dx, needs_dw, needs_db,
+    )  # fmt: skip
     return dy @ weight if dense_dx else dx, dw, db
 
 
@@ -275,26 +309,28 @@ def _(
     active_chunks: torch.Tensor,
     chunk_size: int,
     mode: str,
+    compact: bool,
     needs_dx: bool,
     needs_dw: bool,
     needs_db: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = active_chunks.shape[0] * chunk_size if compact else weight.shape[0]
     return (
         dy.new_empty(x.shape if needs_dx else (0,)),
-        dy.new_empty(weight.shape if needs_dw else (0,)),
-        dy.new_empty(weight.shape[0] if needs_db else 0),
+        dy.new_empty((rows, x.shape[-1]) if needs_dw else (0,)),
+        dy.new_empty(rows if needs_db else 0),
     )
 
 
 def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, bias, ids, ctx.chunk_size, ctx.mode = inputs
+    x, weight, _bias, ids, ctx.chunk_size, ctx.mode = inputs
     # x is only needed for dW and the weight only for dX.
     ctx.save_for_backward(x, weight, ids)
 
 
 def _linear_autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
-    gradients = _linear_backward(dy, *ctx.saved_tensors, ctx.chunk_size, ctx.mode, *needs)
+    gradients = _linear_backward(dy, *ctx.saved_tensors, ctx.chunk_size, ctx.mode, False, *needs)
     return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
 
 
@@ -344,7 +380,7 @@ def _dw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> dW, and db or an empty tensor."""
     _check_ids("sparse_dw", active_chunks, d_out, chunk_size)
-    problem = _Problem(active_chunks, chunk_size, d_out, dy_compact, compact)
+    problem = _Problem(active_chunks, chunk_size, d_out, dy_compact, dw_compact=compact)
     _, dw, db = _backward(problem, dy, x, None, False, True, with_bias)
     return dw, db
 
@@ -444,13 +480,14 @@ _dx.register_autograd(_dx_autograd, setup_context=_setup_dx)
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """The active chunks, and whether the columns of Y and dY and the rows of W and dW are compact."""
+    """The active chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are compact."""
 
     ids: torch.Tensor
     chunk: int
     d_out: int
     y_compact: bool = False
     w_compact: bool = False
+    dw_compact: bool = False
 
     @property
     def num_chunks(self) -> int:
@@ -467,8 +504,8 @@ class _Problem:
         return self.count * self.chunk
 
     @property
-    def w_rows(self) -> int:
-        return self.active if self.w_compact else self.d_out
+    def dw_rows(self) -> int:
+        return self.active if self.dw_compact else self.d_out
 
     @property
     def y_columns(self) -> int:
@@ -494,9 +531,9 @@ def _precision() -> str:
 
 def _strategy(problem: _Problem, dtype: torch.dtype) -> str:
     """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place."""
-    if problem.count >= DENSE_SHARE * problem.num_chunks and problem.count == problem.num_chunks:
-        if not problem.y_compact and not problem.w_compact:
-            return "dense"
+    compact = problem.y_compact or problem.w_compact or problem.dw_compact
+    if problem.count == problem.num_chunks and not compact:
+        return "dense"
     # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow.
     return "packed" if dtype in (torch.float32, torch.float64) else "tiles"
 
@@ -518,8 +555,8 @@ def _backward(
     m = math.prod(leading)
     kernel_dtype = runtime.kernel_dtype(dtype)
     dx = torch.empty((m, d_in) if needs_dx else 0, dtype=kernel_dtype, device=device)
-    dw = torch.empty((problem.w_rows, d_in) if needs_dw else 0, dtype=kernel_dtype, device=device)
-    db = torch.empty(problem.w_rows if needs_db else 0, dtype=kernel_dtype, device=device)
+    dw = torch.empty((problem.dw_rows, d_in) if needs_dw else 0, dtype=kernel_dtype, device=device)
+    db = torch.empty(problem.dw_rows if needs_db else 0, dtype=kernel_dtype, device=device)
     if m == 0 or problem.count == 0:
         dx.zero_(), dw.zero_(), db.zero_()
     else:
@@ -553,6 +590,21 @@ def _strided(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> tuple[torch
     return (stand_in, 0, 0) if tensor is None else (tensor, tensor.stride(0), tensor.stride(1))
 
 
+def _box(tensor: torch.Tensor | None, rows: int, columns: int) -> TensorDescriptor:
+    assert tensor is not None
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])
+
+
+def _in_boxes(problem: _Problem, *tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can read the matrices: chunks of whole boxes, contiguous rows that start on 16 bytes."""
+    if problem.chunk % BOX or problem.y_compact or problem.w_compact or problem.d_out >= 2**30:
+        return False
+    return all(
+        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and t.stride(0) > 0
+        for t in tensors
+    )
+
+
 def _run_tiles(
     problem: _Problem,
     dy: torch.Tensor,
@@ -570,7 +622,7 @@ def _run_tiles(
         _run_packed(problem, dy, None, None, dx[:0], dw, db, needs_db)
         needs_db = False
     plan = kernels.plan_backward(
-        m, d_in, problem.active, dy.element_size(), 0 if problem.w_compact else dw.nbytes, with_dw, with_dx,
+        m, d_in, problem.active, dy.element_size(), 0 if problem.dw_compact else dw.nbytes, with_dw, with_dx,
         runtime.properties().num_sms,
     )  # fmt: skip
     _launch_tiles(problem, dy, x, weight, dx, dw, db, needs_db, plan)
@@ -594,7 +646,7 @@ def _launch_tiles(
     columns = triton.cdiv(d_in, blocks["BLOCK_D"])
     num_dw = triton.cdiv(problem.active, blocks["BLOCK_R"]) * columns * split if x is not None else 0
     num_dx = triton.cdiv(m, blocks["BLOCK_R"]) * columns if weight is not None else 0
-    with_zero = x is not None and not problem.w_compact and split == 1
+    with_zero = x is not None and not problem.dw_compact and split == 1
     num_zero = problem.num_chunks if with_zero else 0
     dx_first = num_dw > 0 and num_dx > 0 and problem.active > triton.cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
@@ -602,6 +654,13 @@ def _launch_tiles(
     if split > 1:
         to_dw = torch.empty((split, problem.active, d_in), dtype=acc, device=dy.device)
         to_db = torch.empty((split, problem.active), dtype=acc, device=dy.device)
+    dw_boxes = plan.boxes and x is not None and _in_boxes(problem, dy, x)
+    dx_boxes = plan.boxes and weight is not None and _in_boxes(problem, dy, weight)
+    r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
+    boxes = (
+        *((_box(x, k, d), _box(dy, k, BOX)) if dw_boxes else (None, None)),
+        *((_box(dy, r, k), _box(weight, k, d)) if dx_boxes else (None, None)),
+    )
     kernels._sparse_linear_bwd_tiles_kernel[(num_dw + num_dx + num_zero,)](
         problem.ids,
         *_strided(x, dy),
@@ -609,19 +668,20 @@ def _launch_tiles(
         *_strided(weight, dy),
         dx,
         to_dw, to_db,
+        *boxes,
         m, d_in, problem.d_out, problem.count,
         num_dw, num_dx, num_zero,
         (num_later + num_zero) // max(num_zero, 1),
         **problem.constants,
-        DY_COMPACT=problem.y_compact, W_COMPACT=problem.w_compact, DW_COMPACT=problem.w_compact,
+        DY_COMPACT=problem.y_compact, W_COMPACT=problem.w_compact, DW_COMPACT=problem.dw_compact,
         WITH_DW=x is not None, WITH_DB=needs_db, WITH_DX=weight is not None, WITH_ZERO=with_zero,
-        DX_FIRST=dx_first, SPLIT=split,
+        DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_boxes, DX_BOXES=dx_boxes, BOX=BOX,
         ACC=_TL_DTYPE[acc], PRECISION=_precision(), EVEN_M=m % blocks["BLOCK_K"] == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if split > 1:
-        _place(problem, to_dw, dw, to_db if needs_db else None, db, compact=problem.w_compact)
+        _place(problem, to_dw, dw, to_db if needs_db else None, db, compact=problem.dw_compact)
 
 
 def _pack(
@@ -701,18 +761,16 @@ def _run_packed(
     if weight is not None:
         packed_w, _ = _pack(problem, weight.t(), problem.w_compact)
         torch.mm(packed_dy, packed_w.t(), out=dx)
-    if x is not None and problem.w_compact:
+    if x is not None and problem.dw_compact:
         torch.mm(packed_dy.t(), x, out=dw)
     elif x is not None:
         _place(problem, torch.mm(packed_dy.t(), x)[None], dw, sums, db)
         sums = None
     if sums is not None:
-        _place(problem, None, None, sums, db, compact=problem.w_compact)
+        _place(problem, None, None, sums, db, compact=problem.dw_compact)
 
 
-def _run_forward(
-    problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _run_forward(problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """-> Y (..., d_out) or (..., A * chunk) if ``problem.y_compact``."""
     dtype, leading = x.dtype, x.shape[:-1]
     shape = (math.prod(leading), problem.y_columns)

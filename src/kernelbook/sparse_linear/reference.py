@@ -1,5 +1,7 @@
 """The masked mathematics in plain PyTorch, and the two ways in which PyTorch users would write it faster."""
 
+from typing import Any
+
 import torch
 
 __all__ = [
@@ -29,12 +31,12 @@ class _KeepActive(torch.autograd.Function):
     """The identity, whose gradient keeps the active features and drops the others (also where they are NaN)."""
 
     @staticmethod
-    def forward(ctx, y, mask):
+    def forward(ctx: Any, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(mask)
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.where(ctx.saved_tensors[0], dy, 0), None
 
 
