@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 
-from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook import runtime  # noqa: F401 (before Triton, which it sets up)
 
 # isort: split
 import triton
@@ -526,14 +526,13 @@ def _sparse_linear_place_kernel(
             src_ptrs += stride_ss
         dst_ptrs = dst_ptr + offs_n[:, None] * stride_dn + offs_m[None, :] * stride_dm
         tl.store(dst_ptrs, acc.to(dst_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
-    if WITH_SUMS:
-        if tl.program_id(1) == 0:
-            total = tl.zeros((BLOCK_N,), ACC)
-            sums_ptrs = sums_ptr + pos
-            for _row in range(num_sums):
-                total += tl.load(sums_ptrs, mask=mask_src, other=0.0)
-                sums_ptrs += A * CHUNK
-            tl.store(total_ptr + offs_n, total.to(total_ptr.dtype.element_ty), mask=mask_n)
+    if WITH_SUMS and tl.program_id(1) == 0:
+        total = tl.zeros((BLOCK_N,), ACC)
+        sums_ptrs = sums_ptr + pos
+        for _row in range(num_sums):
+            total += tl.load(sums_ptrs, mask=mask_src, other=0.0)
+            sums_ptrs += A * CHUNK
+        tl.store(total_ptr + offs_n, total.to(total_ptr.dtype.element_ty), mask=mask_n)
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

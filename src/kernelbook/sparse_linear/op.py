@@ -5,7 +5,7 @@ import math
 from typing import Any, Optional
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.sparse_linear import kernels
