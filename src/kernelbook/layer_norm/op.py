@@ -72,8 +72,12 @@ def _launchable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(M, N) for (..., N), a view where the strides allow it."""
-    return _launchable(x).reshape(-1, x.shape[-1])
+    """(M, N) for (..., N), rows contiguous: a view where the strides allow it.
+
+    Kernels that read along another dimension would fetch a sector for each element; PyTorch's transposing copy does not.
+    """
+    rows = _launchable(x).reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def _vector(vector: torch.Tensor | None, stand_in: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -117,8 +121,8 @@ def _forward(
     with runtime.on_device_of(x):
         if config is not None:
             tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
-            kernels._layer_norm_fwd_kernel[(kernels.forward_programs(tiles, config),)](
-                x, x.stride(0), x.stride(1),
+            kernels._layer_norm_fwd_kernel[(tiles,)](
+                x, x.stride(0),
                 *vectors,
                 y, n,
                 mean, rstd,
@@ -128,7 +132,7 @@ def _forward(
         else:
             looped = kernels.looped_config(x.element_size())
             kernels._layer_norm_fwd_looped_kernel[(m,)](
-                x, x.stride(0), x.stride(1),
+                x, x.stride(0),
                 *vectors,
                 y, n,
                 mean, rstd,
@@ -183,8 +187,8 @@ def _backward(
         "ACC": _TL_DTYPE[mean.dtype],
     }
     tensors = (
-        x, x.stride(0), x.stride(1),
-        dy, dy.stride(0), dy.stride(1),
+        x, x.stride(0),
+        dy, dy.stride(0),
         *_vector(weight, x),
         mean, rstd,
         dx, n,
@@ -195,14 +199,16 @@ def _backward(
         else:
             partial_dw, partial_db = _launch_partials(tensors, m, n, constants)
         if dw_dtype is not None or db_dtype is not None:
-            config = kernels.SUM_CONFIG
-            kernels._layer_norm_bwd_sum_kernel[(triton.cdiv(n, config.kwargs["BLOCK_N"]),)](
+            config = kernels.sum_config(n)
+            kernels._layer_norm_bwd_sum_kernel[(triton.cdiv(n, config.kwargs["BLOCK_N"]), 2)](
                 partial_dw, partial_db,
                 dw, db,
                 partial_dw.shape[0], n,
                 constants["WITH_DW"], constants["WITH_DB"], constants["ACC"],
                 **config.kwargs, num_warps=config.num_warps,
             )  # fmt: skip
+    if n == 1:  # a single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd
+        dx.zero_()
     return dx.to(dtype), dw.to(dw_dtype or dtype), db.to(db_dtype or dtype)
 
 
@@ -210,7 +216,7 @@ def _launch_partials(
     tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> the partial sums of weight's and bias's gradients, each (programs, N)."""
-    x, mean = tensors[0], tensors[8]
+    x, mean = tensors[0], tensors[6]
     config = kernels.backward_config(n, x.element_size())
     programs = kernels.backward_programs(m, config)
     shape = (programs, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
@@ -227,7 +233,7 @@ def _launch_locks(
     tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any], *, barrier: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> the buffers that the programs added into, each (LOCK_BUFFERS, N)."""
-    x, mean = tensors[0], tensors[8]
+    x, mean = tensors[0], tensors[6]
     buffers = kernels.LOCK_BUFFERS
     shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     buffer_dw, buffer_db = (torch.zeros(shape, dtype=mean.dtype, device=x.device) for _ in range(2))
