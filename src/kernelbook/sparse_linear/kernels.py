@@ -586,7 +586,7 @@ class Plan:
     tiles: Tiles
     split: int
     us: float = 0.0
-    boxes: bool = False
+    boxes: bool = False  # read through tensor descriptors where the operands allow it
 
 
 @functools.lru_cache(maxsize=4096)
@@ -621,7 +621,7 @@ def plan_backward(
             us = max(work / slots + 0.5 * min(lengths), max(rounds))
             if split > 1:
                 us += LAUNCH_US + (2 * split * 4 * active * d_in + dw_bytes) / BYTES_PER_US
-            plans.append(Plan(tiles, split, us))
+            plans.append(Plan(tiles, split, us, boxes=True))
     return min(plans, key=lambda plan: plan.us)
 
 
