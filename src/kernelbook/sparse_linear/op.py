@@ -1,5 +1,6 @@
 """The public functions, their custom operators, and the launches."""
 
+import contextlib
 import dataclasses
 import math
 from typing import Any, Optional
@@ -263,7 +264,8 @@ def _linear(
     mode: str,
 ) -> torch.Tensor:
     _check_ids("sparse_linear", active_chunks, weight.shape[0], chunk_size)
-    return F.linear(x, weight, bias)
+    with _without_autocast(x):
+        return F.linear(x, weight, bias)
 
 
 @_linear.register_fake
@@ -298,7 +300,10 @@ def _linear_backward(
         _Problem(active_chunks, chunk_size, weight.shape[0], dw_compact=compact),
         dy, x, weight, needs_dx and not dense_dx, needs_dw, needs_db,
     )  # fmt: skip
-    return dy @ weight if dense_dx else dx, dw, db
+    if dense_dx:
+        with _without_autocast(dy):
+            dx = dy @ weight
+    return dx, dw, db
 
 
 @_linear_backward.register_fake
@@ -565,24 +570,31 @@ def _backward(
         weight = _rows(weight) if weight is not None and needs_dx else None
         strategy = _strategy(problem, dtype)
         if strategy == "dense":
-            if weight is not None:
-                torch.mm(dy, weight, out=dx)
-            if x is not None:
-                torch.mm(dy.t(), x, out=dw)
-            if needs_db:
-                torch.sum(dy, 0, out=db)
+            with _without_autocast(dy):
+                if weight is not None:
+                    torch.mm(dy, weight, out=dx)
+                if x is not None:
+                    torch.mm(dy.t(), x, out=dw)
+                if needs_db:
+                    torch.sum(dy, 0, out=db)
         else:
             problem = dataclasses.replace(problem, ids=problem.ids.contiguous())
             # db alone comes with packing; it is a sum, not a product.
             products = d_in > 0 and (needs_dx or needs_dw)
             run = _run_tiles if strategy == "tiles" and products else _run_packed
-            with runtime.on_device_of(dy):
+            with runtime.on_device_of(dy), _without_autocast(dy):
                 run(problem, dy, x, weight, dx, dw, db, needs_db)
     return (
         dx.to(dtype).reshape(*leading, d_in) if needs_dx else dx.to(dtype),
         dw.to(dtype),
         db.to(dtype),
     )
+
+
+def _without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def _strided(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -640,7 +652,7 @@ def _launch_tiles(
     plan: kernels.Plan,
 ) -> None:
     m, d_in = dy.shape[0], (x if x is not None else weight).shape[1]  # type: ignore[union-attr]
-    config, split = plan.tiles.config, plan.split
+    config, split = plan.tiles.config, plan.split if x is not None else 1
     acc = _accumulator(dy.dtype)
     blocks = config.kwargs
     columns = triton.cdiv(d_in, blocks["BLOCK_D"])
@@ -778,14 +790,15 @@ def _run_forward(problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias:
     if 0 in shape or problem.count == 0:
         y = torch.zeros(shape, dtype=dtype, device=x.device)
     elif _strategy(problem, dtype) == "dense":
-        y = F.linear(x, weight, bias)
+        with _without_autocast(x):
+            y = F.linear(x, weight, bias)
     else:
         problem = dataclasses.replace(problem, ids=problem.ids.contiguous())
         x, weight = _rows(x), _rows(weight)
         bias = None if bias is None else bias.to(kernel_dtype)
         y = torch.empty(shape, dtype=kernel_dtype, device=x.device)
         tiles = _strategy(problem, dtype) == "tiles" and x.shape[1] > 0
-        with runtime.on_device_of(x):
+        with runtime.on_device_of(x), _without_autocast(x):
             (_run_forward_tiles if tiles else _run_forward_packed)(problem, x, weight, bias, y)
     return y.to(dtype).reshape(*leading, problem.y_columns)
 

@@ -1,5 +1,6 @@
 """The masked mathematics in plain PyTorch, and the two ways in which PyTorch users would write it faster."""
 
+import math
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def sparse_dw_reference(
     x: torch.Tensor, dy: torch.Tensor, active_chunks: torch.Tensor, *, chunk_size: int = 64, compact: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> dW (d_out, d_in) and db (d_out,), zero in inactive chunks; (A * chunk_size, d_in) and so on if ``compact``."""
-    x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    x, dy = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x, dy))
     dy = torch.where(_mask(active_chunks, dy.shape[-1], chunk_size), dy, 0)
     if compact:
         dy = _pack(dy, active_chunks, chunk_size)
