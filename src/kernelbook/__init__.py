@@ -6,4 +6,15 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 from kernelbook.layer_norm import layer_norm
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
-__all__ = ["layer_norm", "runtime", "sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "layer_norm",
+    "runtime",
+    "sparse_backward",
+    "sparse_dw",
+    "sparse_dx",
+    "sparse_forward",
+    "sparse_linear",
+]

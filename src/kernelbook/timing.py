@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import importlib.metadata
 import math
 import os
 import statistics
@@ -24,8 +23,9 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
+import kernelbook
 from kernelbook import check, runtime
 
 __all__ = [
@@ -370,11 +370,7 @@ def source_digest(folder: Path) -> str:
 
 def package_version(folder: Path) -> str:
     """``<version of kernelbook>+<digest of the sources in folder>``."""
-    try:
-        version = importlib.metadata.version("kernelbook")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        version = "0"
-    return f"{version}+{source_digest(folder)}"
+    return f"{kernelbook.__version__}+{source_digest(folder)}"
 
 
 def environment(package: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from kernelbook import check, runtime, timing
 from kernelbook.layer_norm import kernels, op
@@ -170,20 +170,22 @@ def small_checks() -> list[check.Verdict]:
 # --- the experiment with the lock -----------------------------------------------------------------------------------
 
 
-def count_wrong_runs(*, barrier: bool, runs: int = 100, m: int = 8192, n: int = 2048) -> int:
+def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8192, n: int = 2048) -> int:
     """How many of ``runs`` launches of the lock kernel give wrong sums, with or without the barrier before the release.
 
-    The buffers are float32, so a right sum is off by some 1e-6; an addition that is lost shows as 1e-4 or more.
+    The fewer ``buffers``, the more programs wait for each lock. The sums are float32, so right ones are off by some
+    1e-6; an addition that is lost shows as 1e-4 or more.
     """
-    x, w, _, dy = _inputs(m, n, torch.float16)
-    rstd, mean = torch.rsqrt(x.float().var(1, unbiased=False) + EPS), x.float().mean(1)
+    x, w, _, dy = _inputs(m, n, torch.float32)
+    rstd, mean = torch.rsqrt(x.var(1, unbiased=False) + EPS), x.mean(1)
     _, dw, db = layer_norm_backward_reference(dy.double(), x.double(), w.double(), EPS)
-    dx = torch.empty_like(x)
     constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": op._TL_DTYPE[torch.float32]}
-    tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), mean, rstd, dx, n)
+    config = kernels.locks_config(n, x.element_size())
+    assert config is not None
+    tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), mean, rstd, torch.empty_like(x), n)
     wrong = 0
     for _ in range(runs):
-        sums = op._launch_locks(tensors, m, n, constants, barrier=barrier)
+        sums = op._launch_locks(config, tensors, m, n, constants, buffers=buffers, barrier=barrier)
         errors = [
             check.relative_error(total.double().sum(0), exact) for total, exact in zip(sums, (dw, db), strict=True)
         ]
@@ -191,30 +193,33 @@ def count_wrong_runs(*, barrier: bool, runs: int = 100, m: int = 8192, n: int = 
     return wrong
 
 
-def barrier_experiment(*, runs: int = 100, m: int = 8192, n: int = 2048, timeout_s: float = 120.0) -> pd.DataFrame:
-    """Counts wrong runs with and without the barrier, each in a process of its own with a time limit."""
+def count_wrong_runs_apart(*, barrier: bool, buffers: int, runs: int, timeout_s: float = 120.0) -> int:
+    """:func:`count_wrong_runs` in a process of its own with a time limit: a broken lock can also hang."""
+    call = f"count_wrong_runs(barrier={barrier}, buffers={buffers}, runs={runs})"
+    program = f"from kernelbook.layer_norm.bench import count_wrong_runs; print({call})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout_s, check=True
+    )
+    return int(done.stdout.split()[-1])
+
+
+def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
+    """Counts wrong runs with and without the barrier, for few and for many buffers."""
     package = timing.package_version(Path(__file__).parent)
-    rows = []
-    for barrier in (True, False):
-        program = (
-            "from kernelbook.layer_norm.bench import count_wrong_runs; "
-            f"print(count_wrong_runs(barrier={barrier}, runs={runs}, m={m}, n={n}))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout_s, check=True
-        )
-        rows.append(
-            {
-                "run": timing.new_run(),
-                "op": "layer_norm",
-                "variant": "barrier" if barrier else "no_barrier",
-                "dtype": "float16",
-                "shape": f"M={m} N={n} buffers={kernels.LOCK_BUFFERS}",
-                "runs": runs,
-                "wrong": int(done.stdout.split()[-1]),
-                **timing.environment(package),
-            }
-        )
+    rows = [
+        {
+            "run": timing.new_run(),
+            "op": "layer_norm",
+            "variant": "barrier" if barrier else "no_barrier",
+            "dtype": "float32",
+            "shape": f"M=8192 N=2048 buffers={buffers}",
+            "runs": runs,
+            "wrong": count_wrong_runs_apart(barrier=barrier, buffers=buffers, runs=runs),
+            **timing.environment(package),
+        }
+        for buffers in (1, 8, 64)
+        for barrier in (True, False)
+    ]
     return pd.DataFrame(rows, columns=list(BARRIER_COLUMNS))
 
 

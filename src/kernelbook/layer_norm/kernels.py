@@ -324,49 +324,33 @@ def _layer_norm_bwd_locks_kernel(
     BARRIER: tl.constexpr,  # False only in the chapter's experiment, which shows why it is there
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_xm
-    dy_ptr += row * stride_dym
-    dx_ptr += row * stride_dxm
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    mask_n = offs_n < N
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
-    sum_g = tl.zeros((1, BLOCK_N), ACC)
-    sum_gx = tl.zeros((1, BLOCK_N), ACC)
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < N
-        x = tl.load(x_ptr + offs_n[None, :], mask=mask_n[None, :], other=0.0).to(ACC)
-        dy = tl.load(dy_ptr + offs_n[None, :], mask=mask_n[None, :], other=0.0).to(ACC)
-        g = dy * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
-        sum_g += g
-        sum_gx += g * ((x - mean) * rstd)
-    mean_g = tl.sum(sum_g) / N
-    mean_gx = tl.sum(sum_gx) / N
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask = (offs_n < N)[None, :]
-        x = tl.load(x_ptr + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-        dy = tl.load(dy_ptr + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-        w = _load_vector(w_ptr, stride_w, offs_n, offs_n < N, HAS_WEIGHT, ACC, 1.0)
-        dx = rstd * (dy * w - mean_g - (x - mean) * rstd * mean_gx)
-        tl.store(dx_ptr + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
+    dy = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
+    w = _load_vector(w_ptr, stride_w, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
+    xhat = (x - mean) * rstd
+    g = dy * w
+    dx = rstd * (g - tl.sum(g) / N - xhat * (tl.sum(g * xhat) / N))
+    tl.store(dx_ptr + row * stride_dxm + offs_n, dx.to(dx_ptr.dtype.element_ty), mask=mask_n)
     if WITH_DW or WITH_DB:
+        dw = dy * xhat
         buffer = row % NUM_BUFFERS
+        offs = buffer * N + offs_n
         # Whoever turns the 0 into a 1 owns the buffer.
         while tl.atomic_cas(lock_ptr + buffer, 0, 1) == 1:
             pass
-        for start in range(0, N, BLOCK_N):
-            offs_n = start + tl.arange(0, BLOCK_N)
-            mask = (offs_n < N)[None, :]
-            x = tl.load(x_ptr + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-            dy = tl.load(dy_ptr + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-            offs = buffer * N + offs_n[None, :]
-            # ".cg" reads from L2, where other programs' sums are; a line in this multiprocessor's L1 may be old.
-            if WITH_DW:
-                old = tl.load(buffer_dw_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
-                tl.store(buffer_dw_ptr + offs, old + dy * ((x - mean) * rstd), mask=mask)
-            if WITH_DB:
-                old = tl.load(buffer_db_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
-                tl.store(buffer_db_ptr + offs, old + dy, mask=mask)
+        # ".cg" reads from L2, where other programs' sums are; a line in this multiprocessor's L1 may be old.
+        if WITH_DW:
+            dw += tl.load(buffer_dw_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
+        if WITH_DB:
+            dy += tl.load(buffer_db_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
+        if WITH_DW:
+            tl.store(buffer_dw_ptr + offs, dw, mask=mask_n)
+        if WITH_DB:
+            tl.store(buffer_db_ptr + offs, dy, mask=mask_n)
         # One thread releases the lock for all: it has to wait until every thread has stored its part.
         if BARRIER:
             tl.debug_barrier()
@@ -417,26 +401,30 @@ def backward_resources(config: triton.Config, itemsize: int) -> Resources:
     )
 
 
-def backward_candidates(n: int, itemsize: int) -> list[triton.Config]:
+def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Config]:
     """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps and two programs on a multiprocessor for short rows, eight warps and the whole multiprocessor for long ones;
-    two programs share a row whose sums one cannot hold.
+    two programs share a row whose sums one cannot hold. Rows that are not ``aligned`` to 16 elements are loaded one
+    element at a time, with a pointer for each: that leaves registers for half as many.
     """
     width = max(triton.next_power_of_2(n), 16)
+    shapes: list[tuple[int, int, int, int, int]] = []  # rows, columns, tiles side by side, programs a row, warps
     if n <= 1024:
-        shapes = [(4096 // width, width, 1, 1, 4)]
+        shapes = [(4096 // width, width, 1, 1, 4 if aligned else 8)]
     elif n <= 2048:
-        shapes = [(2, 1024, 2, 1, 4)]
+        shapes = [(2, 1024, 2, 1, 4) if aligned else (1, 1024, 2, 1, 4)]
+    elif not aligned:
+        shapes = [(1, 2048, 2, 1, 8)] if n <= 4096 else []
     elif n == 4096:
         shapes = [(1, 4096, 1, 1, 8)]
     elif n <= 6144:
         shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
         shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)]
-    if 6144 < n <= 16384:
-        shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
+        if n <= 16384:
+            shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
     configs = [
         triton.Config(
             {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}, num_warps=warps
@@ -447,12 +435,12 @@ def backward_candidates(n: int, itemsize: int) -> list[triton.Config]:
     return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int) -> triton.Config:
+def backward_config(n: int, itemsize: int, aligned: bool) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
-    candidates = backward_candidates(n, itemsize) if itemsize <= 4 else []
+    candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
     if candidates:
         return candidates[0]
-    # Warps side by side along the row (2,048 elements of 16 bytes a thread), so that sums over rows stay in a thread.
+    # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
     return triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8)
 
 
@@ -465,7 +453,9 @@ def backward_programs(m: int, config: triton.Config) -> int:
     return max(1, min(tiles, runtime.properties().num_sms * per_sm // split))
 
 
-def locks_config(n: int, itemsize: int) -> triton.Config:
-    """A program per row, in tiles of at most 4,096 elements."""
-    width = min(max(triton.next_power_of_2(n), 16), 16384 // max(itemsize, 4))
-    return triton.Config({"BLOCK_N": width}, num_warps=min(8, max(1, width // 256)))
+def locks_config(n: int, itemsize: int) -> triton.Config | None:
+    """A program per row, a row per tile; ``None`` where a row is too large for a tile."""
+    width = max(triton.next_power_of_2(n), 16)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+        return None
+    return triton.Config({"BLOCK_N": width}, num_warps=min(32, max(1, width // 512)))

@@ -39,7 +39,8 @@ def layer_norm(
         backward: how the gradients of weight and bias are summed over the rows. ``"partials"``: each program keeps a
             partial sum, a second kernel adds them up; bitwise reproducible on one GPU model. ``"locks"``: programs add
             into shared buffers under spin locks, in whatever order they come; for study. Where
-            ``torch.use_deterministic_algorithms`` is on, ``"partials"`` is used.
+            ``torch.use_deterministic_algorithms`` is on, and for rows of more than 128 KiB in float32, ``"partials"``
+            is used.
 
     Returns:
         (..., N), contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own.
@@ -194,8 +195,9 @@ def _backward(
         dx, n,
     )  # fmt: skip
     with runtime.on_device_of(x):
-        if backward == "locks" and not torch.are_deterministic_algorithms_enabled():
-            partial_dw, partial_db = _launch_locks(tensors, m, n, constants)
+        config = kernels.locks_config(n, x.element_size())
+        if backward == "locks" and config is not None and not torch.are_deterministic_algorithms_enabled():
+            partial_dw, partial_db = _launch_locks(config, tensors, m, n, constants)
         else:
             partial_dw, partial_db = _launch_partials(tensors, m, n, constants)
         if dw_dtype is not None or db_dtype is not None:
@@ -217,7 +219,12 @@ def _launch_partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> the partial sums of weight's and bias's gradients, each (programs, N)."""
     x, mean = tensors[0], tensors[6]
-    config = kernels.backward_config(n, x.element_size())
+    # What Triton's launcher looks at before it widens loads.
+    strides = [number for number in (*tensors, n) if isinstance(number, int) and number != 1]
+    aligned = all(t.data_ptr() % 16 == 0 for t in tensors if isinstance(t, torch.Tensor)) and not any(
+        stride % 16 for stride in strides
+    )
+    config = kernels.backward_config(n, x.element_size(), aligned)
     programs = kernels.backward_programs(m, config)
     shape = (programs, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     partial_dw, partial_db = (torch.empty(shape, dtype=mean.dtype, device=x.device) for _ in range(2))
@@ -230,15 +237,20 @@ def _launch_partials(
 
 
 def _launch_locks(
-    tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any], *, barrier: bool = True
+    config: triton.Config,
+    tensors: tuple[Any, ...],
+    m: int,
+    n: int,
+    constants: dict[str, Any],
+    *,
+    buffers: int = kernels.LOCK_BUFFERS,
+    barrier: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> the buffers that the programs added into, each (LOCK_BUFFERS, N)."""
+    """-> the buffers that the programs added into, each (buffers, N)."""
     x, mean = tensors[0], tensors[6]
-    buffers = kernels.LOCK_BUFFERS
     shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     buffer_dw, buffer_db = (torch.zeros(shape, dtype=mean.dtype, device=x.device) for _ in range(2))
     locks = torch.zeros(buffers, dtype=torch.int32, device=x.device)
-    config = kernels.locks_config(n, x.element_size())
     kernels._layer_norm_bwd_locks_kernel[(m,)](
         *tensors, buffer_dw, buffer_db, locks, n,
         **constants, NUM_BUFFERS=buffers, **config.kwargs, BARRIER=barrier, num_warps=config.num_warps,

@@ -6,7 +6,7 @@ import math
 from typing import Any, Optional
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.sparse_linear import kernels
