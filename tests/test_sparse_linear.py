@@ -136,14 +136,18 @@ def test_any_shape(
 
 
 def _plan(r: int, d: int, k: int, split: int, boxes: bool) -> kernels.Plan:
-    return kernels.Plan(kernels._tiles(r, d, k, 4, 3, 1, 1.0), split, boxes=boxes)
+    blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
+    return kernels.Plan(kernels.triton.Config(blocks, num_warps=4, num_stages=3), split, boxes)
 
 
 PLANS = [_plan(64, 32, 32, split, boxes) for split in (1, 2, 3) for boxes in (False, True)]
-PLANS += [_plan(128, 64, 64, 1, True), _plan(32, 32, 16, 1, False)]
+# The last but one has steps of two chunks and the last tiles of half a chunk: neither may read dX or dW in boxes.
+PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32, 16, 1, True)]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.tiles.config.kwargs['BLOCK_R']}-{p.split}-{p.boxes}")
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda p: f"{p.config.kwargs['BLOCK_R']}-{p.config.kwargs['BLOCK_K']}-{p.split}-{p.boxes}"
+)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=_ids)
 @pytest.mark.parametrize("wanted", ("dw", "dx", "both", "compact"))
 def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wanted: str) -> None:
@@ -555,14 +559,32 @@ def test_offsets_are_64_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(kb.sparse_forward(x, weight, None, ids, chunk_size=chunk), y)
 
 
-def test_plans_cover_every_shape() -> None:
+@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
+def test_plans_cover_every_shape(target: str) -> None:
+    properties = runtime.TARGETS[target]
     for itemsize in kernels.TILES:
         for m in (1, 100, 8192, 2**20):
             for active in (16, 1664, 16384):
-                plan = kernels.plan_backward(m, 4096, active, itemsize, 0, True, True, 132)
-                assert plan.tiles in kernels.TILES[itemsize] and plan.split >= 1
-    long = kernels.plan_backward(2**20, 64, 64, 2, 0, True, False, 132)
+                plan = kernels.plan_backward(m, 4096, active, itemsize, True, True, properties)
+                assert plan.split >= 1 and plan.config.num_stages >= 2
+                assert plan.boxes == (target in ("sm_90", "sm_100"))
+    long = kernels.plan_backward(2**20, 64, 64, 2, True, False, properties)
     assert long.split > 1  # one tile of dW, so the rows are shared
+
+
+@pytest.mark.parametrize("m", (1, 40))
+def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such rows are copied together for cuBLAS; here a problem counts as large from the first operation on."""
+    monkeypatch.setattr(kernels, "SMALL_FLOP", 0.0)
+    packed, run = [], op._run_packed
+    monkeypatch.setattr(op, "_run_packed", lambda *args: (packed.append(args), run(*args)))
+    x, weight, dy = (_randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
+    _check_all(x, weight, _randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
+    assert packed
+    packed.clear()
+    x, weight, dy = (_randn(*s, dtype=torch.float16) for s in ((m, 24), (72, 24), (m, 72)))
+    _check_all(x, weight, _randn(72, dtype=torch.float16), dy, _chunks(72, 16, 3), 16)
+    assert not packed
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 
-from kernelbook import runtime  # noqa: F401 (before Triton, which it sets up)
+from kernelbook import runtime  # before Triton, which it sets up
 
 # isort: split
 import triton
@@ -188,6 +188,7 @@ def _dw_tile_boxes(
     CHUNK: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BOX: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(CHUNK % BOX == 0 and BLOCK_R % BOX == 0, "a box lies in one chunk")
     num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
     share = tile // (num_r * num_d)
     pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
@@ -227,6 +228,7 @@ def _dx_tile_boxes(
     CHUNK: tl.constexpr, ACC: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(CHUNK % BLOCK_K == 0, "a box lies in one chunk")
     pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
     num_chunks = tl.cdiv(d_out, CHUNK)
     acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
@@ -545,97 +547,99 @@ ZERO_ROWS = 1024  # rows of Y whose zeros one program writes
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """A tile shape, how many of its programs share a multiprocessor, and the share of its peak rate it then keeps."""
+class _Tiles:
+    """A tile shape for problems of up to ``flop`` operations in one launch on 132 multiprocessors."""
 
-    config: triton.Config
-    per_sm: int
-    efficiency: float
+    flop: float
+    r: int
+    d: int
+    k: int
+    warps: int
+    stages: int
+    group: int
 
 
-def _tiles(r: int, d: int, k: int, warps: int, stages: int, per_sm: int, efficiency: float) -> Tiles:
-    blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
-    return Tiles(triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm, efficiency)
-
-
-# By bytes an element. For 16 bits: 128 x 256 reads least for its arithmetic, and one program fills a multiprocessor; the
-# smaller ones serve small problems. float32 and float64 are packed and multiplied by cuBLAS, so that theirs only have to
-# be right.
+# By bytes an element. The thresholds for 16 bits are where the measured order of the tiles changes on an H200, over five
+# shapes and seven active fractions; none of the choices was more than 10% behind the best of 26 variants. A small problem
+# needs many programs to reach every multiprocessor; a large one is fastest with the tile that reads least for its
+# arithmetic. 132 programs of 128 x 256 read fewest strips as a block of 16 x 8, hence groups of 16. float32 and float64
+# are packed and multiplied by cuBLAS, so that theirs only have to be right.
 TILES = {
-    2: [
-        _tiles(128, 256, 64, 8, 3, 1, 0.92),
-        _tiles(128, 128, 64, 4, 3, 2, 0.85),
-        _tiles(64, 128, 64, 4, 4, 2, 0.68),
-        _tiles(64, 64, 64, 4, 4, 3, 0.5),
-    ],
-    4: [_tiles(64, 64, 32, 4, 3, 2, 0.5)],
-    8: [_tiles(32, 32, 16, 4, 2, 2, 0.5)],
+    2: (
+        _Tiles(1.2e9, 64, 64, 64, 4, 4, 8),
+        _Tiles(12e9, 64, 128, 64, 4, 4, 8),
+        _Tiles(60e9, 128, 128, 64, 4, 3, 8),
+        _Tiles(math.inf, 128, 256, 64, 8, 4, 16),
+    ),
+    4: (_Tiles(math.inf, 64, 64, 32, 4, 3, 8),),
+    8: (_Tiles(math.inf, 32, 32, 16, 4, 2, 8),),
 }
-# What the choice among them counts with: operations and bytes a microsecond, and microseconds for a launch and for a
-# tile's beginning and end.
-FLOP_PER_US = 730e6
-BYTES_PER_US = 3.5e6
-LAUNCH_US = 4.0
-TILE_US = 1.5
+SMALL_FLOP = TILES[2][0].flop
+POINTER_STAGES = 3  # with ordinary loads a fourth stage of the largest tile was not measured faster
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one backward launch is cut: tiles, into how many shares the reduction of dW is split, and an estimate."""
+    """How one backward launch is cut: tiles, into how many shares the reduction of dW is split."""
 
-    tiles: Tiles
+    config: triton.Config
     split: int
-    us: float = 0.0
     boxes: bool = False  # read through tensor descriptors where the operands allow it
+
+
+def has_boxes(properties: runtime.DeviceProperties) -> bool:
+    """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
+    arch = properties.arch
+    return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
+
+
+@functools.lru_cache(maxsize=4096)
+def tiles(flop: float, itemsize: int, properties: runtime.DeviceProperties, boxes: bool) -> triton.Config:
+    """The tiles for a launch of ``flop`` operations."""
+    found = next(t for t in TILES[itemsize] if flop <= t.flop * properties.num_sms / 132)
+    amd = properties.arch.startswith("gfx")
+    stages = found.stages if boxes else min(found.stages, POINTER_STAGES)
+    # A stage is one tile of each operand; AMD's pipeline keeps the newest in registers.
+    stage_bytes = (found.r + found.d) * found.k * itemsize
+    while stages > 2 and (stages - amd) * stage_bytes > properties.shared_memory_per_program:
+        stages -= 1
+    blocks = {"BLOCK_R": found.r, "BLOCK_D": found.d, "BLOCK_K": found.k, "GROUP": found.group}
+    return triton.Config(blocks, num_warps=found.warps, num_stages=stages)
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_backward(
-    m: int, d_in: int, active: int, itemsize: int, dw_bytes: int, with_dw: bool, with_dx: bool, num_sms: int
+    m: int,
+    d_in: int,
+    active: int,
+    itemsize: int,
+    with_dw: bool,
+    with_dx: bool,
+    properties: runtime.DeviceProperties,
 ) -> Plan:
-    """The fastest plan by a model of the launch: all programs work at one rate, longest first, the last one alone.
+    """Tiles by the operations of the launch, and a split where few tiles of dW would outlast everything else.
 
     Args:
-        m, d_in: rows and columns of x. active: active features. dw_bytes: of dW with its zeros.
+        m, d_in: rows and columns of x. active: active features. itemsize: bytes an element.
+        with_dw, with_dx: which products the launch has.
     """
-    plans = []
-    for tiles in TILES[itemsize]:
-        r, d = tiles.config.kwargs["BLOCK_R"], tiles.config.kwargs["BLOCK_D"]
-        slots = num_sms * tiles.per_sm
-        per_us = FLOP_PER_US * tiles.efficiency / slots
-
-        num_dw = triton.cdiv(active, r) * triton.cdiv(d_in, d) if with_dw else 0
-        num_dx = triton.cdiv(m, r) * triton.cdiv(d_in, d) if with_dx else 0
-        dx_us = TILE_US + 2 * r * d * active / per_us
-        for split in (1, 2, 3, 4, 6, 8, 12, 16) if with_dw else (1,):
-            dw_us = TILE_US + 2 * r * d * triton.cdiv(m, split) / per_us
-            work = num_dw * split * dw_us + num_dx * dx_us
-            lengths = [us for us, count in ((dw_us, num_dw), (dx_us, num_dx)) if count]
-            # Programs that have a multiprocessor to themselves run faster than those that share it.
-            alone = 1 + 0.5 * (tiles.per_sm - 1)
-            rounds = [
-                math.ceil(count / slots) * us / (alone if count <= num_sms else 1)
-                for us, count in ((dw_us, num_dw * split), (dx_us, num_dx))
-                if count
-            ]
-            us = max(work / slots + 0.5 * min(lengths), max(rounds))
-            if split > 1:
-                us += LAUNCH_US + (2 * split * 4 * active * d_in + dw_bytes) / BYTES_PER_US
-            plans.append(Plan(tiles, split, us, boxes=True))
-    return min(plans, key=lambda plan: plan.us)
+    boxes = has_boxes(properties)
+    flop = 2.0 * m * d_in * active * (with_dw + with_dx)
+    config = tiles(flop, itemsize, properties, boxes)
+    split = 1
+    if with_dw:
+        r, d = config.kwargs["BLOCK_R"], config.kwargs["BLOCK_D"]
+        # What each multiprocessor has to do, in steps of a tile's reduction: a tile of dW has m of them, one of dX active.
+        steps = flop / (2 * r * d) / properties.num_sms
+        # A share shorter than that would not pay for the second pass; in small launches that pass is cheap too.
+        shortest = 512 if flop <= SMALL_FLOP else 2048
+        split = max(1, min(16, int(m // max(steps, shortest))))
+    return Plan(config, split, boxes)
 
 
-@functools.lru_cache(maxsize=4096)
-def forward_tiles(m: int, d_in: int, active: int, itemsize: int, num_sms: int) -> Tiles:
-    """The tile of the forward pass: fewest rounds of programs, each round as long as the tile takes."""
-
-    def us(tiles: Tiles) -> float:
-        r, d = tiles.config.kwargs["BLOCK_R"], tiles.config.kwargs["BLOCK_D"]
-        slots = num_sms * tiles.per_sm
-        rounds = math.ceil(triton.cdiv(m, r) * triton.cdiv(active, d) / slots)
-        return rounds * (TILE_US + 2 * r * d * d_in * slots / (FLOP_PER_US * tiles.efficiency))
-
-    return min(TILES[itemsize], key=us)
+def forward_tiles(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config:
+    """The tiles of the forward pass: by its operations too."""
+    return tiles(2.0 * m * d_in * active, itemsize, properties, False)
 
 
 def alignment(chunk: int) -> int:

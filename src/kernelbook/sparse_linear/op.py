@@ -246,7 +246,7 @@ def _check_chunks(op: str, ids: object, chunk_size: object, x: torch.Tensor, *, 
 
 
 def _check_ids(op: str, ids: torch.Tensor, d_out: int, chunk: int) -> None:
-    arguments.check_index_values(op, "active_chunks", ids, triton.cdiv(d_out, chunk), unique=True)
+    arguments.check_index_values(op, "active_chunks", ids, _cdiv(d_out, chunk), unique=True)
 
 
 # --- custom operators -----------------------------------------------------------------------------------------------
@@ -481,6 +481,12 @@ _dx.register_autograd(_dx_autograd, setup_context=_setup_dx)
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
+# A small backward pass is over in 15 microseconds, so what the host does here counts.
+
+
+def _cdiv(a: int, b: int) -> int:
+    """``triton.cdiv``, without the wrapper that lets kernels call it too."""
+    return -(-a // b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -496,7 +502,7 @@ class _Problem:
 
     @property
     def num_chunks(self) -> int:
-        return triton.cdiv(self.d_out, self.chunk)
+        return _cdiv(self.d_out, self.chunk)
 
     @property
     def count(self) -> int:
@@ -516,6 +522,9 @@ class _Problem:
     def y_columns(self) -> int:
         return self.active if self.y_compact else self.d_out
 
+    def with_contiguous_ids(self) -> "_Problem":
+        return self if self.ids.is_contiguous() else dataclasses.replace(self, ids=self.ids.contiguous())
+
     @property
     def constants(self) -> dict[str, int]:
         return {"CHUNK": self.chunk, "ALIGN": kernels.alignment(self.chunk)}
@@ -523,6 +532,8 @@ class _Problem:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """(M, N) for (..., N), a view where the strides allow it, as kernels take it."""
+    if x.ndim == 2 and not runtime.INTERPRET:
+        return x
     return x.to(runtime.kernel_dtype(x.dtype)).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -534,13 +545,24 @@ def _precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _strategy(problem: _Problem, dtype: torch.dtype) -> str:
+def _strategy(problem: _Problem, dtype: torch.dtype, m: int, d_in: int, *operands: torch.Tensor | None) -> str:
     """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place."""
     compact = problem.y_compact or problem.w_compact or problem.dw_compact
     if problem.count == problem.num_chunks and not compact:
         return "dense"
     # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow.
-    return "packed" if dtype in (torch.float32, torch.float64) else "tiles"
+    if dtype in (torch.float32, torch.float64):
+        return "packed"
+    # Rows that begin anywhere are loaded two bytes at a time; a large problem is better off with a copy and cuBLAS.
+    large = 2.0 * m * d_in * problem.active > kernels.SMALL_FLOP
+    return "packed" if large and not all(t is None or _wide(t) for t in operands) else "tiles"
+
+
+def _wide(tensor: torch.Tensor) -> bool:
+    """Whether rows or columns are contiguous and all begin on 16 bytes."""
+    by_row, by_column = tensor.stride(0), tensor.stride(1)
+    step = by_row if by_column == 1 else by_column if by_row == 1 else 1
+    return step * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
 def _backward(
@@ -568,7 +590,7 @@ def _backward(
         dy = _rows(dy)
         x = _rows(x) if x is not None and needs_dw else None
         weight = _rows(weight) if weight is not None and needs_dx else None
-        strategy = _strategy(problem, dtype)
+        strategy = _strategy(problem, dtype, m, d_in, dy, x, weight)
         if strategy == "dense":
             with _without_autocast(dy):
                 if weight is not None:
@@ -578,7 +600,7 @@ def _backward(
                 if needs_db:
                     torch.sum(dy, 0, out=db)
         else:
-            problem = dataclasses.replace(problem, ids=problem.ids.contiguous())
+            problem = problem.with_contiguous_ids()
             # db alone comes with packing; it is a sum, not a product.
             products = d_in > 0 and (needs_dx or needs_dw)
             run = _run_tiles if strategy == "tiles" and products else _run_packed
@@ -633,10 +655,7 @@ def _run_tiles(
     if needs_db and not with_dw:
         _run_packed(problem, dy, None, None, dx[:0], dw, db, needs_db)
         needs_db = False
-    plan = kernels.plan_backward(
-        m, d_in, problem.active, dy.element_size(), 0 if problem.dw_compact else dw.nbytes, with_dw, with_dx,
-        runtime.properties().num_sms,
-    )  # fmt: skip
+    plan = kernels.plan_backward(m, d_in, problem.active, dy.element_size(), with_dw, with_dx, runtime.properties())
     _launch_tiles(problem, dy, x, weight, dx, dw, db, needs_db, plan)
 
 
@@ -652,23 +671,23 @@ def _launch_tiles(
     plan: kernels.Plan,
 ) -> None:
     m, d_in = dy.shape[0], (x if x is not None else weight).shape[1]  # type: ignore[union-attr]
-    config, split = plan.tiles.config, plan.split if x is not None else 1
+    config, split = plan.config, plan.split if x is not None else 1
     acc = _accumulator(dy.dtype)
     blocks = config.kwargs
-    columns = triton.cdiv(d_in, blocks["BLOCK_D"])
-    num_dw = triton.cdiv(problem.active, blocks["BLOCK_R"]) * columns * split if x is not None else 0
-    num_dx = triton.cdiv(m, blocks["BLOCK_R"]) * columns if weight is not None else 0
+    r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
+    columns = _cdiv(d_in, d)
+    num_dw = _cdiv(problem.active, r) * columns * split if x is not None else 0
+    num_dx = _cdiv(m, r) * columns if weight is not None else 0
     with_zero = x is not None and not problem.dw_compact and split == 1
     num_zero = problem.num_chunks if with_zero else 0
-    dx_first = num_dw > 0 and num_dx > 0 and problem.active > triton.cdiv(m, split)
+    dx_first = num_dw > 0 and num_dx > 0 and problem.active > _cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
     to_dw, to_db = dw, db
     if split > 1:
         to_dw = torch.empty((split, problem.active, d_in), dtype=acc, device=dy.device)
         to_db = torch.empty((split, problem.active), dtype=acc, device=dy.device)
-    dw_boxes = plan.boxes and x is not None and _in_boxes(problem, dy, x)
-    dx_boxes = plan.boxes and weight is not None and _in_boxes(problem, dy, weight)
-    r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
+    dw_boxes = plan.boxes and x is not None and r % BOX == 0 and _in_boxes(problem, dy, x)
+    dx_boxes = plan.boxes and weight is not None and problem.chunk % k == 0 and _in_boxes(problem, dy, weight)
     boxes = (
         *((_box(x, k, d), _box(dy, k, BOX)) if dw_boxes else (None, None)),
         *((_box(dy, r, k), _box(weight, k, d)) if dx_boxes else (None, None)),
@@ -688,7 +707,7 @@ def _launch_tiles(
         DY_COMPACT=problem.y_compact, W_COMPACT=problem.w_compact, DW_COMPACT=problem.dw_compact,
         WITH_DW=x is not None, WITH_DB=needs_db, WITH_DX=weight is not None, WITH_ZERO=with_zero,
         DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_boxes, DX_BOXES=dx_boxes, BOX=BOX,
-        ACC=_TL_DTYPE[acc], PRECISION=_precision(), EVEN_M=m % blocks["BLOCK_K"] == 0,
+        ACC=_TL_DTYPE[acc], PRECISION=_precision(), EVEN_M=m % k == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -706,13 +725,13 @@ def _pack(
     m = source.shape[0]
     acc = _accumulator(source.dtype)
     blocks = kernels.PACK_CONFIG.kwargs
-    programs = triton.cdiv(m, blocks["ROWS"])
+    programs = _cdiv(m, blocks["ROWS"])
     shape = (m if copy else 0, problem.active)
     transposed = source.stride(0) == 1 and source.stride(1) != 1
     packed = torch.empty(shape[::-1] if transposed else shape, dtype=source.dtype, device=source.device)
     packed = packed.t() if transposed else packed
     partial = torch.empty((programs if sums else 0, problem.active), dtype=acc, device=source.device)
-    kernels._sparse_linear_pack_kernel[(triton.cdiv(problem.active, blocks["BLOCK_N"]), programs)](
+    kernels._sparse_linear_pack_kernel[(_cdiv(problem.active, blocks["BLOCK_N"]), programs)](
         problem.ids,
         *_strided(source, source),
         *_strided(packed, packed),
@@ -740,7 +759,7 @@ def _place(
     m = target.shape[1] if target is not None and copy else 0
     stand_in = problem.ids if not copy else target
     acc = _accumulator(total.dtype)
-    grid = (problem.count if compact else problem.num_chunks, max(1, triton.cdiv(m, kernels.PLACE_BLOCK_M)))
+    grid = (problem.count if compact else problem.num_chunks, max(1, _cdiv(m, kernels.PLACE_BLOCK_M)))
     kernels._sparse_linear_place_kernel[grid](
         problem.ids,
         *((source, *source.stride()) if copy and source is not None else (stand_in, 0, 0, 0)),
@@ -784,22 +803,23 @@ def _run_packed(
 
 def _run_forward(problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """-> Y (..., d_out) or (..., A * chunk) if ``problem.y_compact``."""
-    dtype, leading = x.dtype, x.shape[:-1]
-    shape = (math.prod(leading), problem.y_columns)
+    dtype, leading, d_in = x.dtype, x.shape[:-1], x.shape[-1]
+    m = math.prod(leading)
     kernel_dtype = runtime.kernel_dtype(dtype)
-    if 0 in shape or problem.count == 0:
-        y = torch.zeros(shape, dtype=dtype, device=x.device)
-    elif _strategy(problem, dtype) == "dense":
+    if m == 0 or problem.y_columns == 0 or problem.count == 0:
+        y = torch.zeros((m, problem.y_columns), dtype=dtype, device=x.device)
+        return y.reshape(*leading, problem.y_columns)
+    rows, weight_rows = _rows(x), _rows(weight)
+    strategy = _strategy(problem, dtype, m, d_in, rows, weight_rows)
+    if strategy == "dense":
         with _without_autocast(x):
-            y = F.linear(x, weight, bias)
-    else:
-        problem = dataclasses.replace(problem, ids=problem.ids.contiguous())
-        x, weight = _rows(x), _rows(weight)
-        bias = None if bias is None else bias.to(kernel_dtype)
-        y = torch.empty(shape, dtype=kernel_dtype, device=x.device)
-        tiles = _strategy(problem, dtype) == "tiles" and x.shape[1] > 0
-        with runtime.on_device_of(x), _without_autocast(x):
-            (_run_forward_tiles if tiles else _run_forward_packed)(problem, x, weight, bias, y)
+            return F.linear(x, weight, bias)
+    problem = problem.with_contiguous_ids()
+    bias = None if bias is None else bias.to(kernel_dtype)
+    y = torch.empty((m, problem.y_columns), dtype=kernel_dtype, device=x.device)
+    run = _run_forward_tiles if strategy == "tiles" and d_in > 0 else _run_forward_packed
+    with runtime.on_device_of(x), _without_autocast(x):
+        run(problem, rows, weight_rows, bias, y)
     return y.to(dtype).reshape(*leading, problem.y_columns)
 
 
@@ -807,10 +827,10 @@ def _run_forward_tiles(
     problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
 ) -> None:
     m, d_in = x.shape
-    config = kernels.forward_tiles(m, d_in, problem.active, x.element_size(), runtime.properties().num_sms).config
+    config = kernels.forward_tiles(m, d_in, problem.active, x.element_size(), runtime.properties())
     blocks = config.kwargs
-    num_tiles = triton.cdiv(m, blocks["BLOCK_R"]) * triton.cdiv(problem.active, blocks["BLOCK_D"])
-    num_zero = 0 if problem.y_compact else problem.num_chunks * triton.cdiv(m, kernels.ZERO_ROWS)
+    num_tiles = _cdiv(m, blocks["BLOCK_R"]) * _cdiv(problem.active, blocks["BLOCK_D"])
+    num_zero = 0 if problem.y_compact else problem.num_chunks * _cdiv(m, kernels.ZERO_ROWS)
     kernels._sparse_linear_fwd_tiles_kernel[(num_tiles + num_zero,)](
         problem.ids,
         *_strided(x, x),
