@@ -575,7 +575,13 @@ TILES = {
     8: (_Tiles(math.inf, 32, 32, 16, 4, 2, 8),),
 }
 SMALL_FLOP = TILES[2][0].flop
-POINTER_STAGES = 3  # with ordinary loads a fourth stage of the largest tile was not measured faster
+# Ordinary loads take registers for addresses and masks. The tile for large problems is for Hopper and later, whose
+# tensor cores read both operands from shared memory.
+POINTER_TILES = (
+    *TILES[2][:2],
+    _Tiles(60e9, 128, 128, 64, 8, 3, 8),
+    _Tiles(math.inf, 256, 128, 64, 8, 3, 8),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -584,7 +590,7 @@ class Plan:
 
     config: triton.Config
     split: int
-    boxes: bool = False  # read through tensor descriptors where the operands allow it
+    boxes: bool = False  # read through tensor descriptors
 
 
 def has_boxes(properties: runtime.DeviceProperties) -> bool:
@@ -593,18 +599,24 @@ def has_boxes(properties: runtime.DeviceProperties) -> bool:
     return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
 
 
-@functools.lru_cache(maxsize=4096)
-def tiles(flop: float, itemsize: int, properties: runtime.DeviceProperties, boxes: bool) -> triton.Config:
-    """The tiles for a launch of ``flop`` operations."""
-    found = next(t for t in TILES[itemsize] if flop <= t.flop * properties.num_sms / 132)
-    amd = properties.arch.startswith("gfx")
-    stages = found.stages if boxes else min(found.stages, POINTER_STAGES)
+def _config(
+    choices: tuple[_Tiles, ...], flop: float, itemsize: int, properties: runtime.DeviceProperties
+) -> triton.Config:
+    """The tiles for a launch of ``flop`` operations, with as many stages as fit."""
+    found = next((t for t in choices if flop <= t.flop * properties.num_sms / 132), choices[-1])
     # A stage is one tile of each operand; AMD's pipeline keeps the newest in registers.
-    stage_bytes = (found.r + found.d) * found.k * itemsize
+    amd = properties.arch.startswith("gfx")
+    stages, stage_bytes = found.stages, (found.r + found.d) * found.k * itemsize
     while stages > 2 and (stages - amd) * stage_bytes > properties.shared_memory_per_program:
         stages -= 1
     blocks = {"BLOCK_R": found.r, "BLOCK_D": found.d, "BLOCK_K": found.k, "GROUP": found.group}
     return triton.Config(blocks, num_warps=found.warps, num_stages=stages)
+
+
+def _choices(itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> tuple[_Tiles, ...]:
+    if boxes or itemsize != 2:
+        return TILES[itemsize]
+    return POINTER_TILES if has_boxes(properties) else POINTER_TILES[:-1]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -615,17 +627,17 @@ def plan_backward(
     itemsize: int,
     with_dw: bool,
     with_dx: bool,
+    boxes: bool,
     properties: runtime.DeviceProperties,
 ) -> Plan:
     """Tiles by the operations of the launch, and a split where few tiles of dW would outlast everything else.
 
     Args:
         m, d_in: rows and columns of x. active: active features. itemsize: bytes an element.
-        with_dw, with_dx: which products the launch has.
+        with_dw, with_dx: which products the launch has. boxes: whether tensor descriptors read the operands.
     """
-    boxes = has_boxes(properties)
     flop = 2.0 * m * d_in * active * (with_dw + with_dx)
-    config = tiles(flop, itemsize, properties, boxes)
+    config = _config(_choices(itemsize, boxes, properties), flop, itemsize, properties)
     split = 1
     if with_dw:
         r, d = config.kwargs["BLOCK_R"], config.kwargs["BLOCK_D"]
@@ -637,9 +649,13 @@ def plan_backward(
     return Plan(config, split, boxes)
 
 
+@functools.lru_cache(maxsize=4096)
 def forward_tiles(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config:
-    """The tiles of the forward pass: by its operations too."""
-    return tiles(2.0 * m * d_in * active, itemsize, properties, False)
+    """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
+    choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])
+    if not has_boxes(properties):
+        choices = _choices(itemsize, False, properties)
+    return _config(choices, 2.0 * m * d_in * active, itemsize, properties)
 
 
 def alignment(chunk: int) -> int:

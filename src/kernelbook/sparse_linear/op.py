@@ -560,7 +560,7 @@ def _strategy(problem: _Problem, dtype: torch.dtype, m: int, d_in: int, *operand
 
 def _wide(tensor: torch.Tensor) -> bool:
     """Whether rows or columns are contiguous and all begin on 16 bytes."""
-    by_row, by_column = tensor.stride(0), tensor.stride(1)
+    by_row, by_column = tensor.stride()
     step = by_row if by_column == 1 else by_column if by_row == 1 else 1
     return step * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
 
@@ -629,14 +629,16 @@ def _box(tensor: torch.Tensor | None, rows: int, columns: int) -> TensorDescript
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])
 
 
-def _in_boxes(problem: _Problem, *tensors: torch.Tensor) -> bool:
+def _in_boxes(problem: _Problem, *tensors: torch.Tensor | None) -> bool:
     """Whether tensor descriptors can read the matrices: chunks of whole boxes, contiguous rows that start on 16 bytes."""
     if problem.chunk % BOX or problem.y_compact or problem.w_compact or problem.d_out >= 2**30:
         return False
-    return all(
-        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and t.stride(0) > 0
-        for t in tensors
-    )
+    for t in tensors:
+        if t is not None:
+            step, within = t.stride()
+            if within != 1 or step <= 0 or step * t.element_size() % 16 or t.data_ptr() % 16:
+                return False
+    return True
 
 
 def _run_tiles(
@@ -655,7 +657,9 @@ def _run_tiles(
     if needs_db and not with_dw:
         _run_packed(problem, dy, None, None, dx[:0], dw, db, needs_db)
         needs_db = False
-    plan = kernels.plan_backward(m, d_in, problem.active, dy.element_size(), with_dw, with_dx, runtime.properties())
+    properties = runtime.properties()
+    boxes = kernels.has_boxes(properties) and _in_boxes(problem, dy, x, weight)
+    plan = kernels.plan_backward(m, d_in, problem.active, dy.element_size(), with_dw, with_dx, boxes, properties)
     _launch_tiles(problem, dy, x, weight, dx, dw, db, needs_db, plan)
 
 
@@ -686,8 +690,8 @@ def _launch_tiles(
     if split > 1:
         to_dw = torch.empty((split, problem.active, d_in), dtype=acc, device=dy.device)
         to_db = torch.empty((split, problem.active), dtype=acc, device=dy.device)
-    dw_boxes = plan.boxes and x is not None and r % BOX == 0 and _in_boxes(problem, dy, x)
-    dx_boxes = plan.boxes and weight is not None and problem.chunk % k == 0 and _in_boxes(problem, dy, weight)
+    dw_boxes = plan.boxes and x is not None and r % BOX == 0
+    dx_boxes = plan.boxes and weight is not None and problem.chunk % k == 0
     boxes = (
         *((_box(x, k, d), _box(dy, k, BOX)) if dw_boxes else (None, None)),
         *((_box(dy, r, k), _box(weight, k, d)) if dx_boxes else (None, None)),
