@@ -68,6 +68,7 @@ def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
+# What changes with the number of active chunks is not specialized on: a new set should not compile a kernel anew.
 
 
 @triton.jit
@@ -319,7 +320,7 @@ def _zero_chunk(
             tl.store(db_ptr + offs, tl.zeros(offs.shape, db_ptr.dtype.element_ty), mask=offs < last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["A", "num_dw", "num_dx", "num_zero", "zero_every"])
 def _sparse_linear_bwd_tiles_kernel(
     ids_ptr,  # (A,) active chunks
     x_ptr, stride_xm, stride_xk,  # (M, d_in) input, if WITH_DW
@@ -382,7 +383,7 @@ def _sparse_linear_bwd_tiles_kernel(
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["A", "num_tiles", "zero_every"])
 def _sparse_linear_fwd_tiles_kernel(
     ids_ptr,  # (A,) active chunks
     x_ptr, stride_xm, stride_xk,  # (M, d_in) input
@@ -457,7 +458,7 @@ def _sparse_linear_fwd_tiles_kernel(
 # --- copying active features together, and back in place ----------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["A"])
 def _sparse_linear_pack_kernel(
     ids_ptr,  # (A,) active chunks
     src_ptr, stride_sm, stride_sn,  # (M, d_out); (M, A * CHUNK) if SRC_COMPACT
@@ -491,7 +492,7 @@ def _sparse_linear_pack_kernel(
         tl.store(sums_ptr + offs, tl.sum(sums, axis=0), mask=mask_pos)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["A", "num_sums"])
 def _sparse_linear_place_kernel(
     ids_ptr,  # (A,) active chunks
     src_ptr, stride_ss, stride_sn, stride_sm,  # (SPLIT, A * CHUNK, M) partial sums
