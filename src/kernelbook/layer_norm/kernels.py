@@ -360,23 +360,21 @@ def _layer_norm_bwd_locks_kernel(
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
+# The sum over the partial buffers: few columns a program, so that there are enough programs.
+SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
+
+
 def forward_config(n: int, itemsize: int) -> triton.Config | None:
     """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
 
-    About 8,192 elements or a whole row, 32 elements a thread: few enough registers for several programs on a
-    multiprocessor, which hide each other's latency.
+    Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
+    enough for several programs on a multiprocessor, which hide each other's latency.
     """
     width = max(triton.next_power_of_2(n), 16)
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         return None
-    rows = max(1, 8192 // width)
+    rows = 1 if width >= 8192 else max(2, 2048 // width)
     return triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=min(32, rows * width // 1024))
-
-
-def sum_config(n: int) -> triton.Config:
-    """The tile of the sum over the partial buffers: narrow where there are few columns, so that there are programs."""
-    width = 16 if n <= 2048 else 32
-    return triton.Config({"BLOCK_G": 2048 // width, "BLOCK_N": width}, num_warps=8)
 
 
 def looped_config(itemsize: int) -> triton.Config:
@@ -435,7 +433,7 @@ def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Con
     return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int, aligned: bool) -> triton.Config:
+def backward_config(n: int, itemsize: int, aligned: bool = True) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
     candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
     if candidates:
@@ -448,7 +446,10 @@ def backward_programs(m: int, config: triton.Config) -> int:
     """How many programs walk over the ``m`` rows: as many as run at the same time, so that none waits."""
     split = config.kwargs.get("SPLIT", 1)
     share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
-    per_sm = 2 if config.num_warps == 4 or (config.num_warps == 8 and share == 4096) else 1
+    if config.num_warps == 4:
+        per_sm = 3 if share == 3072 else 2
+    else:
+        per_sm = 2 if share == 4096 else 1
     tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
     return max(1, min(tiles, runtime.properties().num_sms * per_sm // split))
 
