@@ -153,7 +153,7 @@ PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32
 def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wanted: str) -> None:
     if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
         pytest.skip("on a GPU float64 goes through cuBLAS")
-    m, d_in, d_out, chunk = 100, 72, 300, 64
+    m, d_in, d_out, chunk = 100, 72, 304, 64
     x, weight, dy = _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(m, d_out, dtype=dtype)
     ids = _chunks(d_out, chunk, 3)
     with_dw, with_dx, compact = wanted != "dx", wanted != "dw", wanted == "compact"
@@ -621,6 +621,22 @@ def test_bitwise_reproducible(shape: tuple[int, ...]) -> None:
     first = kb.sparse_backward(x, weight, dy, ids)
     for _ in range(250):
         assert all(torch.equal(a, b) for a, b in zip(first, kb.sparse_backward(x, weight, dy, ids), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("chunk", (64, 128, 48))
+def test_ordinary_loads_are_bitwise_reproducible(
+    chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A race between the pipeline's copies and the tensor cores showed in most launches of this kind."""
+    monkeypatch.setattr(kernels, "has_boxes", lambda properties: False)
+    x, weight, dy = (_randn(*s, dtype=dtype) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
+    ids = _chunks(4096, chunk, 20)
+    first = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
+    for _ in range(250):
+        again = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.gpu

@@ -81,8 +81,18 @@ def _dw_products(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """-> the sum over rows [low, high) of dy^T x (BLOCK_R, BLOCK_D), and of dy (BLOCK_R,)."""
-    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
     sums = tl.zeros((BLOCK_K, BLOCK_R), ACC)
+    if WITH_DB:
+        # A loop of its own. In the loop below dy would be read from shared memory by the tensor cores and, for the sums,
+        # into registers: with triton 3.6 on an H200 the pipelined copies then overtake a tensor core now and then, and a
+        # tile of dW comes out wrong (seen with ordinary loads, never with descriptors). 2026-11; try again with each new
+        # Triton: tests/test_sparse_linear.py repeats such a launch 250 times.
+        db_ptrs = dy_ptrs
+        for k in tl.range(low, high, BLOCK_K, num_stages=3):
+            mask_k = k + tl.arange(0, BLOCK_K) < high
+            sums += tl.load(db_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0).to(ACC)
+            db_ptrs += step_dy
+    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
     for k in range(low, high, BLOCK_K):
         if EVEN_M:
             mask_dy = mask_n[None, :]
@@ -95,8 +105,6 @@ def _dw_products(
         x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_K, BLOCK_D)
         # Both lie with the reduction in their slow dimension; tensor cores read 16-bit tiles either way round.
         acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION, out_dtype=ACC)
-        if WITH_DB:
-            sums += dy.to(ACC)
         dy_ptrs += step_dy
         x_ptrs += step_x
     return acc, tl.sum(sums, axis=0)
