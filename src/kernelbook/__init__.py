@@ -4,7 +4,17 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 
 # isort: split
 from kernelbook.layer_norm import layer_norm
+from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "layer_norm", "runtime"]
+__all__ = [
+    "__version__",
+    "layer_norm",
+    "runtime",
+    "sparse_backward",
+    "sparse_dw",
+    "sparse_dx",
+    "sparse_forward",
+    "sparse_linear",
+]
