@@ -15,8 +15,6 @@ are not aligned, another kernel reads a byte for each element. Neither handles b
 strided packed bytes.
 """
 
-from kernelbook import runtime  # before Triton, which it sets up
-
 # isort: split
 import triton
 import triton.language as tl

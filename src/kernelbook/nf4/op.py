@@ -122,7 +122,8 @@ class NF4Tensor:
 
     def to(self, device: torch.device | str) -> "NF4Tensor":
         """The same on ``device``."""
-        return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return dataclasses.replace(self, **moved)
 
     @classmethod
     def from_bitsandbytes(
