@@ -153,15 +153,16 @@ def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Lau
     signature, constants, aligned = {}, {}, []
     for parameter in kernel.params:
         value = values.get(parameter.name, parameter.default)
-        # The launcher turns None and the integer 1 into constants.
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        # The launcher turns None and the integer 1 into constants, unless it is told not to specialize.
+        specialized = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialized and type(value) is int and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = getattr(value, "value", value)
             continue
         signature[parameter.name] = _type_of(value)
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
         # A tensor of a CUDA allocator starts on a multiple of 256 bytes; on the CPU one only of 64, which is enough.
-        if type(number) is int and number % 16 == 0:
+        if specialized and type(number) is int and number % 16 == 0:
             aligned.append(parameter.num)
     return _Launch(
         kernel, tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(sorted(options.items()))
