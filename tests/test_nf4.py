@@ -21,6 +21,7 @@ from kernelbook.nf4 import (
     nf4_code_reference,
     nf4_dequantize,
     nf4_dequantize_reference,
+    nf4_matmul,
     nf4_quantize,
     nf4_quantize_reference,
     op,
@@ -236,6 +237,43 @@ def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
             assert any(low <= address < high for address in seen)
 
 
+# --- multiply -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 20, 64), (2, 16, 1032), (3, 5, 7)])
+def test_matmul(shape, dtype):
+    for double_quant in (False, True):
+        q = quantized(shape, 64, double_quant)
+        absmax = reference(q, dtype=torch.float64)
+        for m, expert in ((1, 0), (5, torch.tensor(1, device=DEV)), (17, 1)):
+            x = torch.randn(shape[2], m, device=DEV).t().to(dtype)
+            check.check_op(
+                lambda x, q=q, expert=expert: nf4_matmul(x, q, expert),
+                lambda x, w=absmax, expert=expert: x @ w[expert].to(x.dtype).t(),
+                {"x": x},
+                grads=["x"],
+            )
+
+
+def test_matmul_takes_batches_and_nothing():
+    q = quantized((2, 6, 64))
+    x = torch.randn(2, 3, 64, device=DEV)
+    assert nf4_matmul(x, q, 1).shape == (2, 3, 6)
+    torch.testing.assert_close(nf4_matmul(x[0, 0], q, 1), nf4_matmul(x, q, 1)[0, 0])
+    assert nf4_matmul(x[:0], q, 1).shape == (0, 3, 6)
+    for call, words in [
+        (lambda: nf4_matmul(x[..., :63], q, 1), r"x must have shape \(\.\.\., 64\), got \(2, 3, 63\)"),
+        (lambda: nf4_matmul(x, quantized((2, 64)), 1), r"q must have shape \(E, N, K\)"),
+        (lambda: nf4_matmul(x, q, torch.tensor([0, 1], device=DEV)), r"expert must have shape \(1,\)"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()
+    parts = (q.packed, q.absmax, q.code, None, None, None)
+    experts = torch.tensor([1], device=DEV)
+    torch.library.opcheck(op._matmul, (x[0].clone().requires_grad_(), *parts, experts, [2, 6, 64], 64))
+
+
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
 
 
@@ -403,7 +441,7 @@ def test_benchmark_cases_are_correct():
 
     rows, failures = run_cases(bench.small_checks(), package="test", progress=False, rep_ms=1)
     assert not failures and len(rows) >= 2
-    assert len(list(bench.cases())) == 18
+    assert len(list(bench.cases())) == 30
 
 
 def test_public_names():

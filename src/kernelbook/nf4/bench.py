@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_quantize
+from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.timing import Case, Problem
 
@@ -29,17 +29,12 @@ def dequantize_gbytes(elements: int, block_size: int, double_quant: bool, itemsi
 
 def _truth(q: NF4Tensor, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The chosen experts from the reference, expert by expert to save memory; blocks may not span two experts."""
-    per_expert = q.numel // q.shape[0]
-    bytes_, blocks = per_expert // 2, per_expert // q.block_size
-    out = []
-    for e in experts.tolist():
-        absmax = q.absmax[e * blocks : (e + 1) * blocks]
-        if q.nested_absmax is not None and q.nested_code is not None and q.nested_offset is not None:
-            nested = q.nested_absmax[e * blocks // 256 : (e + 1) * blocks // 256]
-            absmax = nested_absmax_reference(absmax, nested.to(dtype), q.nested_code, q.nested_offset)
-        packed = q.packed[e * bytes_ : (e + 1) * bytes_]
-        out.append(nf4_dequantize_reference(packed, absmax.to(dtype), q.code, q.shape[1:], q.block_size))
-    return torch.stack(out)
+    absmax = q.absmax
+    if q.nested_absmax is not None and q.nested_code is not None and q.nested_offset is not None:
+        absmax = nested_absmax_reference(absmax, q.nested_absmax.to(dtype), q.nested_code, q.nested_offset)
+    packed, absmax = q.packed.view(q.shape[0], -1), absmax.to(dtype).view(q.shape[0], -1)
+    parts = [nf4_dequantize_reference(packed[e], absmax[e], q.code, q.shape[1:], q.block_size) for e in experts]
+    return torch.stack(parts)
 
 
 def _bitsandbytes(q: NF4Tensor, experts: torch.Tensor, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -100,14 +95,52 @@ def _case(shape: tuple[int, int, int], active: int, block_size: int, double_quan
     )
 
 
+def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Problem:
+    dtype = torch.bfloat16
+    w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
+    q = nf4_quantize(w, block_size=block_size, double_quant=double_quant)
+    x = torch.randn(tokens, shape[2], dtype=dtype, device=runtime.DEVICE)
+    ids = torch.randint(shape[0], (1,))
+    expert = ids.to(runtime.DEVICE)
+    providers: dict[str, Callable[[], Any]] = {
+        "kernelbook": lambda: [nf4_matmul(x, q, expert)],
+        "kernelbook:dequantize": lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()],
+    }
+    return Problem(
+        providers=providers,
+        truth=lambda: [x.double() @ _truth(q, ids, torch.float64)[0].t()],
+        baseline=lambda: [x @ _truth(q, ids, torch.float32)[0].to(dtype).t()],
+        factor=check.FORWARD_FACTOR,
+    )
+
+
+def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Case:
+    num_experts, rows, cols = shape
+    return Case(
+        op="nf4_matmul",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
+        x_name="tokens",
+        x=tokens,
+        gbytes=dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0) + tokens * (rows + cols) * 2 / 1e9,
+        gflop=2 * tokens * rows * cols / 1e9,
+        build=lambda: _matmul_problem(shape, tokens, block_size, double_quant),
+    )
+
+
 def cases() -> Iterator[Case]:
-    """The rows of the book's figures: 1 to 256 active experts of 256, plain and double."""
+    """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes."""
     for double_quant in (False, True):
         for active in ACTIVE:
             yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
+        for rows, cols in ((ROWS, COLS), (14336, 4096)):
+            for tokens in (1, 4, 16):
+                yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
 
 
 def small_checks() -> Iterator[Case]:
     """The same at sizes for the interpreter."""
     for double_quant in (False, True):
         yield _case((4, 64, 256), 2, BLOCK_SIZE, double_quant)
+        yield _matmul_case((2, 40, 1024), 3, BLOCK_SIZE, double_quant)

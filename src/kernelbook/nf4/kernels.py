@@ -66,7 +66,8 @@ def _nested_absmax(
 # --- dequantize -----------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+# One compiled kernel serves all sizes: eight outputs are 16 bytes whatever the number of words.
+@triton.jit(do_not_specialize=["E", "words", "tiles"])
 def _nf4_dequantize_fwd_words_kernel(
     packed_ptr,  # (E * words,) int32: eight elements each
     absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
@@ -124,7 +125,7 @@ def _nf4_dequantize_fwd_words_kernel(
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(offs_w < left)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "size", "tiles"])
 def _nf4_dequantize_fwd_elements_kernel(
     packed_ptr,  # (ceil(E * size / 2),) uint8
     absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
@@ -165,7 +166,7 @@ def _nf4_dequantize_fwd_elements_kernel(
 # --- quantize -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _nf4_quantize_fwd_kernel(
     w_ptr,  # (n,) contiguous
     bounds_ptr,  # (15,) float32: the middles between the sorted code values
@@ -194,3 +195,66 @@ def _nf4_quantize_fwd_kernel(
     high, low = tl.split(tl.reshape(index, (BLOCKS, BLOCK_SIZE // 2, 2)))
     pairs = blocks[:, None] * (BLOCK_SIZE // 2) + tl.arange(0, BLOCK_SIZE // 2)[None, :]
     tl.store(packed_ptr + pairs, ((high << 4) | low).to(tl.uint8), mask=pairs * 2 < n)
+
+
+# --- multiply -------------------------------------------------------------------------------------------------------
+
+
+MAX_MATMUL_M = 16  # tokens up to which W is dequantized tile by tile instead of once for all tokens
+
+
+def matmul_config(n: int) -> triton.Config:
+    """Sixteen output rows a program, the least for tl.dot, so that small matrices reach many multiprocessors too; K in
+    steps of 512 elements, which eight warps hold without spilling."""
+    return triton.Config({"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_W": 64, "STAGES": 3}, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["E", "M", "N"])
+def _nf4_matmul_fwd_kernel(
+    x_ptr, stride_xm, stride_xk,  # (M, 8 * words) input
+    packed_ptr,  # (E * N * words,) int32: eight elements of K each
+    absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
+    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
+    code_ptr,  # (16,) float32
+    expert_ptr,  # (1,) integer
+    y_ptr,  # (M, N) output
+    E, M, N, words,
+    NESTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """y = x W^T for the W of one expert: each tile of W is dequantized in registers and multiplied at once."""
+    expert, exists = _load_expert(expert_ptr, 0, E, True)
+    n0 = tl.program_id(0) * BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_n = (n0 + offs_n < N) & exists
+    offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_e = tl.arange(0, 8)
+    shift = (4 * offs_e) ^ 4
+    code = tl.load(code_ptr + tl.arange(0, 16))
+    word0 = (expert * N + n0) * words
+    block0 = word0 // (BLOCK_SIZE // 8)
+    within = (word0 - block0 * (BLOCK_SIZE // 8)).to(tl.int32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # y transposed: W is the operand that comes from registers
+    for w0 in tl.range(0, words, BLOCK_W, num_stages=STAGES):
+        offs_w = w0 + tl.arange(0, BLOCK_W)
+        offs = offs_n[:, None] * words + offs_w[None, :]  # (BLOCK_N, BLOCK_W)
+        mask = mask_n[:, None] & (offs_w < words)[None, :]
+        packed = tl.load(packed_ptr + word0 + offs, mask=mask, other=0)
+        blocks = (within + offs) // (BLOCK_SIZE // 8)
+        absmax = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
+        if NESTED:
+            absmax = _nested_absmax(
+                absmax, mask, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, blocks, NESTED_BLOCK
+            )
+        index = (packed[:, :, None] >> shift[None, None, :]) & 15
+        value = tl.reshape(tl.gather(code, tl.reshape(index, (BLOCK_N * BLOCK_W * 8,)), 0), (BLOCK_N, BLOCK_W, 8))
+        w = tl.reshape((value * absmax[:, :, None]).to(x_ptr.dtype.element_ty), (BLOCK_N, BLOCK_W * 8))
+        offs_k = w0 * 8 + tl.arange(0, BLOCK_W * 8)
+        x_ptrs = x_ptr + offs_k.to(tl.int64)[:, None] * stride_xk + offs_m.to(tl.int64)[None, :] * stride_xm
+        x = tl.load(x_ptrs, mask=(offs_k < words * 8)[:, None] & (offs_m < M)[None, :], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    y_ptrs = y_ptr + offs_m.to(tl.int64)[None, :] * N + (n0 + offs_n)[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(n0 + offs_n < N)[:, None] & (offs_m < M)[None, :])

@@ -12,7 +12,7 @@ from kernelbook.nf4 import kernels
 # isort: split
 import triton
 
-__all__ = ["BLOCK_SIZES", "FP4", "NF4", "CodeBook", "NF4Tensor", "nf4_dequantize", "nf4_quantize"]
+__all__ = ["BLOCK_SIZES", "FP4", "NF4", "CodeBook", "NF4Tensor", "nf4_dequantize", "nf4_matmul", "nf4_quantize"]
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -406,3 +406,123 @@ def _quantize_absmax(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.
     scaled = (groups * (1.0 / scale.clamp(min=1e-38))[:, None]).clamp(-1, 1)
     index = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2).to(torch.uint8)
     return index.view(-1)[:n], scale
+
+
+# --- multiply -------------------------------------------------------------------------------------------------------
+
+
+def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> torch.Tensor:
+    """``x @ W.T`` for the matrix W of one expert, without W in memory where ``x`` has few rows.
+
+    Up to 16 rows one kernel dequantizes W tile by tile, each element rounded to the dtype of ``x``, and multiplies at
+    once; more rows share the cost of dequantizing, so there W is dequantized first and multiplied by PyTorch.
+
+    Args:
+        x: (..., K) float32, float16 or bfloat16, any strides.
+        q: of shape (E, N, K).
+        expert: an index into E, as a number or as a tensor of one integer, which is not synchronised on.
+
+    Returns:
+        (..., N) in the dtype of ``x``; differentiable in ``x``. On a GPU an expert out of range gives zeros.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices do not fit, or ``expert`` is out of range on the CPU.
+    """
+    arguments.check_tensor("nf4_matmul", "x", x, dtypes=DTYPES)
+    if not isinstance(q, NF4Tensor):
+        raise TypeError(f"nf4_matmul: q must be an NF4Tensor, got {type(q).__name__}")
+    if len(q.shape) != 3:
+        raise ValueError(f"nf4_matmul: q must have shape (E, N, K), got {q.shape}")
+    if x.ndim == 0 or x.shape[-1] != q.shape[2]:
+        raise ValueError(f"nf4_matmul: x must have shape (..., {q.shape[2]}), got {tuple(x.shape)}")
+    if isinstance(expert, torch.Tensor):
+        experts = expert.reshape(-1)
+        arguments.check_indices("nf4_matmul", "expert", experts)
+        arguments.check_shape("nf4_matmul", "expert", experts, (1,))
+    else:
+        experts = torch.full((1,), expert, dtype=torch.int64, device=x.device)
+    arguments.check_same_device("nf4_matmul", x=x, q=q.packed, expert=experts)
+    y: torch.Tensor = _matmul(
+        x.reshape(-1, x.shape[-1]), q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset,
+        experts, list(q.shape), q.block_size,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], q.shape[1])
+
+
+@torch.library.custom_op("kernelbook::nf4_matmul", mutates_args=())
+def _matmul(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    code: torch.Tensor,
+    nested_absmax: Optional[torch.Tensor],  # noqa: UP045
+    nested_code: Optional[torch.Tensor],  # noqa: UP045
+    nested_offset: Optional[torch.Tensor],  # noqa: UP045
+    experts: torch.Tensor,
+    shape: list[int],
+    block_size: int,
+) -> torch.Tensor:
+    """x (M, K), one expert -> (M, N)."""
+    num_experts, n, k = shape
+    m = x.shape[0]
+    arguments.check_index_values("nf4_matmul", "expert", experts, num_experts)
+    y = torch.empty((m, n), dtype=runtime.kernel_dtype(x.dtype), device=x.device)
+    if y.numel() == 0:
+        return y.to(x.dtype)
+    words = k % 8 == 0 and packed.is_contiguous() and packed.data_ptr() % 4 == 0
+    if m > kernels.MAX_MATMUL_M or not words or k == 0 or num_experts == 0:
+        w = _dequantize(
+            packed, absmax, code, nested_absmax, nested_code, nested_offset, experts, shape, block_size, x.dtype
+        )
+        return x @ w[0].t()
+    config = kernels.matmul_config(n)
+    nested = (nested_absmax, nested_code, nested_offset)
+    launched = x.to(runtime.kernel_dtype(x.dtype))
+    grid = (triton.cdiv(n, config.kwargs["BLOCK_N"]), triton.cdiv(m, config.kwargs["BLOCK_M"]))
+    with runtime.on_device_of(x):
+        kernels._nf4_matmul_fwd_kernel[grid](
+            launched, launched.stride(0), launched.stride(1),
+            packed.view(torch.int32),
+            absmax.contiguous(),
+            *(code if tensor is None else tensor.contiguous() for tensor in nested),
+            code.contiguous(),
+            experts,
+            y,
+            num_experts, m, n, k // 8,
+            nested_absmax is not None,
+            block_size, kernels.NESTED_BLOCK,
+            "ieee",
+            **config.kwargs, num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return y.to(x.dtype)
+
+
+@_matmul.register_fake
+def _(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    code: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    nested_code: torch.Tensor | None,
+    nested_offset: torch.Tensor | None,
+    experts: torch.Tensor,
+    shape: list[int],
+    block_size: int,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, *tensors, shape, block_size = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.shape, ctx.block_size = shape, block_size
+
+
+def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    w = _dequantize(*ctx.saved_tensors, ctx.shape, ctx.block_size, dy.dtype)
+    return (dy @ w[0], *[None] * 9)
+
+
+_matmul.register_autograd(_autograd, setup_context=_setup_context)
