@@ -6,4 +6,6 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 
-__all__ = ["NF4Tensor", "layer_norm", "nf4_dequantize", "nf4_matmul", "nf4_quantize", "runtime"]
+__version__ = "0.1.0"
+
+__all__ = ["NF4Tensor", "__version__", "layer_norm", "nf4_dequantize", "nf4_matmul", "nf4_quantize", "runtime"]

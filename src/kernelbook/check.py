@@ -98,6 +98,10 @@ class Verdict:
             f"{'passed' if self.passed else 'FAILED'}"
         )
 
+    def renamed(self, name: str) -> "Verdict":
+        """The same outcome under another name."""
+        return dataclasses.replace(self, name=name)
+
     def require(self) -> "Verdict":
         """Returns itself, or raises ``CheckError``."""
         if not self.passed:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import importlib.metadata
 import math
 import os
 import statistics
@@ -24,8 +23,9 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
+import kernelbook
 from kernelbook import check, runtime
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "KEY",
     "Case",
     "Ceilings",
+    "FirstCall",
     "Problem",
     "Timing",
     "allow_tf32",
@@ -231,6 +232,13 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
+class FirstCall:
+    """By provider, the code of a first call, see :func:`first_call_ms`; what a case of mode ``first_call`` builds."""
+
+    providers: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One point of a benchmark: a row for each provider.
 
@@ -245,7 +253,7 @@ class Case:
     x: float
     gbytes: float
     gflop: float
-    build: Callable[[], Problem]
+    build: Callable[[], Problem | FirstCall]
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -258,6 +266,9 @@ class Case:
     @property
     def shape_text(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.shape.items())
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.mode} {self.dtype_name} {self.shape_text} {self.x_name}={self.x:g}"
 
 
 def _is_ours(provider: str) -> bool:
@@ -291,44 +302,56 @@ def run_cases(
         The rows (columns :data:`COLUMNS`, one run id) and the failures in words. A case in which one of our own results
         is not correct contributes no row.
     """
-    run, about = uuid.uuid4().hex[:12], environment(package)
+    run, about = new_run(), environment(package)
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for case in tqdm(list(cases), disable=not progress, unit="case"):
-        label = f"{case.op} {case.mode} {case.dtype_name} {case.shape_text} {case.x_name}={case.x:g}"
         try:
-            problem = case.build()
-            ratios = error_ratios(problem)
+            found = _run_case(case, rep_ms)
         except check.CheckError as error:
-            failures.append(f"{label}: {error}")
+            failures.append(f"{case}: {error}")
             continue
-        for provider, call in problem.providers.items():
-            timing = measure(call, rep_ms=rep_ms)
-            rows.append(
-                {
-                    "run": run,
-                    "op": case.op,
-                    "mode": case.mode,
-                    "provider": provider,
-                    "dtype": case.dtype_name,
-                    "shape": case.shape_text,
-                    "x_name": case.x_name,
-                    "x": f"{case.x:g}",
-                    "ms": f"{timing.ms:.5g}",
-                    "ms_p20": f"{timing.p20:.5g}",
-                    "ms_p80": f"{timing.p80:.5g}",
-                    "gbytes": f"{case.gbytes:.6g}",
-                    "gflop": f"{case.gflop:.6g}",
-                    "peak_mib": f"{peak_mib(call):.5g}",
-                    "err_ratio": f"{ratios[provider]:.3g}",
-                    **about,
-                }
-            )
-        del problem
+        rows += [{"run": run, **figures, **about} for figures in found]
     return pd.DataFrame(rows, columns=list(COLUMNS)), failures
 
 
+def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
+    problem = case.build()
+    ratios = error_ratios(problem) if isinstance(problem, Problem) else {}
+    rows = []
+    for provider, call in problem.providers.items():
+        if isinstance(call, str):
+            wall = first_call_ms(call)
+            timing, peak = Timing(wall, wall, wall, 1), math.nan
+        else:
+            timing, peak = measure(call, rep_ms=rep_ms), peak_mib(call)
+        rows.append(
+            {
+                "op": case.op,
+                "mode": case.mode,
+                "provider": provider,
+                "dtype": case.dtype_name,
+                "shape": case.shape_text,
+                "x_name": case.x_name,
+                "x": f"{case.x:g}",
+                "ms": f"{timing.ms:.5g}",
+                "ms_p20": f"{timing.p20:.5g}",
+                "ms_p80": f"{timing.p80:.5g}",
+                "gbytes": f"{case.gbytes:.6g}",
+                "gflop": f"{case.gflop:.6g}",
+                "peak_mib": f"{peak:.5g}",
+                "err_ratio": f"{ratios.get(provider, math.nan):.3g}",
+            }
+        )
+    return rows
+
+
 # --- the record -----------------------------------------------------------------------------------------------------
+
+
+def new_run() -> str:
+    """An id for all rows of one process."""
+    return uuid.uuid4().hex[:12]
 
 
 def source_digest(folder: Path) -> str:
@@ -341,11 +364,7 @@ def source_digest(folder: Path) -> str:
 
 def package_version(folder: Path) -> str:
     """``<version of kernelbook>+<digest of the sources in folder>``."""
-    try:
-        version = importlib.metadata.version("kernelbook")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        version = "0"
-    return f"{version}+{source_digest(folder)}"
+    return f"{kernelbook.__version__}+{source_digest(folder)}"
 
 
 def environment(package: str) -> dict[str, str]:

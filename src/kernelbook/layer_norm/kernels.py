@@ -54,7 +54,7 @@ def _load_vector(ptr, stride, offs_n, mask_n, HAS: tl.constexpr, ACC: tl.constex
 
 @triton.jit
 def _layer_norm_fwd_kernel(
-    x_ptr, stride_xm, stride_xn,  # (M, N) input
+    x_ptr, stride_xm,  # (M, N) input, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
@@ -64,34 +64,31 @@ def _layer_norm_fwd_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
+    mask_m = offs_m < M
     mask_n = offs_n < N
-    # Loaded once for all rows of this program.
+    mask = mask_m[:, None] & mask_n[None, :]
+    rows = offs_m.to(tl.int64)
+    x_ptrs = x_ptr + rows[:, None] * stride_xm + offs_n[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(ACC)  # (BLOCK_M, BLOCK_N)
+    mean = tl.sum(x, axis=1) / N
+    # Centered before squaring: E[x^2] - E[x]^2 would cancel where the mean is large.
+    centered = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N + EPS)
+    # Loaded as late as possible: held from the start they take the registers of the programs that hide latency.
     w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
     b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_m = offs_m < M
-        mask = mask_m[:, None] & mask_n[None, :]
-        rows = offs_m.to(tl.int64)
-        x_ptrs = x_ptr + rows[:, None] * stride_xm + offs_n.to(tl.int64)[None, :] * stride_xn
-        x = tl.load(x_ptrs, mask=mask, other=0.0).to(ACC)  # (BLOCK_M, BLOCK_N)
-        mean = tl.sum(x, axis=1) / N
-        # Centered before squaring: E[x^2] - E[x]^2 would cancel where the mean is large.
-        centered = tl.where(mask, x - mean[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N + EPS)
-        y = centered * rstd[:, None] * w + b
-        y_ptrs = y_ptr + rows[:, None] * stride_ym + offs_n[None, :]
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
-        tl.store(mean_ptr + rows, mean, mask=mask_m)
-        tl.store(rstd_ptr + rows, rstd, mask=mask_m)
+    y = centered * rstd[:, None] * w + b
+    tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(mean_ptr + rows, mean, mask=mask_m)
+    tl.store(rstd_ptr + rows, rstd, mask=mask_m)
 
 
 @triton.jit
 def _layer_norm_fwd_looped_kernel(
-    x_ptr, stride_xm, stride_xn,  # (M, N) input
+    x_ptr, stride_xm,  # (M, N) input, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
@@ -110,7 +107,7 @@ def _layer_norm_fwd_looped_kernel(
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        x = tl.load(x_ptr + offs_n.to(tl.int64) * stride_xn, mask=mask_n, other=0.0).to(ACC)  # (BLOCK_N,)
+        x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)  # (BLOCK_N,)
         count = tl.minimum(BLOCK_N, N - start).to(ACC)
         tile_mean = tl.sum(x) / count
         centered = tl.where(mask_n, x - tile_mean, 0.0)
@@ -124,7 +121,7 @@ def _layer_norm_fwd_looped_kernel(
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        x = tl.load(x_ptr + offs_n.to(tl.int64) * stride_xn, mask=mask_n, other=0.0).to(ACC)[None, :]  # (1, BLOCK_N)
+        x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)[None, :]  # (1, BLOCK_N)
         w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
         b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)
         y = (x - mean) * rstd * w + b
@@ -136,8 +133,8 @@ def _layer_norm_fwd_looped_kernel(
 
 @triton.jit
 def _layer_norm_bwd_partials_kernel(
-    x_ptr, stride_xm, stride_xn,  # (M, N) input
-    dy_ptr, stride_dym, stride_dyn,  # (M, N) gradient of the output
+    x_ptr, stride_xm,  # (M, N) input, rows contiguous
+    dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
@@ -180,8 +177,8 @@ def _layer_norm_bwd_partials_kernel(
             offs_n = tl.multiple_of(start, BLOCK_N) + tl.arange(0, BLOCK_N)
             mask_n = offs_n < N
             mask = mask_m[:, None] & mask_n[None, :]
-            x = tl.load(x_rows + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0)
-            dy = tl.load(dy_rows + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0)
+            x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0)
+            dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0)
             w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             g = dy.to(ACC) * w
             # Beyond the row's end g is 0, so that the tile adds nothing.
@@ -220,8 +217,8 @@ def _layer_norm_bwd_partials_kernel(
 
 @triton.jit
 def _layer_norm_bwd_partials_looped_kernel(
-    x_ptr, stride_xm, stride_xn,  # (M, N) input
-    dy_ptr, stride_dym, stride_dyn,  # (M, N) gradient of the output
+    x_ptr, stride_xm,  # (M, N) input, rows contiguous
+    dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
@@ -250,8 +247,8 @@ def _layer_norm_bwd_partials_looped_kernel(
             offs_n = start + tl.arange(0, BLOCK_N)
             mask_n = offs_n < N
             mask = mask_m[:, None] & mask_n[None, :]
-            x = tl.load(x_rows + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0).to(ACC)
-            dy = tl.load(dy_rows + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0).to(ACC)
+            x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
+            dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             g = dy * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             sum_g += g
             sum_gx += g * ((x - mean) * rstd)
@@ -261,8 +258,8 @@ def _layer_norm_bwd_partials_looped_kernel(
             offs_n = start + tl.arange(0, BLOCK_N)
             mask_n = offs_n < N
             mask = mask_m[:, None] & mask_n[None, :]
-            x = tl.load(x_rows + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0).to(ACC)
-            dy = tl.load(dy_rows + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0).to(ACC)
+            x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
+            dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             xhat = (x - mean) * rstd
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
@@ -278,6 +275,18 @@ def _layer_norm_bwd_partials_looped_kernel(
 
 
 @triton.jit
+def _sum_rows(partial_ptr, out_ptr, offs_n, G, N, ACC: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes the sum over the G rows of a (G, N) buffer for the columns ``offs_n``."""
+    mask_n = offs_n < N
+    acc = tl.zeros((BLOCK_G, BLOCK_N), ACC)
+    for start in range(0, G, BLOCK_G):
+        offs_g = start + tl.arange(0, BLOCK_G)
+        mask = (offs_g < G)[:, None] & mask_n[None, :]
+        acc += tl.load(partial_ptr + offs_g.to(tl.int64)[:, None] * N + offs_n[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + offs_n, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_n)
+
+
+@triton.jit
 def _layer_norm_bwd_sum_kernel(
     partial_dw_ptr, partial_db_ptr,  # (G, N) partial sums
     dw_ptr, db_ptr,  # (N,) gradients of weight and bias
@@ -287,21 +296,12 @@ def _layer_norm_bwd_sum_kernel(
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
-    dw = tl.zeros((BLOCK_G, BLOCK_N), ACC)
-    db = tl.zeros((BLOCK_G, BLOCK_N), ACC)
-    for start in range(0, G, BLOCK_G):
-        offs_g = start + tl.arange(0, BLOCK_G)
-        mask = (offs_g < G)[:, None] & mask_n[None, :]
-        offs = offs_g.to(tl.int64)[:, None] * N + offs_n[None, :]
+    if tl.program_id(1) == 0:
         if WITH_DW:
-            dw += tl.load(partial_dw_ptr + offs, mask=mask, other=0.0)
+            _sum_rows(partial_dw_ptr, dw_ptr, offs_n, G, N, ACC, BLOCK_G, BLOCK_N)
+    else:
         if WITH_DB:
-            db += tl.load(partial_db_ptr + offs, mask=mask, other=0.0)
-    if WITH_DW:
-        tl.store(dw_ptr + offs_n, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=mask_n)
-    if WITH_DB:
-        tl.store(db_ptr + offs_n, tl.sum(db, axis=0).to(db_ptr.dtype.element_ty), mask=mask_n)
+            _sum_rows(partial_db_ptr, db_ptr, offs_n, G, N, ACC, BLOCK_G, BLOCK_N)
 
 
 # --- backward, locks ------------------------------------------------------------------------------------------------
@@ -309,8 +309,8 @@ def _layer_norm_bwd_sum_kernel(
 
 @triton.jit
 def _layer_norm_bwd_locks_kernel(
-    x_ptr, stride_xm, stride_xn,  # (M, N) input
-    dy_ptr, stride_dym, stride_dyn,  # (M, N) gradient of the output
+    x_ptr, stride_xm,  # (M, N) input, rows contiguous
+    dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
@@ -324,49 +324,33 @@ def _layer_norm_bwd_locks_kernel(
     BARRIER: tl.constexpr,  # False only in the chapter's experiment, which shows why it is there
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_xm
-    dy_ptr += row * stride_dym
-    dx_ptr += row * stride_dxm
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    mask_n = offs_n < N
     mean = tl.load(mean_ptr + row)
     rstd = tl.load(rstd_ptr + row)
-    sum_g = tl.zeros((1, BLOCK_N), ACC)
-    sum_gx = tl.zeros((1, BLOCK_N), ACC)
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < N
-        x = tl.load(x_ptr + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask_n[None, :], other=0.0).to(ACC)
-        dy = tl.load(dy_ptr + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask_n[None, :], other=0.0).to(ACC)
-        g = dy * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
-        sum_g += g
-        sum_gx += g * ((x - mean) * rstd)
-    mean_g = tl.sum(sum_g) / N
-    mean_gx = tl.sum(sum_gx) / N
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask = (offs_n < N)[None, :]
-        x = tl.load(x_ptr + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0).to(ACC)
-        dy = tl.load(dy_ptr + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0).to(ACC)
-        w = _load_vector(w_ptr, stride_w, offs_n, offs_n < N, HAS_WEIGHT, ACC, 1.0)
-        dx = rstd * (dy * w - mean_g - (x - mean) * rstd * mean_gx)
-        tl.store(dx_ptr + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
+    dy = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
+    w = _load_vector(w_ptr, stride_w, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
+    xhat = (x - mean) * rstd
+    g = dy * w
+    dx = rstd * (g - tl.sum(g) / N - xhat * (tl.sum(g * xhat) / N))
+    tl.store(dx_ptr + row * stride_dxm + offs_n, dx.to(dx_ptr.dtype.element_ty), mask=mask_n)
     if WITH_DW or WITH_DB:
+        dw = dy * xhat
         buffer = row % NUM_BUFFERS
+        offs = buffer * N + offs_n
         # Whoever turns the 0 into a 1 owns the buffer.
         while tl.atomic_cas(lock_ptr + buffer, 0, 1) == 1:
             pass
-        for start in range(0, N, BLOCK_N):
-            offs_n = start + tl.arange(0, BLOCK_N)
-            mask = (offs_n < N)[None, :]
-            x = tl.load(x_ptr + offs_n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0).to(ACC)
-            dy = tl.load(dy_ptr + offs_n.to(tl.int64)[None, :] * stride_dyn, mask=mask, other=0.0).to(ACC)
-            offs = buffer * N + offs_n[None, :]
-            # ".cg" reads from L2, where other programs' sums are; a line in this multiprocessor's L1 may be old.
-            if WITH_DW:
-                old = tl.load(buffer_dw_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
-                tl.store(buffer_dw_ptr + offs, old + dy * ((x - mean) * rstd), mask=mask)
-            if WITH_DB:
-                old = tl.load(buffer_db_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
-                tl.store(buffer_db_ptr + offs, old + dy, mask=mask)
+        # ".cg" reads from L2, where other programs' sums are; a line in this multiprocessor's L1 may be old.
+        if WITH_DW:
+            dw += tl.load(buffer_dw_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
+        if WITH_DB:
+            dy += tl.load(buffer_db_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
+        if WITH_DW:
+            tl.store(buffer_dw_ptr + offs, dw, mask=mask_n)
+        if WITH_DB:
+            tl.store(buffer_db_ptr + offs, dy, mask=mask_n)
         # One thread releases the lock for all: it has to wait until every thread has stored its part.
         if BARRIER:
             tl.debug_barrier()
@@ -375,27 +359,24 @@ def _layer_norm_bwd_locks_kernel(
 
 # --- configurations -------------------------------------------------------------------------------------------------
 
-# The sum over the partial buffers: few columns a program, so that there are enough programs.
-SUM_CONFIG = triton.Config({"BLOCK_G": 32, "BLOCK_N": 32}, num_warps=4)
-
 
 def forward_config(n: int, itemsize: int) -> triton.Config | None:
     """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
 
-    About 2,048 elements or a whole row: short rows share a tile. Warps grow with the tile; 16 elements a thread leave
-    room for several programs on a multiprocessor, which hide each other's latency.
+    About 8,192 elements or a whole row, 32 elements a thread: few enough registers for several programs on a
+    multiprocessor, which hide each other's latency.
     """
     width = max(triton.next_power_of_2(n), 16)
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         return None
-    rows = max(1, 2048 // width)
-    warps = min(16, max(4, rows * width // 512))
-    return triton.Config({"BLOCK_M": rows, "BLOCK_N": width, "STAGES": 1}, num_warps=warps)
+    rows = max(1, 8192 // width)
+    return triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=min(32, rows * width // 1024))
 
 
-def forward_programs(tiles: int, config: triton.Config) -> int:
-    """How many programs share ``tiles``."""
-    return tiles
+def sum_config(n: int) -> triton.Config:
+    """The tile of the sum over the partial buffers: narrow where there are few columns, so that there are programs."""
+    width = 16 if n <= 2048 else 32
+    return triton.Config({"BLOCK_G": 2048 // width, "BLOCK_N": width}, num_warps=8)
 
 
 def looped_config(itemsize: int) -> triton.Config:
@@ -404,61 +385,77 @@ def looped_config(itemsize: int) -> triton.Config:
 
 
 def backward_resources(config: triton.Config, itemsize: int) -> Resources:
-    """Two accumulators, x and dy stay in registers for a row's share; the pipeline stages x and dy of the whole row."""
+    """Two accumulators, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
+
+    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once.
+    """
     tile = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
-    share = tile * config.kwargs["NUM_BLOCKS"]
+    share, row = tile * config.kwargs["NUM_BLOCKS"], tile * config.kwargs["NUM_BLOCKS"] * config.kwargs["SPLIT"]
     accumulator = max(itemsize, 4)
-    staged = share * config.kwargs["SPLIT"] if config.kwargs["STAGES"] > 1 else 0
+    stages = config.kwargs["STAGES"] - 1
     return tile_resources(
-        triton.Config({}, num_warps=config.num_warps, num_stages=config.kwargs["STAGES"] - 1),
-        staged=[(2 * staged, itemsize)],
+        triton.Config({}, num_warps=config.num_warps, num_stages=max(stages, 1)),
+        staged=[(4 * row, itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)] if stages else [],
         held=[(2 * share, accumulator), (2 * share, itemsize), (2 * tile, accumulator)],
-        scratch_bytes=tile * accumulator,
+        scratch_bytes=0 if stages else tile * accumulator,
     )
 
 
-def backward_candidates(n: int, itemsize: int) -> list[triton.Config]:
-    """Candidates for rows of ``n`` elements, best first; empty where a row is too large to be shared by 4 programs."""
+def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Config]:
+    """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
+
+    A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
+    warps and two programs on a multiprocessor for short rows, eight warps and the whole multiprocessor for long ones;
+    two programs share a row whose sums one cannot hold. Rows that are not ``aligned`` to 16 elements are loaded one
+    element at a time, with a pointer for each: that leaves registers for half as many.
+    """
+    width = max(triton.next_power_of_2(n), 16)
+    shapes: list[tuple[int, int, int, int, int]] = []  # rows, columns, tiles side by side, programs a row, warps
     if n <= 1024:
-        width = max(triton.next_power_of_2(n), 16)
-        shapes = [(max(1, 4096 // width), width, 1, 1, 8)]
+        shapes = [(4096 // width, width, 1, 1, 4 if aligned else 8)]
+    elif n <= 2048:
+        shapes = [(2, 1024, 2, 1, 4) if aligned else (1, 1024, 2, 1, 4)]
+    elif not aligned:
+        shapes = [(1, 2048, 2, 1, 8)] if n <= 4096 else []
+    elif n == 4096:
+        shapes = [(1, 4096, 1, 1, 8)]
+    elif n <= 6144:
+        shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
-        # (rows, width, blocks, split, warps): 8 elements a thread, and as many blocks as the row needs.
-        shapes = [
-            (1, 256 * warps, triton.cdiv(n, 256 * warps * split), split, warps)
-            for split in (1, 2, 4)
-            for warps in (8, 16)
-        ]
+        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)]
+        if n <= 16384:
+            shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
     configs = [
         triton.Config(
-            {"BLOCK_M": rows, "BLOCK_N": width, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}, num_warps=warps
+            {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}, num_warps=warps
         )
-        for rows, width, blocks, split, warps in shapes
+        for rows, block, blocks, split, warps in shapes
         for stages in (3, 2, 1)
     ]
     return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int) -> triton.Config:
+def backward_config(n: int, itemsize: int, aligned: bool) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
-    candidates = backward_candidates(n, itemsize) if itemsize <= 4 else []
+    candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
     if candidates:
         return candidates[0]
-    return triton.Config({"BLOCK_M": 4, "BLOCK_N": 4096 // max(itemsize, 4)}, num_warps=8)
+    # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
+    return triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8)
 
 
 def backward_programs(m: int, config: triton.Config) -> int:
     """How many programs walk over the ``m`` rows: as many as run at the same time, so that none waits."""
-    p = runtime.properties()
-    if "SPLIT" not in config.kwargs:
-        per_sm, split = 1, 1
-    else:
-        per_sm, split = (2 if config.num_warps <= 8 else 1), config.kwargs["SPLIT"]
+    split = config.kwargs.get("SPLIT", 1)
+    share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
+    per_sm = 2 if config.num_warps == 4 or (config.num_warps == 8 and share == 4096) else 1
     tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
-    return max(1, min(tiles, p.num_sms * per_sm // split))
+    return max(1, min(tiles, runtime.properties().num_sms * per_sm // split))
 
 
-def locks_config(n: int, itemsize: int) -> triton.Config:
-    """A program per row, in tiles of at most 4,096 elements."""
-    width = min(max(triton.next_power_of_2(n), 16), 16384 // max(itemsize, 4))
-    return triton.Config({"BLOCK_N": width}, num_warps=min(8, max(1, width // 256)))
+def locks_config(n: int, itemsize: int) -> triton.Config | None:
+    """A program per row, a row per tile; ``None`` where a row is too large for a tile."""
+    width = max(triton.next_power_of_2(n), 16)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+        return None
+    return triton.Config({"BLOCK_N": width}, num_warps=min(32, max(1, width // 512)))

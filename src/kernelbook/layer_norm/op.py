@@ -39,7 +39,8 @@ def layer_norm(
         backward: how the gradients of weight and bias are summed over the rows. ``"partials"``: each program keeps a
             partial sum, a second kernel adds them up; bitwise reproducible on one GPU model. ``"locks"``: programs add
             into shared buffers under spin locks, in whatever order they come; for study. Where
-            ``torch.use_deterministic_algorithms`` is on, ``"partials"`` is used.
+            ``torch.use_deterministic_algorithms`` is on, and for rows of more than 128 KiB in float32, ``"partials"``
+            is used.
 
     Returns:
         (..., N), contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own.
@@ -72,8 +73,12 @@ def _launchable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(M, N) for (..., N), a view where the strides allow it."""
-    return _launchable(x).reshape(-1, x.shape[-1])
+    """(M, N) for (..., N), rows contiguous: a view where the strides allow it.
+
+    Kernels that read along another dimension would fetch a sector for each element; PyTorch's transposing copy does not.
+    """
+    rows = _launchable(x).reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def _vector(vector: torch.Tensor | None, stand_in: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -117,8 +122,8 @@ def _forward(
     with runtime.on_device_of(x):
         if config is not None:
             tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
-            kernels._layer_norm_fwd_kernel[(kernels.forward_programs(tiles, config),)](
-                x, x.stride(0), x.stride(1),
+            kernels._layer_norm_fwd_kernel[(tiles,)](
+                x, x.stride(0),
                 *vectors,
                 y, n,
                 mean, rstd,
@@ -128,7 +133,7 @@ def _forward(
         else:
             looped = kernels.looped_config(x.element_size())
             kernels._layer_norm_fwd_looped_kernel[(m,)](
-                x, x.stride(0), x.stride(1),
+                x, x.stride(0),
                 *vectors,
                 y, n,
                 mean, rstd,
@@ -183,26 +188,29 @@ def _backward(
         "ACC": _TL_DTYPE[mean.dtype],
     }
     tensors = (
-        x, x.stride(0), x.stride(1),
-        dy, dy.stride(0), dy.stride(1),
+        x, x.stride(0),
+        dy, dy.stride(0),
         *_vector(weight, x),
         mean, rstd,
         dx, n,
     )  # fmt: skip
     with runtime.on_device_of(x):
-        if backward == "locks" and not torch.are_deterministic_algorithms_enabled():
-            partial_dw, partial_db = _launch_locks(tensors, m, n, constants)
+        config = kernels.locks_config(n, x.element_size())
+        if backward == "locks" and config is not None and not torch.are_deterministic_algorithms_enabled():
+            partial_dw, partial_db = _launch_locks(config, tensors, m, n, constants)
         else:
             partial_dw, partial_db = _launch_partials(tensors, m, n, constants)
         if dw_dtype is not None or db_dtype is not None:
-            config = kernels.SUM_CONFIG
-            kernels._layer_norm_bwd_sum_kernel[(triton.cdiv(n, config.kwargs["BLOCK_N"]),)](
+            config = kernels.sum_config(n)
+            kernels._layer_norm_bwd_sum_kernel[(triton.cdiv(n, config.kwargs["BLOCK_N"]), 2)](
                 partial_dw, partial_db,
                 dw, db,
                 partial_dw.shape[0], n,
                 constants["WITH_DW"], constants["WITH_DB"], constants["ACC"],
                 **config.kwargs, num_warps=config.num_warps,
             )  # fmt: skip
+    if n == 1:  # a single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd
+        dx.zero_()
     return dx.to(dtype), dw.to(dw_dtype or dtype), db.to(db_dtype or dtype)
 
 
@@ -210,8 +218,13 @@ def _launch_partials(
     tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> the partial sums of weight's and bias's gradients, each (programs, N)."""
-    x, mean = tensors[0], tensors[8]
-    config = kernels.backward_config(n, x.element_size())
+    x, mean = tensors[0], tensors[6]
+    # What Triton's launcher looks at before it widens loads.
+    strides = [number for number in (*tensors, n) if isinstance(number, int) and number != 1]
+    aligned = all(t.data_ptr() % 16 == 0 for t in tensors if isinstance(t, torch.Tensor)) and not any(
+        stride % 16 for stride in strides
+    )
+    config = kernels.backward_config(n, x.element_size(), aligned)
     programs = kernels.backward_programs(m, config)
     shape = (programs, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     partial_dw, partial_db = (torch.empty(shape, dtype=mean.dtype, device=x.device) for _ in range(2))
@@ -224,15 +237,20 @@ def _launch_partials(
 
 
 def _launch_locks(
-    tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any], *, barrier: bool = True
+    config: triton.Config,
+    tensors: tuple[Any, ...],
+    m: int,
+    n: int,
+    constants: dict[str, Any],
+    *,
+    buffers: int = kernels.LOCK_BUFFERS,
+    barrier: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> the buffers that the programs added into, each (LOCK_BUFFERS, N)."""
-    x, mean = tensors[0], tensors[8]
-    buffers = kernels.LOCK_BUFFERS
+    """-> the buffers that the programs added into, each (buffers, N)."""
+    x, mean = tensors[0], tensors[6]
     shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     buffer_dw, buffer_db = (torch.zeros(shape, dtype=mean.dtype, device=x.device) for _ in range(2))
     locks = torch.zeros(buffers, dtype=torch.int32, device=x.device)
-    config = kernels.locks_config(n, x.element_size())
     kernels._layer_norm_bwd_locks_kernel[(m,)](
         *tensors, buffer_dw, buffer_db, locks, n,
         **constants, NUM_BUFFERS=buffers, **config.kwargs, BARRIER=barrier, num_warps=config.num_warps,

@@ -1,0 +1,5 @@
+import sys
+
+from kernelbook.cli import main
+
+sys.exit(main())

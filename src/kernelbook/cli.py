@@ -1,0 +1,159 @@
+"""``python -m kernelbook``: does this machine work, and how fast is it?"""
+
+import argparse
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from tqdm.auto import tqdm
+
+import kernelbook
+from kernelbook import check, runtime, timing
+
+__all__ = ["main"]
+
+
+def rooms() -> list[str]:
+    """The rooms of the package that can be measured, by name."""
+    names = [module.name for module in pkgutil.iter_modules(kernelbook.__path__) if module.ispkg]
+    return sorted(name for name in names if importlib.util.find_spec(f"kernelbook.{name}.bench"))
+
+
+def _bench_of(room: str) -> Any:
+    return importlib.import_module(f"kernelbook.{room}.bench")
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def _machine() -> list[tuple[str, str]]:
+    p = runtime.properties()
+    import triton
+
+    lines = [
+        ("kernels are", "interpreted on the CPU" if runtime.INTERPRET else "compiled"),
+        ("GPU", p.name if runtime.HAS_GPU else "none found: kernels are right here, but not fast"),
+        ("kernelbook", str(Path(kernelbook.__file__).parent)),
+        ("Python", sys.version.split()[0]),
+        ("torch", torch.__version__),
+        ("triton", triton.__version__),
+    ]
+    if runtime.DEVICE.type == "cuda":
+        lines += [
+            ("architecture", p.arch),
+            ("multiprocessors", str(p.num_sms)),
+            ("shared memory", f"{p.shared_memory_per_program / 1024:.0f} KiB a program"),
+            ("registers", f"{p.registers_per_sm} a multiprocessor"),
+            ("L2 cache", f"{p.l2_bytes / 2**20:.0f} MiB"),
+        ]
+    return lines
+
+
+def _check_room(room: str) -> list[check.Verdict]:
+    """The room's small checks; a check that raises is a failed one."""
+    try:
+        return list(_bench_of(room).small_checks())
+    except Exception as error:  # a broken kernel can raise anything; doctor has to go on and tell
+        tqdm.write(f"{room}: {type(error).__name__}: {error}", file=sys.stderr)
+        return [check.Verdict(f"{room}: {type(error).__name__}", float("nan"), 0.0, 0.0, 0.0)]
+
+
+def doctor() -> int:
+    """Prints what this machine is and whether every public function is right on it; 1 if one is not."""
+    print(tabulate(_machine(), tablefmt="plain"))
+    if runtime.COMPILE_ONLY:
+        print("\nTRITON_INTERPRET=0 without a GPU: kernels can be compiled but not run, so nothing was checked.")
+        return 1
+    if runtime.DEVICE.type == "cuda":
+        ceilings = timing.measure_ceilings(quick=True)
+        print(
+            f"\nceilings (a quick measurement): copy {ceilings.copy_gbs:.0f} GB/s, "
+            f"bf16 {ceilings.bf16_tflops:.0f} TFLOP/s, tf32 {ceilings.tf32_tflops:.0f} TFLOP/s"
+        )
+    verdicts = [verdict for room in tqdm(rooms(), unit="room", leave=False) for verdict in _check_room(room)]
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    rows = [(v.name, f"{v.error:.1e}", f"{v.limit:.1e}", "ok" if v.passed else "FAILED") for v in verdicts]
+    print("\n" + tabulate(rows, headers=("check", "error", "limit", "")))
+    print(
+        f"\n{len(verdicts) - len(failed)} of {len(verdicts)} checks passed."
+        + (" Something is broken." if failed else "")
+    )
+    return 1 if failed else 0
+
+
+# --- bench ----------------------------------------------------------------------------------------------------------
+
+
+def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) -> int:
+    """Measures rooms and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU."""
+    if runtime.DEVICE.type != "cuda":
+        print("bench: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
+        return 2
+    folder = out / runtime.device_slug()
+    code = 0
+    for room in names:
+        module = _bench_of(room)
+        package = timing.package_version(Path(module.__file__).parent)
+        cases = [case for case in module.cases() if select is None or select in str(case)]
+        print(f"{room}: {len(cases)} cases on {runtime.properties().name}")
+        for note in getattr(module, "missing_peers", list)():
+            print(f"left out: {note}")
+        ceilings = timing.measure_ceilings()
+        rows, failures = timing.run_cases(cases, package=package, rep_ms=rep_ms)
+        if len(rows):
+            timing.write_results(folder / f"{room}.csv", rows)
+            timing.write_results(
+                folder / "ceilings.csv", timing.ceilings_row(ceilings, rows["run"].iloc[0], package), key=("run",)
+            )
+            shown = rows[["mode", "dtype", "shape", "x_name", "x", "provider", "ms", "peak_mib", "err_ratio"]]
+            print(tabulate(shown, headers="keys", showindex=False, disable_numparse=True))
+        if select is None:
+            extras: Callable[[], dict[str, Any]] = getattr(module, "extras", dict)
+            for stem, (table, key) in extras().items():
+                timing.write_results(folder / f"{stem}.csv", table, key=key)
+                print(tabulate(table, headers="keys", showindex=False))
+        for failure in failures:
+            print(f"NOT CORRECT, not recorded: {failure}", file=sys.stderr)
+        code = max(code, 1 if failures else 0)
+    return code
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def _default_out() -> Path:
+    try:
+        return timing.results_dir()
+    except FileNotFoundError:
+        return Path("results")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m kernelbook", description=kernelbook.__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
+    measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
+    measure.add_argument("room", nargs="?", choices=rooms(), help="what to measure")
+    measure.add_argument("--all", action="store_true", help="measure every room")
+    measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
+    measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
+    measure.add_argument("--select", help="only the cases whose description contains this, e.g. 'backward bfloat16'")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    top = parser()
+    given = top.parse_args(arguments)
+    if given.command == "doctor":
+        return doctor()
+    if bool(given.room) == given.all:
+        top.error("bench needs a room or --all")
+    return bench(rooms() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select)

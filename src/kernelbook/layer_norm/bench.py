@@ -1,0 +1,228 @@
+"""What is measured of ``layer_norm``: forward and backward beside PyTorch, torch.compile and Liger, and the lock's barrier."""
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+
+from kernelbook import check, runtime, timing
+from kernelbook.layer_norm import kernels, op
+from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference
+
+__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks"]
+
+EPS = 1e-5
+NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
+SWEEP_M, SWEEP_N = 4096, tuple(512 * i for i in range(2, 32))
+
+BARRIER_COLUMNS = ("run", "op", "variant", "dtype", "shape", "runs", "wrong", *timing.ENVIRONMENT)
+BARRIER_KEY = ("op", "variant", "dtype", "shape")
+
+LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def missing_peers() -> list[str]:
+    """The peers that are not installed, in words."""
+    found = importlib.util.find_spec("liger_kernel") is not None
+    return [] if found else ["liger (package liger-kernel is not installed)"]
+
+
+def _layer_norms(with_compile: bool) -> dict[str, LayerNorm]:
+    """The forward function of each provider that is installed."""
+
+    def torch_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, w.shape, w, b, EPS)
+
+    providers: dict[str, LayerNorm] = {"torch": torch_layer_norm}
+    if with_compile:
+        torch._dynamo.reset()
+        # Donated buffers forbid to run a backward pass twice, which is what measuring does.
+        torch._functorch.config.donated_buffer = False
+        providers["torch.compile"] = torch.compile(torch_layer_norm, dynamic=False)
+    if not missing_peers():
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        def liger_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return LigerLayerNormFunction.apply(x, w, b, EPS)
+
+        providers["liger"] = liger_layer_norm
+    providers["kernelbook"] = functools.partial(op.layer_norm, eps=EPS)
+    return providers
+
+
+def _inputs(m: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x (M, N), weight (N,), bias (N,), dy (M, N)."""
+    device = runtime.DEVICE
+    x, dy = (torch.randn(m, n, dtype=dtype, device=device) for _ in range(2))
+    w, b = (torch.randn(n, dtype=dtype, device=device) for _ in range(2))
+    return x, w, b, dy
+
+
+def _listed(norm: LayerNorm, *inputs: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [norm(*inputs)]
+
+
+def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Problem:
+    x, w, b, _ = _inputs(m, n, dtype)
+    norms = _layer_norms(with_compile)
+    return timing.Problem(
+        providers={name: _listed(norm, x, w, b) for name, norm in norms.items()},
+        truth=lambda: [layer_norm_reference(x.double(), w.double(), b.double(), EPS)],
+        baseline=lambda: [norms["torch"](x, w, b)],
+        factor=check.FORWARD_FACTOR,
+    )
+
+
+def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Problem:
+    x, w, b, dy = _inputs(m, n, dtype)
+    leaves = tuple(tensor.requires_grad_() for tensor in (x, w, b))
+
+    def gradients(norm: LayerNorm) -> Callable[[], Sequence[torch.Tensor]]:
+        y = norm(*leaves)
+        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+    norms = _layer_norms(with_compile)
+    norms["kernelbook:locks"] = functools.partial(op.layer_norm, eps=EPS, backward="locks")
+    providers = {name: gradients(norm) for name, norm in norms.items()}
+    return timing.Problem(
+        providers=providers,
+        truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
+        baseline=providers["torch"],
+        factor=check.GRADIENT_FACTOR,
+    )
+
+
+def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Case:
+    build = _forward if mode == "forward" else _backward
+    tensors = 2 if mode == "forward" else 3
+    return timing.Case(
+        op="layer_norm",
+        mode=mode,
+        dtype=dtype,
+        shape={"M": m, "N": n},
+        x_name="N",
+        x=n,
+        gbytes=tensors * m * n * dtype.itemsize / 1e9,
+        gflop=(8 if mode == "forward" else 14) * m * n / 1e9,
+        build=lambda: build(m, n, dtype, with_compile),
+    )
+
+
+def _first_call(n: int) -> timing.Case:
+    code = f"""
+import kernelbook as kb
+x = torch.randn(4096, {n}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+w = torch.ones({n}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+# first call
+kb.layer_norm(x, w).backward(x)
+"""
+    return timing.Case(
+        op="layer_norm",
+        mode="first_call",
+        dtype=torch.bfloat16,
+        shape={"M": 4096, "N": n},
+        x_name="N",
+        x=n,
+        gbytes=0.0,
+        gflop=0.0,
+        build=lambda: timing.FirstCall({"kernelbook": code}),
+    )
+
+
+def cases() -> Iterator[timing.Case]:
+    """The shapes of the chapter's table with every peer, a sweep over N without torch.compile, and a first call."""
+    for m, n in NAMED_SHAPES:
+        for dtype in (torch.bfloat16, torch.float16):
+            for mode in ("forward", "backward"):
+                yield _case(mode, m, n, dtype, with_compile=True)
+    for n in SWEEP_N:
+        if (SWEEP_M, n) not in NAMED_SHAPES:
+            for mode in ("forward", "backward"):
+                yield _case(mode, SWEEP_M, n, torch.bfloat16, with_compile=False)
+    yield _first_call(4096)
+
+
+def small_checks() -> list[check.Verdict]:
+    """A correctness check of each public function at a small size, for ``doctor``."""
+    torch.manual_seed(0)
+    verdicts = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x, w, b, _ = _inputs(17, 130, dtype)
+        for backward in op.BACKWARDS:
+            found = check.check_op(
+                lambda x, weight, bias, backward=backward: op.layer_norm(x, weight, bias, EPS, backward=backward),
+                lambda x, weight, bias: layer_norm_reference(x, weight, bias, EPS),
+                {"x": x, "weight": w, "bias": b},
+                grads=("x", "weight", "bias"),
+                baseline=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS),
+                require=False,
+            )
+            verdicts += [v.renamed(f"layer_norm[{backward}, {str(dtype)[6:]}] {v.name}") for v in found]
+    return verdicts
+
+
+# --- the experiment with the lock -----------------------------------------------------------------------------------
+
+
+def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8192, n: int = 2048) -> int:
+    """How many of ``runs`` launches of the lock kernel give wrong sums, with or without the barrier before the release.
+
+    The fewer ``buffers``, the more programs wait for each lock. The sums are float32, so right ones are off by some
+    1e-6; an addition that is lost shows as 1e-4 or more.
+    """
+    x, w, _, dy = _inputs(m, n, torch.float32)
+    rstd, mean = torch.rsqrt(x.var(1, unbiased=False) + EPS), x.mean(1)
+    _, dw, db = layer_norm_backward_reference(dy.double(), x.double(), w.double(), EPS)
+    constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": op._TL_DTYPE[torch.float32]}
+    config = kernels.locks_config(n, x.element_size())
+    assert config is not None
+    tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), mean, rstd, torch.empty_like(x), n)
+    wrong = 0
+    for _ in range(runs):
+        sums = op._launch_locks(config, tensors, m, n, constants, buffers=buffers, barrier=barrier)
+        errors = [
+            check.relative_error(total.double().sum(0), exact) for total, exact in zip(sums, (dw, db), strict=True)
+        ]
+        wrong += not max(errors) < 1e-5
+    return wrong
+
+
+def count_wrong_runs_apart(*, barrier: bool, buffers: int, runs: int, timeout_s: float = 120.0) -> int:
+    """:func:`count_wrong_runs` in a process of its own with a time limit: a broken lock can also hang."""
+    call = f"count_wrong_runs(barrier={barrier}, buffers={buffers}, runs={runs})"
+    program = f"from kernelbook.layer_norm.bench import count_wrong_runs; print({call})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout_s, check=True
+    )
+    return int(done.stdout.split()[-1])
+
+
+def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
+    """Counts wrong runs with and without the barrier, for few and for many buffers."""
+    package = timing.package_version(Path(__file__).parent)
+    rows = [
+        {
+            "run": timing.new_run(),
+            "op": "layer_norm",
+            "variant": "barrier" if barrier else "no_barrier",
+            "dtype": "float32",
+            "shape": f"M=8192 N=2048 buffers={buffers}",
+            "runs": runs,
+            "wrong": count_wrong_runs_apart(barrier=barrier, buffers=buffers, runs=runs),
+            **timing.environment(package),
+        }
+        for buffers in (1, 8, 64)
+        for barrier in (True, False)
+    ]
+    return pd.DataFrame(rows, columns=list(BARRIER_COLUMNS))
+
+
+def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
+    """Measurements of another kind, each with its key: by the stem of the file that keeps them."""
+    return {"layer_norm_barrier": (barrier_experiment(), BARRIER_KEY)}

@@ -1,0 +1,335 @@
+"""The few figures that several chapters share, drawn from rows of ``book/results`` (see :mod:`kernelbook.timing`).
+
+A provider has the same colour and marker in every figure. Recorded rows are filled markers on a line; the reader's own
+rows (``own``) are open markers of the same colour. A figure names under its axes what its rows were measured with, read
+from those rows. Functions return a closed figure: as the last expression of a cell it is shown once.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+__all__ = [
+    "BLUE",
+    "COLORS",
+    "GREEN",
+    "GREY",
+    "INK",
+    "ORANGE",
+    "STYLE",
+    "bandwidth_figure",
+    "finish",
+    "glue",
+    "new_figure",
+    "provenance",
+    "provider_style",
+    "roofline_figure",
+    "roofline_points",
+    "speedup_figure",
+]
+
+# The colours of the book's drawings (CONTRIBUTING.md).
+INK, GREY, PALE = "#1e293b", "#64748b", "#e2e8f0"
+BLUE, ORANGE, GREEN, VIOLET, BROWN = "#2563eb", "#c2410c", "#0f766e", "#7c3aed", "#a16207"
+COLORS = (BLUE, ORANGE, GREEN, VIOLET, BROWN, GREY)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+# A white card with dark ink, so that a figure is legible in the light and in the dark theme.
+STYLE: Any = {
+    "figure.facecolor": "white",
+    "figure.dpi": 150,
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "grid.color": PALE,
+    "grid.linewidth": 0.8,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "legend.frameon": False,
+}
+
+# Decorates what draws: the style then holds there, and nothing global changes.
+_styled: Any = plt.rc_context(STYLE)
+
+# Peers keep their colours between chapters; others take the next colour that is free.
+_FIXED = {"kernelbook": 0, "torch": 1, "dense": 1, "torch.compile": 2}
+
+
+def glue(name: str, value: object) -> None:
+    """Keeps ``value`` for the text of the page, where {glue:text}`name` puts it. Outside the book, prints it."""
+    try:
+        from myst_nb import glue as keep
+    except ImportError:  # a notebook that runs without the book's own packages
+        print(f"{name} = {value}")
+    else:
+        keep(name, value, display=False)
+
+
+def provenance(*tables: pd.DataFrame | None) -> str:
+    """What the rows were measured with: GPU, driver, versions, days and runs, from the rows themselves."""
+    rows = pd.concat([table for table in tables if table is not None and len(table)])
+    parts = []
+    for column, prefix in (("gpu", ""), ("driver", "driver "), ("torch", "torch "), ("triton", "triton ")):
+        parts.append(prefix + ", ".join(sorted(rows[column].astype(str).unique())))
+    days, runs = sorted(rows["date"].astype(str).unique()), list(rows["run"].astype(str).unique())
+    parts.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
+    parts.append(f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs")
+    return " · ".join(parts)
+
+
+@_styled
+def new_figure(
+    *, columns: int = 1, width: float = 6.8, height: float = 3.6, share_y: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """A figure in the book's style with ``columns`` axes beside each other; sizes in inches."""
+    figure, axes = plt.subplots(
+        1, columns, figsize=(width, height), squeeze=False, sharey=share_y, layout="constrained"
+    )
+    return figure, list(axes[0])
+
+
+@_styled
+def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | None = None) -> Figure:
+    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows) under the axes and closes the figure."""
+    lines = []
+    if any(table is not None and len(table) for table in tables):
+        lines.append(provenance(*tables))
+    if own is not None and len(own):
+        lines.append("open markers, yours: " + provenance(own))
+    figure.supxlabel("\n".join(lines), fontsize=7, color=GREY, x=0.01, ha="left")
+    plt.close(figure)
+    return figure
+
+
+def provider_style(providers: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and line of each provider. A variant (``kernelbook:locks``) is its provider's colour, dashed."""
+    styles: dict[str, dict[str, Any]] = {}
+    families = list(dict.fromkeys(provider.split(":")[0] for provider in providers))
+    free = [i for i in range(len(COLORS)) if i not in {_FIXED[f] for f in families if f in _FIXED}]
+    indices = {family: _FIXED[family] if family in _FIXED else (free.pop(0) if free else -1) for family in families}
+    variants: dict[str, int] = {}
+    for provider in dict.fromkeys(providers):
+        family, _, variant = provider.partition(":")
+        index = indices[family]
+        number = variants[family] = variants.get(family, -1) + 1
+        dashes: Any = "-" if not variant else (("--", ":", "-.")[max(number - 1, 0) % 3])
+        marker = MARKERS[index] if not variant else MARKERS[(index + 2 + number) % len(MARKERS)]
+        styles[provider] = {"color": COLORS[index], "marker": marker, "linestyle": dashes}
+    return styles
+
+
+def _lines(ax: Axes, rows: pd.DataFrame, y: str, styles: dict[str, dict[str, Any]], *, own: bool, label: bool) -> None:
+    for provider, group in rows.groupby("provider", sort=False):
+        style = dict(styles[str(provider)])
+        if own:
+            style |= {"linestyle": "none", "markerfacecolor": "white", "markersize": 6, "zorder": 3}
+        group = group.sort_values("x")
+        ax.plot(group["x"], group[y], label=str(provider) if label else None, **style)
+
+
+def _with_rates(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with ``gbs`` and ``tflops``, and figures as numbers (rows that were just measured hold text)."""
+    figures = rows[["x", "ms", "gbytes", "gflop"]].apply(pd.to_numeric)
+    return rows.assign(**figures, gbs=figures["gbytes"] / figures["ms"] * 1e3, tflops=figures["gflop"] / figures["ms"])
+
+
+def _tables(rows: pd.DataFrame | None, own: pd.DataFrame | None) -> Iterator[tuple[pd.DataFrame, bool]]:
+    """The tables that have rows, with rates, each with whether it is the reader's own."""
+    for table, is_own in ((rows, False), (own, True)):
+        if table is not None and len(table):
+            yield _with_rates(table), is_own
+
+
+def _x_axis(ax: Axes, x_name: str, values: pd.Series) -> None:
+    if len(values) and float(values.max()) > 30 * max(float(values.min()), 1e-9):
+        ax.set_xscale("log", base=2)
+    ax.set_xlabel(x_name)
+
+
+@_styled
+def bandwidth_figure(
+    rows: pd.DataFrame | None,
+    ceilings: pd.DataFrame | None = None,
+    *,
+    own: pd.DataFrame | None = None,
+    y: str = "gbs",
+    x_label: str | None = None,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Figure:
+    """GB/s (``y="tflops"``: TFLOP/s) of each provider against ``x``, with the ceiling of the same runs as a line.
+
+    Args:
+        rows: recorded rows of one operation, mode and dtype; ``None`` or empty where nothing is recorded.
+        ceilings: recorded ceilings; those of the runs in ``rows`` are drawn (copy, or the bf16 matrix product).
+        own: the reader's rows.
+        ax: axes to draw in, of a figure that the caller finishes; else a new figure.
+    """
+    own_figure = ax is None
+    if ax is None:
+        figure, (ax,) = new_figure()
+    else:
+        figure = ax.get_figure()  # type: ignore[assignment]
+    tables = list(_tables(rows, own))
+    everything = pd.concat([table for table, _ in tables])
+    styles = provider_style(list(everything["provider"]))
+    labelled: set[str] = set()
+    for table, is_own in tables:
+        _lines(ax, table, y, styles, own=is_own, label=not labelled)
+        labelled |= set(table["provider"])
+    if ceilings is not None and rows is not None and len(rows):
+        column, name = ("copy_gbs", "copy") if y == "gbs" else ("bf16_tflops", "bf16 matmul, PyTorch, 8192³")
+        ceiling = ceilings.loc[ceilings["run"].isin(rows["run"]), column]
+        if len(ceiling):
+            ax.axhline(float(ceiling.median()), color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"ceiling: {name}")
+    _x_axis(ax, x_label or str(everything["x_name"].iloc[0]), everything["x"])
+    ax.set_ylabel("GB/s" if y == "gbs" else "TFLOP/s")
+    ax.set_ylim(bottom=0)
+    ax.set_title(title)
+    ax.legend()
+    return finish(figure, rows, own=own) if own_figure else figure
+
+
+def _ratios(rows: pd.DataFrame, over: str) -> pd.DataFrame:
+    """``speedup``: the time of ``over`` divided by each row's, within one run, operation, mode, dtype, shape and x."""
+    key = ["run", "op", "mode", "dtype", "shape", "x"]
+    base = rows.loc[rows["provider"] == over, [*key, "ms"]].rename(columns={"ms": "base_ms"})
+    joined = rows.merge(base, on=key)
+    return joined.assign(speedup=joined["base_ms"] / joined["ms"]).loc[joined["provider"] != over]
+
+
+@_styled
+def speedup_figure(
+    rows: pd.DataFrame | None,
+    over: str,
+    *,
+    own: pd.DataFrame | None = None,
+    x_label: str | None = None,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Figure:
+    """How many times faster than the provider ``over``, within a run; the line at 1 is where a provider loses."""
+    own_figure = ax is None
+    if ax is None:
+        figure, (ax,) = new_figure()
+    else:
+        figure = ax.get_figure()  # type: ignore[assignment]
+    tables = [(_ratios(table, over), is_own) for table, is_own in _tables(rows, own)]
+    everything = pd.concat([table for table, _ in tables])
+    styles = provider_style([over, *everything["provider"]])
+    for i, (table, is_own) in enumerate(tables):
+        _lines(ax, table, "speedup", styles, own=is_own, label=i == 0)
+    ax.axhline(1.0, color=styles[over]["color"], linewidth=1, linestyle=(0, (4, 3)), label=f"{over} = 1")
+    _x_axis(ax, x_label or str(everything["x_name"].iloc[0]), everything["x"])
+    ax.set_ylabel(f"times faster than {over}")
+    ax.set_ylim(bottom=0)
+    ax.set_title(title)
+    ax.legend()
+    return finish(figure, rows, own=own) if own_figure else figure
+
+
+def roofline_points(rows: pd.DataFrame, provider: str = "kernelbook") -> pd.DataFrame:
+    """One point for each operation and mode: the provider's row in a 16-bit dtype (else any) that moves most bytes.
+
+    Adds ``intensity`` (FLOP per byte) and ``name``. Rows without an operation count have no place in a roofline.
+    """
+    rows = _with_rates(rows)
+    rows = rows.loc[(rows["provider"] == provider) & (rows["gflop"] > 0) & (rows["mode"] != "first_call")]
+    narrow = rows["dtype"].isin(["bfloat16", "float16"])
+    rows = rows.assign(narrow=narrow, intensity=rows["gflop"] / rows["gbytes"])
+    rows = rows.sort_values(["narrow", "gbytes", "tflops"]).drop_duplicates(["op", "mode"], keep="last")
+    several = rows.groupby("op")["mode"].transform("nunique") > 1
+    name = rows["op"].where(~several, rows["op"] + ", " + rows["mode"])
+    return rows.assign(name=name).drop(columns="narrow").sort_values("intensity").reset_index(drop=True)
+
+
+@_styled
+def roofline_figure(
+    points: pd.DataFrame | None,
+    ceilings: pd.DataFrame,
+    *,
+    own: pd.DataFrame | None = None,
+    intensities: dict[str, float] | None = None,
+    title: str = "",
+) -> Figure:
+    """Attainable and measured TFLOP/s against arithmetic intensity, both axes logarithmic.
+
+    Args:
+        points: of :func:`roofline_points`; ``None`` where nothing is recorded.
+        ceilings: recorded ceilings; the roof is their median, the range over the runs a band.
+        own: the reader's points, of :func:`roofline_points`.
+        intensities: FLOP per byte of operations to mark on the axis, by name.
+    """
+    figure, (ax,) = new_figure(height=4.2)
+    tables = [table for table in (points, own) if table is not None and len(table)]
+    marks = [value for table in tables for value in table["intensity"]] + list((intensities or {}).values())
+    low, high = min([0.05, *[m / 2 for m in marks]]), max([8000.0, *[2 * m for m in marks]])
+
+    def roof(copy_gbs: float, tflops: float) -> tuple[list[float], list[float]]:
+        ridge = tflops * 1e3 / copy_gbs
+        return [low, ridge, high], [low * copy_gbs / 1e3, tflops, tflops]
+
+    middle = ceilings[["copy_gbs", "bf16_tflops"]].median()
+    for _, row in ceilings.iterrows():
+        ax.plot(*roof(row["copy_gbs"], row["bf16_tflops"]), color=PALE, linewidth=4, zorder=1)
+    ax.plot(*roof(middle["copy_gbs"], middle["bf16_tflops"]), color=INK, zorder=2)
+    ridge = middle["bf16_tflops"] * 1e3 / middle["copy_gbs"]
+    halfway = (low * ridge) ** 0.5
+    ax.annotate(
+        f"copy: {middle['copy_gbs']:.0f} GB/s", (halfway, halfway * middle["copy_gbs"] / 1e3),
+        xytext=(-6, 4), textcoords="offset points", ha="right", fontsize=8.5,
+    )  # fmt: skip
+    ax.annotate(
+        f"bf16 matmul: {middle['bf16_tflops']:.0f} TFLOP/s", (high, middle["bf16_tflops"]),
+        xytext=(0, 5), textcoords="offset points", ha="right", fontsize=8.5,
+    )  # fmt: skip
+    ax.plot([ridge, ridge], [1e-4, middle["bf16_tflops"]], color=GREY, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
+    lowest = min([low * middle["copy_gbs"] / 1e3, *[float(table["tflops"].min()) / 3 for table in tables]])
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(lowest, 3 * middle["bf16_tflops"]))
+    names = list(dict.fromkeys(op for table in tables for op in table["op"]))
+    color = {op: COLORS[i % len(COLORS)] for i, op in enumerate(names)}
+    if own is not None and len(own):
+        for _, row in own.iterrows():
+            ink = color[row["op"]]
+            ax.plot(row["intensity"], row["tflops"], "o", color=ink, markerfacecolor="white", markersize=7, zorder=5)
+    if points is not None and len(points):
+        per_point = 72 / figure.dpi  # from pixels to the points that text is placed in
+        above = math.inf
+        for _, row in points.sort_values("tflops", ascending=False).iterrows():
+            ink, place = color[row["op"]], (row["intensity"], row["tflops"])
+            ax.plot(*place, "o", color=ink, markersize=7, zorder=4)
+            height = float(ax.transData.transform(place)[1]) * per_point
+            above = min(height - 6, above - 11)  # below its point, and below the name above it
+            right = row["intensity"] < ridge
+            ax.annotate(
+                row["name"], place, xytext=(10 if right else -10, above - height), textcoords="offset points",
+                ha="left" if right else "right", fontsize=8.5, color=ink,
+            )  # fmt: skip
+    for i, (name, value) in enumerate((intensities or {}).items()):
+        top = min(middle["bf16_tflops"], value * middle["copy_gbs"] / 1e3)
+        ax.plot([value, value], [lowest, top], color=GREY, linewidth=1, zorder=1)
+        ax.plot(value, top, "_", color=GREY, markersize=9, zorder=3)
+        ax.annotate(
+            name, (value, lowest), xytext=(4, 5 + 11 * (i % 2)), textcoords="offset points", fontsize=8.5, color=GREY
+        )
+    ax.set_xlabel("arithmetic intensity, FLOP per byte")
+    ax.set_ylabel("TFLOP/s")
+    ax.set_title(title)
+    return finish(figure, points, ceilings, own=own)

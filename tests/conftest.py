@@ -1,0 +1,46 @@
+"""Shared by all tests. kernelbook comes first: it decides between GPU and interpreter before Triton is imported."""
+
+import kernelbook  # noqa: F401
+
+# isort: split
+import os
+
+import hypothesis
+import pytest
+import torch
+
+from kernelbook import runtime
+
+hypothesis.settings.register_profile(
+    "kernelbook",
+    deadline=None,
+    derandomize=True,  # the same examples on every machine; HYPOTHESIS_PROFILE=default searches afresh
+    max_examples=20,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelbook"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped, with the reason, where kernels are not compiled and launched."""
+    if runtime.DEVICE.type != "cuda":
+        skip = pytest.mark.skip(reason="needs a GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _settled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A known seed, one thread for each worker, and a cache of its own."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    for name in ("KERNELBOOK_DEBUG", "KERNELBOOK_AUTOTUNE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run in this process."""
+    return runtime.DEVICE

@@ -1,0 +1,417 @@
+"""The room layer_norm: every output and gradient by the rule of check.py, and everything around it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kernelbook as kb
+from kernelbook import check, runtime
+from kernelbook.layer_norm import bench, kernels, layer_norm_backward_reference, layer_norm_reference, op
+from kernelbook.nn import LayerNorm
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BACKWARDS = ("partials", "locks")
+EPS = 1e-5
+
+
+def _ids(value: Any) -> str:
+    return str(value).removeprefix("torch.").replace(" ", "")
+
+
+def _torch(x: torch.Tensor, weight: Any = None, bias: Any = None) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def _reference(x: torch.Tensor, weight: Any = None, bias: Any = None) -> torch.Tensor:
+    return layer_norm_reference(x, weight, bias, EPS)
+
+
+def _check(x: torch.Tensor, weight: Any, bias: Any, backward: str = "partials") -> None:
+    inputs = {"x": x, "weight": weight, "bias": bias}
+    check.check_op(
+        lambda x, weight, bias: kb.layer_norm(x, weight, bias, EPS, backward=backward),
+        _reference,
+        inputs,
+        grads=[name for name, value in inputs.items() if value is not None],
+        baseline=_torch,
+    )
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
+
+
+# Rows that share a tile, one tile, several tiles, rows that two programs share, rows that are looped over.
+SHAPES = ((1, 1), (1, 97), (7, 1), (13, 64), (101, 31), (5, 1031), (3, 2053), (5, 4096), (2, 5003), (2, 9001))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("shape", SHAPES, ids=_ids)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, backward: str) -> None:
+    n = shape[1]
+    _check(_randn(*shape, dtype=dtype), _randn(n, dtype=dtype), _randn(n, dtype=dtype), backward)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("n", (13_000, 40_000))
+def test_rows_beyond_one_tile(n: int, dtype: torch.dtype) -> None:
+    _check(_randn(3, n, dtype=dtype), _randn(n, dtype=dtype), _randn(n, dtype=dtype))
+
+
+@pytest.mark.parametrize("with_weight", (True, False))
+@pytest.mark.parametrize("with_bias", (True, False))
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_weight_and_bias_are_optional(with_weight: bool, with_bias: bool, backward: str) -> None:
+    x = _randn(5, 33)
+    _check(x, _randn(33) if with_weight else None, _randn(33) if with_bias else None, backward)
+
+
+@pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")))
+def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
+    inputs = {"x": _randn(5, 33), "weight": _randn(33), "bias": _randn(33)}
+    check.check_op(kb.layer_norm, _reference, inputs, grads=needed, baseline=_torch)
+
+
+def _layouts() -> dict[str, torch.Tensor]:
+    return {
+        "transposed": _randn(40, 6).T,
+        "every other row": _randn(12, 40)[::2],
+        "every other column": _randn(6, 80)[:, ::2],
+        "expanded": _randn(1, 40).expand(6, 40),
+        "offset": _randn(6, 41)[:, 1:],
+        "three dimensions": _randn(2, 3, 40),
+        "permuted": _randn(3, 2, 40).permute(1, 0, 2),
+        "one dimension": _randn(40),
+    }
+
+
+@pytest.mark.parametrize("name", _layouts())
+def test_layouts(name: str) -> None:
+    _check(_layouts()[name], _randn(80)[::2], _randn(1).expand(40))
+
+
+def test_gradient_of_any_layout() -> None:
+    x, w = _randn(6, 40).requires_grad_(), _randn(40)
+    expected = torch.autograd.grad(_torch(x, w).sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(kb.layer_norm(x, w).sum(), x)[0], expected)
+    dy = _randn(40, 6).T
+    expected = torch.autograd.grad(_torch(x, w), x, dy)[0]
+    torch.testing.assert_close(torch.autograd.grad(kb.layer_norm(x, w), x, dy)[0], expected)
+
+
+@given(
+    m=st.integers(1, 9),
+    n=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    backward=st.sampled_from(BACKWARDS),
+    scale=st.sampled_from((1e-3, 1.0, 30.0)),
+    shift=st.sampled_from((0.0, 10.0)),
+)
+def test_any_shape(m: int, n: int, dtype: torch.dtype, backward: str, scale: float, shift: float) -> None:
+    x = _randn(m, n).mul(scale).add(shift).to(dtype)
+    _check(x, _randn(n, dtype=dtype), _randn(n, dtype=dtype), backward)
+
+
+def test_a_large_mean_does_not_cancel() -> None:
+    x = _randn(4, 500) + 1000.0
+    check.compare("out", kb.layer_norm(x), _reference(x.double()), _torch(x)).require()
+    wide = _randn(2, 40_000) + 1000.0
+    check.compare("out", kb.layer_norm(wide), _reference(wide.double()), _torch(wide)).require()
+
+
+def test_mixed_dtypes() -> None:
+    x, w, b = _randn(6, 40, dtype=torch.float16), _randn(40), _randn(40, dtype=torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    y = kb.layer_norm(*leaves)
+    assert y.dtype == torch.float16
+    grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert [g.dtype for g in grads] == [t.dtype for t in leaves]
+    exact = _reference(x.double(), w.double(), b.double())
+    assert check.relative_error(y, exact) < 1e-3
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("n", (5, 1030))
+def test_gradcheck(n: int, backward: str) -> None:
+    leaves = [t.double().requires_grad_() for t in (_randn(3, n), _randn(n), _randn(n))]
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: kb.layer_norm(x, w, b, backward=backward), leaves, fast_mode=n > 100
+    )
+
+
+def test_the_backward_reference_is_the_gradient() -> None:
+    x, w, dy = _randn(4, 9).double().requires_grad_(), _randn(9).double(), _randn(4, 9).double()
+    b = torch.zeros_like(w).requires_grad_()
+    w.requires_grad_()
+    expected = torch.autograd.grad(_reference(x, w, b), (x, w, b), dy)
+    for ours, exact in zip(layer_norm_backward_reference(dy, x, w), expected, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+# --- PyTorch's machinery --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+def test_opcheck(dtype: torch.dtype) -> None:
+    x, w, b = (
+        t.requires_grad_() for t in (_randn(5, 24, dtype=dtype), _randn(24, dtype=dtype), _randn(24, dtype=dtype))
+    )
+    for arguments in ((x, w, b), (x, None, None), (x, w, None)):
+        torch.library.opcheck(torch.ops.kernelbook.layer_norm.default, (*arguments, EPS, dtype, "partials"))
+    y, mean, rstd = torch.ops.kernelbook.layer_norm(x.detach(), w.detach(), b.detach(), EPS, dtype, "partials")
+    for dw_dtype, db_dtype in ((dtype, dtype), (None, dtype), (None, None)):
+        torch.library.opcheck(
+            torch.ops.kernelbook.layer_norm_backward.default,
+            (torch.randn_like(y), x.detach(), w.detach(), mean, rstd, dw_dtype, db_dtype, "partials"),
+        )
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_torch_compile(dynamic: bool) -> None:
+    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
+    compiled = torch.compile(
+        lambda x, w, b: kb.layer_norm(x * 2, w, b) + 1, fullgraph=True, dynamic=dynamic, backend=backend
+    )
+    for m in (4, 6):
+        leaves = [t.requires_grad_() for t in (_randn(m, 24), _randn(24), _randn(24))]
+        ours, plain = compiled(*leaves), _torch(leaves[0] * 2, *leaves[1:]) + 1
+        torch.testing.assert_close(ours, plain)
+        dy = torch.randn_like(plain)
+        for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_autocast_gives_the_dtype_that_pytorch_gives() -> None:
+    kind = runtime.DEVICE.type
+    x, w, b = _randn(5, 24, dtype=torch.bfloat16).requires_grad_(), _randn(24).requires_grad_(), _randn(24)
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        ours = kb.layer_norm(x, w, b)
+    # On the CPU PyTorch's autocast leaves layer_norm alone; on a GPU it runs in float32.
+    assert ours.dtype == torch.float32
+    check.compare("out", ours, _reference(x.double(), w.double(), b.double()), _torch(x.float(), w, b)).require()
+    dx, dw = torch.autograd.grad(ours.sum(), (x, w))
+    assert dx.dtype == torch.bfloat16 and dw.dtype == torch.float32
+
+
+def test_a_module_trains_like_pytorchs() -> None:
+    ours, theirs = LayerNorm(24, device=runtime.DEVICE), torch.nn.LayerNorm(24, device=runtime.DEVICE)
+    theirs.load_state_dict(ours.state_dict())
+    losses = []
+    for module in (ours, theirs):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (module(_randn(8, 24)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.detach())
+    torch.testing.assert_close(*losses)
+    with pytest.raises(ValueError, match=r"LayerNorm: normalized_shape must name one dimension, got \(2, 3\)"):
+        LayerNorm([2, 3])
+    with pytest.raises(ValueError, match=r"LayerNorm: input must have shape \(..., 24\), got \(2, 3\)"):
+        ours(_randn(2, 3))
+
+
+# --- edges ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ((0, 8), (3, 0), (0, 0), (2, 0, 8)), ids=_ids)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_empty_inputs(shape: tuple[int, ...], backward: str) -> None:
+    x = _randn(*shape).requires_grad_()
+    w, b = (_randn(shape[-1]).requires_grad_() for _ in range(2))
+    with check.poisoned_empty():
+        y = kb.layer_norm(x, w, b, backward=backward)
+        dx, dw, db = torch.autograd.grad(y, (x, w, b), torch.ones_like(y))
+    assert y.shape == x.shape and dx.shape == x.shape
+    assert not dw.any() and not db.any() and dw.shape == w.shape
+
+
+BAD = {
+    "x is a list": (lambda: kb.layer_norm([1.0]), TypeError, "layer_norm: x must be a torch.Tensor, got list"),
+    "x is integer": (
+        lambda: kb.layer_norm(torch.ones(2, 3, dtype=torch.int64, device=runtime.DEVICE)),
+        TypeError,
+        "layer_norm: x must have dtype float16, bfloat16, float32, float64, got int64",
+    ),
+    "x is a scalar": (
+        lambda: kb.layer_norm(_randn()),
+        ValueError,
+        "layer_norm: x must have at least one dimension, got a scalar",
+    ),
+    "weight of another length": (
+        lambda: kb.layer_norm(_randn(2, 4096), _randn(4095)),
+        ValueError,
+        r"layer_norm: weight must have shape \(4096,\), got \(4095,\)",
+    ),
+    "bias of another length": (
+        lambda: kb.layer_norm(_randn(2, 8), _randn(8), _randn(2, 8)),
+        ValueError,
+        r"layer_norm: bias must have shape \(8,\), got \(2, 8\)",
+    ),
+    "weight is integer": (
+        lambda: kb.layer_norm(_randn(2, 3), torch.ones(3, dtype=torch.int32, device=runtime.DEVICE)),
+        TypeError,
+        "layer_norm: weight must have dtype float16, bfloat16, float32, float64, got int32",
+    ),
+    "weight elsewhere": (
+        lambda: kb.layer_norm(_randn(2, 3), torch.empty(3, device="meta")),
+        ValueError,
+        r"layer_norm: weight must be on the device of x \((cpu|cuda:0)\), got meta",
+    ),
+    "negative eps": (
+        lambda: kb.layer_norm(_randn(2, 3), eps=-1.0),
+        ValueError,
+        "layer_norm: eps must be a number that is not negative, got -1.0",
+    ),
+    "eps is text": (lambda: kb.layer_norm(_randn(2, 3), eps="x"), ValueError, "layer_norm: eps must be a number"),
+    "unknown backward": (
+        lambda: kb.layer_norm(_randn(2, 3), backward="atomics"),
+        ValueError,
+        "layer_norm: backward must be one of 'partials', 'locks', got 'atomics'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_says_what_is_wrong(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_too_many_columns() -> None:
+    x = torch.empty(1, 1, device=runtime.DEVICE).expand(1, 2**31)
+    with pytest.raises(ValueError, match="layer_norm: x must have fewer than 2\\^31 rows and columns"):
+        torch.ops.kernelbook.layer_norm(x, None, None, EPS, torch.float32, "partials")
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_offsets_are_64_bit(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 1 lies 2^31 + 8 elements after row 0 (the memory is reserved, not touched)."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterOptions
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(debug=True))
+    n, stride = 24, 2**31 + 8
+    storage = torch.empty(stride + n)
+    x = storage.as_strided((2, n), (stride, 1))
+    x.copy_(_randn(2, n))
+    w, b = _randn(n), _randn(n)
+    _check_strided(x, w, b, backward)
+
+
+def _check_strided(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, backward: str) -> None:
+    leaf = x.detach().requires_grad_()
+    y = kb.layer_norm(leaf, w, b, backward=backward)
+    dense = x.contiguous().requires_grad_()
+    expected = _torch(dense, w, b)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(expected)
+    torch.testing.assert_close(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, dense, dy))
+
+
+def test_every_width_has_a_configuration_that_fits() -> None:
+    for itemsize in (2, 4, 8):
+        for n in (*range(1, 100), *range(100, 50_000, 97)):
+            forward, backward = kernels.forward_config(n, itemsize), kernels.backward_config(n, itemsize, n % 16 == 0)
+            if forward is not None:
+                assert forward.kwargs["BLOCK_N"] >= n
+            if "SPLIT" in backward.kwargs:
+                kw = backward.kwargs
+                assert kw["BLOCK_N"] * kw["NUM_BLOCKS"] * kw["SPLIT"] >= n
+                needs = kernels.backward_resources(backward, itemsize)
+                assert needs.shared_bytes <= runtime.properties().shared_memory_per_program
+
+
+def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = _randn(4, 8), _randn(8).requires_grad_()
+    monkeypatch.setattr(op, "_launch_locks", lambda *_: pytest.fail("locks were used"))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        kb.layer_norm(x, w, backward="locks").sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize(
+    "n", (512, 1001, 1536, 2001, 3001, 4096, 5003, 5632, 8192, 12288, 13824, 15001, 15872, 20480, 33000)
+)
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_real_sizes(n: int, dtype: torch.dtype, backward: str) -> None:
+    _check(_randn(3001, n, dtype=dtype), _randn(n, dtype=dtype), _randn(n, dtype=dtype), backward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", (1024, 4096, 8192, 15872))
+def test_real_sizes_that_are_not_aligned(n: int) -> None:
+    _check(_randn(301, n + 16)[:, 1 : n + 1], _randn(n + 1)[1:], _randn(n + 1)[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ((8192, 2048), (1000, 15872), (500, 20480)), ids=_ids)
+def test_partials_are_bitwise_reproducible(shape: tuple[int, int]) -> None:
+    x, dy = (_randn(*shape, dtype=torch.bfloat16) for _ in range(2))
+    w, b = (_randn(shape[1], dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    x.requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        y = kb.layer_norm(x, w, b)
+        return [y.detach(), *torch.autograd.grad(y, (x, w, b), dy)]
+
+    first = run()
+    for _ in range(250):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    m, n = 2**19 + 5, 4096
+    x = torch.randn(m, n, device=runtime.DEVICE, dtype=torch.bfloat16).requires_grad_()
+    w = _randn(n, dtype=torch.bfloat16)
+    y = kb.layer_norm(x, w)
+    dy = torch.randn(m, n, device=runtime.DEVICE, dtype=torch.bfloat16)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    for rows in (slice(0, 7), slice(m - 7, m)):
+        part = x[rows].detach().requires_grad_()
+        ref = part.detach().double().requires_grad_()
+        base, exact = _torch(part, w), _reference(ref, w.double())
+        check.compare("out", y[rows].detach(), exact.detach(), base.detach()).require()
+        base_dx = torch.autograd.grad(base, part, dy[rows])[0]
+        exact_dx = torch.autograd.grad(exact, ref, dy[rows].double())[0]
+        check.compare("dx", dx[rows], exact_dx, base_dx, factor=check.GRADIENT_FACTOR).require()
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    x, w, dy = _randn(64, 512), _randn(512).requires_grad_(), _randn(64, 512)
+    kb.layer_norm(x, w).backward(dy)  # compiles before the capture
+    w.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kb.layer_norm(x, w)
+        (dw,) = torch.autograd.grad(y, w, dy)
+    x.copy_(_randn(64, 512))
+    graph.replay()
+    torch.testing.assert_close(y, _torch(x, w))
+    torch.testing.assert_close(dw, torch.autograd.grad(_torch(x, w), w, dy)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_lock_holds_over_a_thousand_launches_and_its_mutant_is_caught() -> None:
+    assert bench.count_wrong_runs_apart(barrier=True, buffers=kernels.LOCK_BUFFERS, runs=500) == 0
+    assert bench.count_wrong_runs_apart(barrier=True, buffers=8, runs=500) == 0
+    assert bench.count_wrong_runs_apart(barrier=False, buffers=8, runs=200) > 0

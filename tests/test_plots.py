@@ -1,0 +1,93 @@
+"""The shared figures: what they draw is what the rows say."""
+
+from kernelbook import plots, timing
+
+# isort: split
+import pandas as pd
+import pytest
+
+ABOUT = {
+    "gpu": "NVIDIA H200",
+    "driver": "1.2",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "package": "0",
+    "date": "2026-11-21",
+}
+
+
+def rows(run: str = "r1", provider: str = "kernelbook", ms: float = 1.0, **changes: object) -> pd.DataFrame:
+    """Two rows of the results' schema, as timing.load_results gives them."""
+    common = {
+        "run": run, "op": "layer_norm", "mode": "forward", "provider": provider, "dtype": "bfloat16", "x_name": "N",
+        "ms_p20": ms, "ms_p80": ms, "gflop": 2.0, "peak_mib": 0.0, "err_ratio": 1.0, **ABOUT,
+    } | changes  # fmt: skip
+    table = [{**common, "shape": f"M=8 N={n}", "x": n, "ms": ms * n / 1024, "gbytes": n / 1024} for n in (1024, 4096)]
+    return pd.DataFrame(table, columns=list(timing.COLUMNS))
+
+
+def ceilings(run: str = "r1", copy_gbs: float = 4000.0) -> pd.DataFrame:
+    row = {"run": run, "copy_gbs": copy_gbs, "bf16_tflops": 700.0, "tf32_tflops": 350.0, **ABOUT}
+    return pd.DataFrame([row], columns=list(timing.CEILING_COLUMNS))
+
+
+def labels(figure: plots.Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_provenance_is_read_from_the_rows() -> None:
+    assert plots.provenance(rows()) == "NVIDIA H200 · driver 1.2 · torch 2.11.0 · triton 3.6.0 · 2026-11-21 · run r1"
+    two = plots.provenance(rows(), rows("r2", date="2026-12-01"))
+    assert "2026-11-21 to 2026-12-01" in two and "2 runs" in two
+
+
+def test_bandwidth_figure_draws_the_ceiling_of_the_same_run_only() -> None:
+    both = pd.concat([ceilings("r1", 4000.0), ceilings("other", 9000.0)])
+    figure = plots.bandwidth_figure(pd.concat([rows(), rows(provider="torch", ms=2.0)]), both, own=rows("mine"))
+    ax = figure.axes[0]
+    assert labels(figure) == ["kernelbook", "torch", "ceiling: copy"]
+    assert list(ax.lines[0].get_ydata()) == [1000.0, 1000.0]  # GB/s
+    assert ax.lines[2].get_markerfacecolor() == "white"  # the reader's
+    assert list(ax.lines[3].get_ydata()) == [4000.0, 4000.0]
+    note = figure.get_supxlabel()
+    assert "run r1" in note and "yours" in note and "run mine" in note
+
+
+def test_figures_take_rows_that_were_just_measured() -> None:
+    text = rows().astype(str)  # run_cases gives text
+    figure = plots.bandwidth_figure(None, own=text)
+    assert list(figure.axes[0].lines[0].get_ydata()) == [1000.0, 1000.0]
+
+
+def test_speedups_are_taken_within_a_run() -> None:
+    table = pd.concat(
+        [rows("r1"), rows("r1", "torch", 3.0), rows("r2", "kernelbook:locks", 1.0), rows("r2", "torch", 0.5)]
+    )
+    figure = plots.speedup_figure(table, over="torch")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert drawn == {"kernelbook": [3.0, 3.0], "kernelbook:locks": [0.5, 0.5], "torch = 1": [1.0, 1.0]}
+
+
+def test_roofline_points_take_the_largest_row_of_each_operation_and_mode() -> None:
+    table = pd.concat([rows(), rows(mode="backward"), rows(provider="torch"), rows(mode="first_call"), rows(gflop=0.0)])
+    points = plots.roofline_points(table)
+    assert sorted(points["name"]) == ["layer_norm, backward", "layer_norm, forward"]
+    assert list(points["x"]) == [4096, 4096]
+    assert list(points["intensity"]) == [0.5, 0.5]
+
+
+def test_roofline_figure_has_its_ridge_where_the_ceilings_meet() -> None:
+    figure = plots.roofline_figure(plots.roofline_points(rows()), ceilings(), intensities={"vector add": 0.1})
+    roof = figure.axes[0].lines[1]
+    assert roof.get_xdata()[1] == pytest.approx(700e3 / 4000)
+    assert roof.get_ydata()[1] == 700.0
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert "copy: 4000 GB/s" in texts and "layer_norm" in texts and "vector add" in texts
+
+
+def test_a_provider_keeps_its_colour() -> None:
+    some = plots.provider_style(["torch", "liger", "kernelbook", "kernelbook:locks"])
+    other = plots.provider_style(["kernelbook", "torch"])
+    assert all(some[name] == other[name] for name in other)
+    assert some["kernelbook"]["color"] == some["kernelbook:locks"]["color"] != some["liger"]["color"]
+    assert len({style["color"] for style in some.values()}) == 3
