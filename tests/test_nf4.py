@@ -241,7 +241,7 @@ def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 20, 64), (2, 16, 1032), (3, 5, 7)])
+@pytest.mark.parametrize("shape", [(3, 6, 64), (2, 5, 1032), (3, 5, 7)])
 def test_matmul(shape, dtype):
     for double_quant in (False, True):
         q = quantized(shape, 64, double_quant)
@@ -427,7 +427,7 @@ def test_offsets_are_64_bit(words, monkeypatch):
     experts, out = torch.tensor([3, 1_000_000, 0, 0]), torch.zeros(64)
     nested = (q.nested_absmax, q.nested_code, q.nested_offset)
     kernel, config = (
-        (kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(8))
+        (kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(True))
         if words
         else (kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG)
     )

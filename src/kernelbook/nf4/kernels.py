@@ -22,9 +22,12 @@ import triton.language as tl
 NESTED_BLOCK = 256  # absmax values that share one nested absmax
 
 
-def words_config(words: int) -> triton.Config:
-    """The tile of the word kernel: UNROLL loads of one word a thread are in flight before the first is used."""
-    return triton.Config({"BLOCK_W": 128, "UNROLL": 4}, num_warps=4)
+def words_config(double_quant: bool) -> triton.Config:
+    """The tile of the word kernel: UNROLL loads of one word a thread are in flight before the first is used.
+
+    Double quantization has more loads that wait for other loads, and hides them behind more words.
+    """
+    return triton.Config({"BLOCK_W": 128, "UNROLL": 4 if double_quant else 2}, num_warps=4)
 
 
 ELEMENTS_CONFIG = triton.Config({"BLOCK": 1024}, num_warps=4)
@@ -200,18 +203,24 @@ def _nf4_quantize_fwd_kernel(
 # --- multiply -------------------------------------------------------------------------------------------------------
 
 
-MAX_MATMUL_M = 16  # tokens up to which W is dequantized tile by tile instead of once for all tokens
+MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
+MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers
 
 
-def matmul_config(n: int) -> triton.Config:
-    """Sixteen output rows a program, the least for tl.dot, so that small matrices reach many multiprocessors too; K in
-    steps of 512 elements, which eight warps hold without spilling."""
-    return triton.Config({"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_W": 64, "STAGES": 3}, num_warps=8)
+def matmul_config(tokens: int, n: int) -> triton.Config:
+    """One warp a program: the code book is then looked up in the other lanes' registers, without a barrier.
+
+    A program has ROWS * UNROLL words a lane in flight. Few rows make many programs for small matrices, many rows share
+    what is read of x.
+    """
+    rows = 1 if n < 4096 else 4
+    unroll = (8 if tokens <= 4 else 4) // rows  # eight words beside eight tokens would spill
+    return triton.Config({"ROWS": rows, "BLOCK_W": 32, "UNROLL": unroll}, num_warps=1)
 
 
-@triton.jit(do_not_specialize=["E", "M", "N"])
+@triton.jit(do_not_specialize=["E", "M", "N", "words"])
 def _nf4_matmul_fwd_kernel(
-    x_ptr, stride_xm, stride_xk,  # (M, 8 * words) input
+    x_ptr,  # (M, 8 * words) contiguous
     packed_ptr,  # (E * N * words,) int32: eight elements of K each
     absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
     nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
@@ -221,40 +230,54 @@ def _nf4_matmul_fwd_kernel(
     E, M, N, words,
     NESTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """y = x W^T for the W of one expert: each tile of W is dequantized in registers and multiplied at once."""
+    """y = x W^T for the W of one expert: TOKENS * ROWS elements a program, each word read once and never dequantized
+    into memory. absmax multiplies the sum over a word, not each of its elements."""
     expert, exists = _load_expert(expert_ptr, 0, E, True)
-    n0 = tl.program_id(0) * BLOCK_N
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_n = (n0 + offs_n < N) & exists
-    offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n0 = tl.program_id(0) * ROWS
+    m0 = tl.program_id(1) * TOKENS
     offs_e = tl.arange(0, 8)
     shift = (4 * offs_e) ^ 4
     code = tl.load(code_ptr + tl.arange(0, 16))
     word0 = (expert * N + n0) * words
     block0 = word0 // (BLOCK_SIZE // 8)
     within = (word0 - block0 * (BLOCK_SIZE // 8)).to(tl.int32)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)  # y transposed: W is the operand that comes from registers
-    for w0 in tl.range(0, words, BLOCK_W, num_stages=STAGES):
-        offs_w = w0 + tl.arange(0, BLOCK_W)
-        offs = offs_n[:, None] * words + offs_w[None, :]  # (BLOCK_N, BLOCK_W)
-        mask = mask_n[:, None] & (offs_w < words)[None, :]
-        packed = tl.load(packed_ptr + word0 + offs, mask=mask, other=0)
-        blocks = (within + offs) // (BLOCK_SIZE // 8)
-        absmax = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
-        if NESTED:
-            absmax = _nested_absmax(
-                absmax, mask, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, blocks, NESTED_BLOCK
-            )
-        index = (packed[:, :, None] >> shift[None, None, :]) & 15
-        value = tl.reshape(tl.gather(code, tl.reshape(index, (BLOCK_N * BLOCK_W * 8,)), 0), (BLOCK_N, BLOCK_W, 8))
-        w = tl.reshape((value * absmax[:, :, None]).to(x_ptr.dtype.element_ty), (BLOCK_N, BLOCK_W * 8))
-        offs_k = w0 * 8 + tl.arange(0, BLOCK_W * 8)
-        x_ptrs = x_ptr + offs_k.to(tl.int64)[:, None] * stride_xk + offs_m.to(tl.int64)[None, :] * stride_xm
-        x = tl.load(x_ptrs, mask=(offs_k < words * 8)[:, None] & (offs_m < M)[None, :], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision=PRECISION)
-    y_ptrs = y_ptr + offs_m.to(tl.int64)[None, :] * N + (n0 + offs_n)[:, None]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(n0 + offs_n < N)[:, None] & (offs_m < M)[None, :])
+    x_ptr += m0.to(tl.int64) * words * 8
+    acc = ()
+    for _ in tl.static_range(TOKENS * ROWS):
+        acc = acc + (tl.zeros((BLOCK_W,), tl.float32),)
+    for w0 in range(0, words, BLOCK_W * UNROLL):
+        packed, absmax = (), ()
+        for u in tl.static_range(UNROLL):
+            offs_w = w0 + u * BLOCK_W + tl.arange(0, BLOCK_W)
+            for r in tl.static_range(ROWS):
+                mask = (offs_w < words) & (n0 + r < N) & exists
+                offs = r * words + offs_w
+                packed = packed + (tl.load(packed_ptr + word0 + offs, mask=mask, other=0),)
+                blocks = (within + offs) // (BLOCK_SIZE // 8)
+                scale = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
+                if NESTED:
+                    scale = _nested_absmax(
+                        scale, mask, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, blocks, NESTED_BLOCK
+                    )
+                absmax = absmax + (scale,)
+        for u in tl.static_range(UNROLL):
+            offs_w = w0 + u * BLOCK_W + tl.arange(0, BLOCK_W)
+            x = ()
+            for t in tl.static_range(TOKENS):
+                x_ptrs = x_ptr + t * words * 8 + (offs_w * 8)[:, None] + offs_e[None, :]
+                mask = (offs_w < words) & (m0 + t < M)
+                x = x + (tl.load(x_ptrs, mask=mask[:, None], other=0.0).to(tl.float32),)  # (BLOCK_W, 8)
+            summed = ()
+            for r in tl.static_range(ROWS):
+                index = (packed[u * ROWS + r][:, None] >> shift[None, :]) & 15
+                value = tl.reshape(tl.gather(code, tl.reshape(index, (BLOCK_W * 8,)), 0), (BLOCK_W, 8))
+                for t in tl.static_range(TOKENS):
+                    summed = summed + (acc[r * TOKENS + t] + tl.sum(value * x[t], axis=1) * absmax[u * ROWS + r],)
+            acc = summed
+    for r in tl.static_range(ROWS):
+        for t in tl.static_range(TOKENS):
+            y_ptrs = y_ptr + (m0 + t).to(tl.int64) * N + n0 + r
+            y = tl.sum(acc[r * TOKENS + t], axis=0).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptrs, y, mask=(n0 + r < N) & (m0 + t < M))

@@ -175,9 +175,9 @@ class NF4Tensor:
         Raises:
             ValueError: the code book is neither NF4 nor FP4.
         """
+        arguments.check_choice("NF4Tensor.to_bitsandbytes", "code_name", self.code_name, ("nf4", "fp4"))
         from bitsandbytes.functional import QuantState
 
-        arguments.check_choice("NF4Tensor.to_bitsandbytes", "code_name", self.code_name, ("nf4", "fp4"))
         state2 = None
         if self.double_quant:
             state2 = QuantState(
@@ -269,7 +269,7 @@ def _dequantize(
         return out.zero_().to(dtype)
     words = size % 8 == 0 and packed.data_ptr() % 4 == 0
     if words:
-        config = kernels.words_config(size // 8)
+        config = kernels.words_config(nested_absmax is not None)
         kernel, length, tile = kernels._nf4_dequantize_fwd_words_kernel, size // 8, config.kwargs["BLOCK_W"]
         tile *= config.kwargs["UNROLL"]
     else:
@@ -414,8 +414,9 @@ def _quantize_absmax(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.
 def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> torch.Tensor:
     """``x @ W.T`` for the matrix W of one expert, without W in memory where ``x`` has few rows.
 
-    Up to 16 rows one kernel dequantizes W tile by tile, each element rounded to the dtype of ``x``, and multiplies at
-    once; more rows share the cost of dequantizing, so there W is dequantized first and multiplied by PyTorch.
+    Up to 8 rows one kernel looks up each element of W in registers and multiplies there, in float32, without rounding
+    W to the dtype of ``x``; more rows share the cost of dequantizing, so there W is dequantized first and multiplied by
+    PyTorch.
 
     Args:
         x: (..., K) float32, float16 or bfloat16, any strides.
@@ -475,13 +476,12 @@ def _matmul(
             packed, absmax, code, nested_absmax, nested_code, nested_offset, experts, shape, block_size, x.dtype
         )
         return x @ w[0].t()
-    config = kernels.matmul_config(n)
+    tokens = min(triton.next_power_of_2(m), kernels.MATMUL_TOKENS)
+    config = kernels.matmul_config(tokens, n)
     nested = (nested_absmax, nested_code, nested_offset)
-    launched = x.to(runtime.kernel_dtype(x.dtype))
-    grid = (triton.cdiv(n, config.kwargs["BLOCK_N"]), triton.cdiv(m, config.kwargs["BLOCK_M"]))
     with runtime.on_device_of(x):
-        kernels._nf4_matmul_fwd_kernel[grid](
-            launched, launched.stride(0), launched.stride(1),
+        kernels._nf4_matmul_fwd_kernel[(triton.cdiv(n, config.kwargs["ROWS"]), triton.cdiv(m, tokens))](
+            x.to(runtime.kernel_dtype(x.dtype)).contiguous(),
             packed.view(torch.int32),
             absmax.contiguous(),
             *(code if tensor is None else tensor.contiguous() for tensor in nested),
@@ -491,9 +491,7 @@ def _matmul(
             num_experts, m, n, k // 8,
             nested_absmax is not None,
             block_size, kernels.NESTED_BLOCK,
-            "ieee",
-            **config.kwargs, num_warps=config.num_warps,
-            enable_fp_fusion=False,
+            tokens, **config.kwargs, num_warps=config.num_warps,
         )  # fmt: skip
     return y.to(x.dtype)
 
