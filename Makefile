@@ -6,6 +6,8 @@ PY ?= $(VENV)/bin/python
 PORT ?= 8000
 
 ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
+# Notebooks run in this environment, whatever kernels the user has installed elsewhere.
+export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: book test lint serve bench test-gpu clean lock
@@ -14,7 +16,7 @@ book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
 test: lint
-	$(PY) -m pytest -n auto --dist loadscope
+	$(PY) -m pytest -n auto --dist worksteal
 	$(PY) -m pytest -n auto --dist loadscope --nbval --nbval-cell-timeout=600 -p no:cacheprovider notebooks
 
 lint: $(ENVIRONMENT)
@@ -32,6 +34,11 @@ bench: $(ENVIRONMENT)
 
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m gpu tests
+
+# Pins anew what pyproject.toml asks for. Needs uv.
+lock:
+	@echo "# The whole pinned environment: package, book, tests. Made from pyproject.toml by 'make lock'." > requirements.txt
+	uv pip compile --quiet pyproject.toml >> requirements.txt
 
 clean:
 	rm -rf _build $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -33,6 +33,10 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
         return
     if value.device.type != "cpu":
         raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU under the interpreter), got {value.device}")
+    if not runtime.can_launch():
+        raise ValueError(
+            f"{op}: {name} cannot be used: there is no GPU and TRITON_INTERPRET=0, so kernels can only be compiled here"
+        )
     if not runtime.INTERPRET and runtime.HAS_GPU:
         raise ValueError(f"{op}: {name} must be on the GPU, got cpu (on the CPU, kernels need TRITON_INTERPRET=1)")
 

@@ -182,10 +182,10 @@ class Autotuner:
     def _load(self) -> dict[str, Any]:
         try:
             content = json.loads(self.path().read_text())
-        except (OSError, ValueError):
+            same = content["version"] == self._version and content["triton"] == triton.__version__
+            return dict(content["choices"]) if same else {}
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or not one of ours
             return {}
-        same = content.get("version") == self._version and content.get("triton") == triton.__version__
-        return dict(content["choices"]) if same else {}
 
     def _store(self, text: str, choice: Mapping[str, Any]) -> None:
         """Adds one choice; another process's choices are kept, and a reader never sees half a file."""

@@ -90,9 +90,13 @@ def doctor() -> int:
 # --- bench ----------------------------------------------------------------------------------------------------------
 
 
+def _can_measure() -> bool:
+    return runtime.DEVICE.type == "cuda"
+
+
 def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) -> int:
     """Measures rooms and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU."""
-    if runtime.DEVICE.type != "cuda":
+    if not _can_measure():
         print("bench: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     folder = out / runtime.device_slug()

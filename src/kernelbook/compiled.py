@@ -6,13 +6,14 @@ would have on a GPU, and then compiled for the target. What is compiled is there
 """
 
 import dataclasses
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,22 @@ class CompiledKernel:
 
 
 def compile_calls(
-    code: str, targets: Sequence[str] = ("sm_90",), *, asm: Sequence[str] = (), timeout_s: float = 900.0
+    code: str,
+    targets: Sequence[str] = ("sm_90",),
+    *,
+    using: Sequence[Callable[..., Any]] = (),
+    constants: Mapping[str, Any] | None = None,
+    asm: Sequence[str] = (),
+    timeout_s: float = 900.0,
 ) -> list[CompiledKernel]:
     """Runs ``code`` with recorded instead of launched kernels, and compiles every launch for every target.
 
     Args:
-        code: Python source. It makes CPU tensors and calls public functions, or launches kernels that it defines (put
-            those into a module file, since Triton reads their source).
+        code: Python source. It makes CPU tensors and calls public functions, or those of ``using``.
         targets: keys of ``runtime.TARGETS``. Launch code sees the properties of the target that it is compiled for.
+        using: kernels and functions of a notebook or a script, in the order of their definition. Triton reads a kernel's
+            source from a file, so they are written to one, after imports of torch, runtime, triton and tl.
+        constants: what those use besides, by name; the values have to be what their ``repr`` evaluates to.
         asm: which text forms to return (``ptx``, ``sass``, ...); they are large.
 
     Returns:
@@ -105,6 +114,10 @@ def compile_calls(
             raise ValueError(f"compile_calls: targets must be of {', '.join(_GPU_TARGETS)}, got {target!r}")
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
+        if using:
+            Path(folder, "definitions.py").write_text(_definitions(using, constants or {}))
+            names = ", ".join(function.__name__ for function in using)
+            code = f"import sys\n\nsys.path.insert(0, {folder!r})\nfrom definitions import {names}\n{code}"
         job.write_text(json.dumps({"code": code, "targets": list(targets), "asm": list(asm)}))
         # A GPU that is there is hidden: its presence would change what is chosen and launched.
         hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -119,6 +132,13 @@ def compile_calls(
         if done.returncode != 0:
             raise CompileError(done.stderr[-6000:])
         return [CompiledKernel(**entry) for entry in json.loads(result.read_text())]
+
+
+def _definitions(using: Sequence[Callable[..., Any]], constants: Mapping[str, Any]) -> str:
+    """A module with the constants and the sources of the functions; a kernel keeps its function in ``fn``."""
+    head = "import torch\nfrom kernelbook import runtime\nimport triton\nimport triton.language as tl\n"
+    values = [f"{name} = {value!r}\n" for name, value in constants.items()]
+    return "\n\n".join([head, *values, *(inspect.getsource(getattr(function, "fn", function)) for function in using)])
 
 
 # --- in the other process -------------------------------------------------------------------------------------------

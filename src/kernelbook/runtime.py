@@ -40,6 +40,7 @@ __all__ = [
     "DeviceProperties",
     "autotune_mode",
     "cache_dir",
+    "can_launch",
     "compiling_for",
     "debug_enabled",
     "device_slug",
@@ -149,6 +150,11 @@ def _gpu_properties(index: int) -> DeviceProperties:
         l2_bytes=p.L2_cache_size,
         warp_size=p.warp_size,
     )
+
+
+def can_launch() -> bool:
+    """False in a process that can only compile, unless its launches are being recorded (see ``compiled``)."""
+    return not COMPILE_ONLY or _target is not None
 
 
 def properties(device: torch.device | None = None) -> DeviceProperties:

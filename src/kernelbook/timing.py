@@ -40,6 +40,7 @@ __all__ = [
     "allow_tf32",
     "environment",
     "first_call_ms",
+    "load_all_results",
     "load_ceilings",
     "load_results",
     "measure",
@@ -268,7 +269,7 @@ class Case:
         return " ".join(f"{name}={value}" for name, value in self.shape.items())
 
     def __str__(self) -> str:
-        return f"{self.op} {self.mode} {self.dtype_name} {self.shape_text} {self.x_name}={self.x:g}"
+        return f"{self.op} {self.mode} {self.dtype_name} {self.shape_text} {self.x_name}={self.x:.12g}"
 
 
 def _is_ours(provider: str) -> bool:
@@ -333,7 +334,7 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
                 "dtype": case.dtype_name,
                 "shape": case.shape_text,
                 "x_name": case.x_name,
-                "x": f"{case.x:g}",
+                "x": f"{case.x:.12g}",
                 "ms": f"{timing.ms:.5g}",
                 "ms_p20": f"{timing.p20:.5g}",
                 "ms_p80": f"{timing.p80:.5g}",
@@ -428,6 +429,12 @@ def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
     rows["gbs"] = rows["gbytes"] / rows["ms"] * 1e3
     rows["tflops"] = rows["gflop"] / rows["ms"]
     return rows
+
+
+def load_all_results(gpu: str = "nvidia-h200") -> dict[str, pd.DataFrame]:
+    """:func:`load_results` for each file of ``gpu`` that has the columns of a measurement, by its stem."""
+    files = sorted((results_dir() / gpu).glob("*.csv"))
+    return {path.stem: load_results(path.stem, gpu) for path in files if "ms" in pd.read_csv(path, nrows=0).columns}
 
 
 def load_ceilings(gpu: str = "nvidia-h200", run: str | None = None) -> pd.DataFrame:

@@ -2,7 +2,8 @@
 
 Forward: a program holds BLOCK_M whole rows in registers, reads them once, and computes mean and variance from the
 registers (no second pass over memory). A row that is larger than a tile is read twice: once for its statistics, merged
-tile by tile (Chan, Golub and LeVeque 1983), and once to be normalized, then mostly from the L2 cache.
+tile by tile, and once to be normalized, then mostly from the L2 cache. Both ways correct the mean by the mean of the
+deviations from it, which rounding left (Chan, Golub and LeVeque 1983).
 
 Backward, with xhat = (x - mean) * rstd and g = dy * weight::
 
@@ -76,13 +77,15 @@ def _layer_norm_fwd_kernel(
     mean = tl.sum(x, axis=1) / N
     # Centered before squaring: E[x^2] - E[x]^2 would cancel where the mean is large.
     centered = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N + EPS)
+    # What rounding took from the mean is the mean of the deviations: the corrected two-pass algorithm.
+    shift = tl.sum(centered, axis=1) / N
+    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N - shift * shift + EPS)
     # Loaded as late as possible: held from the start they take the registers of the programs that hide latency.
     w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
     b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
-    y = centered * rstd[:, None] * w + b
+    y = (centered - shift[:, None]) * rstd[:, None] * w + b
     tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + rows, mean, mask=mask_m)
+    tl.store(mean_ptr + rows, mean + shift, mask=mask_m)
     tl.store(rstd_ptr + rows, rstd, mask=mask_m)
 
 
@@ -111,10 +114,11 @@ def _layer_norm_fwd_looped_kernel(
         count = tl.minimum(BLOCK_N, N - start).to(ACC)
         tile_mean = tl.sum(x) / count
         centered = tl.where(mask_n, x - tile_mean, 0.0)
-        delta = tile_mean - mean
+        shift = tl.sum(centered) / count
+        delta = tile_mean + shift - mean
         share = count / (start + count)
         mean += delta * share
-        m2 += tl.sum(centered * centered) + delta * delta * start * share
+        m2 += tl.sum(centered * centered) - count * shift * shift + delta * delta * start * share
     rstd = 1.0 / tl.sqrt(m2 / N + EPS)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
@@ -360,23 +364,21 @@ def _layer_norm_bwd_locks_kernel(
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
+# The sum over the partial buffers: few columns a program, so that there are enough programs.
+SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
+
+
 def forward_config(n: int, itemsize: int) -> triton.Config | None:
     """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
 
-    About 8,192 elements or a whole row, 32 elements a thread: few enough registers for several programs on a
-    multiprocessor, which hide each other's latency.
+    Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
+    enough for several programs on a multiprocessor, which hide each other's latency.
     """
     width = max(triton.next_power_of_2(n), 16)
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         return None
-    rows = max(1, 8192 // width)
+    rows = 1 if width >= 8192 else max(2, 2048 // width)
     return triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=min(32, rows * width // 1024))
-
-
-def sum_config(n: int) -> triton.Config:
-    """The tile of the sum over the partial buffers: narrow where there are few columns, so that there are programs."""
-    width = 16 if n <= 2048 else 32
-    return triton.Config({"BLOCK_G": 2048 // width, "BLOCK_N": width}, num_warps=8)
 
 
 def looped_config(itemsize: int) -> triton.Config:
@@ -435,7 +437,7 @@ def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Con
     return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int, aligned: bool) -> triton.Config:
+def backward_config(n: int, itemsize: int, aligned: bool = True) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
     candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
     if candidates:
@@ -448,7 +450,10 @@ def backward_programs(m: int, config: triton.Config) -> int:
     """How many programs walk over the ``m`` rows: as many as run at the same time, so that none waits."""
     split = config.kwargs.get("SPLIT", 1)
     share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
-    per_sm = 2 if config.num_warps == 4 or (config.num_warps == 8 and share == 4096) else 1
+    if config.num_warps == 4:
+        per_sm = 3 if share == 3072 else 2
+    else:
+        per_sm = 2 if share == 4096 else 1
     tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
     return max(1, min(tiles, runtime.properties().num_sms * per_sm // split))
 

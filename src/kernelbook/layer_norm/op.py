@@ -201,7 +201,7 @@ def _backward(
         else:
             partial_dw, partial_db = _launch_partials(tensors, m, n, constants)
         if dw_dtype is not None or db_dtype is not None:
-            config = kernels.sum_config(n)
+            config = kernels.SUM_CONFIG
             kernels._layer_norm_bwd_sum_kernel[(triton.cdiv(n, config.kwargs["BLOCK_N"]), 2)](
                 partial_dw, partial_db,
                 dw, db,

@@ -1,0 +1,174 @@
+"""The rules of the house, by reading the sources: who may import whom, and where things are."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kernelbook import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src" / "kernelbook"
+ROOMS = cli.rooms()
+ABOVE_THE_ROOMS = {"nn", "train", "interop", "cli", "__main__"}
+
+# What each door of a room may import of the package (the room's own modules apart) and of the outside world.
+DOORS = {
+    "reference.py": {"kernelbook": set(), "outside": {"torch"}},
+    "kernels.py": {"kernelbook": {"runtime", "autotune"}, "outside": {"torch", "triton"}},
+    "op.py": {"kernelbook": {"runtime", "arguments", "autotune"}, "outside": {"torch", "triton"}},
+    "bench.py": {"kernelbook": {"runtime", "check", "timing", "arguments"}, "outside": None},
+    "__init__.py": {"kernelbook": set(), "outside": set()},
+}
+OWN_MODULES = {
+    "reference.py": set(),
+    "kernels.py": set(),
+    "op.py": {"kernels"},
+    "bench.py": {"kernels", "op", "reference"},
+    "__init__.py": {"op", "reference", "kernels"},
+}
+
+
+def imports(source: str) -> Iterator[str]:
+    """Every module that the source imports, as a dotted name with what is taken from it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _is_standard(module: str) -> bool:
+    import sys
+
+    return module in sys.stdlib_module_names
+
+
+def broken_rules(path: str, source: str) -> list[str]:
+    """What the file at ``path`` (inside src/kernelbook) imports and may not."""
+    parts = Path(path).parts
+    top = Path(parts[0]).stem
+    broken = []
+    for name in imports(source):
+        head, *rest = name.split(".")
+        if head in ("tests", "pytest", "notebooks", "conftest"):
+            broken.append(f"{path} imports {name}: src never imports tests or notebooks")
+        if head == "matplotlib" and path != "plots.py":
+            broken.append(f"{path} imports {name}: only plots.py draws")
+        room_of_import = rest[0] if head == "kernelbook" and rest and rest[0] in ROOMS else None
+        if room_of_import and top not in ABOVE_THE_ROOMS and path != "__init__.py" and top != room_of_import:
+            broken.append(f"{path} imports {name}: a room's inside is the room's own")
+        if top in ROOMS and len(parts) == 2 and parts[1] in DOORS:
+            door = DOORS[parts[1]]
+            if head == "kernelbook" and room_of_import != top:
+                if not rest or rest[0] not in door["kernelbook"]:
+                    broken.append(f"{path} imports {name}: {parts[1]} may not")
+            elif room_of_import == top:
+                if len(rest) > 1 and rest[1] not in OWN_MODULES[parts[1]] and parts[1] != "__init__.py":
+                    broken.append(f"{path} imports {name}: {parts[1]} may not")
+            elif not _is_standard(head) and door["outside"] is not None and head not in door["outside"]:
+                broken.append(f"{path} imports {name}: {parts[1]} may not")
+    return broken
+
+
+def test_imports_keep_the_rules() -> None:
+    found = [rule for path in SRC.rglob("*.py") for rule in broken_rules(str(path.relative_to(SRC)), path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("layer_norm/op.py", "from kernelbook.layer_norm.reference import layer_norm_reference"),
+        ("layer_norm/op.py", "from kernelbook.layer_norm import reference"),
+        ("layer_norm/kernels.py", "from kernelbook import timing"),
+        ("layer_norm/reference.py", "import triton"),
+        ("layer_norm/reference.py", "from kernelbook import runtime"),
+        ("layer_norm/bench.py", "from kernelbook.nn import LayerNorm"),
+        ("layer_norm/op.py", "import pandas"),
+        ("check.py", "from kernelbook.layer_norm import layer_norm"),
+        ("timing.py", "import pytest"),
+        ("nn/layers.py", "import matplotlib.pyplot as plt"),
+        ("cli.py", "from tests.test_house import imports"),
+    ],
+)
+def test_a_forbidden_import_is_found(path: str, line: str) -> None:
+    assert broken_rules(path, line)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("layer_norm/op.py", "from kernelbook.layer_norm import kernels"),
+        ("layer_norm/kernels.py", "import triton.language as tl"),
+        ("nn/layers.py", "from kernelbook.layer_norm import layer_norm"),
+        ("__init__.py", "from kernelbook.layer_norm import layer_norm"),
+    ],
+)
+def test_an_allowed_import_is_not(path: str, line: str) -> None:
+    assert not broken_rules(path, line)
+
+
+def test_rooms_have_five_doors_one_stem_each() -> None:
+    chapters = (ROOT / "_toc.yml").read_text()
+    for room in ROOMS:
+        assert {path.name for path in (SRC / room).glob("*.py")} >= set(DOORS), room
+        assert (ROOT / "tests" / f"test_{room}.py").is_file(), room
+        assert f"notebooks/{room}" in chapters, room
+
+
+def _environment_reads(source: str) -> list[str]:
+    tree = ast.parse(source)
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+    ]
+
+
+def test_only_runtime_reads_the_environment_and_makes_a_device() -> None:
+    # A new process gets a changed copy of the environment, which is no setting read.
+    passes_it_on = {"compiled.py", "timing.py"}
+    for path in SRC.rglob("*.py"):
+        name, source = str(path.relative_to(SRC)), path.read_text()
+        if name != "runtime.py":
+            assert name in passes_it_on or not _environment_reads(source), name
+            assert "torch.cuda.is_available" not in source, name
+
+
+def test_runtime_comes_first() -> None:
+    """Importing the package sets Triton up: nothing may import Triton before runtime did."""
+    first = next(imports((SRC / "__init__.py").read_text()))
+    assert first == "kernelbook.runtime"
+
+
+def test_nothing_uses_what_newer_triton_removed() -> None:
+    for path in [*SRC.rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]:
+        for removed in ("make_block_ptr", "tl.advance"):
+            assert removed not in path.read_text(), f"{path.name} uses {removed}"
+
+
+def test_every_masked_load_says_what_else() -> None:
+    """A masked load without ``other=`` gives whatever was in the register."""
+    for path in SRC.rglob("kernels.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load":
+                names = {keyword.arg for keyword in node.keywords}
+                assert "mask" not in names or "other" in names, f"{path.parent.name}: {ast.unparse(node)}"
+
+
+def test_notebooks_are_stripped_and_listed() -> None:
+    import json
+
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    listed = {chapter["file"] for part in toc["parts"] for chapter in part["chapters"]}
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"notebooks/{path.stem}" in listed, path.name
+        assert not path.stem[0].isdigit()
+        for cell in json.loads(path.read_text())["cells"]:
+            assert not cell.get("outputs") and not cell.get("execution_count"), f"{path.name} has stored outputs"
+            source = "".join(cell["source"])
+            assert "pip install" not in source or cell["cell_type"] == "markdown", path.name

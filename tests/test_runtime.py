@@ -1,0 +1,119 @@
+"""GPU or interpreter: decided before Triton is imported, or refused with a reason."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernelbook as kb
+from kernelbook import arguments, runtime
+from kernelbook.layer_norm import layer_norm_reference
+
+SRC = str(Path(kb.__file__).parents[1])
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # Without a GPU, also where there is one: the same outcome on every machine.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": SRC}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=inherited | hidden | environment, capture_output=True, text=True, check=False
+    )
+
+
+REPORT = "import kernelbook.runtime as r; print(r.INTERPRET, r.COMPILE_ONLY, r.DEVICE)"
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [(None, "True False cpu"), ("1", "True False cpu"), ("0", "False True cpu")],
+)
+def test_modes_without_a_gpu(setting: str | None, expected: str) -> None:
+    done = _python(REPORT, **({} if setting is None else {"TRITON_INTERPRET": setting}))
+    assert done.stdout.strip() == expected, done.stderr
+
+
+def test_a_setting_that_is_neither() -> None:
+    done = _python(REPORT, TRITON_INTERPRET="maybe")
+    assert "TRITON_INTERPRET must be 0 or 1, got 'maybe'" in done.stderr
+
+
+def test_triton_imported_before_is_refused_with_what_to_do() -> None:
+    done = _python("import triton, kernelbook")
+    assert done.returncode != 0
+    assert "Import kernelbook before Triton" in done.stderr and "TRITON_INTERPRET=1" in done.stderr
+
+
+def test_triton_imported_before_in_the_right_mode_is_fine() -> None:
+    done = _python("import triton, kernelbook; print('fine')", TRITON_INTERPRET="1")
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_importing_does_no_work() -> None:
+    """No drawing library, no table library, nothing measured or written."""
+    done = _python("import sys, kernelbook; print([m for m in ('matplotlib', 'pandas') if m in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_launching_in_compile_only_mode_is_refused() -> None:
+    done = _python("import torch, kernelbook as kb; kb.layer_norm(torch.ones(2, 3))", TRITON_INTERPRET="0")
+    assert done.returncode != 0
+    assert "layer_norm: x cannot be used: there is no GPU and TRITON_INTERPRET=0" in done.stderr
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="about the interpreter")
+def test_bfloat16_is_right_in_the_interpreter() -> None:
+    """The interpreter's own bfloat16 arithmetic is not (it truncates, or worse): ours works in float32 inside."""
+    assert runtime.kernel_dtype(torch.bfloat16) == torch.float32
+    assert runtime.kernel_dtype(torch.float16) == torch.float16
+    x, w = torch.randn(9, 40).bfloat16(), torch.randn(40).bfloat16()
+    exact = layer_norm_reference(x.double(), w.double())
+    # Rounded once and to nearest: within half a unit in the last place of every element.
+    ours = kb.layer_norm(x, w)
+    assert ours.dtype == torch.bfloat16
+    assert ((ours.double() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-6).all()
+    assert (ours.float() > exact.float()).float().mean() > 0.3  # truncation would make nearly all smaller in size
+
+
+def test_properties_follow_the_compilation_target() -> None:
+    before = runtime.properties()
+    with runtime.compiling_for("sm_80") as target:
+        assert runtime.properties() is target and target.num_sms == 108
+    assert runtime.properties() == before
+    wrong = "target must be one of sm_80, sm_90, sm_100, gfx942, got 'sm_70'"
+    with pytest.raises(ValueError, match=wrong), runtime.compiling_for("sm_70"):
+        pass
+
+
+def test_environment_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
+    assert runtime.cache_dir() == tmp_path
+    monkeypatch.delenv("KERNELBOOK_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert runtime.cache_dir() == tmp_path / "xdg" / "kernelbook"
+    monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "sometimes")
+    with pytest.raises(ValueError, match="KERNELBOOK_AUTOTUNE must be default, full or off, got 'sometimes'"):
+        runtime.autotune_mode()
+
+
+def test_index_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([0, 3, 3])
+    arguments.check_indices("op", "ids", ids)
+    arguments.check_index_values("op", "ids", ids, 4)
+    with pytest.raises(ValueError, match=r"op: ids must lie in \[0, 3\), got entries from 0 to 3"):
+        arguments.check_index_values("op", "ids", ids, 3)
+    with pytest.raises(ValueError, match="op: ids must not repeat an entry, got 3 more than once"):
+        arguments.check_index_values("op", "ids", ids, 4, unique=True)
+    with pytest.raises(TypeError, match="op: ids must have dtype int64, int32, got float32"):
+        arguments.check_indices("op", "ids", torch.ones(2))
+    with pytest.raises(ValueError, match=r"op: ids must have one dimension, got shape \(1, 2\)"):
+        arguments.check_indices("op", "ids", torch.ones(1, 2, dtype=torch.int64))
+
+
+@pytest.mark.gpu
+def test_tensors_on_the_cpu_are_refused_on_a_gpu_machine() -> None:
+    with pytest.raises(ValueError, match="layer_norm: x must be on the GPU, got cpu"):
+        kb.layer_norm(torch.ones(2, 3))

@@ -1,0 +1,166 @@
+"""Measuring and the record of a measurement."""
+
+import math
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from kernelbook import check, runtime, timing
+
+
+def _problem(ours: object) -> timing.Problem:
+    x = torch.randn(20, 30, device=runtime.DEVICE)
+    return timing.Problem(
+        providers={"torch": lambda: [x * x], "kernelbook": lambda: [ours(x)]},
+        truth=lambda: [x.double() * x.double()],
+        baseline=lambda: [x * x],
+        factor=check.FORWARD_FACTOR,
+    )
+
+
+def _case(ours: object = torch.square, x: float = 30) -> timing.Case:
+    return timing.Case(
+        op="square",
+        mode="forward",
+        dtype=torch.float32,
+        shape={"M": 20, "N": 30},
+        x_name="N",
+        x=x,
+        gbytes=4.8e-6,
+        gflop=6e-7,
+        build=lambda: _problem(ours),
+    )
+
+
+def test_rows_have_the_schema() -> None:
+    rows, failures = timing.run_cases([_case()], package="0+test", progress=False, rep_ms=2)
+    assert not failures
+    assert ",".join(rows.columns) == (
+        "run,op,mode,provider,dtype,shape,x_name,x,ms,ms_p20,ms_p80,gbytes,gflop,peak_mib,err_ratio,"
+        "gpu,driver,torch,triton,package,date"
+    )
+    assert list(rows["provider"]) == ["torch", "kernelbook"] and rows["run"].nunique() == 1
+    assert rows["shape"].eq("M=20 N=30").all() and rows["err_ratio"].astype(float).le(1.0).all()
+    assert rows["ms_p20"].astype(float).le(rows["ms_p80"].astype(float)).all()
+
+
+def _unwritten(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    out[1:] = x[1:] * x[1:]
+    return out
+
+
+@pytest.mark.parametrize("wrong", (lambda x: x * x * 1.001, _unwritten))
+def test_a_wrong_result_of_ours_reports_nothing(wrong: object) -> None:
+    rows, failures = timing.run_cases([_case(wrong), _case(x=31)], package="0", progress=False, rep_ms=2)
+    assert len(failures) == 1 and "square forward float32 M=20 N=30 N=30: kernelbook[0]: error" in failures[0]
+    assert list(rows["x"]) == ["31", "31"]
+
+
+def test_a_wrong_peer_is_recorded_as_what_it_is() -> None:
+    problem = _problem(torch.square)
+    x = torch.randn(5, device=runtime.DEVICE)
+    wrong = timing.Problem(
+        {"peer": lambda: [x + 1], "kernelbook": lambda: [x.clone()]}, lambda: [x.double()], lambda: [x], problem.factor
+    )
+    ratios = timing.error_ratios(wrong)
+    assert ratios["peer"] > 1e3 and ratios["kernelbook"] == 1
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Case: mode must be one of forward, .*, got 'fast'"):
+        timing.Case("op", "fast", torch.float32, {}, "N", 1, 0, 0, lambda: _problem(torch.square))
+
+
+def _rows(**changes: str) -> pd.DataFrame:
+    return pd.DataFrame([dict.fromkeys(timing.COLUMNS, "1") | changes], columns=list(timing.COLUMNS))
+
+
+def test_rows_with_the_same_key_are_replaced_and_others_kept(tmp_path: Path) -> None:
+    path = tmp_path / "gpu" / "square.csv"
+    timing.write_results(path, _rows(ms="0.10", x="1"))
+    timing.write_results(path, _rows(ms="0.20", x="2"))
+    before = path.read_text().splitlines()
+    table = timing.write_results(path, _rows(ms="0.300", x="1", run="2"))
+    assert list(table["ms"]) == ["0.20", "0.300"]
+    assert path.read_text().splitlines()[1] == before[2]  # to the last character
+    timing.write_results(path, _rows(ms="0.4", x="1", provider="other"))
+    assert len(pd.read_csv(path)) == 3
+    assert [p.name for p in path.parent.iterdir()] == ["square.csv"]
+
+
+def test_a_file_with_other_columns_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "square.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"write_results: square\.csv has columns"):
+        timing.write_results(path, _rows())
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_every_recorded_file_keeps_the_schema() -> None:
+    for path in timing.results_dir().glob("*/*.csv"):
+        columns = tuple(pd.read_csv(path, nrows=0).columns)
+        if path.name == "ceilings.csv":
+            assert columns == timing.CEILING_COLUMNS
+        elif "ms" in columns:
+            assert columns == timing.COLUMNS, path.name
+            rows = pd.read_csv(path)
+            assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(list(timing.KEY)).any(), path.name
+            assert set(rows["run"]) <= set(timing.load_ceilings(path.parent.name)["run"]), path.name
+        assert columns[-len(timing.ENVIRONMENT) :] == timing.ENVIRONMENT, path.name
+
+
+def test_the_package_column_follows_the_sources(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("a = 1\n")
+    first = timing.package_version(tmp_path)
+    (tmp_path / "kernels.py").write_text("a = 2\n")
+    second = timing.package_version(tmp_path)
+    assert first != second and first.split("+")[0] == second.split("+")[0]
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="the wall clock is for the interpreter")
+def test_measure_reads_the_wall_clock_without_a_gpu() -> None:
+    timing_of_sleep = timing.measure(lambda: time.sleep(0.002), rep_ms=10)
+    assert 2 <= timing_of_sleep.p20 <= timing_of_sleep.ms <= timing_of_sleep.p80 < 50
+    assert math.isnan(timing.peak_mib(lambda: None))
+
+
+def test_first_call_needs_its_mark() -> None:
+    with pytest.raises(ValueError, match="must have a line '# first call'"):
+        timing.first_call_ms("print(1)")
+
+
+def test_allow_tf32_restores() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(ZeroDivisionError), timing.allow_tf32(not before):
+        assert torch.backends.cuda.matmul.allow_tf32 != before
+        raise ZeroDivisionError
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+@pytest.mark.gpu
+def test_measure_sees_the_device_not_the_host() -> None:
+    x = torch.randn(2**26, device=runtime.DEVICE)
+
+    def slow_host() -> None:
+        time.sleep(0.001)
+        x.add_(1)
+
+    plain, slow = timing.measure(lambda: x.add_(1)), timing.measure(slow_host)
+    assert slow.ms < 1.3 * plain.ms
+    ceilings = timing.measure_ceilings(quick=True)
+    assert 0.5 * ceilings.copy_gbs < 2 * x.nbytes / plain.ms / 1e6 < 1.1 * ceilings.copy_gbs
+
+
+@pytest.mark.gpu
+def test_peak_memory() -> None:
+    assert timing.peak_mib(lambda: torch.empty(2**20, dtype=torch.int8, device=runtime.DEVICE)) == 1
+
+
+@pytest.mark.gpu
+def test_no_first_call_takes_ten_seconds() -> None:
+    code = "import kernelbook as kb\nx = torch.randn(64, 4096, device='cuda')\n# first call\nkb.layer_norm(x)\n"
+    assert 10 < timing.first_call_ms(code) < 10_000
