@@ -441,7 +441,7 @@ def test_benchmark_cases_are_correct():
 
     rows, failures = run_cases(bench.small_checks(), package="test", progress=False, rep_ms=1)
     assert not failures and len(rows) >= 2
-    assert len(list(bench.cases())) == 30
+    assert len(list(bench.cases())) == 38
 
 
 def test_public_names():

@@ -1,9 +1,11 @@
-"""What is measured for nf4: dequantizing 8, 64 and 256 of 256 experts, plain and double, beside bitsandbytes.
+"""What is measured for nf4: dequantizing 1 to 256 of 256 experts, plain and double, and multiplying by one expert.
 
 Providers: ``bitsandbytes`` dequantizes all experts, whatever is asked for; ``gather_bitsandbytes`` gathers the bytes and
-absmax of the active experts first and dequantizes these. Both are left out where bitsandbytes is not installed.
+absmax of the active experts first and dequantizes these. For a product ``bitsandbytes`` is its ``matmul_4bit``, and ``kernelbook:dequantize`` is what
+``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes is not installed its rows are left out.
 """
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -95,17 +97,33 @@ def _case(shape: tuple[int, int, int], active: int, block_size: int, double_quan
     )
 
 
+def _matmul_bitsandbytes(x: torch.Tensor, q: NF4Tensor, expert: int) -> Callable[[], Any]:
+    """By a tensor that is the one expert: bitsandbytes has no choice of experts."""
+    from bitsandbytes import matmul_4bit
+
+    parts = {"packed": q.packed, "absmax": q.absmax}
+    if q.nested_absmax is not None:
+        parts["nested_absmax"] = q.nested_absmax
+    parts = {name: part.view(q.shape[0], -1)[expert].clone() for name, part in parts.items()}
+    one: NF4Tensor = dataclasses.replace(q, shape=q.shape[1:], **parts)  # type: ignore[arg-type]
+    packed, state = one.to_bitsandbytes()
+    return lambda: [matmul_4bit(x, packed.t(), quant_state=state)]
+
+
 def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Problem:
     dtype = torch.bfloat16
     w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
     q = nf4_quantize(w, block_size=block_size, double_quant=double_quant)
     x = torch.randn(tokens, shape[2], dtype=dtype, device=runtime.DEVICE)
-    ids = torch.randint(shape[0], (1,))
+    number = int(torch.randint(shape[0], ()))
+    ids = torch.tensor([number])
     expert = ids.to(runtime.DEVICE)
     providers: dict[str, Callable[[], Any]] = {
         "kernelbook": lambda: [nf4_matmul(x, q, expert)],
         "kernelbook:dequantize": lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()],
     }
+    if importlib.util.find_spec("bitsandbytes") is not None and runtime.DEVICE.type == "cuda":
+        providers["bitsandbytes"] = _matmul_bitsandbytes(x, q, number)
     return Problem(
         providers=providers,
         truth=lambda: [x.double() @ _truth(q, ids, torch.float64)[0].t()],

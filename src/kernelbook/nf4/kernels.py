@@ -210,11 +210,11 @@ MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in reg
 def matmul_config(tokens: int, n: int) -> triton.Config:
     """One warp a program: the code book is then looked up in the other lanes' registers, without a barrier.
 
-    A program has ROWS * UNROLL words a lane in flight. Few rows make many programs for small matrices, many rows share
-    what is read of x.
+    Each lane has ROWS * UNROLL words in flight. One row makes many programs of a small matrix; two share what is read
+    of x.
     """
-    rows = 1 if n < 4096 else 4
-    unroll = (8 if tokens <= 4 else 4) // rows  # eight words beside eight tokens would spill
+    rows = 1 if n < 4096 else 2
+    unroll = 4 if rows == 2 or tokens > 4 else 8  # eight words beside eight tokens would spill
     return triton.Config({"ROWS": rows, "BLOCK_W": 32, "UNROLL": unroll}, num_warps=1)
 
 
