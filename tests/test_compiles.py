@@ -56,9 +56,35 @@ for double_quant in (False, True):
 for block_size in (32, 64, 4096):
     kb.nf4_quantize(torch.empty(2, 4096, dtype=torch.bfloat16), block_size=block_size)
 """,
+    "sparse_linear": """
+import torch, kernelbook as kb
+def tensors(m, d_in, d_out, dtype):
+    return (torch.empty(*s, dtype=dtype) for s in ((m, d_in), (d_out, d_in), (m, d_out)))
+for m, d_in, d_out, count, chunk in SPARSE:
+    x, w, dy = tensors(m, d_in, d_out, torch.bfloat16)
+    kb.sparse_backward(x, w, dy, torch.arange(count), chunk_size=chunk)
+x, w, dy = tensors(8192, 4096, 16384, torch.bfloat16)
+kb.sparse_dx(dy, w, torch.arange(26))
+kb.sparse_forward(x, w, torch.empty(16384, dtype=torch.bfloat16), torch.arange(26))
+kb.sparse_forward(x[:64], w, None, torch.arange(26), compact=True)
+x, w, dy = tensors(512, 512, 2048, torch.float32)
+kb.sparse_dw(x, dy, torch.arange(3))
+""",
 }
-# The widths at which the configuration of layer_norm changes; all of them on one target, to save time.
-SETTINGS = {"sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 20480, 2001, 4095, 9001)"}
+# The sizes at which configurations change; all of them on one target, to save time.
+SETTINGS = {
+    "layer_norm": {
+        "": "WIDTHS = (8192,)",
+        "sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 20480, 2001, 4095, 9001)",
+    },
+    # Rows, inputs, features, active chunks, chunk size: the largest tiles; on the one target also the three smaller ones
+    # (the smallest with a split reduction), and ordinary loads.
+    "sparse_linear": {
+        "": "SPARSE = ((8192, 4096, 16384, 26, 64), (2048, 512, 2048, 1, 64))",
+        "sm_90": "SPARSE = ((8192, 4096, 16384, 26, 64), (2048, 512, 2048, 1, 64), (2048, 1024, 4096, 6, 64), "
+        "(2048, 4096, 16384, 26, 64), (2048, 1024, 4096, 8, 48), (8192, 4096, 16384, 36, 48), (2048, 2048, 8192, 17, 48))",
+    },
+}
 
 # (kernel, target) -> the most bytes that may be spilled, and why that is accepted.
 SPILLS_ALLOWED = {
@@ -86,7 +112,8 @@ def _kernels(room: str) -> set[str]:
 
 
 def _compiled(room: str, target: str) -> list[CompiledKernel]:
-    return compile_calls(SETTINGS.get(target, "WIDTHS = (8192,)") + CALLS[room], (target,))
+    settings = SETTINGS.get(room, {"": ""})
+    return compile_calls(settings.get(target, settings[""]) + CALLS[room], (target,))
 
 
 def test_every_room_is_compiled() -> None:

@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["CompileError", "CompiledKernel", "compile_calls"]
 
@@ -162,6 +163,8 @@ def _type_of(value: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{list(value.block_shape)}>"
     raise CompileError(f"no kernel argument type for {type(value).__name__}")
 
 
@@ -173,16 +176,16 @@ def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Lau
     signature, constants, aligned = {}, {}, []
     for parameter in kernel.params:
         value = values.get(parameter.name, parameter.default)
-        # The launcher turns None and the integer 1 into constants, unless it is told not to specialize.
-        specialized = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (specialized and type(value) is int and value == 1):
+        # The launcher turns None and the integer 1 into constants, the latter unless the kernel says otherwise.
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = getattr(value, "value", value)
             continue
         signature[parameter.name] = _type_of(value)
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
         # A tensor of a CUDA allocator starts on a multiple of 256 bytes; on the CPU one only of 64, which is enough.
-        if specialized and type(number) is int and number % 16 == 0:
+        if type(number) is int and number % 16 == 0 and not parameter.do_not_specialize:
             aligned.append(parameter.num)
     return _Launch(
         kernel, tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(sorted(options.items()))

@@ -224,12 +224,16 @@ class Problem:
         truth: the same outputs from the reference in float64.
         baseline: the same outputs from plain PyTorch in the dtype under test.
         factor: how many times the baseline's error is allowed (``check.FORWARD_FACTOR`` or ``GRADIENT_FACTOR``).
+        views: by provider, what makes of its outputs those that are checked, where they are laid out otherwise; not timed.
     """
 
     providers: Mapping[str, Callable[[], Sequence[torch.Tensor]]]
     truth: Callable[[], Sequence[torch.Tensor]]
     baseline: Callable[[], Sequence[torch.Tensor]]
     factor: float
+    views: Mapping[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +287,8 @@ def error_ratios(problem: Problem) -> dict[str, float]:
     for provider, call in problem.providers.items():
         with check.poisoned_empty() if _is_ours(provider) else contextlib.nullcontext():
             outputs = call()
+        if provider in problem.views:
+            outputs = problem.views[provider](outputs)
         verdicts = [
             check.compare(f"{provider}[{i}]", out, ref, base, factor=problem.factor)
             for i, (out, ref, base) in enumerate(zip(outputs, truth, baseline, strict=True))

@@ -1,5 +1,5 @@
 """Modules for PyTorch models that use the kernels."""
 
-from kernelbook.nn.layers import LayerNorm
+from kernelbook.nn.layers import LayerNorm, SparseLinear
 
-__all__ = ["LayerNorm"]
+__all__ = ["LayerNorm", "SparseLinear"]

@@ -3,8 +3,9 @@
 import torch
 
 from kernelbook.layer_norm import layer_norm
+from kernelbook.sparse_linear import sparse_linear
 
-__all__ = ["LayerNorm"]
+__all__ = ["LayerNorm", "SparseLinear"]
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -38,3 +39,47 @@ class LayerNorm(torch.nn.LayerNorm):
                 f"LayerNorm: input must have shape (..., {self.normalized_shape[0]}), got {tuple(input.shape)}"
             )
         return layer_norm(input, self.weight, self.bias, self.eps)
+
+
+class SparseLinear(torch.nn.Linear):
+    """``torch.nn.Linear`` on :func:`kernelbook.sparse_linear`; the state dict is the same.
+
+    Set ``layer.active_chunks`` before a forward pass; its backward pass then computes gradients for those chunks of output
+    features only. ``None``, as at first, stands for all: an ordinary linear layer.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in PyTorch.
+        chunk_size: features in a chunk, at least 16; the last chunk may be shorter.
+        mode: ``"sparse_dw"`` (sparse gradients of weight and bias), ``"sparse_dw_dx"`` (of the input too) or ``"dense"``.
+    """
+
+    active_chunks: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        chunk_size: int = 64,
+        mode: str = "sparse_dw",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.chunk_size, self.mode = chunk_size, mode
+        self.active_chunks = None
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks there are to choose from."""
+        return -(-self.out_features // self.chunk_size)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return sparse_linear(
+            input, self.weight, self.bias, self.active_chunks, chunk_size=self.chunk_size, mode=self.mode
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, chunk_size={self.chunk_size}, mode={self.mode!r}"

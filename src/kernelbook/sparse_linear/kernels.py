@@ -1,0 +1,672 @@
+"""A linear layer of whose output features only some chunks are active: forward, and the gradients of weight, bias, input.
+
+The features are cut into chunks of CHUNK; ``ids`` names the A active ones. Position ``pos`` of the active features is
+feature ``ids[pos // CHUNK] * CHUNK + pos % CHUNK``. With that, every product here is an ordinary tiled one over A * CHUNK
+features whose operands are read in place, where they lie in the full tensors:
+
+    dW tile (BLOCK_R active features, BLOCK_D inputs)   reduces over the rows of x and dY
+    dX tile (BLOCK_R rows, BLOCK_D inputs)              reduces over the active features
+    Y tile  (BLOCK_R rows, BLOCK_D active features)     reduces over the inputs
+
+Backward is one launch: tiles of dW, tiles of dX, and programs that write the zeros of inactive chunks of dW. The longer
+tiles come first, so that the shorter ones fill the multiprocessors that would idle at the end; the zeros are strewn among
+them, so that memory writes run beside the arithmetic. db is the sum over dY of those dW tiles that read it first.
+
+Where tensor cores cannot read the operands as they lie (float32) the active features are copied together
+(``_sparse_linear_pack_kernel``), multiplied by cuBLAS and put in place (``_sparse_linear_place_kernel``).
+
+Operations: 2 M d_in A CHUNK for each product. Bytes: x, the active columns of dY and rows of W once, dX and dW once.
+
+A chunk id outside the tensor stands for a chunk of zeros: nothing is read or written for it. Not handled: ids that come
+twice (the two write the same rows of dW).
+"""
+
+import dataclasses
+import functools
+import math
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import triton
+import triton.language as tl
+
+# --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _features(ids_ptr, pos, A, d_out, CHUNK: tl.constexpr, ALIGN: tl.constexpr):
+    """The features (int64) at active positions ``pos``; at least d_out where there is none."""
+    slot = pos // CHUNK
+    chunk = tl.load(ids_ptr + slot, mask=slot < A, other=-1).to(tl.int64)
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+    features = chunk * CHUNK + pos % CHUNK
+    # ALIGN divides CHUNK: so many neighbours come from one chunk, and loads of theirs can be wide.
+    return tl.max_contiguous(tl.multiple_of(features, ALIGN), ALIGN)
+
+
+@triton.jit
+def _slot_of(ids_ptr, chunk, A, BLOCK_A: tl.constexpr):
+    """Where ``ids`` has ``chunk``, or -1."""
+    found = tl.full((BLOCK_A,), -1, tl.int32)
+    for start in range(0, A, BLOCK_A):
+        offs = start + tl.arange(0, BLOCK_A)
+        ids = tl.load(ids_ptr + offs, mask=offs < A, other=-1)
+        found = tl.maximum(found, tl.where(ids == chunk, offs, -1))
+    return tl.max(found, axis=0)
+
+
+@triton.jit
+def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
+    """Tile number -> (row, column) in groups of GROUP rows, which share their operands in the L2 cache."""
+    per_group = GROUP * num_cols
+    first = tile // per_group * GROUP
+    size = tl.minimum(num_rows - first, GROUP)
+    within = tile % per_group
+    return first + within % size, within // size
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+# What changes with the number of active chunks is not specialized on: a new set should not compile a kernel anew.
+
+
+@triton.jit
+def _dw_products(
+    dy_ptrs, step_dy, mask_n,
+    x_ptrs, step_x, mask_d,
+    low, high,
+    WITH_DB: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """-> the sum over rows [low, high) of dy^T x (BLOCK_R, BLOCK_D), and of dy (BLOCK_R,)."""
+    sums = tl.zeros((BLOCK_K, BLOCK_R), ACC)
+    if WITH_DB:
+        # A loop of its own. In the loop below dy would be read from shared memory by the tensor cores and, for the sums,
+        # into registers: with triton 3.6 on an H200 the pipelined copies then overtake a tensor core now and then, and a
+        # tile of dW comes out wrong (seen with ordinary loads, never with descriptors). 2026-11; try again with each new
+        # Triton: tests/test_sparse_linear.py repeats such a launch 250 times.
+        db_ptrs = dy_ptrs
+        for k in tl.range(low, high, BLOCK_K, num_stages=3):
+            mask_k = k + tl.arange(0, BLOCK_K) < high
+            sums += tl.load(db_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0).to(ACC)
+            db_ptrs += step_dy
+    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+    for k in range(low, high, BLOCK_K):
+        if EVEN_M:
+            mask_dy = mask_n[None, :]
+            mask_x = mask_d[None, :]
+        else:
+            mask_k = k + tl.arange(0, BLOCK_K) < high
+            mask_dy = mask_k[:, None] & mask_n[None, :]
+            mask_x = mask_k[:, None] & mask_d[None, :]
+        dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)  # (BLOCK_K, BLOCK_R)
+        x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_K, BLOCK_D)
+        # Both lie with the reduction in their slow dimension; tensor cores read 16-bit tiles either way round.
+        acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION, out_dtype=ACC)
+        dy_ptrs += step_dy
+        x_ptrs += step_x
+    return acc, tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _dw_tile(
+    tile, ids_ptr,
+    x_ptr, stride_xm, stride_xk,
+    dy_ptr, stride_dym, stride_dyn,
+    dw_ptr, db_ptr,
+    M, d_in, d_out, A,
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    DY_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
+    share = tile // (num_r * num_d)
+    pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
+    pos = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+    mask_n = features < d_out
+    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < d_in
+    per_share = tl.cdiv(tl.cdiv(M, BLOCK_K), SPLIT) * BLOCK_K
+    low = share * per_share
+    high = tl.minimum(low + per_share, M)
+    offs_k = (low + tl.arange(0, BLOCK_K)).to(tl.int64)
+    columns = pos.to(tl.int64) if DY_COMPACT else features
+    dy_ptrs = dy_ptr + offs_k[:, None] * stride_dym + columns[None, :] * stride_dyn
+    x_ptrs = x_ptr + offs_k[:, None] * stride_xm + offs_d.to(tl.int64)[None, :] * stride_xk
+    step_dy = tl.full((), BLOCK_K, tl.int64) * stride_dym
+    step_x = tl.full((), BLOCK_K, tl.int64) * stride_xm
+    BY_POSITION: tl.constexpr = DW_COMPACT or SPLIT > 1
+    rows = pos.to(tl.int64) if BY_POSITION else features
+    mask_rows = pos < A * CHUNK if BY_POSITION else mask_n
+    # Partial sums: one (A * CHUNK, d_in) after the other.
+    base = share.to(tl.int64) * A * CHUNK
+    if WITH_DB and pid_d == 0:
+        acc, sums = _dw_products(
+            dy_ptrs, step_dy, mask_n, x_ptrs, step_x, mask_d, low, high,
+            True, ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+        tl.store(db_ptr + base + rows, sums.to(db_ptr.dtype.element_ty), mask=mask_rows)
+    else:
+        acc, _ = _dw_products(
+            dy_ptrs, step_dy, mask_n, x_ptrs, step_x, mask_d, low, high,
+            False, ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+    dw_ptrs = dw_ptr + (base + rows)[:, None] * d_in + offs_d[None, :]
+    tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask_rows[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def _dw_boxes(
+    dy_box, x_box, columns, offset_d, low, high,
+    WITH_DB: tl.constexpr, ACC: tl.constexpr, BOX: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As ``_dw_products`` with tensor descriptors: a tuple of (BOX, BLOCK_D) products, and one of (BOX,) sums."""
+    accs = ()
+    sums = ()
+    for _ in tl.static_range(len(columns)):
+        accs = accs + (tl.zeros((BOX, BLOCK_D), ACC),)
+        sums = sums + (tl.zeros((BLOCK_K, BOX), ACC),)
+    for k in range(low, high, BLOCK_K):
+        x = x_box.load([k, offset_d])  # (BLOCK_K, BLOCK_D)
+        new_accs = ()
+        new_sums = ()
+        for j in tl.static_range(len(columns)):
+            dy = dy_box.load([k, columns[j]])  # (BLOCK_K, BOX)
+            new_accs = new_accs + (tl.dot(tl.trans(dy), x, accs[j], out_dtype=ACC),)
+            if WITH_DB:
+                new_sums = new_sums + (sums[j] + dy.to(ACC),)
+            else:
+                new_sums = new_sums + (sums[j],)
+        accs = new_accs
+        sums = new_sums
+    totals = ()
+    for j in tl.static_range(len(columns)):
+        totals = totals + (tl.sum(sums[j], axis=0),)
+    return accs, totals
+
+
+@triton.jit
+def _dw_tile_boxes(
+    tile, ids_ptr, x_box, dy_box, dw_ptr, db_ptr,
+    M, d_in, d_out, A,
+    CHUNK: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BOX: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(CHUNK % BOX == 0 and BLOCK_R % BOX == 0, "a box lies in one chunk")
+    num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
+    share = tile // (num_r * num_d)
+    pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    columns = ()
+    for j in tl.static_range(BLOCK_R // BOX):
+        first = pid_r * BLOCK_R + j * BOX
+        chunk = tl.load(ids_ptr + first // CHUNK, mask=first // CHUNK < A, other=-1).to(tl.int32)
+        # Beyond the tensor a descriptor reads zeros.
+        chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+        columns = columns + (chunk * CHUNK + first % CHUNK,)
+    per_share = tl.cdiv(tl.cdiv(M, BLOCK_K), SPLIT) * BLOCK_K
+    low = share * per_share
+    high = tl.minimum(low + per_share, M)
+    if WITH_DB and pid_d == 0:
+        accs, sums = _dw_boxes(dy_box, x_box, columns, pid_d * BLOCK_D, low, high, True, ACC, BOX, BLOCK_D, BLOCK_K)
+    else:
+        accs, sums = _dw_boxes(dy_box, x_box, columns, pid_d * BLOCK_D, low, high, False, ACC, BOX, BLOCK_D, BLOCK_K)
+    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    BY_POSITION: tl.constexpr = DW_COMPACT or SPLIT > 1
+    base = share.to(tl.int64) * A * CHUNK
+    for j in tl.static_range(BLOCK_R // BOX):
+        offs_j = tl.arange(0, BOX)
+        first = pid_r * BLOCK_R + j * BOX if BY_POSITION else columns[j]
+        mask_rows = first + offs_j < (A * CHUNK if BY_POSITION else d_out)
+        rows = base + first + offs_j
+        if WITH_DB and pid_d == 0:
+            tl.store(db_ptr + rows, sums[j].to(db_ptr.dtype.element_ty), mask=mask_rows)
+        dw_ptrs = dw_ptr + rows[:, None] * d_in + offs_d[None, :]
+        tl.store(dw_ptrs, accs[j].to(dw_ptr.dtype.element_ty), mask=mask_rows[:, None] & (offs_d < d_in)[None, :])
+
+
+@triton.jit
+def _dx_tile_boxes(
+    tile, ids_ptr, dy_box, w_box, dx_ptr,
+    M, d_in, d_out, A,
+    CHUNK: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(CHUNK % BLOCK_K == 0, "a box lies in one chunk")
+    pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+    chunk = tl.load(ids_ptr).to(tl.int32)  # one step ahead, as in _dx_tile
+    for k in range(0, A * CHUNK, BLOCK_K):
+        chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+        column = chunk * CHUNK + k % CHUNK
+        chunk = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1)).to(tl.int32)
+        dy = dy_box.load([pid_r * BLOCK_R, column])  # (BLOCK_R, BLOCK_K)
+        w = w_box.load([column, pid_d * BLOCK_D])  # (BLOCK_K, BLOCK_D)
+        acc = tl.dot(dy, w, acc, out_dtype=ACC)
+    offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    dx_ptrs = dx_ptr + offs_m.to(tl.int64)[:, None] * d_in + offs_d[None, :]
+    tl.store(dx_ptrs, acc.to(dx_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_d < d_in)[None, :])
+
+
+@triton.jit
+def _dx_tile(
+    tile, ids_ptr,
+    dy_ptr, stride_dym, stride_dyn,
+    w_ptr, stride_wn, stride_wk,
+    dx_ptr,
+    M, d_in, d_out, A,
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
+    offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_m = offs_m < M
+    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < d_in
+    offs_k = tl.arange(0, BLOCK_K)
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    dy_rows = dy_ptr + offs_m.to(tl.int64)[:, None] * stride_dym
+    w_columns = w_ptr + offs_d.to(tl.int64)[None, :] * stride_wk
+    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+    # The ids of a step are loaded one step ahead and carried over. Loaded in the step itself they would be one more stage
+    # of the software pipeline, taken from those that hide the latency of dy and w.
+    if CHUNK % BLOCK_K == 0:
+        chunk = tl.load(ids_ptr).to(tl.int64)  # the step lies in one chunk: a scalar
+    else:
+        chunk = _features(ids_ptr, offs_k, A, d_out, CHUNK, ALIGN)
+    for k in range(0, A * CHUNK, BLOCK_K):
+        pos = k + offs_k
+        if CHUNK % BLOCK_K == 0:
+            chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+            features = tl.multiple_of(chunk * CHUNK + k % CHUNK, BLOCK_K) + offs_k
+            chunk = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1)).to(tl.int64)
+        else:
+            features = tl.max_contiguous(tl.multiple_of(chunk, ALIGN), ALIGN)
+            chunk = _features(ids_ptr, pos + BLOCK_K, A, d_out, CHUNK, ALIGN)
+        mask_k = features < d_out
+        columns = pos.to(tl.int64) if DY_COMPACT else features
+        rows = pos.to(tl.int64) if W_COMPACT else features
+        dy = tl.load(
+            dy_rows + columns[None, :] * stride_dyn, mask=mask_m[:, None] & mask_k[None, :], other=0.0
+        )  # (BLOCK_R, BLOCK_K)
+        w = tl.load(
+            w_columns + rows[:, None] * stride_wn, mask=mask_k[:, None] & mask_d[None, :], other=0.0
+        )  # (BLOCK_K, BLOCK_D)
+        acc = tl.dot(dy, w, acc, input_precision=PRECISION, out_dtype=ACC)
+    dx_ptrs = dx_ptr + offs_m.to(tl.int64)[:, None] * d_in + offs_d[None, :]
+    tl.store(dx_ptrs, acc.to(dx_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def _zero_chunk(
+    chunk, ids_ptr, dw_ptr, db_ptr,
+    d_in, d_out, A,
+    CHUNK: tl.constexpr, WITH_DB: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr,
+):  # fmt: skip
+    if _slot_of(ids_ptr, chunk, A, BLOCK_A) < 0:
+        first = chunk * CHUNK
+        last = tl.minimum(first + CHUNK, d_out)
+        start = first.to(tl.int64) * d_in
+        count = (last - first).to(tl.int64) * d_in
+        zeros = tl.zeros((BLOCK_ZERO,), dw_ptr.dtype.element_ty)
+        for offset in range(0, count, BLOCK_ZERO):
+            offs = offset + tl.arange(0, BLOCK_ZERO)
+            # ".cs": the zeros are not read soon, so they should not push operands out of the L2 cache.
+            tl.store(dw_ptr + start + offs, zeros, mask=offs < count, cache_modifier=".cs")
+        if WITH_DB:
+            offs = first + tl.arange(0, triton.next_power_of_2(CHUNK))
+            tl.store(db_ptr + offs, tl.zeros(offs.shape, db_ptr.dtype.element_ty), mask=offs < last)
+
+
+@triton.jit(do_not_specialize=["A", "num_dw", "num_dx", "num_zero", "zero_every"])
+def _sparse_linear_bwd_tiles_kernel(
+    ids_ptr,  # (A,) active chunks
+    x_ptr, stride_xm, stride_xk,  # (M, d_in) input, if WITH_DW
+    dy_ptr, stride_dym, stride_dyn,  # (M, d_out) gradient of the output; (M, A * CHUNK) if DY_COMPACT
+    w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight, if WITH_DX; (A * CHUNK, d_in) if W_COMPACT
+    dx_ptr,  # (M, d_in)
+    dw_ptr, db_ptr,  # (d_out, d_in) and (d_out,); A * CHUNK rows if DW_COMPACT, SPLIT times those if SPLIT > 1
+    x_box, dy_dw_box, dy_dx_box, w_box,  # tensor descriptors of x, dy (for dW and for dX) and W, if DW_BOXES, DX_BOXES
+    M, d_in, d_out, A,
+    num_dw, num_dx, num_zero,  # tiles of dW and of dX, chunks to look at for zeros
+    zero_every,  # one program in so many of the later ones writes zeros
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr,
+    WITH_DW: tl.constexpr, WITH_DB: tl.constexpr, WITH_DX: tl.constexpr, WITH_ZERO: tl.constexpr,
+    DX_FIRST: tl.constexpr, SPLIT: tl.constexpr, DW_BOXES: tl.constexpr, DX_BOXES: tl.constexpr, BOX: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    num_first = num_dx if DX_FIRST else num_dw
+    zero = -1
+    if WITH_ZERO:
+        later = tile - num_first
+        if later >= 0:
+            if later % zero_every == 0 and later // zero_every < num_zero:
+                zero = later // zero_every
+            else:
+                tile -= tl.minimum(later // zero_every + 1, num_zero)
+    if WITH_ZERO and zero >= 0:
+        _zero_chunk(zero, ids_ptr, dw_ptr, db_ptr, d_in, d_out, A, CHUNK, WITH_DB, BLOCK_A, BLOCK_ZERO)
+    else:
+        first_dw = num_dx if DX_FIRST else 0
+        if WITH_DW and (not WITH_DX or (tile >= first_dw and tile < first_dw + num_dw)):
+            if DW_BOXES:
+                _dw_tile_boxes(
+                    tile - first_dw, ids_ptr, x_box, dy_dw_box, dw_ptr, db_ptr, M, d_in, d_out, A,
+                    CHUNK, DW_COMPACT, WITH_DB, SPLIT, ACC, BLOCK_R, BLOCK_D, BLOCK_K, BOX, GROUP,
+                )  # fmt: skip
+            else:
+                _dw_tile(
+                    tile - first_dw, ids_ptr, x_ptr, stride_xm, stride_xk, dy_ptr, stride_dym, stride_dyn, dw_ptr, db_ptr,
+                    M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, DW_COMPACT, WITH_DB, SPLIT,
+                    ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+                )  # fmt: skip
+        elif WITH_DX:
+            if DX_BOXES:
+                _dx_tile_boxes(
+                    tile - (0 if DX_FIRST else num_dw), ids_ptr, dy_dx_box, w_box, dx_ptr, M, d_in, d_out, A,
+                    CHUNK, ACC, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+                )  # fmt: skip
+            else:
+                _dx_tile(
+                    tile - (0 if DX_FIRST else num_dw), ids_ptr, dy_ptr, stride_dym, stride_dyn,
+                    w_ptr, stride_wn, stride_wk, dx_ptr, M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, W_COMPACT,
+                    ACC, PRECISION, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+                )  # fmt: skip
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["A", "num_tiles", "zero_every"])
+def _sparse_linear_fwd_tiles_kernel(
+    ids_ptr,  # (A,) active chunks
+    x_ptr, stride_xm, stride_xk,  # (M, d_in) input
+    w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight; (A * CHUNK, d_in) if W_COMPACT
+    b_ptr, stride_b,  # (d_out,) or (A * CHUNK,) bias, if HAS_BIAS
+    y_ptr, stride_ym,  # (M, d_out) output, rows contiguous; (M, A * CHUNK) if Y_COMPACT
+    M, d_in, d_out, A,
+    num_tiles, zero_every,
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    Y_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_A: tl.constexpr, ZERO_ROWS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    zero = -1
+    if not Y_COMPACT:
+        num_zero = tl.num_programs(0) - num_tiles
+        if tile % zero_every == 0 and tile // zero_every < num_zero:
+            zero = tile // zero_every
+        else:
+            tile -= tl.minimum(tile // zero_every + 1, num_zero)
+    if zero >= 0:
+        num_chunks = tl.cdiv(d_out, CHUNK)
+        chunk = zero % num_chunks
+        if _slot_of(ids_ptr, chunk, A, BLOCK_A) < 0:
+            within = tl.arange(0, triton.next_power_of_2(CHUNK))
+            offs_n = chunk * CHUNK + within
+            mask_n = (within < CHUNK) & (offs_n < d_out)
+            first = zero // num_chunks * ZERO_ROWS
+            for start in range(first, tl.minimum(first + ZERO_ROWS, M), BLOCK_R):
+                offs_m = start + tl.arange(0, BLOCK_R)
+                mask = (offs_m < M)[:, None] & mask_n[None, :]
+                y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :]
+                zeros = tl.zeros((BLOCK_R, triton.next_power_of_2(CHUNK)), y_ptr.dtype.element_ty)
+                tl.store(y_ptrs, zeros, mask=mask, cache_modifier=".cs")
+    else:
+        pid_m, pid_n = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(A * CHUNK, BLOCK_D), GROUP)
+        offs_m = pid_m * BLOCK_R + tl.arange(0, BLOCK_R)
+        mask_m = offs_m < M
+        pos = pid_n * BLOCK_D + tl.arange(0, BLOCK_D)
+        features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+        mask_n = features < d_out
+        rows = pos.to(tl.int64) if W_COMPACT else features
+        offs_k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+        w_ptrs = w_ptr + rows[None, :] * stride_wn + offs_k.to(tl.int64)[:, None] * stride_wk
+        step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
+        step_w = tl.full((), BLOCK_K, tl.int64) * stride_wk
+        acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+        for k in range(0, d_in, BLOCK_K):
+            if EVEN_K:
+                mask_x = mask_m[:, None]
+                mask_w = mask_n[None, :]
+            else:
+                mask_k = k + offs_k < d_in
+                mask_x = mask_m[:, None] & mask_k[None, :]
+                mask_w = mask_k[:, None] & mask_n[None, :]
+            x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_R, BLOCK_K)
+            w = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_K, BLOCK_D)
+            acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+            x_ptrs += step_x
+            w_ptrs += step_w
+        if HAS_BIAS:
+            acc += tl.load(b_ptr + rows * stride_b, mask=mask_n, other=0.0).to(ACC)[None, :]
+        columns = pos.to(tl.int64) if Y_COMPACT else features
+        mask_columns = pos < A * CHUNK if Y_COMPACT else mask_n
+        y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + columns[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_columns[None, :])
+
+
+# --- copying active features together, and back in place ----------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["A"])
+def _sparse_linear_pack_kernel(
+    ids_ptr,  # (A,) active chunks
+    src_ptr, stride_sm, stride_sn,  # (M, d_out); (M, A * CHUNK) if SRC_COMPACT
+    dst_ptr, stride_dm, stride_dn,  # (M, A * CHUNK), if WITH_COPY
+    sums_ptr,  # (num_programs(1), A * CHUNK) sums over this program's rows, if WITH_SUMS
+    M, d_out, A,
+    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    SRC_COMPACT: tl.constexpr, WITH_COPY: tl.constexpr, WITH_SUMS: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pos = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+    mask_n = features < d_out
+    mask_pos = pos < A * CHUNK
+    columns = pos.to(tl.int64) if SRC_COMPACT else features
+    first = tl.program_id(1) * ROWS
+    sums = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    for start in range(first, tl.minimum(first + ROWS, M), BLOCK_M):
+        offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask_m = offs_m < M
+        src_ptrs = src_ptr + offs_m[:, None] * stride_sm + columns[None, :] * stride_sn
+        values = tl.load(src_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_M, BLOCK_N)
+        if WITH_COPY:
+            dst_ptrs = dst_ptr + offs_m[:, None] * stride_dm + pos.to(tl.int64)[None, :] * stride_dn
+            tl.store(dst_ptrs, values, mask=mask_m[:, None] & mask_pos[None, :])
+        if WITH_SUMS:
+            sums += values.to(ACC)
+    if WITH_SUMS:
+        offs = tl.program_id(1).to(tl.int64) * A * CHUNK + pos
+        tl.store(sums_ptr + offs, tl.sum(sums, axis=0), mask=mask_pos)
+
+
+@triton.jit(do_not_specialize=["A", "num_sums"])
+def _sparse_linear_place_kernel(
+    ids_ptr,  # (A,) active chunks
+    src_ptr, stride_ss, stride_sn, stride_sm,  # (SPLIT, A * CHUNK, M) partial sums
+    dst_ptr, stride_dn, stride_dm,  # (d_out, M), if WITH_COPY; A * CHUNK rows if COMPACT
+    sums_ptr,  # (num_sums, A * CHUNK) partial sums, if WITH_SUMS
+    total_ptr,  # (d_out,) or (A * CHUNK,), if WITH_SUMS
+    M, d_out, A, num_sums,
+    CHUNK: tl.constexpr, COMPACT: tl.constexpr, SPLIT: tl.constexpr,
+    WITH_COPY: tl.constexpr, WITH_SUMS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
+    if COMPACT:
+        slot = tl.program_id(0)
+        first = slot * CHUNK
+        last = A * CHUNK
+    else:
+        slot = _slot_of(ids_ptr, tl.program_id(0), A, BLOCK_A)
+        first = tl.program_id(0) * CHUNK
+        last = d_out
+    within = tl.arange(0, BLOCK_N)
+    mask_n = (within < CHUNK) & (first + within < last)
+    offs_n = (first + within).to(tl.int64)
+    pos = (slot * CHUNK + within).to(tl.int64)
+    mask_src = mask_n & (slot >= 0)
+    if WITH_COPY:
+        offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        offs_m = offs_m.to(tl.int64)
+        src_ptrs = src_ptr + pos[:, None] * stride_sn + offs_m[None, :] * stride_sm
+        acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
+        for _ in tl.static_range(SPLIT):  # in a fixed order
+            acc += tl.load(src_ptrs, mask=mask_src[:, None] & mask_m[None, :], other=0.0).to(ACC)
+            src_ptrs += stride_ss
+        dst_ptrs = dst_ptr + offs_n[:, None] * stride_dn + offs_m[None, :] * stride_dm
+        tl.store(dst_ptrs, acc.to(dst_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+    if WITH_SUMS and tl.program_id(1) == 0:
+        total = tl.zeros((BLOCK_N,), ACC)
+        sums_ptrs = sums_ptr + pos
+        for _row in range(num_sums):
+            total += tl.load(sums_ptrs, mask=mask_src, other=0.0)
+            sums_ptrs += A * CHUNK
+        tl.store(total_ptr + offs_n, total.to(total_ptr.dtype.element_ty), mask=mask_n)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+PACK_CONFIG = triton.Config({"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}, num_warps=4)
+PLACE_BLOCK_M = 128
+BLOCK_A = 256  # ids looked at in a step
+BLOCK_ZERO = 8192  # zeros written in a step
+ZERO_ROWS = 1024  # rows of Y whose zeros one program writes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """A tile shape for problems of up to ``flop`` operations in one launch on 132 multiprocessors."""
+
+    flop: float
+    r: int
+    d: int
+    k: int
+    warps: int
+    stages: int
+    group: int
+
+
+# By bytes an element. The thresholds for 16 bits are where the measured order of the tiles changes on an H200, over five
+# shapes and seven active fractions; none of the choices was more than 10% behind the best of 26 variants. A small problem
+# needs many programs to reach every multiprocessor; a large one is fastest with the tile that reads least for its
+# arithmetic. 132 programs of 128 x 256 read fewest strips as a block of 16 x 8, hence groups of 16. float32 and float64
+# are packed and multiplied by cuBLAS, so that theirs only have to be right.
+TILES = {
+    2: (
+        _Tiles(1.2e9, 64, 64, 64, 4, 4, 8),
+        _Tiles(12e9, 64, 128, 64, 4, 4, 8),
+        _Tiles(60e9, 128, 128, 64, 4, 3, 8),
+        _Tiles(math.inf, 128, 256, 64, 8, 4, 16),
+    ),
+    4: (_Tiles(math.inf, 64, 64, 32, 4, 3, 8),),
+    8: (_Tiles(math.inf, 32, 32, 16, 4, 2, 8),),
+}
+SMALL_FLOP = TILES[2][0].flop
+# Ordinary loads take registers for addresses and masks. The tile for large problems is for Hopper and later, whose
+# tensor cores read both operands from shared memory.
+POINTER_TILES = (
+    *TILES[2][:2],
+    _Tiles(60e9, 128, 128, 64, 8, 3, 8),
+    _Tiles(math.inf, 256, 128, 64, 8, 3, 8),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one backward launch is cut: tiles, into how many shares the reduction of dW is split."""
+
+    config: triton.Config
+    split: int
+    boxes: bool = False  # read through tensor descriptors
+
+
+def has_boxes(properties: runtime.DeviceProperties) -> bool:
+    """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
+    arch = properties.arch
+    return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
+
+
+def _config(
+    choices: tuple[_Tiles, ...], flop: float, itemsize: int, properties: runtime.DeviceProperties
+) -> triton.Config:
+    """The tiles for a launch of ``flop`` operations, with as many stages as fit."""
+    found = next((t for t in choices if flop <= t.flop * properties.num_sms / 132), choices[-1])
+    # A stage is one tile of each operand; AMD's pipeline keeps the newest in registers.
+    amd = properties.arch.startswith("gfx")
+    stages, stage_bytes = found.stages, (found.r + found.d) * found.k * itemsize
+    while stages > 2 and (stages - amd) * stage_bytes > properties.shared_memory_per_program:
+        stages -= 1
+    blocks = {"BLOCK_R": found.r, "BLOCK_D": found.d, "BLOCK_K": found.k, "GROUP": found.group}
+    return triton.Config(blocks, num_warps=found.warps, num_stages=stages)
+
+
+def _choices(itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> tuple[_Tiles, ...]:
+    if boxes or itemsize != 2:
+        return TILES[itemsize]
+    return POINTER_TILES if has_boxes(properties) else POINTER_TILES[:-1]
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_backward(
+    m: int,
+    d_in: int,
+    active: int,
+    itemsize: int,
+    with_dw: bool,
+    with_dx: bool,
+    boxes: bool,
+    properties: runtime.DeviceProperties,
+) -> Plan:
+    """Tiles by the operations of the launch, and a split where few tiles of dW would outlast everything else.
+
+    Args:
+        m, d_in: rows and columns of x. active: active features. itemsize: bytes an element.
+        with_dw, with_dx: which products the launch has. boxes: whether tensor descriptors read the operands.
+    """
+    flop = 2.0 * m * d_in * active * (with_dw + with_dx)
+    config = _config(_choices(itemsize, boxes, properties), flop, itemsize, properties)
+    split = 1
+    if with_dw:
+        r, d = config.kwargs["BLOCK_R"], config.kwargs["BLOCK_D"]
+        # What each multiprocessor has to do, in steps of a tile's reduction: a tile of dW has m of them, one of dX active.
+        steps = flop / (2 * r * d) / properties.num_sms
+        # A share shorter than that would not pay for the second pass; in small launches that pass is cheap too.
+        shortest = 512 if flop <= SMALL_FLOP else 2048
+        split = max(1, min(16, int(m // max(steps, shortest))))
+    return Plan(config, split, boxes)
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_tiles(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config:
+    """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
+    choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])
+    if not has_boxes(properties):
+        choices = _choices(itemsize, False, properties)
+    return _config(choices, 2.0 * m * d_in * active, itemsize, properties)
+
+
+def alignment(chunk: int) -> int:
+    """The largest power of two that divides ``chunk``, at most 64."""
+    return min(chunk & -chunk, 64)

@@ -1,0 +1,681 @@
+"""The room sparse_linear: every output and gradient by the rule of check.py, and everything around it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kernelbook as kb
+from kernelbook import arguments, check, runtime, timing
+from kernelbook.nn import SparseLinear
+from kernelbook.sparse_linear import (
+    gather_cublas_backward,
+    kernels,
+    op,
+    python_loop_backward,
+    sparse_dw_reference,
+    sparse_dx_reference,
+    sparse_forward_reference,
+    sparse_linear_reference,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MODES = ("sparse_dw", "sparse_dw_dx")
+
+
+def _ids(value: Any) -> str:
+    return str(value).removeprefix("torch.").replace(" ", "")
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
+
+
+def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
+    """``count`` different chunks, unsorted."""
+    return torch.randperm(-(-d_out // chunk), device=runtime.DEVICE)[:count]
+
+
+def _check_all(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, chunk: int
+) -> None:
+    """Every public function with every gradient."""
+    given = {"active_chunks": ids, "chunk_size": chunk}
+    for compact in (False, True):
+        check.check_op(
+            functools.partial(kb.sparse_dw, compact=compact, **given),
+            functools.partial(sparse_dw_reference, compact=compact, **given),
+            {"x": x, "dy": dy},
+            grads=("x", "dy"),
+        )
+        check.check_op(
+            functools.partial(kb.sparse_forward, compact=compact, **given),
+            functools.partial(sparse_forward_reference, compact=compact, **given),
+            {"x": x, "weight": weight, "bias": bias},
+            grads=("x", "weight", "bias"),
+        )
+        check.check_op(
+            functools.partial(kb.sparse_backward, compact=compact, **given),
+            lambda x, weight, dy, compact=compact: (
+                *sparse_dw_reference(x, dy, compact=compact, **given),
+                sparse_dx_reference(dy, weight, **given),
+            ),
+            {"x": x, "weight": weight, "dy": dy},
+            forward_factor=check.GRADIENT_FACTOR,
+        )
+    check.check_op(
+        functools.partial(kb.sparse_dx, **given),
+        functools.partial(sparse_dx_reference, **given),
+        {"dy": dy, "weight": weight},
+        grads=("dy", "weight"),
+    )
+    for mode in MODES:
+        check.check_op(
+            functools.partial(kb.sparse_linear, mode=mode, **given),
+            functools.partial(sparse_linear_reference, mode=mode, **given),
+            {"x": x, "weight": weight, "bias": bias},
+            grads=("x", "weight", "bias"),
+        )
+
+
+# (M, d_in, d_out, chunk, active): chunks read in boxes and by pointers, a shorter last chunk, sizes that are no powers of
+# two, one active chunk, all of them.
+PROBLEMS = (
+    (70, 48, 256, 64, 2),
+    (70, 40, 130, 64, 3),
+    (33, 20, 100, 24, 3),
+    (130, 72, 96, 16, 1),
+    (5, 7, 90, 48, 2),
+    (40, 136, 300, 128, 2),
+    (1, 1, 17, 16, 1),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=_ids)
+def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype) -> None:
+    m, d_in, d_out, chunk, count = problem
+    _check_all(
+        _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(d_out, dtype=dtype),
+        _randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
+    )  # fmt: skip
+
+
+@given(
+    m=st.integers(1, 40),
+    d_in=st.integers(1, 70),
+    d_out=st.integers(1, 150),
+    chunk=st.integers(16, 70),
+    share=st.floats(0, 1),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+    index=st.sampled_from((torch.int64, torch.int32)),
+)
+def test_any_shape(
+    m: int, d_in: int, d_out: int, chunk: int, share: float, dtype: torch.dtype, index: torch.dtype
+) -> None:
+    ids = _chunks(d_out, chunk, round(share * -(-d_out // chunk))).to(index)
+    given = {"active_chunks": ids, "chunk_size": chunk}
+    inputs = {"x": _randn(m, d_in, dtype=dtype), "weight": _randn(d_out, d_in, dtype=dtype)}
+    for mode in MODES:
+        check.check_op(
+            functools.partial(kb.sparse_linear, mode=mode, **given),
+            functools.partial(sparse_linear_reference, mode=mode, **given),
+            inputs,
+            grads=("x", "weight"),
+        )
+    check.check_op(
+        functools.partial(kb.sparse_forward, bias=None, **given),
+        functools.partial(sparse_forward_reference, bias=None, **given),
+        inputs,
+    )
+
+
+def _plan(r: int, d: int, k: int, split: int, boxes: bool) -> kernels.Plan:
+    blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
+    return kernels.Plan(kernels.triton.Config(blocks, num_warps=4, num_stages=3), split, boxes)
+
+
+PLANS = [_plan(64, 32, 32, split, boxes) for split in (1, 2, 3) for boxes in (False, True)]
+# The last but one has steps of two chunks and the last tiles of half a chunk: neither may read dX or dW in boxes.
+PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32, 16, 1, True)]
+
+
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda p: f"{p.config.kwargs['BLOCK_R']}-{p.config.kwargs['BLOCK_K']}-{p.split}-{p.boxes}"
+)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=_ids)
+@pytest.mark.parametrize("wanted", ("dw", "dx", "both", "compact"))
+def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wanted: str) -> None:
+    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
+        pytest.skip("on a GPU float64 goes through cuBLAS")
+    m, d_in, d_out, chunk = 100, 72, 304, 64
+    x, weight, dy = _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(m, d_out, dtype=dtype)
+    ids = _chunks(d_out, chunk, 3)
+    with_dw, with_dx, compact = wanted != "dx", wanted != "dw", wanted == "compact"
+    rows = 3 * chunk if compact else d_out
+    with check.poisoned_empty():
+        dx = torch.empty_like(x) if with_dx else x.new_empty(0)
+        dw, db = x.new_empty(rows if with_dw else 0, d_in), x.new_empty(rows if with_dw else 0)
+        op._launch_tiles(
+            op._Problem(ids, chunk, d_out, dw_compact=compact),
+            dy, x if with_dw else None, weight if with_dx else None, dx, dw, db, with_dw, plan,
+        )  # fmt: skip
+    tolerance = 2e-3 if dtype == torch.float16 else 1e-13
+    if with_dw:
+        exact = sparse_dw_reference(x.double(), dy.double(), ids, chunk_size=chunk, compact=compact)
+        assert check.relative_error(dw, exact[0]) < tolerance
+        assert check.relative_error(db, exact[1]) < tolerance
+    if with_dx:
+        assert check.relative_error(dx, sparse_dx_reference(dy.double(), weight.double(), ids)) < tolerance
+
+
+@pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+def test_only_the_gradients_that_are_needed(needed: tuple[str, ...], dtype: torch.dtype) -> None:
+    given = {"active_chunks": _chunks(70, 16, 2), "chunk_size": 16}
+    inputs = {"x": _randn(20, 33, dtype=dtype), "weight": _randn(70, 33, dtype=dtype), "bias": _randn(70, dtype=dtype)}
+    for mode in MODES:
+        check.check_op(
+            functools.partial(kb.sparse_linear, mode=mode, **given),
+            functools.partial(sparse_linear_reference, mode=mode, **given),
+            inputs,
+            grads=needed,
+        )
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+def test_no_active_chunk_and_all_of_them(dtype: torch.dtype) -> None:
+    x, weight, bias = _randn(9, 24, dtype=dtype), _randn(70, 24, dtype=dtype), _randn(70, dtype=dtype)
+    dy = _randn(9, 70, dtype=dtype)
+    none, every = _chunks(70, 16, 0), _chunks(70, 16, 5)
+    _check_all(x, weight, bias, dy, none, 16)
+    _check_all(x, weight, bias, dy, every, 16)
+    assert not kb.sparse_dw(x, dy, none)[0].any() and not kb.sparse_dx(dy, weight, none).any()
+    assert kb.sparse_dw(x, dy, none, compact=True)[0].shape == (0, 24)
+
+
+def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
+    x, weight, bias = (t.requires_grad_() for t in (_randn(3, 5, 8), _randn(40, 8), _randn(40)))
+    plain = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, weight, bias))
+    for ours in (
+        kb.sparse_linear(x, weight, bias),
+        kb.sparse_linear(x, weight, bias, _chunks(40, 16, 1), chunk_size=16, mode="dense"),
+    ):
+        for a, b in zip(torch.autograd.grad(ours.square().sum(), (x, weight, bias)), plain, strict=True):
+            assert torch.equal(a, b)
+
+
+def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
+    return {
+        "transposed": lambda m, n: _randn(n, m, dtype=torch.float16).T,
+        "every other row": lambda m, n: _randn(2 * m, n, dtype=torch.float16)[::2],
+        "every other column": lambda m, n: _randn(m, 2 * n, dtype=torch.float16)[:, ::2],
+        "expanded rows": lambda m, n: _randn(1, n, dtype=torch.float16).expand(m, n),
+        "expanded": lambda m, n: _randn(1, 1, dtype=torch.float16).expand(m, n),
+        "offset": lambda m, n: _randn(m, n + 1, dtype=torch.float16)[:, 1:],
+    }
+
+
+@pytest.mark.parametrize("layout", _layouts())
+@pytest.mark.parametrize("chunk", (16, 64))
+def test_layouts(layout: str, chunk: int) -> None:
+    make = _layouts()[layout]
+    bias = _randn(300, dtype=torch.float16)[::2]
+    _check_all(make(34, 40), make(150, 40), bias, make(34, 150), _chunks(300, 2 * chunk, 2), chunk)
+
+
+@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=_ids)
+def test_leading_shapes(leading: tuple[int, ...]) -> None:
+    x, weight, bias, dy = _randn(*leading, 20), _randn(40, 20), _randn(40), _randn(*leading, 40)
+    if len(leading) == 3:
+        x, dy = x.transpose(0, 2), dy.transpose(0, 2)
+    _check_all(x, weight, bias, dy, _chunks(40, 16, 2), 16)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+def test_zero_sizes(dtype: torch.dtype) -> None:
+    for m, d_in, d_out in ((0, 8, 40), (4, 0, 40), (4, 8, 0)):
+        x, weight, dy = _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(m, d_out, dtype=dtype)
+        _check_all(x, weight, _randn(d_out, dtype=dtype), dy, _chunks(d_out, 16, 2), 16)
+
+
+# --- what an inactive chunk holds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize(("chunk", "d_out"), ((16, 90), (64, 300)))
+def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, dtype: torch.dtype) -> None:
+    x, weight, dy = _randn(37, 24, dtype=dtype), _randn(d_out, 24, dtype=dtype), _randn(37, d_out, dtype=dtype)
+    ids = _chunks(d_out, chunk, 2)
+    mask = torch.zeros(-(-d_out // chunk), dtype=torch.bool, device=x.device).index_fill_(0, ids, True)
+    mask = mask.repeat_interleave(chunk)[:d_out]
+    dy[:, ~mask] = torch.nan
+    weight[~mask] = torch.inf
+    with check.poisoned_empty():
+        dw, db, dx = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
+        y = kb.sparse_forward(x, weight, None, ids, chunk_size=chunk)
+    assert (dw[~mask] == 0).all() and (db[~mask] == 0).all() and (y[:, ~mask] == 0).all()
+    assert all(bool(torch.isfinite(t).all()) for t in (dw, db, dx, y))
+    assert dw[mask].any() and db[mask].any()
+    exact = gather_cublas_backward(
+        x.double(), weight.double(), torch.where(mask, dy, 0).double()[:, mask], torch.arange(0), chunk_size=chunk
+    )
+    assert exact[0].shape == weight.shape
+    torch.testing.assert_close(
+        dx.double(),
+        dy[:, mask].double() @ weight[mask].double(),
+        rtol=0.02,
+        atol=0.2 if dtype != torch.float32 else 1e-4,
+    )
+
+
+def test_compact_rows_of_a_shorter_chunk_are_zero() -> None:
+    for dtype in (torch.float32, torch.float16):
+        x, dy, weight = _randn(20, 24, dtype=dtype), _randn(20, 70, dtype=dtype), _randn(70, 24, dtype=dtype)
+        ids = torch.tensor([4, 1], device=x.device)  # chunk 4 has 6 features
+        with check.poisoned_empty():
+            dw, db = kb.sparse_dw(x, dy, ids, chunk_size=16, compact=True)
+            y = kb.sparse_forward(x, weight, None, ids, chunk_size=16, compact=True)
+        assert (dw[6:16] == 0).all() and (db[6:16] == 0).all() and (y[:, 6:16] == 0).all()
+        assert dw[:6].all() and dw[16:].all()
+
+
+BAD_IDS = {"too large": [1, 5], "negative": [-1, 2], "twice": [3, 1, 3]}
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
+    ids = torch.tensor(BAD_IDS[name], device=runtime.DEVICE)
+    x, weight, dy = _randn(4, 8), _randn(70, 8), _randn(4, 70)
+    message = "active_chunks must not repeat" if name == "twice" else r"active_chunks must lie in \[0, 5\)"
+    for call in (
+        lambda: kb.sparse_linear(x, weight, None, ids, chunk_size=16),
+        lambda: kb.sparse_forward(x, weight, None, ids, chunk_size=16),
+        lambda: kb.sparse_dw(x, dy, ids, chunk_size=16),
+        lambda: kb.sparse_dx(dy, weight, ids, chunk_size=16),
+        lambda: kb.sparse_backward(x, weight, dy, ids, chunk_size=16),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("chunk", (16, 64))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+def test_ids_out_of_range_write_nowhere(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU such ids are not looked for: they count as no chunk."""
+    monkeypatch.setattr(arguments, "check_index_values", lambda *args, **kwargs: None)
+    d_out = 5 * chunk - 6
+    x, weight, dy = _randn(20, 24, dtype=dtype), _randn(d_out, 24, dtype=dtype), _randn(20, d_out, dtype=dtype)
+    good = torch.tensor([3, 1], device=x.device)
+    bad = torch.tensor([-1, 3, 5, 10**12, 1, -(10**12)], device=x.device)
+    real_empty, guards = torch.empty, []
+
+    def guarded_empty(*size: Any, **kwargs: Any) -> torch.Tensor:
+        """Every output lies between two stretches of memory that must not change."""
+        shape = real_empty(*size, device="meta").shape
+        pad = 4096
+        whole = torch.full((shape.numel() + 2 * pad,), 7, dtype=kwargs["dtype"], device=kwargs["device"])
+        guards.append((whole[:pad], whole[pad + shape.numel() :]))
+        return whole[pad : pad + shape.numel()].view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    results = [
+        (
+            *kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk),
+            kb.sparse_forward(x, weight, None, ids, chunk_size=chunk),
+        )
+        for ids in (good, bad)
+    ]
+    monkeypatch.undo()
+    assert guards and all(bool((g == 7).all()) for pair in guards for g in pair)
+    for ours, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+# --- PyTorch's machinery --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", (16, 20))
+def test_gradcheck(chunk: int) -> None:
+    """The functions that are differentiable as they stand, twice."""
+    ids = _chunks(44, chunk, 2)
+    x, weight, bias, dy = (
+        t.double().requires_grad_() for t in (_randn(3, 5), _randn(44, 5), _randn(44), _randn(3, 44))
+    )
+    for compact in (False, True):
+        given = {"chunk_size": chunk, "compact": compact}
+        torch.autograd.gradcheck(lambda *t, g=given: kb.sparse_forward(*t, ids, **g), (x, weight, bias), fast_mode=True)
+        torch.autograd.gradcheck(lambda *t, g=given: kb.sparse_dw(*t, ids, **g), (x, dy), fast_mode=True)
+        torch.autograd.gradgradcheck(
+            lambda *t, g=given: kb.sparse_forward(*t, ids, **g), (x, weight, bias), fast_mode=True
+        )
+    torch.autograd.gradcheck(lambda *t: kb.sparse_dx(*t, ids, chunk_size=chunk), (dy, weight), fast_mode=True)
+
+
+@pytest.mark.parametrize("mode", ("dense", *MODES))
+def test_gradients_are_those_of_the_masked_reference(mode: str) -> None:
+    """The gradients of the sparse modes are not the derivative, so float64 autograd with the same mask is the judge."""
+    leaves = [t.double().requires_grad_() for t in (_randn(2, 7, 12), _randn(70, 12), _randn(70))]
+    given = {"active_chunks": _chunks(70, 16, 3), "chunk_size": 16, "mode": mode}
+    ours, exact = kb.sparse_linear(*leaves, **given), sparse_linear_reference(*leaves, **given)
+    torch.testing.assert_close(ours, exact)
+    dy = torch.randn_like(exact)
+    for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(exact, leaves, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_baselines_compute_the_same() -> None:
+    x, weight, dy, ids = _randn(9, 12), _randn(96, 12), _randn(9, 96), _chunks(96, 16, 3)
+    exact = (*sparse_dw_reference(x, dy, ids, chunk_size=16), sparse_dx_reference(dy, weight, ids, chunk_size=16))
+    for baseline in (python_loop_backward, gather_cublas_backward):
+        for ours, ref in zip(baseline(x, weight, dy, ids, chunk_size=16), exact, strict=True):
+            torch.testing.assert_close(ours, ref, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+def test_opcheck(dtype: torch.dtype) -> None:
+    ops = torch.ops.kernelbook
+    x, weight, bias, dy = (
+        t.to(dtype).requires_grad_() for t in (_randn(5, 24), _randn(70, 24), _randn(70), _randn(5, 70))
+    )
+    ids = _chunks(70, 16, 2)
+    torch.library.opcheck(ops.sparse_linear.default, (x, weight, bias, ids, 16, "sparse_dw_dx"))
+    torch.library.opcheck(ops.sparse_linear.default, (x, weight, None, ids, 16, "sparse_dw"))
+    for compact in (False, True):
+        torch.library.opcheck(ops.sparse_forward.default, (x, weight, bias, ids, 16, 70, compact, False))
+        torch.library.opcheck(ops.sparse_dw.default, (x, dy, ids, 16, 70, compact, False, True))
+        torch.library.opcheck(
+            ops.sparse_linear_backward.default,
+            (dy.detach(), x.detach(), weight.detach(), ids, 16, "sparse_dw_dx", compact, True, True, True),
+        )
+    torch.library.opcheck(ops.sparse_dx.default, (dy, weight, ids, 16, 70, False, False))
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("mode", MODES)
+def test_torch_compile(mode: str, dynamic: bool) -> None:
+    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
+    compiled = torch.compile(
+        lambda x, w, b, ids: kb.sparse_linear(x * 2, w, b, ids, chunk_size=16, mode=mode) + 1,
+        fullgraph=True, dynamic=dynamic, backend=backend,
+    )  # fmt: skip
+    for m, count in ((4, 2), (6, 3)):
+        leaves = [t.requires_grad_() for t in (_randn(m, 24), _randn(70, 24), _randn(70))]
+        ids = _chunks(70, 16, count)
+        ours = compiled(*leaves, ids)
+        plain = sparse_linear_reference(leaves[0] * 2, *leaves[1:], ids, chunk_size=16, mode=mode) + 1
+        torch.testing.assert_close(ours, plain)
+        dy = torch.randn_like(plain)
+        for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_is_that_of_linear() -> None:
+    kind = runtime.DEVICE.type
+    leaves = [t.requires_grad_() for t in (_randn(5, 24), _randn(70, 24), _randn(70))]
+    ids = _chunks(70, 16, 5)
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        ours, plain = kb.sparse_linear(*leaves, ids, chunk_size=16, mode="sparse_dw_dx"), F.linear(*leaves)
+        assert kb.sparse_dx(ours, leaves[1], ids, chunk_size=16).dtype == torch.bfloat16
+    assert ours.dtype == plain.dtype == torch.bfloat16
+    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+    outside = kb.sparse_linear(*leaves, ids[:3], chunk_size=16, mode="sparse_dw_dx")
+    outside_again = kb.sparse_linear(*leaves, ids[:3], chunk_size=16, mode="sparse_dw_dx")
+    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
+        grads = torch.autograd.grad(outside.sum(), leaves)
+    for ours, exact in zip(grads, torch.autograd.grad(outside_again.sum(), leaves), strict=True):
+        assert torch.equal(ours, exact)
+
+
+def test_a_module_trains_its_active_chunks() -> None:
+    ours = SparseLinear(24, 70, device=runtime.DEVICE, chunk_size=16, mode="sparse_dw_dx")
+    theirs = torch.nn.Linear(24, 70, device=runtime.DEVICE)
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.num_chunks == 5 and "chunk_size=16" in repr(ours)
+    x = _randn(8, 24)
+    torch.testing.assert_close(ours(x), theirs(x))
+    before = ours.weight.detach().clone()
+    ours.active_chunks = torch.tensor([4, 1], device=runtime.DEVICE)
+    ours(x).square().sum().backward()
+    torch.optim.SGD(ours.parameters(), lr=0.1).step()
+    changed = (ours.weight != before).any(1)
+    assert changed[16:32].all() and changed[64:].all() and not changed[:16].any() and not changed[32:64].any()
+
+
+# --- edges ----------------------------------------------------------------------------------------------------------
+
+
+def _bad(**changes: Any) -> Callable[[], object]:
+    def call() -> object:
+        given: dict[str, Any] = {
+            "x": _randn(4, 8),
+            "weight": _randn(70, 8),
+            "bias": _randn(70),
+            "active_chunks": torch.tensor([1], device=runtime.DEVICE),
+            "chunk_size": 16,
+        }
+        return kb.sparse_linear(**{**given, **{k: v() if callable(v) else v for k, v in changes.items()}})
+
+    return call
+
+
+BAD = {
+    "x is a list": (_bad(x=[1.0]), TypeError, "sparse_linear: x must be a torch.Tensor, got list"),
+    "x is a scalar": (_bad(x=_randn), ValueError, "sparse_linear: x must have at least one dimension, got a scalar"),
+    "weight is a vector": (
+        _bad(weight=lambda: _randn(8)),
+        ValueError,
+        r"sparse_linear: weight must have two dimensions, got shape \(8,\)",
+    ),
+    "weight of another width": (
+        _bad(weight=lambda: _randn(70, 9)),
+        ValueError,
+        r"sparse_linear: weight must have shape \(70, 8\), got \(70, 9\)",
+    ),
+    "weight of another dtype": (
+        _bad(weight=lambda: _randn(70, 8).half()),
+        TypeError,
+        r"sparse_linear: weight must have the dtype of x \(torch.float32\), got torch.float16",
+    ),
+    "bias of another length": (
+        _bad(bias=lambda: _randn(69)),
+        ValueError,
+        r"sparse_linear: bias must have shape \(70,\), got \(69,\)",
+    ),
+    "weight elsewhere": (
+        _bad(weight=lambda: torch.empty(70, 8, device="meta")),
+        ValueError,
+        r"sparse_linear: weight must be on the device of x \((cpu|cuda:0)\), got meta",
+    ),
+    "ids are floats": (
+        _bad(active_chunks=lambda: _randn(2)),
+        TypeError,
+        "sparse_linear: active_chunks must have dtype int64, int32, got float32",
+    ),
+    "ids are a matrix": (
+        _bad(active_chunks=lambda: torch.zeros(1, 1, dtype=torch.int64, device=runtime.DEVICE)),
+        ValueError,
+        r"sparse_linear: active_chunks must have one dimension, got shape \(1, 1\)",
+    ),
+    "small chunks": (
+        _bad(chunk_size=15),
+        ValueError,
+        "sparse_linear: chunk_size must be an integer of at least 16, got 15",
+    ),
+    "unknown mode": (
+        _bad(mode="sparse"),
+        ValueError,
+        "sparse_linear: mode must be one of 'dense', 'sparse_dw', 'sparse_dw_dx', got 'sparse'",
+    ),
+    "dy of another length": (
+        lambda: kb.sparse_dw(_randn(4, 8), _randn(5, 70), torch.tensor([1], device=runtime.DEVICE)),
+        ValueError,
+        r"sparse_dw: dy must have shape \(4, 70\), got \(5, 70\)",
+    ),
+    "dy of another width": (
+        lambda: kb.sparse_dx(_randn(4, 71), _randn(70, 8), torch.tensor([1], device=runtime.DEVICE)),
+        ValueError,
+        r"sparse_dx: dy must have shape \(4, 70\), got \(4, 71\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_says_what_is_wrong(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=_ids)
+def test_offsets_are_64_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of x and dY lie 2^31 + 8 elements apart, the last row of W as far from the first."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterOptions
+
+    d_in, d_out, chunk = 24, 48, 16
+    far, step = 2**31 + 8, 2**26 + 8
+    ids = torch.tensor([2, 0])
+    dense = [_randn(2, d_in, dtype=dtype), _randn(2, d_out, dtype=dtype), _randn(d_out, d_in, dtype=dtype)]
+    x, dy, weight = (
+        torch.empty(stride * (t.shape[0] - 1) + t.shape[1], dtype=dtype).as_strided(t.shape, (stride, 1)).copy_(t)
+        for t, stride in zip(dense, (far, far, step), strict=True)
+    )
+    expected = kb.sparse_backward(dense[0], dense[2], dense[1], ids, chunk_size=chunk)
+    y = kb.sparse_forward(dense[0], dense[2], None, ids, chunk_size=chunk)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(debug=True))
+    for a, b in zip(kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(kb.sparse_forward(x, weight, None, ids, chunk_size=chunk), y)
+
+
+@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
+def test_plans_cover_every_shape(target: str) -> None:
+    properties = runtime.TARGETS[target]
+    for itemsize in kernels.TILES:
+        for m in (1, 100, 8192, 2**20):
+            for active in (16, 1664, 16384):
+                plan = kernels.plan_backward(m, 4096, active, itemsize, True, True, False, properties)
+                assert plan.split >= 1 and plan.config.num_stages >= 2
+    assert kernels.has_boxes(properties) == (target in ("sm_90", "sm_100"))
+    long = kernels.plan_backward(2**20, 64, 64, 2, True, False, False, properties)
+    assert long.split > 1  # one tile of dW, so the rows are shared
+
+
+@pytest.mark.parametrize("m", (1, 40))
+def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such rows are copied together for cuBLAS; here a problem counts as large from the first operation on."""
+    monkeypatch.setattr(kernels, "SMALL_FLOP", 0.0)
+    packed, run = [], op._run_packed
+    monkeypatch.setattr(op, "_run_packed", lambda *args: (packed.append(args), run(*args)))
+    x, weight, dy = (_randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
+    _check_all(x, weight, _randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
+    assert packed
+    packed.clear()
+    x, weight, dy = (_randn(*s, dtype=torch.float16) for s in ((m, 24), (72, 24), (m, 72)))
+    _check_all(x, weight, _randn(72, dtype=torch.float16), dy, _chunks(72, 16, 3), 16)
+    assert not packed
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("tf32", (False, True))
+@pytest.mark.parametrize(
+    ("problem", "count"),
+    (
+        ((2048, 512, 2048, 64), 3),
+        ((1000, 1000, 3000, 64), 20),
+        ((4097, 520, 2000, 48), 9),
+        ((300, 4096, 4096, 128), 31),
+    ),
+    ids=_ids,
+)
+def test_real_sizes(problem: tuple[int, ...], count: int, dtype: torch.dtype, tf32: bool) -> None:
+    m, d_in, d_out, chunk = problem
+    with timing.allow_tf32(tf32):
+        _check_all(
+            _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(d_out, dtype=dtype),
+            _randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ((8192, 1024, 4096), (512, 4096, 2048), (65536, 64, 256)), ids=_ids)
+def test_bitwise_reproducible(shape: tuple[int, ...]) -> None:
+    m, d_in, d_out = shape
+    x, weight, dy = (_randn(*s, dtype=torch.bfloat16) for s in ((m, d_in), (d_out, d_in), (m, d_out)))
+    ids = _chunks(d_out, 64, max(1, d_out // 640))
+    first = kb.sparse_backward(x, weight, dy, ids)
+    for _ in range(250):
+        assert all(torch.equal(a, b) for a, b in zip(first, kb.sparse_backward(x, weight, dy, ids), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("chunk", (64, 128, 48))
+def test_ordinary_loads_are_bitwise_reproducible(
+    chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A race between the pipeline's copies and the tensor cores showed in most launches of this kind."""
+    monkeypatch.setattr(kernels, "has_boxes", lambda properties: False)
+    x, weight, dy = (_randn(*s, dtype=dtype) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
+    ids = _chunks(4096, chunk, 20)
+    first = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
+    for _ in range(250):
+        again = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation() -> None:
+    x, weight = _randn(64, 128, dtype=torch.bfloat16).requires_grad_(), _randn(512, 128, dtype=torch.bfloat16)
+    ids = _chunks(512, 64, 2)
+    weight.requires_grad_()
+    for _ in range(2):  # the first call compiles
+        for mode in MODES:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                kb.sparse_linear(x, weight, None, ids, mode=mode).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=_ids)
+def test_cuda_graph(dtype: torch.dtype) -> None:
+    x, weight, dy = (_randn(*s, dtype=dtype) for s in ((256, 512), (1024, 512), (256, 1024)))
+    ids = _chunks(1024, 64, 4)
+    kb.sparse_backward(x, weight, dy, ids)  # compiles before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kb.sparse_backward(x, weight, dy, ids)
+    x.copy_(_randn(256, 512)), dy.copy_(_randn(256, 1024))
+    ids.copy_(_chunks(1024, 64, 4))
+    graph.replay()
+    for ours, expected in zip(captured, gather_cublas_backward(x, weight, dy, ids), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.5 if dtype == torch.bfloat16 else 1e-2)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    m, d_in, d_out = 2**17 + 64, 64, 2**14 + 64
+    x, dy = _randn(m, d_in, dtype=torch.bfloat16), torch.randn(m, d_out, dtype=torch.bfloat16, device=runtime.DEVICE)
+    weight, ids = _randn(d_out, d_in, dtype=torch.bfloat16), torch.tensor([256, 3], device=runtime.DEVICE)
+    dw, _, dx = kb.sparse_backward(x, weight, dy, ids, compact=True)
+    part = dy[:, 2**14 :]
+    assert check.relative_error(dw[:64], part.double().t() @ x.double()) < 4e-3
+    exact = part[-100:].double() @ weight[2**14 :].double() + dy[-100:, 192:256].double() @ weight[192:256].double()
+    assert check.relative_error(dx[-100:], exact) < 4e-3
