@@ -33,6 +33,29 @@ for n in WIDTHS:
     step(64, n, torch.bfloat16)
     step(64, n, torch.float32)
 """,
+    "nf4": """
+import torch, kernelbook as kb
+def quantized(shape, block_size, double_quant):
+    n = shape[0] * shape[1] * shape[2]
+    blocks = -(-n // block_size)
+    empty = lambda n, dtype=torch.float32: torch.empty(n, dtype=dtype)
+    nested = dict(nested_absmax=empty(-(-blocks // 256)), nested_code=empty(256), nested_offset=torch.empty(()))
+    return kb.NF4Tensor(
+        empty(-(-n // 2), torch.uint8), empty(blocks, torch.uint8 if double_quant else torch.float32),
+        shape, block_size, empty(16), **(nested if double_quant else {}),
+    )
+experts = torch.tensor([0, 1])
+for double_quant in (False, True):
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in ((2, 64, 256), (2, 33, 33)):
+            kb.nf4_dequantize(quantized(shape, 64, double_quant), experts=experts, dtype=dtype)
+    kb.nf4_dequantize(quantized((2, 64, 256), 4096, double_quant))
+    for tokens in (1, 2, 4, 8):
+        for n in (1024, 4096):
+            kb.nf4_matmul(torch.empty(tokens, 256, dtype=torch.bfloat16), quantized((2, n, 256), 64, double_quant), 1)
+for block_size in (32, 64, 4096):
+    kb.nf4_quantize(torch.empty(2, 4096, dtype=torch.bfloat16), block_size=block_size)
+""",
     "sparse_linear": """
 import torch, kernelbook as kb
 def tensors(m, d_in, d_out, dtype):
@@ -70,6 +93,11 @@ SPILLS_ALLOWED = {
         "Rows of 12,289 to 14,336 elements in 16 bits: the sums take all registers but a few, and a program that keeps "
         "a row to itself was measured faster than two that share it.",
     ),
+    ("_nf4_matmul_fwd_kernel", "sm_80"): (
+        8,
+        "Eight tokens with double quantization: two registers. Half as many words in flight would need none, and were "
+        "measured slower.",
+    ),
     ("_layer_norm_fwd_kernel", "sm_80"): (
         8,
         "Rows of 8,193 to 16,384 float32 elements that are not aligned: two registers, in a kernel bound by its loads.",
@@ -84,7 +112,7 @@ def _kernels(room: str) -> set[str]:
 
 
 def _compiled(room: str, target: str) -> list[CompiledKernel]:
-    settings = SETTINGS[room]
+    settings = SETTINGS.get(room, {"": ""})
     return compile_calls(settings.get(target, settings[""]) + CALLS[room], (target,))
 
 

@@ -4,13 +4,18 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 
 # isort: split
 from kernelbook.layer_norm import layer_norm
+from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "NF4Tensor",
     "__version__",
     "layer_norm",
+    "nf4_dequantize",
+    "nf4_matmul",
+    "nf4_quantize",
     "runtime",
     "sparse_backward",
     "sparse_dw",

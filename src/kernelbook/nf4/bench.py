@@ -1,0 +1,164 @@
+"""What is measured for nf4: dequantizing 1 to 256 of 256 experts, plain and double, and multiplying by one expert.
+
+Providers: ``bitsandbytes`` dequantizes all experts, whatever is asked for; ``gather_bitsandbytes`` gathers the bytes and
+absmax of the active experts first and dequantizes these. For a product ``bitsandbytes`` is its ``matmul_4bit``, and ``kernelbook:dequantize`` is what
+``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes is not installed its rows are left out.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kernelbook import check, runtime
+from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
+from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
+from kernelbook.timing import Case, Problem
+
+__all__ = ["cases", "small_checks"]
+
+EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
+ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def dequantize_gbytes(elements: int, block_size: int, double_quant: bool, itemsize: int = 2) -> float:
+    """The fewest bytes: half a byte packed, one absmax a block (and one for 256 of them if nested), the output."""
+    per_block = 1 + 4 / 256 if double_quant else 4
+    return elements * (0.5 + per_block / block_size + itemsize) / 1e9
+
+
+def _truth(q: NF4Tensor, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The chosen experts from the reference, expert by expert to save memory; blocks may not span two experts."""
+    absmax = q.absmax
+    if q.nested_absmax is not None and q.nested_code is not None and q.nested_offset is not None:
+        absmax = nested_absmax_reference(absmax, q.nested_absmax.to(dtype), q.nested_code, q.nested_offset)
+    packed, absmax = q.packed.view(q.shape[0], -1), absmax.to(dtype).view(q.shape[0], -1)
+    parts = [nf4_dequantize_reference(packed[e], absmax[e], q.code, q.shape[1:], q.block_size) for e in experts]
+    return torch.stack(parts)
+
+
+def _bitsandbytes(q: NF4Tensor, experts: torch.Tensor, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    packed, state = q.to_bitsandbytes()
+    state.dtype = dtype
+    num_experts, *rest = q.shape
+
+    def gather() -> Sequence[torch.Tensor]:
+        absmax = q.absmax.view(num_experts, -1)[experts].view(-1)
+        state2 = None
+        if state.nested:
+            scales = state.state2.absmax.view(num_experts, -1)[experts].view(-1)
+            state2 = QuantState(absmax=scales, code=state.state2.code, blocksize=256, dtype=torch.float32)
+        part = QuantState(
+            absmax, torch.Size([len(experts), *rest]), state.code, state.blocksize, "nf4", dtype, state.offset, state2
+        )
+        return [dequantize_4bit(packed.view(num_experts, -1)[experts].view(-1, 1), part)]
+
+    providers: dict[str, Callable[[], Any]] = {"gather_bitsandbytes": gather}
+    if len(experts) == num_experts:
+        providers["bitsandbytes"] = lambda: [dequantize_4bit(packed, state)]
+    return providers
+
+
+def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_quant: bool) -> Problem:
+    dtype = torch.bfloat16
+    w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
+    q = nf4_quantize(w, block_size=block_size, double_quant=double_quant)
+    del w
+    # All experts come in their order, so that what bitsandbytes gives for all of them is the same result.
+    ids = torch.arange(shape[0]) if active == shape[0] else torch.randperm(shape[0])[:active]
+    experts = ids.to(runtime.DEVICE)
+    providers: dict[str, Callable[[], Any]] = {"kernelbook": lambda: [nf4_dequantize(q, experts=experts, dtype=dtype)]}
+    if importlib.util.find_spec("bitsandbytes") is not None and runtime.DEVICE.type == "cuda":
+        providers.update(_bitsandbytes(q, experts, dtype))
+    return Problem(
+        providers=providers,
+        truth=lambda: [_truth(q, ids, torch.float64)],
+        baseline=lambda: [_truth(q, ids, torch.float32).to(dtype)],
+        factor=check.FORWARD_FACTOR,
+    )
+
+
+def _case(shape: tuple[int, int, int], active: int, block_size: int, double_quant: bool) -> Case:
+    num_experts, rows, cols = shape
+    return Case(
+        op="nf4_dequantize",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
+        x_name="active",
+        x=active,
+        gbytes=dequantize_gbytes(active * rows * cols, block_size, double_quant),
+        gflop=0.0,
+        build=lambda: _problem(shape, active, block_size, double_quant),
+    )
+
+
+def _matmul_bitsandbytes(x: torch.Tensor, q: NF4Tensor, expert: int) -> Callable[[], Any]:
+    """By a tensor that is the one expert: bitsandbytes has no choice of experts."""
+    from bitsandbytes import matmul_4bit
+
+    parts = {"packed": q.packed, "absmax": q.absmax}
+    if q.nested_absmax is not None:
+        parts["nested_absmax"] = q.nested_absmax
+    parts = {name: part.view(q.shape[0], -1)[expert].clone() for name, part in parts.items()}
+    one: NF4Tensor = dataclasses.replace(q, shape=q.shape[1:], **parts)  # type: ignore[arg-type]
+    packed, state = one.to_bitsandbytes()
+    return lambda: [matmul_4bit(x, packed.t(), quant_state=state)]
+
+
+def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Problem:
+    dtype = torch.bfloat16
+    w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
+    q = nf4_quantize(w, block_size=block_size, double_quant=double_quant)
+    x = torch.randn(tokens, shape[2], dtype=dtype, device=runtime.DEVICE)
+    number = int(torch.randint(shape[0], ()))
+    ids = torch.tensor([number])
+    expert = ids.to(runtime.DEVICE)
+    providers: dict[str, Callable[[], Any]] = {
+        "kernelbook": lambda: [nf4_matmul(x, q, expert)],
+        "kernelbook:dequantize": lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()],
+    }
+    if importlib.util.find_spec("bitsandbytes") is not None and runtime.DEVICE.type == "cuda":
+        providers["bitsandbytes"] = _matmul_bitsandbytes(x, q, number)
+    return Problem(
+        providers=providers,
+        truth=lambda: [x.double() @ _truth(q, ids, torch.float64)[0].t()],
+        baseline=lambda: [x @ _truth(q, ids, torch.float32)[0].to(dtype).t()],
+        factor=check.FORWARD_FACTOR,
+    )
+
+
+def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Case:
+    num_experts, rows, cols = shape
+    return Case(
+        op="nf4_matmul",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
+        x_name="tokens",
+        x=tokens,
+        gbytes=dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0) + tokens * (rows + cols) * 2 / 1e9,
+        gflop=2 * tokens * rows * cols / 1e9,
+        build=lambda: _matmul_problem(shape, tokens, block_size, double_quant),
+    )
+
+
+def cases() -> Iterator[Case]:
+    """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes."""
+    for double_quant in (False, True):
+        for active in ACTIVE:
+            yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
+        for rows, cols in ((ROWS, COLS), (14336, 4096)):
+            for tokens in (1, 2, 4, 8, 16):
+                yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+
+
+def small_checks() -> Iterator[Case]:
+    """The same at sizes for the interpreter."""
+    for double_quant in (False, True):
+        yield _case((4, 64, 256), 2, BLOCK_SIZE, double_quant)
+        yield _matmul_case((2, 9, 256), 3, BLOCK_SIZE, double_quant)

@@ -1,0 +1,283 @@
+"""4-bit code books with blockwise absmax: dequantizing the experts that are asked for, and quantizing.
+
+Dequantizing, element by element: out[i] = code[index[i]] * absmax[i // BLOCK_SIZE], in float32, rounded once. A program
+finds its expert, reads the packed bytes of a part of it as words of four bytes, which hold eight elements, and writes
+these eight as one run. The 16 code values are read once a program and looked up with tl.gather, from shared memory or
+(with one warp) from the other lanes' registers. Double quantization adds, for each block, absmax =
+nested_code[q] * nested_absmax + nested_offset: two roundings, not one, so that bitsandbytes' values come out; launches
+therefore ask for enable_fp_fusion=False.
+
+Bytes moved for an element: 0.5 packed, 4 / BLOCK_SIZE for absmax (1 / BLOCK_SIZE and a little in the double case), and
+the output.
+
+Words need experts that start at a word: where an expert's size is not a multiple of eight elements, or the packed bytes
+are not aligned, another kernel reads a byte for each element. Neither handles block sizes that are not powers of two, or
+strided packed bytes.
+"""
+
+# isort: split
+import triton
+import triton.language as tl
+
+NESTED_BLOCK = 256  # absmax values that share one nested absmax
+
+
+def words_config(double_quant: bool) -> triton.Config:
+    """The tile of the word kernel: UNROLL loads of one word a thread are in flight before the first is used.
+
+    Double quantization has more loads that wait for other loads, and hides them behind more words.
+    """
+    return triton.Config({"BLOCK_W": 128, "UNROLL": 4 if double_quant else 2}, num_warps=4)
+
+
+ELEMENTS_CONFIG = triton.Config({"BLOCK": 1024}, num_warps=4)
+
+
+def quantize_config(block_size: int) -> triton.Config:
+    """A program quantizes as many blocks as make 4,096 elements: 32 in each of 128 threads."""
+    return triton.Config({"BLOCKS": max(1, 4096 // block_size)}, num_warps=4)
+
+
+# --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_expert(experts_ptr, slot, E, HAS_EXPERTS: tl.constexpr):
+    """The id of the expert that goes to ``slot``, and whether there is such an expert."""
+    if HAS_EXPERTS:
+        expert = tl.load(experts_ptr + slot).to(tl.int64)
+    else:
+        expert = slot.to(tl.int64)
+    return expert, (expert >= 0) & (expert < E)
+
+
+@triton.jit
+def _nested_absmax(
+    q, mask,
+    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
+    block0, blocks,
+    NESTED_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """absmax of the blocks block0 + blocks from their 8-bit values q; zero where there is none."""
+    nested0 = block0 // NESTED_BLOCK
+    within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
+    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=0.0)
+    absmax = tl.load(nested_code_ptr + q.to(tl.int32), mask=mask, other=0.0) * scale + tl.load(nested_offset_ptr)
+    return tl.where(mask, absmax, 0.0)
+
+
+# --- dequantize -----------------------------------------------------------------------------------------------------
+
+
+# One compiled kernel serves all sizes: eight outputs are 16 bytes whatever the number of words.
+@triton.jit(do_not_specialize=["E", "words", "tiles"])
+def _nf4_dequantize_fwd_words_kernel(
+    packed_ptr,  # (E * words,) int32: eight elements each
+    absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
+    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
+    code_ptr,  # (16,) float32
+    experts_ptr,  # (A,) integers, if HAS_EXPERTS
+    out_ptr,  # (A, 8 * words)
+    E, words, tiles,  # words and tiles in an expert
+    HAS_EXPERTS: tl.constexpr, NESTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    slot = pid // tiles
+    expert, exists = _load_expert(experts_ptr, slot, E, HAS_EXPERTS)
+    # 64-bit scalars find the tile; offsets within it are 32-bit.
+    tile0 = (pid - slot * tiles).to(tl.int64) * (BLOCK_W * UNROLL)
+    word0 = expert * words + tile0
+    left = tl.minimum(words - tile0, BLOCK_W * UNROLL).to(tl.int32)
+    readable = tl.where(exists, left, 0)
+    block0 = word0 // (BLOCK_SIZE // 8)
+    within = (word0 - block0 * (BLOCK_SIZE // 8)).to(tl.int32)
+    code = tl.load(code_ptr + tl.arange(0, 16))
+
+    # All loads come before the first use: UNROLL words and their absmax values are in flight in each thread.
+    packed, absmax = (), ()
+    for u in tl.static_range(UNROLL):
+        offs_w = u * BLOCK_W + tl.arange(0, BLOCK_W)
+        mask = offs_w < readable
+        packed = packed + (tl.load(packed_ptr + word0 + offs_w, mask=mask, other=0),)
+        blocks = (within + offs_w) // (BLOCK_SIZE // 8)
+        absmax = absmax + (tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0),)
+    if NESTED:
+        quantized, absmax = absmax, ()
+        for u in tl.static_range(UNROLL):
+            offs_w = u * BLOCK_W + tl.arange(0, BLOCK_W)
+            blocks = (within + offs_w) // (BLOCK_SIZE // 8)
+            absmax = absmax + (
+                _nested_absmax(
+                    quantized[u], offs_w < readable,
+                    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
+                    block0, blocks, NESTED_BLOCK,
+                ),
+            )  # fmt: skip
+
+    offs_e = tl.arange(0, 8)
+    shift = (4 * offs_e) ^ 4  # the even element is the high half of its byte
+    out_ptr += (slot.to(tl.int64) * words + tile0) * 8
+    for u in tl.static_range(UNROLL):
+        offs_w = u * BLOCK_W + tl.arange(0, BLOCK_W)
+        index = (packed[u][:, None] >> shift[None, :]) & 15  # (BLOCK_W, 8)
+        value = tl.reshape(tl.gather(code, tl.reshape(index, (BLOCK_W * 8,)), 0), (BLOCK_W, 8))
+        out = value * absmax[u][:, None]
+        out_ptrs = out_ptr + (offs_w * 8)[:, None] + offs_e[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(offs_w < left)[:, None])
+
+
+@triton.jit(do_not_specialize=["E", "size", "tiles"])
+def _nf4_dequantize_fwd_elements_kernel(
+    packed_ptr,  # (ceil(E * size / 2),) uint8
+    absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
+    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
+    code_ptr,  # (16,) float32
+    experts_ptr,  # (A,) integers, if HAS_EXPERTS
+    out_ptr,  # (A, size)
+    E, size, tiles,  # elements and tiles in an expert
+    HAS_EXPERTS: tl.constexpr, NESTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Any size: an expert may start in the middle of a byte and of a block. Neighbours share bytes through the cache."""
+    pid = tl.program_id(0)
+    slot = pid // tiles
+    expert, exists = _load_expert(experts_ptr, slot, E, HAS_EXPERTS)
+    tile0 = (pid - slot * tiles).to(tl.int64) * BLOCK
+    element0 = expert * size + tile0
+    offs = tl.arange(0, BLOCK)
+    inside = offs < tl.minimum(size - tile0, BLOCK).to(tl.int32)
+    mask = inside & exists
+    byte0 = element0 // 2
+    halves = (element0 - byte0 * 2).to(tl.int32) + offs
+    packed = tl.load(packed_ptr + byte0 + halves // 2, mask=mask, other=0).to(tl.int32)
+    block0 = element0 // BLOCK_SIZE
+    blocks = ((element0 - block0 * BLOCK_SIZE).to(tl.int32) + offs) // BLOCK_SIZE
+    absmax = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
+    if NESTED:
+        absmax = _nested_absmax(
+            absmax, mask, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, blocks, NESTED_BLOCK
+        )
+    index = (packed >> (4 - 4 * (halves & 1))) & 15
+    out = tl.load(code_ptr + index) * absmax
+    out_ptrs = out_ptr + slot.to(tl.int64) * size + tile0 + offs
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# --- quantize -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n"])
+def _nf4_quantize_fwd_kernel(
+    w_ptr,  # (n,) contiguous
+    bounds_ptr,  # (15,) float32: the middles between the sorted code values
+    order_ptr,  # (16,) int32: the code book's index of each sorted value
+    packed_ptr,  # (ceil(n / 2),) uint8
+    absmax_ptr,  # (ceil(n / BLOCK_SIZE),) float32
+    n,
+    BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block0 = tl.program_id(0).to(tl.int64) * BLOCKS
+    blocks = block0 + tl.arange(0, BLOCKS)
+    offs = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    w = tl.load(w_ptr + offs, mask=offs < n, other=0.0).to(tl.float32)  # (BLOCKS, BLOCK_SIZE)
+    absmax = tl.max(tl.abs(w), axis=1)
+    # 1e-38 keeps a block of zeros from 0 / 0. Which blocks are divided, and which stored absmax has that floor, decides
+    # over single bits: both as bitsandbytes has it.
+    floored = tl.maximum(absmax, tl.full((BLOCKS,), 1e-38, tl.float32))
+    short = (blocks + 1) * BLOCK_SIZE > n
+    tl.store(absmax_ptr + blocks, tl.where(short, floored, absmax), mask=blocks * BLOCK_SIZE < n)
+    by_reciprocal = w * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), floored)[:, None]
+    scaled = tl.where(short[:, None], tl.div_rn(w, tl.broadcast_to(floored[:, None], w.shape)), by_reciprocal)
+    rank = tl.zeros((BLOCKS, BLOCK_SIZE), tl.int32)
+    for k in tl.static_range(15):
+        rank += (scaled > tl.load(bounds_ptr + k)).to(tl.int32)
+    index = tl.load(order_ptr + rank)
+    high, low = tl.split(tl.reshape(index, (BLOCKS, BLOCK_SIZE // 2, 2)))
+    pairs = blocks[:, None] * (BLOCK_SIZE // 2) + tl.arange(0, BLOCK_SIZE // 2)[None, :]
+    tl.store(packed_ptr + pairs, ((high << 4) | low).to(tl.uint8), mask=pairs * 2 < n)
+
+
+# --- multiply -------------------------------------------------------------------------------------------------------
+
+
+MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
+MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers
+
+
+def matmul_config(tokens: int, n: int) -> triton.Config:
+    """One warp a program: the code book is then looked up in the other lanes' registers, without a barrier.
+
+    Each lane has ROWS * UNROLL words in flight. One row makes many programs of a small matrix; two share what is read
+    of x.
+    """
+    rows = 1 if n < 4096 else 2
+    unroll = 4 if rows == 2 or tokens > 4 else 8  # eight words beside eight tokens would spill
+    return triton.Config({"ROWS": rows, "BLOCK_W": 32, "UNROLL": unroll}, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["E", "M", "N", "words"])
+def _nf4_matmul_fwd_kernel(
+    x_ptr,  # (M, 8 * words) contiguous
+    packed_ptr,  # (E * N * words,) int32: eight elements of K each
+    absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
+    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
+    code_ptr,  # (16,) float32
+    expert_ptr,  # (1,) integer
+    y_ptr,  # (M, N) output
+    E, M, N, words,
+    NESTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """y = x W^T for the W of one expert: TOKENS * ROWS elements a program, each word read once and never dequantized
+    into memory. absmax multiplies the sum over a word, not each of its elements."""
+    expert, exists = _load_expert(expert_ptr, 0, E, True)
+    n0 = tl.program_id(0) * ROWS
+    m0 = tl.program_id(1) * TOKENS
+    offs_e = tl.arange(0, 8)
+    shift = (4 * offs_e) ^ 4
+    code = tl.load(code_ptr + tl.arange(0, 16))
+    word0 = (expert * N + n0) * words
+    block0 = word0 // (BLOCK_SIZE // 8)
+    within = (word0 - block0 * (BLOCK_SIZE // 8)).to(tl.int32)
+    x_ptr += m0.to(tl.int64) * words * 8
+    acc = ()
+    for _ in tl.static_range(TOKENS * ROWS):
+        acc = acc + (tl.zeros((BLOCK_W,), tl.float32),)
+    for w0 in range(0, words, BLOCK_W * UNROLL):
+        packed, absmax = (), ()
+        for u in tl.static_range(UNROLL):
+            offs_w = w0 + u * BLOCK_W + tl.arange(0, BLOCK_W)
+            for r in tl.static_range(ROWS):
+                mask = (offs_w < words) & (n0 + r < N) & exists
+                offs = r * words + offs_w
+                packed = packed + (tl.load(packed_ptr + word0 + offs, mask=mask, other=0),)
+                blocks = (within + offs) // (BLOCK_SIZE // 8)
+                scale = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
+                if NESTED:
+                    scale = _nested_absmax(
+                        scale, mask, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, blocks, NESTED_BLOCK
+                    )
+                absmax = absmax + (scale,)
+        for u in tl.static_range(UNROLL):
+            offs_w = w0 + u * BLOCK_W + tl.arange(0, BLOCK_W)
+            x = ()
+            for t in tl.static_range(TOKENS):
+                x_ptrs = x_ptr + t * words * 8 + (offs_w * 8)[:, None] + offs_e[None, :]
+                mask = (offs_w < words) & (m0 + t < M)
+                x = x + (tl.load(x_ptrs, mask=mask[:, None], other=0.0).to(tl.float32),)  # (BLOCK_W, 8)
+            summed = ()
+            for r in tl.static_range(ROWS):
+                index = (packed[u * ROWS + r][:, None] >> shift[None, :]) & 15
+                value = tl.reshape(tl.gather(code, tl.reshape(index, (BLOCK_W * 8,)), 0), (BLOCK_W, 8))
+                for t in tl.static_range(TOKENS):
+                    summed = summed + (acc[r * TOKENS + t] + tl.sum(value * x[t], axis=1) * absmax[u * ROWS + r],)
+            acc = summed
+    for r in tl.static_range(ROWS):
+        for t in tl.static_range(TOKENS):
+            y_ptrs = y_ptr + (m0 + t).to(tl.int64) * N + n0 + r
+            y = tl.sum(acc[r * TOKENS + t], axis=0).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptrs, y, mask=(n0 + r < N) & (m0 + t < M))

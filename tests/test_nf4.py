@@ -1,0 +1,491 @@
+"""nf4: quantizing, and dequantizing chosen experts."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import kernelbook
+from kernelbook import check, runtime
+from kernelbook.compiled import compile_calls
+from kernelbook.nf4 import (
+    BLOCK_SIZES,
+    FP4,
+    NF4,
+    CodeBook,
+    NF4Tensor,
+    bench,
+    dynamic_code_reference,
+    nested_absmax_reference,
+    nf4_code_reference,
+    nf4_dequantize,
+    nf4_dequantize_reference,
+    nf4_matmul,
+    nf4_quantize,
+    nf4_quantize_reference,
+    op,
+)
+
+DEV = runtime.DEVICE
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Sizes that the word kernel takes; a last block that is short; experts that start inside a block; inside a byte; a vector.
+SHAPES = ((4, 16, 32), (3, 5, 8), (3, 7, 6), (3, 7, 5), (37,))
+
+
+def quantized(shape, block_size=64, double_quant=False, code=NF4, dtype=torch.float32):
+    return nf4_quantize(
+        torch.randn(shape, device=DEV).to(dtype), block_size=block_size, double_quant=double_quant, code=code
+    )
+
+
+def reference(q, experts=None, dtype=torch.float32):
+    """What ``q`` stands for, computed in float32 by the reference."""
+    absmax = q.absmax
+    if q.double_quant:
+        absmax = nested_absmax_reference(absmax, q.nested_absmax, q.nested_code, q.nested_offset)
+    return nf4_dequantize_reference(q.packed, absmax, q.code, q.shape, q.block_size, experts).to(dtype)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+# --- quantize -------------------------------------------------------------------------------------------------------
+
+
+def test_the_code_book_is_what_its_derivation_gives():
+    torch.testing.assert_close(nf4_code_reference(torch.float32), torch.tensor(NF4.values), atol=2e-7, rtol=0)
+
+
+def test_the_reference_has_the_codes_of_the_package():
+    assert torch.equal(op._dynamic_code(), dynamic_code_reference())
+    assert len(set(dynamic_code_reference().tolist())) == 256
+
+
+@pytest.mark.parametrize("code", [NF4, FP4], ids=lambda code: code.name)
+@pytest.mark.parametrize("block_size", [32, 64, 4096])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantize_equals_the_reference(shape, block_size, code):
+    w = torch.randn(shape, device=DEV)
+    q = nf4_quantize(w, block_size=block_size, code=code)
+    packed, absmax = nf4_quantize_reference(w.cpu(), torch.tensor(code.values), block_size)
+    assert torch.equal(q.packed.cpu(), packed)
+    assert torch.equal(q.absmax.cpu(), absmax)
+    assert (q.shape, q.block_size, q.code_name, q.dtype) == (shape, block_size, code.name, torch.float32)
+
+
+def test_quantize_takes_the_nearest_code_and_the_lower_one_of_two():
+    code = torch.tensor(NF4.values)
+    middles = (code[1:] + code[:-1]) / 2
+    below, above = torch.nextafter(middles, -torch.ones(15)), torch.nextafter(middles, torch.ones(15))
+    w = torch.zeros(64)
+    w[:15], w[15:30], w[30:45], w[63] = below, middles, above, 1.0
+    packed = nf4_quantize(w.to(DEV)).packed.cpu()
+    index = torch.stack([packed >> 4, packed & 15], 1).view(-1)
+    assert index[:45].tolist() == [*range(15), *range(15), *range(1, 16)]
+
+
+def test_quantize_takes_strided_tensors_in_the_order_of_their_elements():
+    w = torch.randn(8, 6, 4, device=DEV).transpose(0, 2)
+    q, contiguous = nf4_quantize(w), nf4_quantize(w.contiguous())
+    assert torch.equal(q.packed, contiguous.packed) and q.shape == (4, 6, 8)
+
+
+def test_blocks_of_zeros_stay_zero():
+    for double_quant in (False, True):
+        w = torch.zeros(2, 100, device=DEV)
+        q = nf4_quantize(w, block_size=32, double_quant=double_quant)
+        assert nf4_dequantize(q).float().abs().max() < 1e-30  # a short block's absmax is 1e-38
+
+
+def test_another_code_book():
+    steps = CodeBook("int4", tuple(i / 7.5 - 1.0 for i in range(16)))
+    w = torch.linspace(-1, 1, 64, device=DEV)
+    q = nf4_quantize(w, code=steps)
+    assert (nf4_dequantize(q, dtype=torch.float32) - w).abs().max() <= 1 / 15 + 1e-6
+    with pytest.raises(ValueError, match="code_name must be one of 'nf4', 'fp4'"):
+        q.to_bitsandbytes()
+
+
+def test_the_error_of_a_round_trip_is_the_published_one():
+    """For normal weights at block 64 the mean absolute error is 0.0728 of the standard deviation."""
+    w = torch.randn(2**18, device=DEV)
+    for double_quant in (False, True):
+        error = (nf4_dequantize(nf4_quantize(w, double_quant=double_quant), dtype=torch.float32) - w).abs().mean()
+        assert 0.0715 < float(error) < 0.0745
+
+
+def test_double_quantization_takes_the_nearest_value():
+    w = torch.randn(3, 100, 64, device=DEV)
+    q, plain = nf4_quantize(w, double_quant=True), nf4_quantize(w)
+    assert q.absmax.dtype == torch.uint8 and q.nested_absmax.shape == (math.ceil(300 / 256),)
+    centered = plain.absmax - plain.absmax.mean()
+    scaled = centered / q.nested_absmax.repeat_interleave(256)[:300]
+    best = (scaled[:, None] - q.nested_code).abs().amin(1)
+    taken = (scaled - q.nested_code[q.absmax.long()]).abs()
+    torch.testing.assert_close(taken, best, atol=1e-7, rtol=0)
+
+
+# --- dequantize -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dequantize_equals_the_reference_bit_for_bit(shape, double_quant, dtype):
+    for block_size in (32, 64, 4096):
+        for code in (NF4, FP4):
+            q = quantized(shape, block_size, double_quant, code, dtype)
+            with check.poisoned_empty():
+                assert same_bits(nf4_dequantize(q, dtype=dtype), reference(q, dtype=dtype))
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_all_block_sizes(block_size):
+    for double_quant in (False, True):
+        q = quantized((3, 24, 100), block_size, double_quant)
+        experts = torch.tensor([2, 1], device=DEV)
+        assert same_bits(nf4_dequantize(q, experts=experts), reference(q, experts, torch.bfloat16))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("ids", [[0], [3, 0], [1, 1, 2, 1], [3, 2, 1, 0], []], ids=str)
+@pytest.mark.parametrize("shape", [(4, 16, 32), (4, 3, 8), (4, 7, 5)])
+def test_experts_in_any_order(shape, ids, index_dtype):
+    for double_quant in (False, True):
+        q = quantized(shape, 64, double_quant)
+        experts = torch.tensor(ids, dtype=index_dtype, device=DEV)
+        with check.poisoned_empty():
+            out = nf4_dequantize(q, experts=experts, dtype=torch.float32)
+        assert same_bits(out, reference(q, experts.long()))
+
+
+def test_strided_experts():
+    q = quantized((4, 16, 32))
+    experts = torch.tensor([0, 9, 2, 9], device=DEV)[::2]
+    assert same_bits(nf4_dequantize(q, experts=experts, dtype=torch.float32), reference(q, experts))
+
+
+def test_packed_bytes_at_any_address():
+    q = quantized((4, 16, 32))
+    for shift in (1, 2, 3):
+        memory = torch.zeros(q.packed.numel() + 8, dtype=torch.uint8, device=DEV)
+        moved = memory[shift : shift + q.packed.numel()].copy_(q.packed)
+        assert same_bits(nf4_dequantize(dataclasses.replace(q, packed=moved), dtype=torch.float32), reference(q))
+
+
+def test_nothing_to_do():
+    empty = nf4_quantize(torch.zeros(0, 4, 8, device=DEV), double_quant=True)
+    assert nf4_dequantize(empty).shape == (0, 4, 8)
+    assert nf4_dequantize(empty, experts=torch.zeros(0, dtype=torch.int64, device=DEV)).shape == (0, 4, 8)
+    flat = nf4_quantize(torch.zeros(3, 0, device=DEV))
+    assert nf4_dequantize(flat, experts=torch.tensor([2, 0], device=DEV)).shape == (2, 0)
+    scalar = nf4_quantize(torch.tensor(2.5, device=DEV))
+    assert nf4_dequantize(scalar, dtype=torch.float32) == 2.5
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 32), (4, 15, 9)])
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_experts_that_are_not_chosen_have_no_influence(shape, double_quant):
+    """The bytes and absmax values that belong to no chosen expert are poisoned, with NaN or an index of NaN."""
+    q = quantized(shape, 32, double_quant)
+    experts = torch.tensor([2], device=DEV)
+    size = q.numel // 4
+    bytes_, blocks = slice(size, -(-3 * size // 2)), slice(2 * size // 32, -(-3 * size // 32))
+    packed = torch.full_like(q.packed, 0xFF)
+    packed[bytes_] = q.packed[bytes_]
+    poison, nested = math.nan, {}
+    if double_quant:
+        poison = min(set(range(256)) - set(q.absmax[blocks].tolist()))
+        nested_code = q.nested_code.clone()
+        nested_code[poison] = math.nan
+        nested = {"nested_code": nested_code}
+    absmax = torch.full_like(q.absmax, poison)
+    absmax[blocks] = q.absmax[blocks]
+    poisoned = dataclasses.replace(q, packed=packed, absmax=absmax, **nested)
+    assert same_bits(nf4_dequantize(poisoned, experts=experts, dtype=torch.float32), reference(q, experts))
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="only the interpreter's loads can be watched")
+@pytest.mark.parametrize("shape", [(3, 5, 8), (3, 7, 5), (1, 3), (4, 48, 32)])
+def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
+    """Every address that a kernel reads belongs to the last expert: nothing of the others, nothing beyond the end."""
+    from triton.runtime import interpreter
+
+    for double_quant in (False, True):
+        q = quantized(shape, 32, double_quant)
+        experts = torch.tensor([shape[0] - 1], device=DEV)
+        expected = reference(q, experts)
+        first = q.numel - q.numel // shape[0]
+        parts = {**q._tensors(), "experts": experts}
+        parts["packed"], parts["absmax"] = q.packed[first // 2 :], q.absmax[first // 32 :]
+        if double_quant:
+            parts["nested_absmax"] = q.nested_absmax[first // 32 // 256 :]
+        ranges = [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts.values()]
+        seen = set()
+
+        def load(pointers, mask, other, dtype, seen=seen, real=interpreter._interpreter.load):
+            seen.update(pointers[mask].reshape(-1).tolist())
+            return real(pointers, mask, other, dtype)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(interpreter._interpreter, "load", load)
+            assert same_bits(nf4_dequantize(q, experts=experts, dtype=torch.float32), expected)
+        assert all(any(low <= address < high for low, high in ranges) for address in seen)
+        for low, high in ranges[:2]:  # each byte and each absmax is read
+            assert any(low <= address < high for address in seen)
+
+
+# --- multiply -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 6, 64), (2, 5, 1032), (3, 5, 7)])
+def test_matmul(shape, dtype):
+    for double_quant in (False, True):
+        q = quantized(shape, 64, double_quant)
+        absmax = reference(q, dtype=torch.float64)
+        for m, expert in ((1, 0), (5, torch.tensor(1, device=DEV)), (17, 1)):
+            x = torch.randn(shape[2], m, device=DEV).t().to(dtype)
+            check.check_op(
+                lambda x, q=q, expert=expert: nf4_matmul(x, q, expert),
+                lambda x, w=absmax, expert=expert: x @ w[expert].to(x.dtype).t(),
+                {"x": x},
+                grads=["x"],
+            )
+
+
+def test_matmul_takes_batches_and_nothing():
+    q = quantized((2, 6, 64))
+    x = torch.randn(2, 3, 64, device=DEV)
+    assert nf4_matmul(x, q, 1).shape == (2, 3, 6)
+    torch.testing.assert_close(nf4_matmul(x[0, 0], q, 1), nf4_matmul(x, q, 1)[0, 0])
+    assert nf4_matmul(x[:0], q, 1).shape == (0, 3, 6)
+    for call, words in [
+        (lambda: nf4_matmul(x[..., :63], q, 1), r"x must have shape \(\.\.\., 64\), got \(2, 3, 63\)"),
+        (lambda: nf4_matmul(x, quantized((2, 64)), 1), r"q must have shape \(E, N, K\)"),
+        (lambda: nf4_matmul(x, q, torch.tensor([0, 1], device=DEV)), r"expert must have shape \(1,\)"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()
+    parts = (q.packed, q.absmax, q.code, None, None, None)
+    experts = torch.tensor([1], device=DEV)
+    torch.library.opcheck(op._matmul, (x[0].clone().requires_grad_(), *parts, experts, [2, 6, 64], 64))
+
+
+# --- bitsandbytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bnb():
+    return pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("block_size", [32, 64, 256, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_bitsandbytes(bnb, quant_type, block_size, dtype):
+    for nested in (False, True):
+        w = torch.randn(6, 100, 64, device=DEV).to(dtype)
+        packed, state = bnb.quantize_4bit(w, blocksize=block_size, quant_type=quant_type, compress_statistics=nested)
+        q = NF4Tensor.from_bitsandbytes(packed, state)
+        assert q.shape == (6, 100, 64) and q.double_quant == nested and q.dtype == dtype
+        # One row: with several, bitsandbytes 0.50.2 misplaces blocks on the CPU where they span two rows.
+        state.shape = torch.Size([w.numel()])
+        theirs = bnb.dequantize_4bit(packed, state).view(w.shape)
+        assert same_bits(nf4_dequantize(q, dtype=dtype), theirs)
+        experts = torch.tensor([5, 0, 5], device=DEV)
+        assert same_bits(nf4_dequantize(q, experts=experts, dtype=dtype), theirs[experts])
+        back_packed, back = dataclasses.replace(q, shape=(w.numel(),)).to_bitsandbytes()
+        assert torch.equal(back_packed, packed) and back == state
+        assert same_bits(bnb.dequantize_4bit(back_packed, back).view(w.shape), theirs)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantize_gives_the_bits_of_bitsandbytes(bnb, shape, quant_type):
+    for block_size in (32, 64, 2048):
+        for dtype in DTYPES:
+            w = torch.randn(shape).to(dtype)
+            packed, state = bnb.quantize_4bit(w, blocksize=block_size, quant_type=quant_type)
+            q = nf4_quantize(w.to(DEV), block_size=block_size, code={"nf4": NF4, "fp4": FP4}[quant_type])
+            assert torch.equal(q.packed.cpu(), packed.view(-1)) and torch.equal(q.absmax.cpu(), state.absmax)
+            assert torch.equal(q.code.cpu(), state.code)
+
+
+def test_bitsandbytes_dequantizes_what_we_quantize(bnb):
+    for double_quant in (False, True):
+        q = quantized((4, 32, 64), 64, double_quant)
+        packed, state = q.to_bitsandbytes()
+        state.dtype = torch.float16
+        assert same_bits(bnb.dequantize_4bit(packed, state), nf4_dequantize(q, dtype=torch.float16))
+
+
+def test_other_storage_and_shapes_of_packed(bnb):
+    w = torch.randn(4, 16, 32, device=DEV)
+    packed, state = bnb.quantize_4bit(w.view(4 * 16, 32), blocksize=64, quant_type="nf4", quant_storage=torch.bfloat16)
+    q = NF4Tensor.from_bitsandbytes(packed, state, shape=(4, 16, 32))
+    assert same_bits(nf4_dequantize(q, dtype=torch.float32), reference(nf4_quantize(w)))
+    transposed = NF4Tensor.from_bitsandbytes(packed.t(), state, shape=(4, 16, 32))
+    assert torch.equal(transposed.packed, q.packed)
+    with pytest.raises(ValueError, match="shape must have 2048 elements"):
+        NF4Tensor.from_bitsandbytes(packed, state, shape=(4, 16, 31))
+    with pytest.raises(ValueError, match="packed must have at least 1024 bytes"):
+        NF4Tensor.from_bitsandbytes(packed[:-1], state)
+
+
+# --- the object, bad input, PyTorch's machinery ---------------------------------------------------------------------
+
+
+def test_the_object():
+    q = quantized((4, 16, 32), 64, True)
+    assert q.nbytes == 4 * 16 * 32 // 2 + 32 + 4 + 16 * 4 + 256 * 4 + 4
+    assert q.numel == 2048 and q.device == q.packed.device
+    moved = q.to(DEV)
+    assert moved.shape == q.shape and torch.equal(moved.packed, q.packed)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.shape = (1,)
+    with pytest.raises(ValueError, match=r"packed must have shape \(1024,\), got \(1023,\)"):
+        dataclasses.replace(q, packed=q.packed[:-1])
+    with pytest.raises(TypeError, match="absmax must have dtype uint8"):
+        dataclasses.replace(q, absmax=q.absmax.float())
+    with pytest.raises(TypeError, match=r"nested_code must be a torch\.Tensor"):
+        dataclasses.replace(q, nested_code=None)
+
+
+def test_bad_input():
+    w, q = torch.randn(2, 64, device=DEV), quantized((2, 64))
+    for call, error, words in [
+        (lambda: nf4_quantize([1.0]), TypeError, "nf4_quantize: w must be a torch.Tensor"),
+        (lambda: nf4_quantize(w.double()), TypeError, "w must have dtype bfloat16, float16, float32, got float64"),
+        (lambda: nf4_quantize(w, block_size=48), ValueError, "block_size must be one of 32, 64.*got 48"),
+        (lambda: nf4_quantize(w, code=CodeBook("x", (0.0,))), ValueError, "code must have 16 values, got 1"),
+        (lambda: nf4_dequantize(w), TypeError, "q must be an NF4Tensor, got Tensor"),
+        (lambda: nf4_dequantize(q, dtype=torch.float64), ValueError, "dtype must be one of"),
+        (lambda: nf4_dequantize(q, experts=[0]), TypeError, "experts must be a torch.Tensor"),
+        (lambda: nf4_dequantize(q, experts=w), TypeError, "experts must have dtype int64, int32"),
+        (lambda: nf4_dequantize(q, experts=torch.zeros(1, 1, dtype=torch.int64)), ValueError, "one dimension"),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
+    with pytest.raises(ValueError, match="experts must be None"):
+        nf4_dequantize(nf4_quantize(w[0, 0]), experts=torch.tensor([0], device=DEV))
+
+
+@pytest.mark.skipif(DEV.type == "cuda", reason="ids on a GPU are not range-checked")
+@pytest.mark.parametrize("bad", [2, -1])
+def test_ids_out_of_range_on_the_cpu(bad):
+    with pytest.raises(ValueError, match=r"experts must lie in \[0, 2\)"):
+        nf4_dequantize(quantized((2, 64)), experts=torch.tensor([bad]))
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 32), (4, 7, 5)])
+def test_ids_out_of_range_in_the_kernel_give_zeros(shape, monkeypatch):
+    """As on a GPU, where nobody looks at the ids before the kernel does."""
+    monkeypatch.setattr(op.arguments, "check_index_values", lambda *args, **kwargs: None)
+    for double_quant in (False, True):
+        q = quantized(shape, 64, double_quant)
+        experts = torch.tensor([1, 4, -1, 2**40, 3], device=DEV)
+        with check.poisoned_empty():
+            out = nf4_dequantize(q, experts=experts, dtype=torch.float32)
+        assert bool((out[1:4] == 0).all())
+        assert same_bits(out[[0, 4]], reference(q, torch.tensor([1, 3], device=DEV)))
+
+
+def test_opcheck():
+    for double_quant in (False, True):
+        q = quantized((3, 16, 32), 64, double_quant)
+        for experts in (None, torch.tensor([2, 0], device=DEV)):
+            parts = (q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset)
+            torch.library.opcheck(op._dequantize, (*parts, experts, list(q.shape), 64, torch.float16))
+    torch.library.opcheck(op._quantize, (torch.randn(3, 33, device=DEV), q.code, 64))
+
+
+def test_compiles_without_a_graph_break():
+    q = quantized((4, 16, 32), 64, True)
+    experts = torch.tensor([2, 0], device=DEV)
+
+    def model(q, experts, x):
+        return x @ nf4_dequantize(q, experts=experts, dtype=torch.float32)[0].t()
+
+    x = torch.randn(5, 32, device=DEV)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, experts, x), model(q, experts, x))
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="needs the interpreter's overflow check")
+@pytest.mark.parametrize("words", [True, False])
+def test_offsets_are_64_bit(words, monkeypatch):
+    """Offsets far beyond 32 bits, without the memory: a negative size masks off every load and store."""
+    from triton.runtime import interpreter
+
+    from kernelbook.nf4 import kernels
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
+    q = quantized((2, 64), double_quant=True)
+    experts, out = torch.tensor([3, 1_000_000, 0, 0]), torch.zeros(64)
+    nested = (q.nested_absmax, q.nested_code, q.nested_offset)
+    kernel, config = (
+        (kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(True))
+        if words
+        else (kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG)
+    )
+    arguments = (q.packed, q.absmax, *nested, q.code, experts, out)
+    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, True, 64, 256, **config.kwargs)
+    assert bool((out == 0).all())
+
+
+def test_benchmark_cases_are_correct():
+    from kernelbook.timing import run_cases
+
+    rows, failures = run_cases(bench.small_checks(), package="test", progress=False, rep_ms=1)
+    assert not failures and len(rows) >= 2
+    assert len(list(bench.cases())) == 38
+
+
+def test_public_names():
+    assert kernelbook.nf4_dequantize is nf4_dequantize and kernelbook.NF4Tensor is NF4Tensor
+
+
+def test_compiled_kernels():
+    """No spills; eight outputs leave in one 16-byte store; the absmax of double quantization is rounded twice."""
+    code = """
+import torch, kernelbook
+from kernelbook.nf4 import nf4_quantize, nf4_dequantize, NF4Tensor
+experts = torch.tensor([0, 1])
+z = lambda n, d=torch.float32: torch.zeros(n, dtype=d)
+for shape in ((2, 1024, 2048), (2, 33, 33)):
+    n = shape[0] * shape[1] * shape[2]
+    blocks = -(-n // 64)
+    nested = dict(nested_absmax=z(-(-blocks // 256)), nested_code=z(256), nested_offset=torch.tensor(0.0))
+    for kind in ({}, nested):
+        q = NF4Tensor(z(-(-n // 2), torch.uint8), z(-(-n // 64), torch.uint8 if kind else torch.float32), shape, 64, z(16), **kind)
+        nf4_dequantize(q, experts=experts)
+nf4_quantize(torch.zeros(2, 1024, dtype=torch.bfloat16))
+"""
+    kernels = compile_calls(code, asm=("ptx",))
+    assert len(kernels) == 5
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0, str(kernel)
+        if "words" in kernel.name:
+            assert "st.global.v4.b32" in kernel.asm["ptx"]
+        if kernel.constants.get("NESTED"):
+            assert "fma.rn.f32" not in kernel.asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(600, 2048, 2048), (1031, 2047, 1025)])
+def test_more_than_2_31_elements(shape):
+    n = math.prod(shape)
+    packed = torch.randint(0, 256, (-(-n // 2),), dtype=torch.uint8, device=DEV)
+    q = NF4Tensor(packed, torch.rand(-(-n // 64), device=DEV), shape, 64, torch.tensor(NF4.values, device=DEV))
+    experts = torch.tensor([shape[0] - 1, 0, shape[0] // 2], device=DEV)
+    out, everything = nf4_dequantize(q, experts=experts), nf4_dequantize(q)
+    size = n // shape[0]
+    for i, expert in enumerate(experts.tolist()):
+        element = torch.arange(expert * size, (expert + 1) * size, device=DEV)
+        byte = packed[element // 2].int()
+        index = torch.where(element % 2 == 0, byte >> 4, byte & 15)
+        expected = (q.code[index] * q.absmax[element // 64]).to(torch.bfloat16).view(shape[1:])
+        assert torch.equal(out[i], expected) and torch.equal(everything[expert], expected)
