@@ -104,8 +104,6 @@ def test_another_code_book():
     w = torch.linspace(-1, 1, 64, device=DEV)
     q = nf4_quantize(w, code=steps)
     assert (nf4_dequantize(q, dtype=torch.float32) - w).abs().max() <= 1 / 15 + 1e-6
-    with pytest.raises(ValueError, match="code_name must be one of 'nf4', 'fp4'"):
-        q.to_bitsandbytes()
 
 
 def test_the_error_of_a_round_trip_is_the_published_one():
@@ -286,6 +284,8 @@ def bnb():
 @pytest.mark.parametrize("block_size", [32, 64, 256, 4096])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_of_bitsandbytes(bnb, quant_type, block_size, dtype):
+    from kernelbook.interop.bitsandbytes import to_bitsandbytes
+
     for nested in (False, True):
         w = torch.randn(6, 100, 64, device=DEV).to(dtype)
         packed, state = bnb.quantize_4bit(w, blocksize=block_size, quant_type=quant_type, compress_statistics=nested)
@@ -297,7 +297,7 @@ def test_the_bits_of_bitsandbytes(bnb, quant_type, block_size, dtype):
         assert same_bits(nf4_dequantize(q, dtype=dtype), theirs)
         experts = torch.tensor([5, 0, 5], device=DEV)
         assert same_bits(nf4_dequantize(q, experts=experts, dtype=dtype), theirs[experts])
-        back_packed, back = dataclasses.replace(q, shape=(w.numel(),)).to_bitsandbytes()
+        back_packed, back = to_bitsandbytes(dataclasses.replace(q, shape=(w.numel(),)))
         assert torch.equal(back_packed, packed) and back == state
         assert same_bits(bnb.dequantize_4bit(back_packed, back).view(w.shape), theirs)
 
@@ -315,11 +315,26 @@ def test_quantize_gives_the_bits_of_bitsandbytes(bnb, shape, quant_type):
 
 
 def test_bitsandbytes_dequantizes_what_we_quantize(bnb):
+    from kernelbook.interop.bitsandbytes import to_bitsandbytes
+
     for double_quant in (False, True):
         q = quantized((4, 32, 64), 64, double_quant)
-        packed, state = q.to_bitsandbytes()
+        packed, state = to_bitsandbytes(q)
         state.dtype = torch.float16
         assert same_bits(bnb.dequantize_4bit(packed, state), nf4_dequantize(q, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"q\.code_name must be one of 'nf4', 'fp4'"):
+        to_bitsandbytes(dataclasses.replace(q, code_name="int4"))
+
+
+def test_what_is_measured_beside_bitsandbytes_is_the_same(bnb):
+    for double_quant in (False, True):
+        q = quantized((2, 256, 128), 64, double_quant)
+        experts = torch.arange(2, device=DEV)
+        for call in bench._bitsandbytes(q, experts).values():
+            assert same_bits(call()[0], nf4_dequantize(q, experts=experts))
+        x = torch.randn(2, 128, device=DEV).to(torch.bfloat16)
+        (theirs,) = bench._matmul_bitsandbytes(x, q, 1)()
+        assert check.relative_error(nf4_matmul(x, q, 1), theirs) < 1e-2
 
 
 def test_other_storage_and_shapes_of_packed(bnb):

@@ -5,7 +5,6 @@ absmax of the active experts first and dequantizes these. For a product ``bitsan
 ``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes is not installed its rows are left out.
 """
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,27 +38,33 @@ def _truth(q: NF4Tensor, experts: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return torch.stack(parts)
 
 
-def _bitsandbytes(q: NF4Tensor, experts: torch.Tensor, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+def _state(q: NF4Tensor, shape: Sequence[int], absmax: torch.Tensor, nested_absmax: torch.Tensor | None) -> Any:
+    """bitsandbytes' description of experts of ``q`` that have these scales."""
+    from bitsandbytes.functional import QuantState
 
-    packed, state = q.to_bitsandbytes()
-    state.dtype = dtype
+    state2 = None
+    if nested_absmax is not None:
+        state2 = QuantState(absmax=nested_absmax, code=q.nested_code, blocksize=256, dtype=torch.float32)
+    return QuantState(absmax, torch.Size(shape), q.code, q.block_size, "nf4", torch.bfloat16, q.nested_offset, state2)
+
+
+def _bitsandbytes(q: NF4Tensor, experts: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    from bitsandbytes.functional import dequantize_4bit
+
     num_experts, *rest = q.shape
 
+    def chosen(part: torch.Tensor) -> torch.Tensor:
+        return part.view(num_experts, -1)[experts].view(-1)
+
     def gather() -> Sequence[torch.Tensor]:
-        absmax = q.absmax.view(num_experts, -1)[experts].view(-1)
-        state2 = None
-        if state.nested:
-            scales = state.state2.absmax.view(num_experts, -1)[experts].view(-1)
-            state2 = QuantState(absmax=scales, code=state.state2.code, blocksize=256, dtype=torch.float32)
-        part = QuantState(
-            absmax, torch.Size([len(experts), *rest]), state.code, state.blocksize, "nf4", dtype, state.offset, state2
-        )
-        return [dequantize_4bit(packed.view(num_experts, -1)[experts].view(-1, 1), part)]
+        nested_absmax = None if q.nested_absmax is None else chosen(q.nested_absmax)
+        state = _state(q, (len(experts), *rest), chosen(q.absmax), nested_absmax)
+        return [dequantize_4bit(chosen(q.packed)[:, None], state)]
 
     providers: dict[str, Callable[[], Any]] = {"gather_bitsandbytes": gather}
     if len(experts) == num_experts:
-        providers["bitsandbytes"] = lambda: [dequantize_4bit(packed, state)]
+        state = _state(q, q.shape, q.absmax, q.nested_absmax)
+        providers["bitsandbytes"] = lambda: [dequantize_4bit(q.packed[:, None], state)]
     return providers
 
 
@@ -73,7 +78,7 @@ def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_q
     experts = ids.to(runtime.DEVICE)
     providers: dict[str, Callable[[], Any]] = {"kernelbook": lambda: [nf4_dequantize(q, experts=experts, dtype=dtype)]}
     if importlib.util.find_spec("bitsandbytes") is not None and runtime.DEVICE.type == "cuda":
-        providers.update(_bitsandbytes(q, experts, dtype))
+        providers.update(_bitsandbytes(q, experts))
     return Problem(
         providers=providers,
         truth=lambda: [_truth(q, ids, torch.float64)],
@@ -101,12 +106,11 @@ def _matmul_bitsandbytes(x: torch.Tensor, q: NF4Tensor, expert: int) -> Callable
     """By a tensor that is the one expert: bitsandbytes has no choice of experts."""
     from bitsandbytes import matmul_4bit
 
-    parts = {"packed": q.packed, "absmax": q.absmax}
-    if q.nested_absmax is not None:
-        parts["nested_absmax"] = q.nested_absmax
-    parts = {name: part.view(q.shape[0], -1)[expert].clone() for name, part in parts.items()}
-    one: NF4Tensor = dataclasses.replace(q, shape=q.shape[1:], **parts)  # type: ignore[arg-type]
-    packed, state = one.to_bitsandbytes()
+    def part(whole: torch.Tensor) -> torch.Tensor:
+        return whole.view(q.shape[0], -1)[expert].clone()
+
+    packed, nested_absmax = part(q.packed)[:, None], None if q.nested_absmax is None else part(q.nested_absmax)
+    state = _state(q, q.shape[1:], part(q.absmax), nested_absmax)
     return lambda: [matmul_4bit(x, packed.t(), quant_state=state)]
 
 

@@ -169,35 +169,6 @@ class NF4Tensor:
             **nested,
         )
 
-    def to_bitsandbytes(self) -> tuple[torch.Tensor, Any]:
-        """-> packed (ceil(n / 2), 1) and a ``QuantState``, as ``quantize_4bit`` returns them; needs bitsandbytes.
-
-        Raises:
-            ValueError: the code book is neither NF4 nor FP4.
-        """
-        arguments.check_choice("NF4Tensor.to_bitsandbytes", "code_name", self.code_name, ("nf4", "fp4"))
-        from bitsandbytes.functional import QuantState
-
-        state2 = None
-        if self.double_quant:
-            state2 = QuantState(
-                absmax=self.nested_absmax,
-                code=self.nested_code,
-                blocksize=kernels.NESTED_BLOCK,
-                dtype=torch.float32,
-            )
-        state = QuantState(
-            absmax=self.absmax,
-            shape=torch.Size(self.shape),
-            code=self.code,
-            blocksize=self.block_size,
-            quant_type=self.code_name,
-            dtype=self.dtype,
-            offset=self.nested_offset,
-            state2=state2,
-        )
-        return self.packed[:, None], state
-
 
 # --- dequantize -----------------------------------------------------------------------------------------------------
 

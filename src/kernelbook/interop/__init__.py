@@ -1,0 +1,1 @@
+"""Other libraries: each optional, and imported only where one of these modules is used."""
