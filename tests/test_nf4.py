@@ -380,7 +380,11 @@ def test_bad_input():
         (lambda: nf4_dequantize(q, dtype=torch.float64), ValueError, "dtype must be one of"),
         (lambda: nf4_dequantize(q, experts=[0]), TypeError, "experts must be a torch.Tensor"),
         (lambda: nf4_dequantize(q, experts=w), TypeError, "experts must have dtype int64, int32"),
-        (lambda: nf4_dequantize(q, experts=torch.zeros(1, 1, dtype=torch.int64)), ValueError, "one dimension"),
+        (
+            lambda: nf4_dequantize(q, experts=torch.zeros(1, 1, dtype=torch.int64, device=q.packed.device)),
+            ValueError,
+            "one dimension",
+        ),
     ]:
         with pytest.raises(error, match=words):
             call()
@@ -452,10 +456,8 @@ def test_offsets_are_64_bit(words, monkeypatch):
 
 
 def test_benchmark_cases_are_correct():
-    from kernelbook.timing import run_cases
-
-    rows, failures = run_cases(bench.small_checks(), package="test", progress=False, rep_ms=1)
-    assert not failures and len(rows) >= 2
+    verdicts = bench.small_checks()
+    assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts)
     assert len(list(bench.cases())) == 38
 
 

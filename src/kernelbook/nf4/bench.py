@@ -104,7 +104,7 @@ def _case(shape: tuple[int, int, int], active: int, block_size: int, double_quan
 
 def _matmul_bitsandbytes(x: torch.Tensor, q: NF4Tensor, expert: int) -> Callable[[], Any]:
     """By a tensor that is the one expert: bitsandbytes has no choice of experts."""
-    from bitsandbytes import matmul_4bit
+    from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
 
     def part(whole: torch.Tensor) -> torch.Tensor:
         return whole.view(q.shape[0], -1)[expert].clone()
@@ -161,8 +161,22 @@ def cases() -> Iterator[Case]:
                 yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
 
 
-def small_checks() -> Iterator[Case]:
-    """The same at sizes for the interpreter."""
+def small_checks() -> list[check.Verdict]:
+    """A correctness check of each public function at a small size, for ``doctor``."""
+    torch.manual_seed(0)
+    verdicts = []
     for double_quant in (False, True):
-        yield _case((4, 64, 256), 2, BLOCK_SIZE, double_quant)
-        yield _matmul_case((2, 9, 256), 3, BLOCK_SIZE, double_quant)
+        for case in (
+            _case((4, 64, 256), 2, BLOCK_SIZE, double_quant),
+            _matmul_case((2, 9, 256), 3, BLOCK_SIZE, double_quant),
+        ):
+            problem = case.build()
+            assert isinstance(problem, Problem)
+            with check.poisoned_empty():
+                outputs = problem.providers["kernelbook"]()
+            name = f"{case.op}[{'double' if double_quant else 'plain'}, {case.dtype_name}] out"
+            verdicts += [
+                check.compare(name, out, ref, base, factor=problem.factor)
+                for out, ref, base in zip(outputs, problem.truth(), problem.baseline(), strict=True)
+            ]
+    return verdicts
