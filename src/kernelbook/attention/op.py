@@ -1,0 +1,301 @@
+"""The public function, its custom operators, and the launches."""
+
+import math
+from typing import Any
+
+import torch
+
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.attention import kernels
+
+# isort: split
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = ["flash_attention"]
+
+_TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
+MAX_D = 256
+LOG2_E = math.log2(math.e)
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
+) -> torch.Tensor:
+    """``softmax(scale q k^T) v`` without the score matrix; differentiable in q, k and v, bitwise reproducible.
+
+    Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), sections 2 and 3.
+    Softmax and sums are computed in float32 (float64 for float64 inputs), whatever the dtype of ``q``.
+
+    Args:
+        q: (B, H, N, D), float16, bfloat16, float32 or float64, any strides, D from 1 to 256.
+        k, v: (B, H_kv, S, D), the dtype of ``q``, any strides. H_kv divides H: query head ``h`` reads key and value head
+            ``h // (H / H_kv)`` (grouped-query attention).
+        causal: query ``i`` sees the keys up to ``i + S - N``: the last query sees all, also where N and S differ.
+            (``torch.nn.functional.scaled_dot_product_attention`` aligns the first query with the first key instead.)
+        scale: what scores are multiplied by; ``None``: 1 / sqrt(D).
+
+    Returns:
+        (B, H, N, D) in the dtype of ``q`` and, where that is dense, with its strides; under autocast in its dtype, as
+        PyTorch's own. A query that sees no key gets zeros, and gives none of its gradient on. float32 products use tf32
+        where ``torch.backends.cuda.matmul.allow_tf32`` says so.
+
+    Raises:
+        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``causal`` is not a bool.
+        ValueError: a shape, a device or ``scale`` is not as above.
+    """
+    op = "flash_attention"
+    q, k, v = _autocast(q, k, v)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        arguments.check_tensor(op, name, value)
+        if value.ndim != 4:
+            raise ValueError(f"{op}: {name} must have four dimensions, got shape {tuple(value.shape)}")
+        if value.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must have the dtype of q ({q.dtype}), got {value.dtype}")
+    arguments.check_same_device(op, q=q, k=k, v=v)
+    b, h, _, d = q.shape
+    if not 1 <= d <= MAX_D:
+        raise ValueError(f"{op}: q must have 1 to {MAX_D} features a head, got shape {tuple(q.shape)}")
+    h_kv, s = k.shape[1], k.shape[2]
+    arguments.check_shape(op, "k", k, (b, h_kv, s, d))
+    arguments.check_shape(op, "v", v, (b, h_kv, s, d))
+    if h % h_kv if h_kv else h:
+        raise ValueError(f"{op}: the heads of k and v must divide those of q ({h}), got {h_kv}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal must be a bool, got {type(causal).__name__}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not _finite(scale)):
+        raise ValueError(f"{op}: scale must be a finite number or None, got {scale!r}")
+    o: torch.Tensor = _forward(q, k, v, causal, 1 / math.sqrt(d) if scale is None else float(scale))[0]
+    return o
+
+
+def _finite(number: float) -> bool:
+    return -math.inf < number < math.inf
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors in autocast's dtype where it is on, as it does for PyTorch's own attention."""
+    first = tensors[0]
+    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )
+
+
+# --- custom operators -----------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("kernelbook::flash_attention", mutates_args=())
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> o like q, lse (B, H, N) in base 2."""
+    dtype = q.dtype
+    q, k, v = (_launchable(t) for t in (q, k, v))
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=_accumulator(q.dtype), device=q.device)
+    if k.numel() == 0 or o.numel() == 0:
+        return o.zero_().to(dtype), lse.fill_(math.inf)
+    sign, scale = _sign_and_size(scale)
+    _launch_forward(q if sign == 1 else q * sign, k, v, o, lse, causal, scale)
+    return o.to(dtype), lse
+
+
+@_forward.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=_accumulator(q.dtype), device=q.device)
+
+
+@torch.library.custom_op("kernelbook::flash_attention_backward", mutates_args=())
+def _backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> dq, dk, dv like q, k, v."""
+    dtype = q.dtype
+    do, q, k, v, o = (_launchable(t) for t in (do, q, k, v, o))
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    if k.numel() == 0 or o.numel() == 0:
+        return dq.zero_().to(dtype), dk.zero_().to(dtype), dv.zero_().to(dtype)
+    sign, scale = _sign_and_size(scale)
+    _launch_backward(do, q if sign == 1 else q * sign, k, v, o, lse, dq, dk, dv, causal, scale)
+    if sign != 1:
+        dq *= sign
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+@_backward.register_fake
+def _(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, ctx.causal, ctx.scale = inputs
+    o, lse = output
+    ctx.save_for_backward(q, k, v, o, lse)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, do: torch.Tensor | None, _lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if do is None:
+        return None, None, None, None, None
+    return *_backward(do, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+# --- launches -------------------------------------------------------------------------------------------------------
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _launchable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as kernels take it: float32 instead of bfloat16 in the interpreter."""
+    return tensor.to(runtime.kernel_dtype(tensor.dtype))
+
+
+def _sign_and_size(scale: float) -> tuple[int, float]:
+    """``scale`` as sign * size with a size above zero: the kernels find the largest score before they scale."""
+    return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _in_boxes(*tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can read the tensors: contiguous rows, everything on a multiple of 16 bytes."""
+    if not kernels.has_boxes(runtime.properties(tensors[0].device)):
+        return False
+    for t in tensors:
+        steps = t.stride()[:3]
+        if t.stride(3) != 1 or t.data_ptr() % 16 or any(n <= 0 or n * t.element_size() % 16 for n in steps):
+            return False
+        if any(n * t.element_size() >= 2**40 for n in steps):
+            return False
+    return True
+
+
+def _argument(tensor: torch.Tensor, boxes: bool, rows: int, block_d: int) -> tuple[Any, ...]:
+    """A tensor as the kernels take it: with its strides, or as a descriptor of ``rows`` x ``block_d`` boxes."""
+    if not boxes:
+        return tensor, *tensor.stride()
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_d]), 0, 0, 0, 0
+
+
+def _constants(q: torch.Tensor, k: torch.Tensor, causal: bool, boxes: bool, config: triton.Config) -> dict[str, Any]:
+    return {
+        "D": q.shape[3], "GROUP": q.shape[1] // k.shape[1], "CAUSAL": causal, "BOXES": boxes,
+        "ACC": _TL_DTYPE[_accumulator(q.dtype)], "PRECISION": _precision(), **config.kwargs,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+
+
+def _launch_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
+) -> None:
+    b, h, n, d = q.shape
+    s = k.shape[2]
+    properties = runtime.properties(q.device)
+    boxes = _in_boxes(q, k, v)
+    config = kernels.config("fwd", d, q.element_size(), boxes, properties)
+    block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    with runtime.on_device_of(q):
+        kernels._flash_attention_fwd_kernel[(triton.cdiv(n, block_m) * b * h,)](
+            *_argument(q, boxes, block_m, block_d),
+            *_argument(k, boxes, block_n, block_d),
+            *_argument(v, boxes, block_n, block_d),
+            o, *o.stride(),
+            lse,
+            b, h, n, s,
+            scale * LOG2_E,
+            SECTION=kernels.section(s, d, q.element_size(), b * h, properties),
+            **_constants(q, k, causal, boxes, config),
+        )  # fmt: skip
+
+
+def _launch_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> None:
+    b, h, n, d = q.shape
+    h_kv, s = k.shape[1], k.shape[2]
+    itemsize = q.element_size()
+    properties = runtime.properties(q.device)
+    if not _in_boxes(do):  # such as the gradient of a sum, expanded from one element
+        do = do.contiguous()
+    boxes = _in_boxes(q, k, v, do)
+    delta = torch.empty_like(lse)
+    with runtime.on_device_of(q):
+        config = kernels.DELTA_CONFIG
+        kernels._flash_attention_bwd_delta_kernel[(triton.cdiv(n, config.kwargs["BLOCK_M"]) * b * h,)](
+            o, *o.stride(),
+            do, *do.stride(),
+            delta,
+            h, n,
+            d, _TL_DTYPE[lse.dtype], **config.kwargs, BLOCK_D=max(16, triton.next_power_of_2(d)),
+            num_warps=config.num_warps,
+        )  # fmt: skip
+        config = kernels.config("dkdv", d, itemsize, boxes, properties)
+        block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+        kernels._flash_attention_bwd_dkdv_kernel[(triton.cdiv(s, block_n) * b * h_kv,)](
+            *_argument(q, boxes, block_m, block_d),
+            *_argument(k, boxes, block_n, block_d),
+            *_argument(v, boxes, block_n, block_d),
+            *_argument(do, boxes, block_m, block_d),
+            lse, delta,
+            dk, *dk.stride(),
+            dv, *dv.stride(),
+            b, h, n, s,
+            scale * LOG2_E, scale,
+            SECTION=kernels.section(n * (h // h_kv), d, itemsize, b * h_kv, properties),
+            **_constants(q, k, causal, boxes, config),
+        )  # fmt: skip
+        config = kernels.config("dq", d, itemsize, boxes, properties)
+        block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+        kernels._flash_attention_bwd_dq_kernel[(triton.cdiv(n, block_m) * b * h,)](
+            *_argument(q, boxes, block_m, block_d),
+            *_argument(k, boxes, block_n, block_d),
+            *_argument(v, boxes, block_n, block_d),
+            *_argument(do, boxes, block_m, block_d),
+            lse, delta,
+            dq, *dq.stride(),
+            b, h, n, s,
+            scale * LOG2_E, scale,
+            SECTION=kernels.section(s, d, itemsize, b * h, properties),
+            **_constants(q, k, causal, boxes, config),
+        )  # fmt: skip
