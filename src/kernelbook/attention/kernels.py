@@ -77,19 +77,19 @@ def _store_rows(
 
 
 @triton.jit
-def _place(pid, num_blocks, num_heads, SECTION: tl.constexpr, REVERSED: tl.constexpr):
-    """-> block, head of a program. SECTION heads are worked on at a time: their keys and values stay in the L2 cache.
+def _place(pid, num_blocks, num_heads, section, REVERSED: tl.constexpr):
+    """-> block, head of a program. ``section`` heads are worked on at a time: their keys and values stay in the L2 cache.
 
     Within a section all heads' first blocks come first (the last blocks, if REVERSED): those with most work, so that the
     short ones fill the multiprocessors that would idle at the end.
     """
-    section = pid // (SECTION * num_blocks)
-    within = pid % (SECTION * num_blocks)
-    heads = tl.minimum(SECTION, num_heads - section * SECTION)
+    first = pid // (section * num_blocks) * section
+    within = pid % (section * num_blocks)
+    heads = tl.minimum(section, num_heads - first)
     block = within // heads
     if REVERSED:
         block = num_blocks - 1 - block
-    return block, section * SECTION + within % heads
+    return block, first + within % heads
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -132,20 +132,20 @@ def _flash_attention_fwd_steps(
     return acc, l, m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "section"])
 def _flash_attention_fwd_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
     v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
     o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen
-    B, H, N, S,
+    B, H, N, S, section,
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, SECTION: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    pid_m, head = _place(tl.program_id(0), tl.cdiv(N, BLOCK_M), B * H, SECTION, CAUSAL)
+    pid_m, head = _place(tl.program_id(0), tl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
     b, h = head // H, head % H
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -185,7 +185,7 @@ def _flash_attention_fwd_kernel(
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "N"])
 def _flash_attention_bwd_delta_kernel(
     o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output of the forward pass
     do_ptr, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) its gradient
@@ -238,7 +238,7 @@ def _flash_attention_bwd_dkdv_steps(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "section"])
 def _flash_attention_bwd_dkdv_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
@@ -247,14 +247,14 @@ def _flash_attention_bwd_dkdv_kernel(
     lse_ptr, delta_ptr,  # (B, H, N) from the forward pass; rowsum(o * do)
     dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,  # (B, H / GROUP, S, D)
     dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd,  # (B, H / GROUP, S, D)
-    B, H, N, S,
+    B, H, N, S, section,
     scale,  # with log2(e)
     dk_scale,  # without
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, SECTION: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    pid_n, head_kv = _place(tl.program_id(0), tl.cdiv(S, BLOCK_N), B * (H // GROUP), SECTION, False)
+    pid_n, head_kv = _place(tl.program_id(0), tl.cdiv(S, BLOCK_N), B * (H // GROUP), section, False)
     b, h_kv = head_kv // (H // GROUP), head_kv % (H // GROUP)
     start_n = pid_n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -325,7 +325,7 @@ def _flash_attention_bwd_dq_steps(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "section"])
 def _flash_attention_bwd_dq_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
@@ -333,14 +333,14 @@ def _flash_attention_bwd_dq_kernel(
     do, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) gradient of the output
     lse_ptr, delta_ptr,  # (B, H, N) from the forward pass; rowsum(o * do)
     dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd,  # (B, H, N, D)
-    B, H, N, S,
+    B, H, N, S, section,
     scale,  # with log2(e)
     dq_scale,  # without
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, SECTION: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    pid_m, head = _place(tl.program_id(0), tl.cdiv(N, BLOCK_M), B * H, SECTION, CAUSAL)
+    pid_m, head = _place(tl.program_id(0), tl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
     b, h = head // H, head % H
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -425,21 +425,26 @@ def has_boxes(properties: runtime.DeviceProperties) -> bool:
     return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
 
 
-def _shared_bytes(kernel: str, tiles: _Tiles, block_d: int, itemsize: int, amd: bool) -> int:
+def _shared_bytes(kernel: str, tiles: _Tiles, width: int, itemsize: int, amd: bool) -> int:
     """The tiles that a program keeps in shared memory."""
     owned, moved = (tiles.m, tiles.n) if kernel != "dkdv" else (tiles.n, tiles.m)
     kept = {"fwd": 1, "dkdv": 2, "dq": 2}[kernel] * owned
     # A stage is one tile of each operand that the loop reads; AMD's pipeline keeps the newest in registers.
-    return (kept + 2 * moved * (tiles.stages - amd)) * block_d * itemsize
+    return (kept + 2 * moved * (tiles.stages - amd)) * width * itemsize
+
+
+def block_d(d: int) -> int:
+    """The width of a tile of rows: the tensor cores take no less than 16."""
+    return max(16, triton.next_power_of_2(d))
 
 
 @functools.lru_cache(maxsize=1024)
 def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> triton.Config:
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
-    block_d = max(16, triton.next_power_of_2(d))
-    tiles = TILES[kernel][block_d]
+    width = block_d(d)
+    tiles = TILES[kernel][width]
     if itemsize > 2:  # tiles of as many bytes
-        side = 32 if itemsize == 4 and block_d <= 128 else 16
+        side = 32 if itemsize == 4 and width <= 128 else 16
         tiles = _Tiles(min(tiles.m, 2 * side), min(tiles.n, side), 4, 2)
         if kernel == "dkdv":
             tiles = _Tiles(tiles.n, tiles.m, 4, 2)
@@ -448,14 +453,13 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
     amd = properties.arch.startswith("gfx")
     while stages > 1:
         tiles = dataclasses.replace(tiles, stages=stages)
-        if _shared_bytes(kernel, tiles, block_d, itemsize, amd) <= properties.shared_memory_per_program:
+        if _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program:
             break
         stages -= 1
-    blocks = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_D": block_d}
+    blocks = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_D": width}
     return triton.Config(blocks, num_warps=tiles.warps, num_stages=stages)
 
 
-def section(length: int, d: int, itemsize: int, heads: int, properties: runtime.DeviceProperties) -> int:
-    """How many heads to work on at a time, a power of two: two (length, d) tensors of each shall fit in half the L2 cache."""
-    fit = properties.l2_bytes // 2 // max(2 * length * d * itemsize, 1)
-    return min(1 << max(fit, 1).bit_length() - 1, triton.next_power_of_2(max(heads, 1)))
+def section(length: int, d: int, itemsize: int, properties: runtime.DeviceProperties) -> int:
+    """How many heads to work on at a time: two (length, d) tensors of each shall fit in half the L2 cache."""
+    return max(1, properties.l2_bytes // 2 // (2 * length * d * itemsize))

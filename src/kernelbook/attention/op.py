@@ -232,9 +232,8 @@ def _launch_forward(
             *_argument(v, boxes, block_n, block_d),
             o, *o.stride(),
             lse,
-            b, h, n, s,
+            b, h, n, s, kernels.section(s, d, q.element_size(), properties),
             scale * LOG2_E,
-            SECTION=kernels.section(s, d, q.element_size(), b * h, properties),
             **_constants(q, k, causal, boxes, config),
         )  # fmt: skip
 
@@ -252,50 +251,85 @@ def _launch_backward(
     causal: bool,
     scale: float,
 ) -> None:
-    b, h, n, d = q.shape
-    h_kv, s = k.shape[1], k.shape[2]
-    itemsize = q.element_size()
-    properties = runtime.properties(q.device)
     if not _in_boxes(do):  # such as the gradient of a sum, expanded from one element
         do = do.contiguous()
-    boxes = _in_boxes(q, k, v, do)
     delta = torch.empty_like(lse)
     with runtime.on_device_of(q):
-        config = kernels.DELTA_CONFIG
-        kernels._flash_attention_bwd_delta_kernel[(triton.cdiv(n, config.kwargs["BLOCK_M"]) * b * h,)](
-            o, *o.stride(),
-            do, *do.stride(),
-            delta,
-            h, n,
-            d, _TL_DTYPE[lse.dtype], **config.kwargs, BLOCK_D=max(16, triton.next_power_of_2(d)),
-            num_warps=config.num_warps,
-        )  # fmt: skip
-        config = kernels.config("dkdv", d, itemsize, boxes, properties)
-        block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-        kernels._flash_attention_bwd_dkdv_kernel[(triton.cdiv(s, block_n) * b * h_kv,)](
-            *_argument(q, boxes, block_m, block_d),
-            *_argument(k, boxes, block_n, block_d),
-            *_argument(v, boxes, block_n, block_d),
-            *_argument(do, boxes, block_m, block_d),
-            lse, delta,
-            dk, *dk.stride(),
-            dv, *dv.stride(),
-            b, h, n, s,
-            scale * LOG2_E, scale,
-            SECTION=kernels.section(n * (h // h_kv), d, itemsize, b * h_kv, properties),
-            **_constants(q, k, causal, boxes, config),
-        )  # fmt: skip
-        config = kernels.config("dq", d, itemsize, boxes, properties)
-        block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-        kernels._flash_attention_bwd_dq_kernel[(triton.cdiv(n, block_m) * b * h,)](
-            *_argument(q, boxes, block_m, block_d),
-            *_argument(k, boxes, block_n, block_d),
-            *_argument(v, boxes, block_n, block_d),
-            *_argument(do, boxes, block_m, block_d),
-            lse, delta,
-            dq, *dq.stride(),
-            b, h, n, s,
-            scale * LOG2_E, scale,
-            SECTION=kernels.section(s, d, itemsize, b * h, properties),
-            **_constants(q, k, causal, boxes, config),
-        )  # fmt: skip
+        _launch_delta(o, do, delta)
+        _launch_dkdv(q, k, v, do, lse, delta, dk, dv, causal, scale)
+        _launch_dq(q, k, v, do, lse, delta, dq, causal, scale)
+
+
+def _launch_delta(o: torch.Tensor, do: torch.Tensor, delta: torch.Tensor) -> None:
+    b, h, n, d = o.shape
+    config = kernels.DELTA_CONFIG
+    kernels._flash_attention_bwd_delta_kernel[(triton.cdiv(n, config.kwargs["BLOCK_M"]) * b * h,)](
+        o, *o.stride(),
+        do, *do.stride(),
+        delta,
+        h, n,
+        d, _TL_DTYPE[delta.dtype], **config.kwargs, BLOCK_D=kernels.block_d(d),
+        num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _launch_dkdv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> None:
+    b, h, n, d = q.shape
+    h_kv, s = k.shape[1], k.shape[2]
+    properties = runtime.properties(q.device)
+    boxes = _in_boxes(q, k, v, do)
+    config = kernels.config("dkdv", d, q.element_size(), boxes, properties)
+    block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    kernels._flash_attention_bwd_dkdv_kernel[(triton.cdiv(s, block_n) * b * h_kv,)](
+        *_argument(q, boxes, block_m, block_d),
+        *_argument(k, boxes, block_n, block_d),
+        *_argument(v, boxes, block_n, block_d),
+        *_argument(do, boxes, block_m, block_d),
+        lse, delta,
+        dk, *dk.stride(),
+        dv, *dv.stride(),
+        b, h, n, s, kernels.section(n * (h // h_kv), d, q.element_size(), properties),
+        scale * LOG2_E, scale,
+        **_constants(q, k, causal, boxes, config),
+    )  # fmt: skip
+
+
+def _launch_dq(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> None:
+    b, h, n, d = q.shape
+    s = k.shape[2]
+    properties = runtime.properties(q.device)
+    boxes = _in_boxes(q, k, v, do)
+    config = kernels.config("dq", d, q.element_size(), boxes, properties)
+    block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    kernels._flash_attention_bwd_dq_kernel[(triton.cdiv(n, block_m) * b * h,)](
+        *_argument(q, boxes, block_m, block_d),
+        *_argument(k, boxes, block_n, block_d),
+        *_argument(v, boxes, block_n, block_d),
+        *_argument(do, boxes, block_m, block_d),
+        lse, delta,
+        dq, *dq.stride(),
+        b, h, n, s, kernels.section(s, d, q.element_size(), properties),
+        scale * LOG2_E, scale,
+        **_constants(q, k, causal, boxes, config),
+    )  # fmt: skip
