@@ -443,11 +443,10 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)
     tiles = TILES[kernel][width]
-    if itemsize > 2:  # tiles of as many bytes
-        side = 32 if itemsize == 4 and width <= 128 else 16
-        tiles = _Tiles(min(tiles.m, 2 * side), min(tiles.n, side), 4, 2)
-        if kernel == "dkdv":
-            tiles = _Tiles(tiles.n, tiles.m, 4, 2)
+    if itemsize > 2:
+        # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
+        wide = kernel == "fwd" and itemsize == 4 and width <= 64
+        tiles = _Tiles(64, 32, 8, 2) if wide else _Tiles(16, 16, 4, 2)
     # Ordinary loads that feed the tensor cores and, turned, registers too are not pipelined (see sparse_linear).
     stages = 1 if itemsize > 2 and not boxes else tiles.stages
     amd = properties.arch.startswith("gfx")

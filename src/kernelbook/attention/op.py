@@ -1,6 +1,8 @@
 """The public function, its custom operators, and the launches."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,16 @@ from kernelbook.attention import kernels
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from kernelbook.attention import kernels_hopper
+
+    HAS_GLUON = True
+except ImportError:
+    HAS_GLUON = False
 
 __all__ = ["flash_attention"]
 
@@ -184,8 +196,11 @@ def _sign_and_size(scale: float) -> tuple[int, float]:
     return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
 
 
-def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+def _precision(properties: runtime.DeviceProperties) -> str:
+    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
+    if properties.arch.startswith("gfx"):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def _in_boxes(*tensors: torch.Tensor) -> bool:
@@ -211,9 +226,51 @@ def _argument(tensor: torch.Tensor, boxes: bool, rows: int, block_d: int) -> tup
 def _constants(q: torch.Tensor, k: torch.Tensor, causal: bool, boxes: bool, config: triton.Config) -> dict[str, Any]:
     return {
         "D": q.shape[3], "GROUP": q.shape[1] // k.shape[1], "CAUSAL": causal, "BOXES": boxes,
-        "ACC": _TL_DTYPE[_accumulator(q.dtype)], "PRECISION": _precision(), **config.kwargs,
+        "ACC": _TL_DTYPE[_accumulator(q.dtype)], "PRECISION": _precision(runtime.properties(q.device)), **config.kwargs,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Within the context the kernels that run on every GPU are used on Hopper too, to compare the two."""
+    global HAS_GLUON
+    before, HAS_GLUON = HAS_GLUON, False
+    try:
+        yield
+    finally:
+        HAS_GLUON = before
+
+
+def _gluon_argument(tensor: torch.Tensor, rows: int, block_d: int) -> Any:
+    layout = NVMMASharedLayout(min(128, 2 * block_d), 16, rank=4)
+    return GluonDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_d], layout)
+
+
+def _launch_forward_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+    config: triton.Config,
+) -> None:
+    b, h, n, d = q.shape
+    s = k.shape[2]
+    rows, block_n, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_N", "BLOCK_D"))
+    block_m = rows * config.kwargs["WARPGROUPS"]
+    kernels_hopper._flash_attention_fwd_hopper_kernel[(triton.cdiv(n, block_m) * b * h,)](
+        _gluon_argument(q, rows, block_d),
+        _gluon_argument(k, block_n, block_d),
+        _gluon_argument(v, block_n, block_d),
+        _gluon_argument(o, rows, block_d),
+        lse,
+        b, h, n, s, kernels.section(s, d, q.element_size(), runtime.properties(q.device)),
+        scale * LOG2_E,
+        GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def _launch_forward(
@@ -223,6 +280,12 @@ def _launch_forward(
     s = k.shape[2]
     properties = runtime.properties(q.device)
     boxes = _in_boxes(q, k, v)
+    if HAS_GLUON and boxes and _in_boxes(o):
+        hopper = kernels_hopper.config(d, q.element_size(), properties)
+        if hopper is not None:
+            with runtime.on_device_of(q):
+                _launch_forward_hopper(q, k, v, o, lse, causal, scale, hopper)
+            return
     config = kernels.config("fwd", d, q.element_size(), boxes, properties)
     block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     with runtime.on_device_of(q):
