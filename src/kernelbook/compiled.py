@@ -235,10 +235,12 @@ def _amd_report(amdgcn: str) -> tuple[int, int]:
 
 def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel:
     names = [name for name, _ in launch.signature]
-    make_source = ASTSource
+    source_type = ASTSource
     if launch.kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as make_source
-    source = make_source(
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+    source = source_type(
         launch.kernel,
         dict(launch.signature),
         {(names.index(name),): value for name, value in launch.constants},

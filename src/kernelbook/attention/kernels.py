@@ -185,15 +185,17 @@ def _flash_attention_fwd_kernel(
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["H", "N"])
+@triton.jit(do_not_specialize=["H", "N", "n_padded"])
 def _flash_attention_bwd_delta_kernel(
     o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output of the forward pass
     do_ptr, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) its gradient
-    delta_ptr,  # (B, H, N) rowsum(o * do), contiguous
-    H, N,
-    D: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    lse_ptr,  # (B, H, N), contiguous, if PADDED
+    delta_ptr,  # (B, H, n_padded) rowsum(o * do), contiguous; 0 beyond N
+    padded_ptr,  # (B, H, n_padded) lse, +inf beyond N, if PADDED
+    H, N, n_padded,
+    D: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    num_blocks = tl.cdiv(N, BLOCK_M)
+    num_blocks = tl.cdiv(n_padded, BLOCK_M)
     head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
     b, h = head // H, head % H
     o = _rows(o_ptr, stride_ob, stride_oh, stride_on, stride_od, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D)
@@ -201,8 +203,12 @@ def _flash_attention_bwd_delta_kernel(
         do_ptr, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D
     )
     offs_m = start_m + tl.arange(0, BLOCK_M)
+    out = head.to(tl.int64) * n_padded + offs_m
     delta = tl.sum(o.to(ACC) * do.to(ACC), axis=1)
-    tl.store(delta_ptr + head.to(tl.int64) * N + offs_m, delta, mask=offs_m < N)
+    tl.store(delta_ptr + out, delta, mask=offs_m < n_padded)
+    if PADDED:
+        lse = tl.load(lse_ptr + head.to(tl.int64) * N + offs_m, mask=offs_m < N, other=float("inf"))
+        tl.store(padded_ptr + out, lse, mask=offs_m < n_padded)
 
 
 @triton.jit
@@ -459,6 +465,10 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
     return triton.Config(blocks, num_warps=tiles.warps, num_stages=stages)
 
 
-def section(length: int, d: int, itemsize: int, properties: runtime.DeviceProperties) -> int:
-    """How many heads to work on at a time: two (length, d) tensors of each shall fit in half the L2 cache."""
-    return max(1, properties.l2_bytes // 2 // (2 * length * d * itemsize))
+def section(length: int, d: int, itemsize: int, causal: bool, properties: runtime.DeviceProperties) -> int:
+    """How many heads to work on at a time.
+
+    Where programs differ in length, many heads, so that all long programs come first; but two (length, d) tensors of each
+    shall fit in half the L2 cache. Where they do not, one head after the other.
+    """
+    return max(1, properties.l2_bytes // 2 // (2 * length * d * itemsize)) if causal else 1

@@ -196,9 +196,9 @@ def _sign_and_size(scale: float) -> tuple[int, float]:
     return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
 
 
-def _precision(properties: runtime.DeviceProperties) -> str:
+def _precision(dtype: torch.dtype, properties: runtime.DeviceProperties) -> str:
     """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
-    if properties.arch.startswith("gfx"):
+    if dtype != torch.float32 or properties.arch.startswith("gfx"):
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
@@ -226,7 +226,7 @@ def _argument(tensor: torch.Tensor, boxes: bool, rows: int, block_d: int) -> tup
 def _constants(q: torch.Tensor, k: torch.Tensor, causal: bool, boxes: bool, config: triton.Config) -> dict[str, Any]:
     return {
         "D": q.shape[3], "GROUP": q.shape[1] // k.shape[1], "CAUSAL": causal, "BOXES": boxes,
-        "ACC": _TL_DTYPE[_accumulator(q.dtype)], "PRECISION": _precision(runtime.properties(q.device)), **config.kwargs,
+        "ACC": _TL_DTYPE[_accumulator(q.dtype)], "PRECISION": _precision(q.dtype, runtime.properties(q.device)), **config.kwargs,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
 
@@ -267,7 +267,7 @@ def _launch_forward_hopper(
         _gluon_argument(v, block_n, block_d),
         _gluon_argument(o, rows, block_d),
         lse,
-        b, h, n, s, kernels.section(s, d, q.element_size(), runtime.properties(q.device)),
+        b, h, n, s, kernels.section(s, d, q.element_size(), causal, runtime.properties(q.device)),
         scale * LOG2_E,
         GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
@@ -281,7 +281,7 @@ def _launch_forward(
     properties = runtime.properties(q.device)
     boxes = _in_boxes(q, k, v)
     if HAS_GLUON and boxes and _in_boxes(o):
-        hopper = kernels_hopper.config(d, q.element_size(), properties)
+        hopper = kernels_hopper.forward_config(d, q.element_size(), properties)
         if hopper is not None:
             with runtime.on_device_of(q):
                 _launch_forward_hopper(q, k, v, o, lse, causal, scale, hopper)
@@ -295,7 +295,7 @@ def _launch_forward(
             *_argument(v, boxes, block_n, block_d),
             o, *o.stride(),
             lse,
-            b, h, n, s, kernels.section(s, d, q.element_size(), properties),
+            b, h, n, s, kernels.section(s, d, q.element_size(), causal, properties),
             scale * LOG2_E,
             **_constants(q, k, causal, boxes, config),
         )  # fmt: skip
@@ -316,23 +316,100 @@ def _launch_backward(
 ) -> None:
     if not _in_boxes(do):  # such as the gradient of a sum, expanded from one element
         do = do.contiguous()
-    delta = torch.empty_like(lse)
+    hopper = None
+    if HAS_GLUON and _in_boxes(q, k, v, do, dq, dk, dv):
+        hopper = kernels_hopper.backward_config(q.shape[3], q.element_size(), runtime.properties(q.device))
     with runtime.on_device_of(q):
-        _launch_delta(o, do, delta)
-        _launch_dkdv(q, k, v, do, lse, delta, dk, dv, causal, scale)
-        _launch_dq(q, k, v, do, lse, delta, dq, causal, scale)
+        if hopper is not None:
+            lse, delta = _launch_delta(o, do, lse, kernels_hopper.PADDING)
+            _launch_dkdv_hopper(q, k, v, do, lse, delta, dk, dv, causal, scale, hopper[0])
+            _launch_dq_hopper(q, k, v, do, lse, delta, dq, causal, scale, hopper[1])
+        else:
+            lse, delta = _launch_delta(o, do, lse)
+            _launch_dkdv(q, k, v, do, lse, delta, dk, dv, causal, scale)
+            _launch_dq(q, k, v, do, lse, delta, dq, causal, scale)
 
 
-def _launch_delta(o: torch.Tensor, do: torch.Tensor, delta: torch.Tensor) -> None:
+def _launch_delta(
+    o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> lse and rowsum(o * do), both (B, H, N rounded up to a multiple)."""
     b, h, n, d = o.shape
+    n_padded = triton.cdiv(n, multiple) * multiple
+    delta = torch.empty(b, h, n_padded, dtype=lse.dtype, device=lse.device)
+    padded = torch.empty_like(delta) if multiple > 1 else lse
     config = kernels.DELTA_CONFIG
-    kernels._flash_attention_bwd_delta_kernel[(triton.cdiv(n, config.kwargs["BLOCK_M"]) * b * h,)](
+    kernels._flash_attention_bwd_delta_kernel[(triton.cdiv(n_padded, config.kwargs["BLOCK_M"]) * b * h,)](
         o, *o.stride(),
         do, *do.stride(),
+        lse,
         delta,
-        h, n,
-        d, _TL_DTYPE[delta.dtype], **config.kwargs, BLOCK_D=kernels.block_d(d),
+        padded,
+        h, n, n_padded,
+        d, _TL_DTYPE[delta.dtype], multiple > 1, **config.kwargs, BLOCK_D=kernels.block_d(d),
         num_warps=config.num_warps,
+    )  # fmt: skip
+    return padded, delta
+
+
+def _launch_dkdv_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    causal: bool,
+    scale: float,
+    config: triton.Config,
+) -> None:
+    b, h, n, d = q.shape
+    h_kv, s = k.shape[1], k.shape[2]
+    rows, block_m, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_M", "BLOCK_D"))
+    vector = NVMMASharedLayout(0, 32, rank=1)
+    kernels_hopper._flash_attention_bwd_dkdv_hopper_kernel[(triton.cdiv(s, 2 * rows) * b * h_kv,)](
+        _gluon_argument(q, block_m, block_d),
+        _gluon_argument(k, rows, block_d),
+        _gluon_argument(v, rows, block_d),
+        _gluon_argument(do, block_m, block_d),
+        _gluon_argument(dk, rows, block_d),
+        _gluon_argument(dv, rows, block_d),
+        GluonDescriptor(lse, [lse.numel()], [1], [block_m], vector),
+        GluonDescriptor(delta, [delta.numel()], [1], [block_m], vector),
+        b, h, n, s, lse.shape[2],
+        kernels.section(n * (h // h_kv), d, q.element_size(), causal, runtime.properties(q.device)),
+        scale * LOG2_E, scale,
+        GROUP=h // h_kv, CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _launch_dq_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    causal: bool,
+    scale: float,
+    config: triton.Config,
+) -> None:
+    b, h, n, d = q.shape
+    s = k.shape[2]
+    rows, block_n, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_N", "BLOCK_D"))
+    kernels_hopper._flash_attention_bwd_dq_hopper_kernel[(triton.cdiv(n, 2 * rows) * b * h,)](
+        _gluon_argument(q, rows, block_d),
+        _gluon_argument(k, block_n, block_d),
+        _gluon_argument(v, block_n, block_d),
+        _gluon_argument(do, rows, block_d),
+        _gluon_argument(dq, rows, block_d),
+        lse, delta,
+        b, h, n, s, lse.shape[2], kernels.section(s, d, q.element_size(), causal, runtime.properties(q.device)),
+        scale * LOG2_E, scale,
+        GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -362,7 +439,7 @@ def _launch_dkdv(
         lse, delta,
         dk, *dk.stride(),
         dv, *dv.stride(),
-        b, h, n, s, kernels.section(n * (h // h_kv), d, q.element_size(), properties),
+        b, h, n, s, kernels.section(n * (h // h_kv), d, q.element_size(), causal, properties),
         scale * LOG2_E, scale,
         **_constants(q, k, causal, boxes, config),
     )  # fmt: skip
@@ -392,7 +469,7 @@ def _launch_dq(
         *_argument(do, boxes, block_m, block_d),
         lse, delta,
         dq, *dq.stride(),
-        b, h, n, s, kernels.section(s, d, q.element_size(), properties),
+        b, h, n, s, kernels.section(s, d, q.element_size(), causal, properties),
         scale * LOG2_E, scale,
         **_constants(q, k, causal, boxes, config),
     )  # fmt: skip
