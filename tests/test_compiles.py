@@ -16,6 +16,24 @@ SRC = Path(runtime.__file__).parent
 
 # What users call, on CPU tensors that are never touched: their launches are recorded and compiled.
 CALLS = {
+    "attention": """
+import torch, kernelbook as kb
+from kernelbook.attention import op
+def step(d, dtype, causal=True, aligned=True, plain=False):
+    q, k, v = (torch.empty(1, h, 1024, d if aligned else d + 1, dtype=dtype)[..., :d] for h in (4, 2, 2))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    o = kb.flash_attention(*leaves, causal=causal)
+    o.backward(torch.empty_like(o))
+for d in HEADS:
+    step(d, torch.bfloat16)
+    step(d, torch.bfloat16, aligned=False)
+    with op.plain_kernels():
+        step(d, torch.bfloat16)
+for d in FLOAT32_HEADS:
+    step(d, torch.float32)
+    step(d, torch.float32, aligned=False)
+step(64, torch.float16, causal=False)
+""",
     "layer_norm": """
 import torch, kernelbook as kb
 def step(m, n, dtype, **how):
@@ -73,6 +91,10 @@ kb.sparse_dw(x, dy, torch.arange(3))
 }
 # The sizes at which configurations change; all of them on one target, to save time.
 SETTINGS = {
+    "attention": {
+        "": "HEADS, FLOAT32_HEADS = (64, 128), (64,)",
+        "sm_90": "HEADS, FLOAT32_HEADS = (16, 32, 64, 80, 128, 256), (64, 128)",
+    },
     "layer_norm": {
         "": "WIDTHS = (8192,)",
         "sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 20480, 2001, 4095, 9001)",

@@ -107,11 +107,11 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> o like q, lse (B, H, N) in base 2."""
     dtype = q.dtype
-    q, k, v = (_launchable(t) for t in (q, k, v))
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=_accumulator(q.dtype), device=q.device)
+    o = torch.empty_like(q, dtype=runtime.kernel_dtype(dtype))
+    lse = torch.empty(q.shape[:3], dtype=_accumulator(dtype), device=q.device)
     if k.numel() == 0 or o.numel() == 0:
         return o.zero_().to(dtype), lse.fill_(math.inf)
+    q, k, v = (_launchable(t) for t in (q, k, v))
     sign, scale = _sign_and_size(scale)
     _launch_forward(q if sign == 1 else q * sign, k, v, o, lse, causal, scale)
     return o.to(dtype), lse
@@ -137,10 +137,10 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq, dk, dv like q, k, v."""
     dtype = q.dtype
-    do, q, k, v, o = (_launchable(t) for t in (do, q, k, v, o))
-    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    dq, dk, dv = (torch.empty_like(t, dtype=runtime.kernel_dtype(dtype)) for t in (q, k, v))
     if k.numel() == 0 or o.numel() == 0:
         return dq.zero_().to(dtype), dk.zero_().to(dtype), dv.zero_().to(dtype)
+    do, q, k, v, o = (_launchable(t) for t in (do, q, k, v, o))
     sign, scale = _sign_and_size(scale)
     _launch_backward(do, q if sign == 1 else q * sign, k, v, o, lse, dq, dk, dv, causal, scale)
     if sign != 1:
@@ -187,8 +187,17 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _launchable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as kernels take it: float32 instead of bfloat16 in the interpreter."""
-    return tensor.to(runtime.kernel_dtype(tensor.dtype))
+    """The tensor as kernels take it: float32 instead of bfloat16 in the interpreter, and rows in pieces of 16 elements.
+
+    A tensor that lies otherwise is copied. That costs far less than reading it element by element for each tile.
+    """
+    tensor = tensor.to(runtime.kernel_dtype(tensor.dtype))
+    steps = tensor.stride()[:3]
+    if tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps):
+        return tensor
+    d = tensor.shape[3]
+    copy = torch.empty(*tensor.shape[:3], triton.cdiv(d, 16) * 16, dtype=tensor.dtype, device=tensor.device)[..., :d]
+    return copy.copy_(tensor)
 
 
 def _sign_and_size(scale: float) -> tuple[int, float]:
@@ -314,8 +323,6 @@ def _launch_backward(
     causal: bool,
     scale: float,
 ) -> None:
-    if not _in_boxes(do):  # such as the gradient of a sum, expanded from one element
-        do = do.contiguous()
     hopper = None
     if HAS_GLUON and _in_boxes(q, k, v, do, dq, dk, dv):
         hopper = kernels_hopper.backward_config(q.shape[3], q.element_size(), runtime.properties(q.device))
