@@ -458,7 +458,18 @@ def test_offsets_are_64_bit(words, monkeypatch):
 def test_benchmark_cases_are_correct():
     verdicts = bench.small_checks()
     assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts)
-    assert len(list(bench.cases())) == 38
+    assert len(list(bench.cases())) == 56
+
+
+@pytest.mark.parametrize("op", ["copy_", "fill_"])
+def test_the_floors_move_the_bytes_that_they_count(op):
+    case = bench._floor_case(op, (4, 16, 32), 3, 64)
+    problem = bench._floor_problem(op, 100)
+    (out,) = problem.providers["torch"]()
+    assert torch.equal(out, problem.truth()[0])
+    assert case.gbytes * 1e9 == 3 * 16 * 32 * (2.5625 if op == "copy_" else 2)
+    (moved,) = case.build().providers["torch"]()
+    assert moved.nbytes * (2 if op == "copy_" else 1) == round(case.gbytes * 1e9)
 
 
 def test_public_names():
