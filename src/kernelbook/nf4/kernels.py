@@ -275,8 +275,10 @@ def _nf4_quantize_fwd_kernel(
         rank += (scaled > tl.load(bounds_ptr + k)).to(tl.int32)
     index = tl.load(order_ptr + rank)
     high, low = tl.split(tl.reshape(index, (BLOCKS, BLOCK_SIZE // 2, 2)))
-    pairs = blocks[:, None] * (BLOCK_SIZE // 2) + tl.arange(0, BLOCK_SIZE // 2)[None, :]
-    tl.store(packed_ptr + pairs, ((high << 4) | low).to(tl.uint8), mask=pairs * 2 < n)
+    offs_b = tl.arange(0, BLOCK_SIZE // 2)
+    pairs = blocks[:, None] * (BLOCK_SIZE // 2) + offs_b[None, :]
+    packed = ((high << 4) | low).to(tl.uint8)
+    tl.store(packed_ptr + pairs, packed, mask=pairs * 2 < n)
 
 
 # --- multiply -------------------------------------------------------------------------------------------------------
