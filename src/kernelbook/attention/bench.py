@@ -75,17 +75,18 @@ def _plain(causal: bool) -> Attention:
     return attention
 
 
-def _attentions(n: int, causal: bool) -> dict[str, Attention]:
-    """By provider."""
+def _attentions(n: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
+    """By provider. The slow ones: FlexAttention, which compiles for each shape, and the one with the score matrix."""
     found: dict[str, Attention] = {
         "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION, causal),
         "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, causal),
-        "flex": _flex(n, causal),
         "kernelbook": functools.partial(op.flash_attention, causal=causal),
         "kernelbook:plain": _plain(causal),
     }
-    if n <= LARGEST_MATH:
-        found["sdpa_math"] = _sdpa(SDPBackend.MATH, causal)
+    if slow_ones:
+        found["flex"] = _flex(n, causal)
+        if n <= LARGEST_MATH:
+            found["sdpa_math"] = _sdpa(SDPBackend.MATH, causal)
     return found
 
 
@@ -117,15 +118,11 @@ def _takes(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 def _problem(
-    mode: str, b: int, h: int, h_kv: int, n: int, d: int, causal: bool, dtype: torch.dtype, only: Sequence[str] | None
+    mode: str, b: int, h: int, h_kv: int, n: int, d: int, causal: bool, dtype: torch.dtype, slow_ones: bool
 ) -> timing.Problem:
     q, k, v, do = _inputs(b, h, h_kv, n, d, dtype)
-    given = _attentions(n, causal)
-    attentions = {
-        name: call
-        for name, call in given.items()
-        if (only is None or name in only) and (name.startswith("kernelbook") or _takes(call, q, k, v))
-    }
+    given = _attentions(n, causal, slow_ones=slow_ones)
+    attentions = {name: call for name, call in given.items() if name.startswith("kernelbook") or _takes(call, q, k, v)}
 
     def forward(attention: Attention) -> Callable[[], Tensors]:
         def call() -> Tensors:
@@ -159,9 +156,9 @@ def _case(
     mode: str,
     shape: tuple[int, int, int, int, int, bool],
     dtype: torch.dtype = torch.bfloat16,
-    only: Sequence[str] | None = None,
 ) -> timing.Case:
     b, h, h_kv, n, d, causal = shape
+    slow_ones = dtype == torch.bfloat16 and (shape in SHAPES or d == 128)
     q, kv, lse = b * h * n * d, b * h_kv * n * d, 4 * b * h * n
     if mode == "forward":  # read: q, k, v; written: o, lse
         gbytes, gflop = ((2 * q + 2 * kv) * dtype.itemsize + lse) / 1e9, 4 * b * h * n * n * d / 1e9
@@ -176,7 +173,7 @@ def _case(
         x=n,
         gbytes=gbytes,
         gflop=gflop / 2 if causal else gflop,
-        build=lambda: _problem(mode, b, h, h_kv, n, d, causal, dtype, only),
+        build=lambda: _problem(mode, b, h, h_kv, n, d, causal, dtype, slow_ones),
     )
 
 
@@ -233,7 +230,7 @@ def _errors() -> pd.DataFrame:
             *_truth(flash_attention_reference, (q, k, v), 1, causal),
             *_truth(_gradients, (q, k, v, do), 1, causal),
         ]
-        for name, attention in _attentions(n, causal).items():
+        for name, attention in _attentions(n, causal, slow_ones=True).items():
             if not (name.startswith("kernelbook") or _takes(attention, q, k, v)):
                 continue
             o = attention(q, k, v)

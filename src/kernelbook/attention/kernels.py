@@ -244,16 +244,16 @@ def _flash_attention_bwd_dkdv_steps(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["B", "H", "N", "S", "section"])
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
 def _flash_attention_bwd_dkdv_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
     v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
     do, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) gradient of the output
-    lse_ptr, delta_ptr,  # (B, H, N) from the forward pass; rowsum(o * do)
+    lse_ptr, delta_ptr,  # (B, H, n_padded) from the forward pass; rowsum(o * do)
     dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,  # (B, H / GROUP, S, D)
     dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd,  # (B, H / GROUP, S, D)
-    B, H, N, S, section,
+    B, H, N, S, n_padded, section,
     scale,  # with log2(e)
     dk_scale,  # without
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
@@ -278,7 +278,7 @@ def _flash_attention_bwd_dkdv_kernel(
         full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
     for member in range(GROUP):
         h = h_kv * GROUP + member
-        rows = (b.to(tl.int64) * H + h) * N
+        rows = (b.to(tl.int64) * H + h) * n_padded
         if CAUSAL:
             dk, dv = _flash_attention_bwd_dkdv_steps(
                 dk, dv, k_tile, v_tile,
@@ -331,15 +331,15 @@ def _flash_attention_bwd_dq_steps(
     return dq
 
 
-@triton.jit(do_not_specialize=["B", "H", "N", "S", "section"])
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
 def _flash_attention_bwd_dq_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
     v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
     do, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) gradient of the output
-    lse_ptr, delta_ptr,  # (B, H, N) from the forward pass; rowsum(o * do)
+    lse_ptr, delta_ptr,  # (B, H, n_padded) from the forward pass; rowsum(o * do)
     dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd,  # (B, H, N, D)
-    B, H, N, S, section,
+    B, H, N, S, n_padded, section,
     scale,  # with log2(e)
     dq_scale,  # without
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
@@ -350,7 +350,7 @@ def _flash_attention_bwd_dq_kernel(
     b, h = head // H, head % H
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    rows = head.to(tl.int64) * N
+    rows = head.to(tl.int64) * n_padded
     q_tile = _rows(q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D)
     do_tile = _rows(
         do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D

@@ -26,6 +26,21 @@ ROWS = 64  # queries of one warpgroup
 
 
 @gluon.jit
+def _place(pid, num_blocks, num_heads, section, REVERSED: gl.constexpr):
+    """As in ``kernels.py``: -> block, head."""
+    first = pid // (section * num_blocks) * section
+    within = pid % (section * num_blocks)
+    heads = gl.minimum(section, num_heads - first)
+    block = within // heads
+    if REVERSED:
+        block = num_blocks - 1 - block
+    return block, first + within % heads
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
 def _produce(
     q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
     b, h, h_kv, start_m, count,
@@ -71,29 +86,54 @@ def _softmax(scores, m, start, rows, diagonal, S, scale, MASKED: gl.constexpr, C
 
 
 @gluon.jit
+def _step_alone(
+    i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    count, rows, diagonal, S, scale,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
+    slot = i % STAGES
+    phase = (i // STAGES) & 1
+    mbarrier.wait(k_full.index(slot), phase)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    scores = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_free.index(slot))
+    p, sums, m, alpha = _softmax(scores, m, (count - 1 - i) * BLOCK_N, rows, diagonal, S, scale, MASKED, CAUSAL)
+    l = l * alpha + sums
+    left = gl.convert_layout(p.to(q.dtype), LEFT)
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
+    mbarrier.wait(v_full.index(slot), phase)
+    out = warpgroup_mma(left, v_smem.index(slot), acc, is_async=True)
+    acc, left = warpgroup_mma_wait(0, deps=[out, left])
+    mbarrier.arrive(v_free.index(slot))
+    return acc, l, m
+
+
+@gluon.jit
 def _step(
     i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
     count, rows, diagonal, S, scale,
-    W: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product with the values of tile i - 1."""
     slot, before = i % STAGES, (i - 1) % STAGES
     mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
-    if TURNS:  # the first one's turn has no one before it
-        if W == 0:
-            mbarrier.wait(turn.index(W), i & 1)
-        else:
-            mbarrier.wait(turn.index(W), (i & 1) ^ 1)
+    # The first one's first turn has no one before it.
+    if W == 0:
+        mbarrier.wait(turn.index(W), i & 1)
+    else:
+        mbarrier.wait(turn.index(W), (i & 1) ^ 1)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     scores = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
     # Probabilities go from step to step in float32: as pairs of 16 bits they would be taken apart and packed again.
     left = gl.convert_layout(p.to(q.dtype), LEFT)
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
     out = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turn.index((W + 1) % WARPGROUPS))
+    mbarrier.arrive(turn.index((W + 1) % WARPGROUPS))
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(slot))
     p, sums, m, alpha = _softmax(scores, m, (count - 1 - i) * BLOCK_N, rows, diagonal, S, scale, MASKED, CAUSAL)
@@ -108,7 +148,7 @@ def _step(
 def _consume(
     o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
     b, h, head, start_m, count, masked, diagonal, N, S, scale,
-    W: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    W: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -120,27 +160,40 @@ def _consume(
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
 
     mbarrier.wait(q_full.index(W), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    scores = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_free.index(0))
-    p, l, m, _alpha = _softmax(scores, m, (count - 1) * BLOCK_N, rows, diagonal, S, scale, True, CAUSAL)
-    for i in range(1, masked):
-        acc, l, m, p = _step(
-            i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn, count, rows, diagonal, S, scale,
-            W, WARPGROUPS, TURNS, STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
-        )  # fmt: skip
-    for i in range(masked, count):
-        acc, l, m, p = _step(
-            i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn, count, rows, diagonal, S, scale,
-            W, WARPGROUPS, TURNS, STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
-        )  # fmt: skip
-    last = count - 1
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    left = gl.convert_layout(p.to(q.dtype), LEFT)
-    acc = warpgroup_mma(left, v_smem.index(last % STAGES), acc, is_async=True)
-    acc, left = warpgroup_mma_wait(0, deps=[acc, left])
+    if OVERLAP:
+        mbarrier.wait(k_full.index(0), 0)
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+        scores = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(0))
+        p, l, m, _alpha = _softmax(scores, m, (count - 1) * BLOCK_N, rows, diagonal, S, scale, True, CAUSAL)
+        for i in range(1, masked):
+            acc, l, m, p = _step(
+                i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn, count, rows, diagonal, S, scale,
+                W, WARPGROUPS, STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            )  # fmt: skip
+        for i in range(masked, count):
+            acc, l, m, p = _step(
+                i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn, count, rows, diagonal, S, scale,
+                W, WARPGROUPS, STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            )  # fmt: skip
+        last = count - 1
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+        left = gl.convert_layout(p.to(q.dtype), LEFT)
+        acc = warpgroup_mma(left, v_smem.index(last % STAGES), acc, is_async=True)
+        acc, left = warpgroup_mma_wait(0, deps=[acc, left])
+    else:
+        l = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, SCORES))
+        for i in range(masked):
+            acc, l, m = _step_alone(
+                i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free, count, rows, diagonal, S, scale,
+                STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            )  # fmt: skip
+        for i in range(masked, count):
+            acc, l, m = _step_alone(
+                i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free, count, rows, diagonal, S, scale,
+                STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            )  # fmt: skip
 
     seen = l > 0.0
     l = gl.where(seen, l, 1.0)
@@ -161,19 +214,11 @@ def _flash_attention_fwd_hopper_kernel(
     B, H, N, S, section,
     scale,  # with log2(e)
     GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    WARPGROUPS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
+    WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = WARPGROUPS * ROWS
-    num_blocks = gl.cdiv(N, BLOCK_M)
-    pid = gl.program_id(0)
-    first = pid // (section * num_blocks) * section
-    within = pid % (section * num_blocks)
-    heads = gl.minimum(section, B * H - first)
-    head = first + within % heads
-    block = within // heads
-    if CAUSAL:
-        block = num_blocks - 1 - block
+    block, head = _place(gl.program_id(0), gl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
     b, h = head // H, head % H
     start_m = block * BLOCK_M
 
@@ -216,12 +261,12 @@ def _flash_attention_fwd_hopper_kernel(
                 (_consume, (
                     o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
                     b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    0, WARPGROUPS, TURNS, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
                 )),
                 (_consume, (
                     o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
                     b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    1, WARPGROUPS, TURNS, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
                 )),
                 (_produce, (
                     q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
@@ -238,17 +283,17 @@ def _flash_attention_fwd_hopper_kernel(
                 (_consume, (
                     o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
                     b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    0, WARPGROUPS, TURNS, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
                 )),
                 (_consume, (
                     o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
                     b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    1, WARPGROUPS, TURNS, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
                 )),
                 (_consume, (
                     o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
                     b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    2, WARPGROUPS, TURNS, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    2, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
                 )),
                 (_produce, (
                     q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
@@ -262,18 +307,6 @@ def _flash_attention_fwd_hopper_kernel(
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _place(pid, num_blocks, num_heads, section, REVERSED: gl.constexpr):
-    """As in ``kernels.py``: -> block, head."""
-    first = pid // (section * num_blocks) * section
-    within = pid % (section * num_blocks)
-    heads = gl.minimum(section, num_heads - first)
-    block = within // heads
-    if REVERSED:
-        block = num_blocks - 1 - block
-    return block, first + within % heads
 
 
 @gluon.jit
@@ -613,14 +646,16 @@ def _flash_attention_bwd_dq_hopper_kernel(
 
 # --- configurations -------------------------------------------------------------------------------------------------
 
-# By BLOCK_D: keys a tile, warpgroups of 64 queries, buffers, whether the warpgroups take turns.
+# By BLOCK_D: keys a tile, warpgroups of 64 queries, buffers, and whether a warpgroup overlaps one tile's softmax with
+# another tile's products; three warpgroups have no registers for that, and at 64 features gain more from one another.
 TILES = {
-    64: (64, 3, 4, False),
+    64: (128, 3, 2, False),
     128: (128, 2, 2, True),
     256: (64, 2, 2, True),
 }
-# By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of that for dq.
-BACKWARD_TILES = {64: (64, 2, 128, 2), 128: (64, 3, 128, 2)}
+# By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of that for dq, or None
+# where the plain kernel is faster.
+BACKWARD_TILES = {64: (64, 2, None), 128: (64, 3, (128, 2))}
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
 
@@ -636,22 +671,22 @@ def forward_config(d: int, itemsize: int, properties: runtime.DeviceProperties) 
     width = _is_for(d, itemsize, properties)
     if width not in TILES:
         return None
-    block_n, warpgroups, stages, turns = TILES[width]
+    block_n, warpgroups, stages, overlap = TILES[width]
     blocks = {"BLOCK_N": block_n, "BLOCK_D": width, "ROWS": ROWS}
-    return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "TURNS": turns}, num_warps=4)
+    return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "OVERLAP": overlap}, num_warps=4)
 
 
 @functools.lru_cache(maxsize=1024)
 def backward_config(
     d: int, itemsize: int, properties: runtime.DeviceProperties
-) -> tuple[triton.Config, triton.Config] | None:
-    """The tiles of the kernel for dk and dv, and of that for dq."""
+) -> tuple[triton.Config, triton.Config | None] | None:
+    """The tiles of the kernel for dk and dv, and of that for dq; ``None`` where the plain one is to be used."""
     width = _is_for(d, itemsize, properties)
     if width not in BACKWARD_TILES:
         return None
-    block_m, stages_dkdv, block_n, stages_dq = BACKWARD_TILES[width]
+    block_m, stages, for_dq = BACKWARD_TILES[width]
     blocks = {"BLOCK_D": width, "ROWS": ROWS}
-    return (
-        triton.Config({**blocks, "BLOCK_M": block_m, "STAGES": stages_dkdv}, num_warps=4),
-        triton.Config({**blocks, "BLOCK_N": block_n, "STAGES": stages_dq}, num_warps=4),
-    )
+    dkdv = triton.Config({**blocks, "BLOCK_M": block_m, "STAGES": stages}, num_warps=4)
+    if for_dq is None:
+        return dkdv, None
+    return dkdv, triton.Config({**blocks, "BLOCK_N": for_dq[0], "STAGES": for_dq[1]}, num_warps=4)

@@ -330,10 +330,12 @@ def _launch_backward(
         if hopper is not None:
             lse, delta = _launch_delta(o, do, lse, kernels_hopper.PADDING)
             _launch_dkdv_hopper(q, k, v, do, lse, delta, dk, dv, causal, scale, hopper[0])
-            _launch_dq_hopper(q, k, v, do, lse, delta, dq, causal, scale, hopper[1])
         else:
             lse, delta = _launch_delta(o, do, lse)
             _launch_dkdv(q, k, v, do, lse, delta, dk, dv, causal, scale)
+        if hopper is not None and hopper[1] is not None:
+            _launch_dq_hopper(q, k, v, do, lse, delta, dq, causal, scale, hopper[1])
+        else:
             _launch_dq(q, k, v, do, lse, delta, dq, causal, scale)
 
 
@@ -446,7 +448,7 @@ def _launch_dkdv(
         lse, delta,
         dk, *dk.stride(),
         dv, *dv.stride(),
-        b, h, n, s, kernels.section(n * (h // h_kv), d, q.element_size(), causal, properties),
+        b, h, n, s, lse.shape[2], kernels.section(n * (h // h_kv), d, q.element_size(), causal, properties),
         scale * LOG2_E, scale,
         **_constants(q, k, causal, boxes, config),
     )  # fmt: skip
@@ -476,7 +478,7 @@ def _launch_dq(
         *_argument(do, boxes, block_m, block_d),
         lse, delta,
         dq, *dq.stride(),
-        b, h, n, s, kernels.section(s, d, q.element_size(), causal, properties),
+        b, h, n, s, lse.shape[2], kernels.section(s, d, q.element_size(), causal, properties),
         scale * LOG2_E, scale,
         **_constants(q, k, causal, boxes, config),
     )  # fmt: skip
