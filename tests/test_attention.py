@@ -89,11 +89,11 @@ def test_output_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, caus
     b=st.integers(1, 2),
     h_kv=st.integers(1, 2),
     group=st.integers(1, 3),
-    n=st.integers(0, 150),
-    s=st.integers(0, 150),
+    n=st.integers(0, 90),
+    s=st.integers(0, 90),
     d=st.integers(1, 70),
     causal=st.booleans(),
-    scale=st.sampled_from((None, 0.3, -0.2, 0.0, 3.0)),
+    scale=st.sampled_from((None, 0.3, -0.2, 0.0)),
     dtype=st.sampled_from((*DTYPES, torch.float64)),
 )
 def test_any_shape(
