@@ -5,6 +5,7 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 # isort: split
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
+from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
 __version__ = "0.1.0"
@@ -12,11 +13,13 @@ __version__ = "0.1.0"
 __all__ = [
     "NF4Tensor",
     "__version__",
+    "gather_matmul",
     "layer_norm",
     "nf4_dequantize",
     "nf4_matmul",
     "nf4_quantize",
     "runtime",
+    "scatter_ffn",
     "sparse_backward",
     "sparse_dw",
     "sparse_dx",
