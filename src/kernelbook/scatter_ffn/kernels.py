@@ -441,6 +441,7 @@ def _scatter_ffn_fwd_down_tiles_kernel(
         gdc_wait()
     # The ids of LISTED rows are loaded at once, and each step picks its own from them. Loaded in the step they would be a
     # stage of the software pipeline, and waiting for the newest of its copies is waiting for all: no row would be early.
+    # The pipeline looks ahead beyond the last step, so places are clamped to the list: a gather reads without a mask.
     # Beyond L, h is zero, and so are the rows, which the mask leaves out. h's own mask is by L_pad, a multiple of 16, so
     # that its loads stay wide.
     if SHARES == 1:
@@ -450,7 +451,7 @@ def _scatter_ffn_fwd_down_tiles_kernel(
             rows, exists = _rows_at(rows_ptr, start + tl.arange(0, LISTED), high, N)
             listed = tl.where(exists, rows, -1).to(tl.int32)
             for l in tl.range(start, tl.minimum(start + LISTED, high), BLOCK_L, num_stages=STAGES):
-                row = tl.gather(listed, l - start + offs_l, 0)
+                row = tl.gather(listed, tl.minimum(l - start + offs_l, LISTED - 1), 0)
                 w = tl.load(
                     w_columns[None, :] + row.to(tl.int64)[:, None] * stride_wn,
                     mask=(row >= 0)[:, None] & mask_c[None, :], other=0.0,
@@ -467,7 +468,8 @@ def _scatter_ffn_fwd_down_tiles_kernel(
             rows, exists = _rows_at(rows_ptr, start + tl.arange(0, LISTED), high, N)
             listed = tl.where(exists, rows, -1).to(tl.int32)
             for l in tl.range(start, tl.minimum(start + LISTED, high), STEP, num_stages=STAGES):
-                row = tl.reshape(tl.gather(listed, l - start + tl.arange(0, STEP), 0), (SHARES, BLOCK_L))
+                place = tl.minimum(l - start + tl.arange(0, STEP), LISTED - 1)
+                row = tl.reshape(tl.gather(listed, place, 0), (SHARES, BLOCK_L))
                 w = tl.load(
                     w_columns[None, None, :] + row.to(tl.int64)[:, :, None] * stride_wn,
                     mask=(row >= 0)[:, :, None] & mask_c[None, None, :], other=0.0, eviction_policy="evict_first",
