@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,7 +12,21 @@ from kernelbook import check, runtime, timing
 from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 
-__all__ = ["cases", "ffn_case", "small_checks"]
+__all__ = ["atomics_experiment", "cases", "extras", "ffn_case", "small_checks"]
+
+ATOMICS_COLUMNS = (
+    "run",
+    "op",
+    "variant",
+    "dtype",
+    "shape",
+    "programs",
+    "time_ms",
+    "p20_ms",
+    "p80_ms",
+    *timing.ENVIRONMENT,
+)
+ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
 
 TOKENS = (1, 16, 128, 1024)
 FRACTIONS = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -45,7 +60,7 @@ PLAIN = Shape(4096, 16384, False, "relu")
 LLAMA = Shape(4096, 11008, True, "silu")  # Llama-7B
 
 
-def _network(shape: Shape, m: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def _network(shape: Shape, m: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=dtype, device=runtime.DEVICE)
 
@@ -63,7 +78,7 @@ def _neurons(n: int, count: int, run: int = 1) -> torch.Tensor:
     return (starts[:, None] + torch.arange(run, device=runtime.DEVICE)).reshape(-1)[:count]
 
 
-def _wide(network: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _wide(network: dict[str, Any]) -> dict[str, Any]:
     return {name: t.double() for name, t in network.items()}
 
 
@@ -78,6 +93,8 @@ def _forward(shape: Shape, m: int, fraction: float, run: int = 1) -> timing.Prob
         "gather": lambda: [scatter_ffn_reference(**network, neurons=neurons, **how)],
         "kernelbook": lambda: [op.scatter_ffn(**network, neurons=neurons, **how)],
     }
+    if run == 1 and not shape.gated and m <= 128:
+        calls["kernelbook:fused"] = lambda: [op.fused_ffn(**network, neurons=neurons, **how)]
     if run == 1 and not shape.gated and fraction <= 0.5 and m <= 128:
         calls["kernelbook:columns"] = lambda: [op.scatter_ffn(**by_column, neurons=neurons, **how)]
 
@@ -243,6 +260,43 @@ def cases() -> Iterator[timing.Case]:
             yield _step_case(PLAIN, m, fraction)
     for m in TOKENS:
         yield _first_call(m)
+
+
+def atomics_experiment() -> pd.DataFrame:
+    """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
+    run, rows = timing.new_run(), []
+    about = timing.environment(timing.package_version(Path(__file__).parent))
+    for m in (1, 16, 32, 64, 128):
+        network = _network(PLAIN, m)
+        for fraction in (0.1, 0.25):
+            neurons = _neurons(PLAIN.n, PLAIN.active(fraction))
+            exact = scatter_ffn_reference(**_wide(network), neurons=neurons)
+            baseline = scatter_ffn_reference(**network, neurons=neurons)
+            for block_l in (16, 32, 64, 128):
+                fused = functools.partial(op.fused_ffn, **network, neurons=neurons, block_l=block_l)
+                check.compare("fused", fused(), exact, baseline).require()
+                for variant in ("add", "store"):
+                    time = timing.measure(functools.partial(fused, add=variant == "add"), rep_ms=20.0)
+                    rows.append(
+                        {
+                            "run": run,
+                            "op": "fused_ffn",
+                            "variant": variant,
+                            "dtype": "bfloat16",
+                            "shape": f"M={m} K={PLAIN.k} N={PLAIN.n} active={fraction} block_l={block_l}",
+                            "programs": -(-len(neurons) // block_l) * -(-m // 16),
+                            "time_ms": f"{time.ms:.5g}",
+                            "p20_ms": f"{time.p20:.5g}",
+                            "p80_ms": f"{time.p80:.5g}",
+                            **about,
+                        }
+                    )
+    return pd.DataFrame(rows, columns=list(ATOMICS_COLUMNS))
+
+
+def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
+    """Measurements of another kind, each with its key: by the stem of the file that keeps them."""
+    return {"scatter_ffn_atomics": (atomics_experiment(), ATOMICS_KEY)}
 
 
 def small_checks() -> list[check.Verdict]:

@@ -491,15 +491,70 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     )  # fmt: skip
 
 
-# --- rows copied together, for cuBLAS -------------------------------------------------------------------------------
+# --- all in one kernel, with atomic additions -----------------------------------------------------------------------
+# Not chosen by any rule: measured beside the others, because it is the obvious way to fuse the three steps.
+
+
+def fused_config(block_l: int) -> triton.Config:
+    """BLOCK_L neurons a program; 16 tokens, the fewest for tensor cores."""
+    small = block_l <= 32
+    blocks = {"BLOCK_M": 16, "BLOCK_L": block_l, "BLOCK_K": 128 if small else 64, "BLOCK_C": 256 if small else 64}
+    return triton.Config(blocks, num_warps=4, num_stages=3)
 
 
 @triton.jit(do_not_specialize=["L"])
+def _scatter_ffn_fwd_fused_kernel(
+    rows_ptr,  # (L,) integers
+    x_ptr, stride_xm, stride_xk,  # (M, K)
+    up_ptr, stride_un, stride_uk,  # (N, K)
+    down_ptr, stride_dn, stride_dk,  # (N, K_out)
+    y_ptr,  # (M, K_out) ACC, contiguous; zero, if ADD
+    M, N, K, K_out, L,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """y += act(x W_up[l]^T) W_down[l] for BLOCK_L neurons l; h stays in registers. Without ADD the sums are only stored,
+    over one another: a wrong result, whose time is that of everything but the additions."""
+    pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    rows, exists = _rows_at(rows_ptr, pos, L, N)
+    offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    mask_m = offs_m < M
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+    up_ptrs = up_ptr + offs_k.to(tl.int64)[:, None] * stride_uk + rows[None, :] * stride_un
+    acc = tl.zeros((BLOCK_M, BLOCK_L), ACC)
+    for k in range(0, K, BLOCK_K):
+        mask_k = k + offs_k < K
+        x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_M, BLOCK_K)
+        w = tl.load(up_ptrs, mask=mask_k[:, None] & exists[None, :], other=0.0)  # (BLOCK_K, BLOCK_L)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+        x_ptrs += BLOCK_K * stride_xk
+        up_ptrs += BLOCK_K * stride_uk
+    h = _activate(acc, ACTIVATION).to(x_ptr.dtype.element_ty)
+    offs_c = tl.arange(0, BLOCK_C)
+    down_ptrs = down_ptr + rows[:, None] * stride_dn + offs_c.to(tl.int64)[None, :] * stride_dk
+    y_ptrs = y_ptr + offs_m[:, None] * K_out + offs_c[None, :]
+    for c in range(0, K_out, BLOCK_C):
+        mask_c = c + offs_c < K_out
+        w = tl.load(down_ptrs, mask=exists[:, None] & mask_c[None, :], other=0.0)  # (BLOCK_L, BLOCK_C)
+        part = tl.dot(h, w, input_precision=PRECISION, out_dtype=ACC)
+        if ADD:
+            tl.atomic_add(y_ptrs, part, mask=mask_m[:, None] & mask_c[None, :], sem="relaxed")
+        else:
+            tl.store(y_ptrs, part, mask=mask_m[:, None] & mask_c[None, :])
+        down_ptrs += BLOCK_C * stride_dk
+        y_ptrs += BLOCK_C
+
+
+# --- rows copied together, for cuBLAS -------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["L", "L_pad"])
 def _scatter_ffn_pack_kernel(
     rows_ptr,  # (L,) integers
     w_ptr, stride_wn, stride_wk,  # (N, K)
-    out_ptr,  # (L, K) contiguous
-    N, K, L,
+    out_ptr,  # (L_pad, K) contiguous; rows from L on become zero
+    N, K, L, L_pad,
     BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -508,29 +563,29 @@ def _scatter_ffn_pack_kernel(
     mask_k = (offs_k < K)[None, :]
     w_ptrs = w_ptr + rows[:, None] * stride_wn + offs_k[None, :] * stride_wk
     w = tl.load(w_ptrs, mask=exists[:, None] & mask_k, other=0.0)  # (BLOCK_L, BLOCK_K)
-    tl.store(out_ptr + pos.to(tl.int64)[:, None] * K + offs_k[None, :], w, mask=(pos < L)[:, None] & mask_k)
+    tl.store(out_ptr + pos.to(tl.int64)[:, None] * K + offs_k[None, :], w, mask=(pos < L_pad)[:, None] & mask_k)
 
 
-@triton.jit(do_not_specialize=["M", "L", "stride_um"])
+@triton.jit(do_not_specialize=["M", "L"])
 def _scatter_ffn_hidden_kernel(
     rows_ptr,  # (L,) integers
-    u_ptr, stride_um,  # (M, L) up products, and (M, L) gate products with the same strides, if GATED
-    g_ptr,
+    u_ptr, stride_um,  # (M, L_pad) up products, zero from L on
+    g_ptr,  # (M, L_pad) gate products, if GATED
     bu_ptr, stride_bu,  # (N,) biases, if HAS_UP_BIAS, HAS_GATE_BIAS
     bg_ptr, stride_bg,
-    dh_ptr,  # (M, L) gradient of h, if WITH_GRADIENTS
-    h_ptr, du_ptr, dg_ptr,  # (M, L)
-    M, N, L,
+    dh_ptr,  # (M, L_pad) gradient of h, if WITH_GRADIENTS; zero from L on
+    h_ptr, du_ptr, dg_ptr,  # (M, L_pad)
+    M, N, L, L_pad,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_UP_BIAS: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
     WITH_GRADIENTS: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """h = act(u + b_u), or act(g + b_g) (u + b_u); with dh also the gradients of u and g. All (M, L) have u's strides."""
+    """h = act(u + b_u), or act(g + b_g) (u + b_u); with dh also the gradients of u and g. All have u's strides. What is zero, as from L on, stays zero."""
     pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     rows, exists = _rows_at(rows_ptr, pos, L, N)
     offsets = offs_m[:, None] * stride_um + pos[None, :]
-    mask = (offs_m < M)[:, None] & (pos < L)[None, :]
+    mask = (offs_m < M)[:, None] & (pos < L_pad)[None, :]
     u = tl.load(u_ptr + offsets, mask=mask, other=0.0).to(ACC)
     if HAS_UP_BIAS:
         u += tl.load(bu_ptr + rows * stride_bu, mask=exists, other=0.0).to(ACC)[None, :]
@@ -585,6 +640,8 @@ def _scatter_ffn_place_kernel(
 
 # --- which kernels, and how they are cut ----------------------------------------------------------------------------
 
+PACKED_TOKENS = 2048  # from here on rows are copied together
+FEW, MANY = 512, 2500  # neurons
 PAD = 64  # h has a multiple of so many columns; those that no neuron has are zero
 COPY_CONFIG = triton.Config({"BLOCK_L": 4, "BLOCK_K": 1024}, num_warps=4)
 HIDDEN_CONFIG = triton.Config({"BLOCK_M": 4, "BLOCK_L": 512}, num_warps=4)
@@ -600,9 +657,9 @@ class Plan:
     """
 
     strategy: str
-    up: triton.Config
+    up: triton.Config | None
     up_split: int
-    down: triton.Config
+    down: triton.Config | None
     down_split: int
 
 
@@ -612,10 +669,109 @@ def has_pdl(properties: runtime.DeviceProperties) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, k: int, k_out: int, active: int, dtype: str, properties: runtime.DeviceProperties) -> Plan:
-    """PRELIMINARY"""
-    up = triton.Config(dict(BLOCK_M=16, BLOCK_L=16, BLOCK_K=16, SHARES=2, GROUP=8, STAGES=2), num_warps=4)
-    down = triton.Config(
-        dict(BLOCK_M=16, BLOCK_L=16, BLOCK_C=16, SHARES=2, GROUP=8, STAGES=2, LISTED=32, AHEAD=16), num_warps=4
-    )
-    return Plan("tiles", up, 1, down, 1)
+def plan(
+    m: int, k: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
+) -> Plan:
+    """The rules: which kernels compute ``active`` neurons for ``m`` tokens, K inputs and K_out outputs.
+
+    ==================  ==================  =====================================================================
+    dtype               tokens              strategy
+    ==================  ==================  =====================================================================
+    float16, bfloat16   1                   ``vector``
+    float16, bfloat16   2 to 2047           ``tiles``: 16, 32, 64 or 128 tokens a tile
+    float16, bfloat16   2048 and more       ``packed``: copying the rows costs little beside so much arithmetic
+    float32             1 to 4              ``vector``: exact products
+    float32             5 and more          ``packed``: cuBLAS, with tf32 where PyTorch allows it
+    float64             any                 ``packed``
+    ==================  ==================  =====================================================================
+
+    Within a strategy the tiles grow with the number of neurons: few neurons have to be spread over all multiprocessors, many
+    should share what is read of x and h. The thresholds are where the measured order of the tiles changes on an H200.
+    """
+    narrow = dtype in ("float16", "bfloat16")
+    if (narrow and m == 1) or (dtype == "float32" and m <= 4):
+        return _vector_plan(m, k_out, active, dtype, gated, properties)
+    if narrow and m < PACKED_TOKENS:
+        return _tiles_plan(m, k_out, active, gated, properties)
+    return Plan("packed", None, 1, None, 1)
+
+
+def _vector_plan(
+    m: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
+) -> Plan:
+    tokens = triton.next_power_of_2(m)
+    # As many bytes in flight in each thread whatever the dtype; several tokens take registers for their sums.
+    size = 1 if dtype != "float32" else 2 * tokens
+    if active <= FEW:
+        up = triton.Config({"BLOCK_L": 2, "BLOCK_K": 4096 // size}, num_warps=4)
+        down = triton.Config({"BLOCK_L": 128, "BLOCK_C": 32, "UNROLL": max(1, 4 // size)}, num_warps=16)
+        split = 1
+    else:
+        up = triton.Config({"BLOCK_L": 2, "BLOCK_K": 2048 // size}, num_warps=4 if gated else 2)
+        down = triton.Config({"BLOCK_L": 16, "BLOCK_C": 64, "UNROLL": max(1, 8 // size)}, num_warps=4)
+        columns = -(-k_out // 64)
+        split = max(1, min(4 * properties.num_sms // max(columns, 1), active // 128, 64))
+    up.kwargs |= {"TOKENS": tokens, "STAGES": 1}
+    down.kwargs |= {"TOKENS": tokens}
+    return Plan("vector", up, 1, down, split)
+
+
+def _tiles_plan(m: int, k_out: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> Plan:
+    few, many = active <= FEW, active >= MANY
+    hopper, amd = has_pdl(properties), properties.arch.startswith("gfx")
+    split = 1
+    # BLOCK_M, BLOCK_L, BLOCK_K, SHARES, stages, warps; then BLOCK_M, BLOCK_L, BLOCK_C, stages, warps, and programs a tile
+    if m <= 16:
+        up = (
+            (16, 8, 64, 8, 4, 8)
+            if few and not amd
+            else (16, 32, 128, 1, 4, 4)
+            if active >= 5000
+            else (16, 16, 64, 4, 6, 4)
+        )
+        down = (16, 64, 64, 5, 4, 2) if few else (16, 32, 128, 4, 4, 8) if many else (16, 64, 128, 4, 4, 4)
+    elif m <= 32:
+        up = (32, 32, 128, 1, 4, 4) if active >= 5000 else (32, 16, 64, 4, 4, 4)
+        down = (32, 64, 128, 3, 4, 8 if many else 4)
+    elif m <= 64:
+        up = (64, 32, 128, 1, 4, 4) if many else (64, 16, 128, 1, 5, 4)
+        down = (64, 64, 64, 5, 4, 4 if many else 2)
+    elif m <= 128:
+        up = (64, 32, 128, 1, 5, 4)
+        if many:
+            up = (128, 64, 64, 1, 5, 4 if hopper else 8) if gated else (64, 64, 64, 1, 6, 4)
+        down = (128, 64, 128, 4, 8, 4) if many else (64, 64, 64, 5, 4, 1 if few else 2)
+    elif m <= 256:
+        up = (128, 128, 64, 1, 4, 8) if many else (128, 64, 64, 1, 5, 4)
+        split = 1 if many else 2
+        down = (128, 64, 128, 4, 8, 2)
+    else:
+        wide, square = (-(-m // 128) * -(-active // side) for side in (256, 128))
+        if wide >= 0.75 * properties.num_sms and hopper and not gated:
+            up = (128, 256, 64, 1, 3, 8)
+        else:
+            up = (128, 128, 64, 1, 4, 8) if square >= 0.5 * properties.num_sms else (128, 64, 64, 1, 4, 4)
+        down = (128, 64, 256, 3, 8, min(4, properties.num_sms // (-(-m // 128) * -(-k_out // 256) or 1)))
+    block_m, block_l, block_k, shares, stages, warps = up
+    blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_K": block_k, "SHARES": shares, "GROUP": 8}
+    stage_bytes = 2 * shares * block_k * (block_m + block_l * (2 if gated else 1))
+    up_config = triton.Config(blocks | {"STAGES": _stages(stages, stage_bytes, properties)}, num_warps=warps)
+    block_m, block_l, block_c, stages, warps, programs = down
+    blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_C": block_c, "SHARES": 1, "GROUP": 8}
+    blocks |= {"STAGES": _stages(stages, 2 * block_l * (block_m + block_c), properties)}
+    blocks |= {"LISTED": 1024, "AHEAD": 64 if m <= 256 else 0}
+    # The shares are for 4,096 outputs; of fewer outputs there are fewer tiles, so more programs share one.
+    columns = -(-k_out // block_c)
+    down_split = programs if m > 256 else programs * max(1, 4096 // block_c // max(columns, 1))
+    down_split = max(1, min(down_split, active // block_l, 64))
+    return Plan("tiles", up_config, split, triton.Config(blocks, num_warps=warps), down_split)
+
+
+def _stages(wanted: int, stage_bytes: int, properties: runtime.DeviceProperties) -> int:
+    """As many stages as fit; AMD's pipeline keeps the newest in registers."""
+    amd = properties.arch.startswith("gfx")
+    # The listed ids, and what changes its layout, lie in shared memory too.
+    room = properties.shared_memory_per_program - 12 * 1024
+    while wanted > 2 and (wanted - amd) * stage_bytes > room:
+        wanted -= 1
+    return wanted

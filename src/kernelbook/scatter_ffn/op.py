@@ -14,7 +14,7 @@ from kernelbook.scatter_ffn import kernels
 # isort: split
 import triton.language as tl
 
-__all__ = ["ACTIVATIONS", "gather_matmul", "scatter_ffn"]
+__all__ = ["ACTIVATIONS", "fused_ffn", "gather_matmul", "scatter_ffn"]
 
 ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
 _TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -91,14 +91,15 @@ def scatter_ffn(
         w_gate: (N, K) or ``None``.
         activation: ``"relu"``, ``"leaky_relu"`` (slope 0.01), ``"gelu"`` (with erf), ``"gelu_tanh"`` (the approximation that
             GPT-2 uses) or ``"silu"``.
-        deterministic: always the same bits for the same input, without atomic additions; also where
-            ``torch.are_deterministic_algorithms_enabled()``.
+        deterministic: ask for the same bits in every run. All kernels that the rules choose give them anyway, without atomic
+            additions of floating-point numbers, so this and ``torch.use_deterministic_algorithms`` change nothing here.
         b_up, b_gate: (N,) or ``None``. b_down: (K_out,) or ``None``.
 
     Returns:
         (..., K_out) in the dtype of ``x``, summed in float32 and rounded once; h is rounded to the dtype of ``x`` between the
         products, as in PyTorch. Under autocast in its dtype. Gradients of the weights have zeros in rows of neurons that are
-        not listed. :func:`kernelbook.scatter_ffn.kernels.plan` says which kernels run for which shape.
+        not listed. ``plan`` in the room's
+        ``kernels.py`` says which kernels run for which shape.
 
     Raises:
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
@@ -126,6 +127,49 @@ def scatter_ffn(
     _check_ids(op, "neurons", neurons, x)
     y: torch.Tensor = _ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation, deterministic)
     return y
+
+
+def fused_ffn(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    neurons: torch.Tensor,
+    *,
+    activation: str = "relu",
+    block_l: int = 32,
+    add: bool = True,
+) -> torch.Tensor:
+    """What :func:`scatter_ffn` computes, in one kernel that adds into its result atomically: for comparison.
+
+    Its sums depend on the order in which programs come, so its bits do. It needs zeros to begin with and one more pass that
+    rounds. Not differentiable.
+
+    Args:
+        x: (M, K). w_up: (N, K). w_down: (N, K_out). neurons: (L,). activation: as in :func:`scatter_ffn`.
+        block_l: neurons of one program, a power of two of at least 16.
+        add: ``False`` stores without adding: a wrong result, to measure what the additions cost.
+
+    Returns:
+        (M, K_out) in the dtype of ``x``.
+    """
+    (m, k), k_out, dtype = x.shape, w_down.shape[1], x.dtype
+    x, w_up, w_down, neurons = _given(x), _given(w_up), _given(w_down), neurons.contiguous()
+    acc = _accumulator(x.dtype)
+    y = torch.zeros((m, k_out), dtype=acc, device=x.device)
+    config = kernels.fused_config(block_l)
+    if m and k_out and neurons.shape[0]:
+        with runtime.on_device_of(x):
+            kernels._scatter_ffn_fwd_fused_kernel[(_cdiv(neurons.shape[0], block_l), _cdiv(m, config.kwargs["BLOCK_M"]))](
+                neurons,
+                x, *x.stride(),
+                w_up, *w_up.stride(),
+                w_down, *w_down.stride(),
+                y,
+                m, w_up.shape[0], k, k_out, neurons.shape[0],
+                ACTIVATION=activation, ADD=add, ACC=_TL_DTYPE[acc], PRECISION=_precision(),
+                **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
+            )  # fmt: skip
+    return y.to(dtype)
 
 
 def _dense(
@@ -426,8 +470,11 @@ def _run_up(
     }
     tickets = rows if tickets is None else tickets
     config = plan.up
+    assert config is not None
     blocks = config.kwargs
     if plan.strategy == "vector":
+        if not _wide(weight):
+            blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
         kernels._gather_matmul_fwd_vector_kernel[(_cdiv(columns, blocks["BLOCK_L"]),)](
             *operands, tickets, m, weight.shape[0], k, count, columns,
             **constants, **blocks, num_warps=config.num_warps,
@@ -459,6 +506,7 @@ def _run_down(
     m, k_out = y.shape
     acc = _accumulator(h.dtype)
     config, split = plan.down, plan.down_split
+    assert config is not None
     blocks = config.kwargs
     partial = torch.empty((split, m, k_out), dtype=acc, device=h.device) if split > 1 else y
     operands = (
@@ -493,6 +541,7 @@ def _wide(weight: torch.Tensor) -> bool:
 
 def _tickets(m: int, k_out: int, plan: kernels.Plan) -> int:
     """Tiles of y, each of which has a ticket if its sum is shared."""
+    assert plan.down is not None
     blocks = plan.down.kwargs
     return _cdiv(m, blocks.get("BLOCK_M", m)) * _cdiv(k_out, blocks["BLOCK_C"]) if plan.down_split > 1 else 0
 
@@ -502,16 +551,15 @@ def _precision() -> str:
 
 
 def _pack(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """-> (L, K), the listed rows; zeros for an id out of range. A vector is a matrix of one column, and comes back as (L,)."""
-    if weight.ndim == 1:
-        return _pack(weight[:, None], rows)[:, 0]
+    """-> (L_pad, K), the listed rows; zeros for an id out of range, and from L on: cuBLAS is fast with whole sixteens."""
     (n, k), count = weight.shape, rows.shape[0]
-    out = torch.empty((count, k), dtype=weight.dtype, device=weight.device)
+    out = torch.empty((_padded(count), k), dtype=weight.dtype, device=weight.device)
     if out.numel():
         blocks = kernels.COPY_CONFIG.kwargs
-        kernels._scatter_ffn_pack_kernel[(_cdiv(count, blocks["BLOCK_L"]), _cdiv(k, blocks["BLOCK_K"]))](
-            rows, weight, *weight.stride(), out, n, k, count, **blocks, num_warps=kernels.COPY_CONFIG.num_warps
-        )
+        kernels._scatter_ffn_pack_kernel[(_cdiv(out.shape[0], blocks["BLOCK_L"]), _cdiv(k, blocks["BLOCK_K"]))](
+            rows, weight, *weight.stride(), out, n, k, count, out.shape[0], **blocks,
+            num_warps=kernels.COPY_CONFIG.num_warps,
+        )  # fmt: skip
     return out
 
 
@@ -525,14 +573,14 @@ def _hidden(
     n: int,
     dh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """-> h, and with dh also du and dg (if there is a g). All have the shape and strides of u (M, L)."""
+    """-> h, and with dh also du and dg (if there is a g). All are as u (M, L_pad), and zero from L on as it is."""
     h = torch.empty_like(u)
     du = None if dh is None else torch.empty_like(u)
     dg = None if dh is None or g is None else torch.empty_like(u)
-    m, count = u.shape[0], rows.shape[0]
+    (m, columns), count = u.shape, rows.shape[0]
     if h.numel():
         blocks = kernels.HIDDEN_CONFIG.kwargs
-        kernels._scatter_ffn_hidden_kernel[(_cdiv(count, blocks["BLOCK_L"]), _cdiv(m, blocks["BLOCK_M"]))](
+        kernels._scatter_ffn_hidden_kernel[(_cdiv(columns, blocks["BLOCK_L"]), _cdiv(m, blocks["BLOCK_M"]))](
             rows,
             u, u.stride(0),
             u if g is None else g,
@@ -540,7 +588,7 @@ def _hidden(
             *_bias(b_gate, u),
             u if dh is None else dh,
             h, u if du is None else du, u if dg is None else dg,
-            m, n, count,
+            m, n, count, columns,
             ACTIVATION=activation, GATED=g is not None, HAS_UP_BIAS=b_up is not None, HAS_GATE_BIAS=b_gate is not None,
             WITH_GRADIENTS=dh is not None, ACC=_TL_DTYPE[_accumulator(u.dtype)],
             **blocks, num_warps=kernels.HIDDEN_CONFIG.num_warps,
@@ -582,16 +630,15 @@ def _products(
     plan: kernels.Plan,
     columns: int,
 ) -> torch.Tensor:
-    """act(x weight[rows]^T) or its gated form, (M, columns); columns from L on are zero. x (M, K)."""
-    m, count = x.shape[0], rows.shape[0]
+    """act(x weight[rows]^T) or its gated form, (M, columns), of which those from L on are zero. x (M, K)."""
     if plan.strategy == "packed":
         out = torch.mm(x, _pack(weight, rows).t())
-        if activation == "none" and bias is None and gate is None:
-            return out
-        g = None if gate is None else torch.mm(x, _pack(gate, rows).t())
-        return _hidden(rows, out, g, bias, gate_bias, activation, weight.shape[0])[0]
-    out = torch.empty((m, columns), dtype=x.dtype, device=x.device)
-    if m > 0 and count > 0:
+        if activation != "none" or bias is not None or gate is not None:
+            g = None if gate is None else torch.mm(x, _pack(gate, rows).t())
+            out = _hidden(rows, out, g, bias, gate_bias, activation, weight.shape[0])[0]
+        return out[:, :columns].contiguous()
+    out = torch.empty((x.shape[0], columns), dtype=x.dtype, device=x.device)
+    if out.numel():
         _run_up(x, weight, bias, gate, gate_bias, rows, activation, plan, out)
     return out
 
@@ -599,10 +646,9 @@ def _products(
 def _scattered(
     h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, plan: kernels.Plan
 ) -> torch.Tensor:
-    """h[:, :L] weight[rows] + bias, (M, K_out). h (M, L) or more columns, which are zero."""
+    """h[:, :L] weight[rows] + bias, (M, K_out). h (M, L_pad) is zero from L on."""
     if plan.strategy == "packed":
         packed = _pack(weight, rows)
-        h = h[:, : rows.shape[0]]
         return torch.mm(h, packed) if bias is None else torch.addmm(bias, h, packed)
     y = torch.empty((h.shape[0], weight.shape[1]), dtype=h.dtype, device=h.device)
     if y.numel():
@@ -611,8 +657,11 @@ def _scattered(
     return y
 
 
-def _plan(x: torch.Tensor, k: int, k_out: int, rows: torch.Tensor, dtype: torch.dtype) -> kernels.Plan:
-    return kernels.plan(x.shape[0], k, k_out, rows.shape[0], str(dtype).removeprefix("torch."), runtime.properties())
+def _plan(
+    x: torch.Tensor, k: int, k_out: int, rows: torch.Tensor, dtype: torch.dtype, *, gated: bool = False
+) -> kernels.Plan:
+    name = str(dtype).removeprefix("torch.")
+    return kernels.plan(x.shape[0], k, k_out, rows.shape[0], name, gated, runtime.properties())
 
 
 def _padded(count: int) -> int:
@@ -641,7 +690,6 @@ def _run_ffn(
     b_down: torch.Tensor | None,
     rows: torch.Tensor,
     activation: str,
-    plan: kernels.Plan | None = None,
 ) -> torch.Tensor:
     leading, dtype = x.shape[:-1], x.dtype
     x = _matrix(x)
@@ -650,12 +698,12 @@ def _run_ffn(
     rows = rows.contiguous()
     (m, k), k_out, count = x.shape, w_down.shape[1], rows.shape[0]
     with runtime.on_device_of(x), _without_autocast(x):
-        plan = plan or _plan(x, k, k_out, rows, dtype)
+        plan = _plan(x, k, k_out, rows, dtype, gated=w_gate is not None)
         if m == 0 or count == 0 or k_out == 0:
             y = torch.zeros((m, k_out), dtype=x.dtype, device=x.device)
             y = y if b_down is None else y + b_down
         elif plan.strategy == "packed":
-            h = _products(x, w_up, b_up, w_gate, b_gate, rows, activation, plan, count)
+            h = _products(x, w_up, b_up, w_gate, b_gate, rows, activation, plan, _padded(count))
             y = _scattered(h, w_down, b_down, rows, plan)
         else:
             h = torch.empty((m, _padded(count)), dtype=x.dtype, device=x.device)
@@ -684,13 +732,14 @@ def _run_gather_backward(
     rows = rows.contiguous()
     with runtime.on_device_of(x), _without_autocast(x):
         plan = _plan(x, k, k, rows, dtype)
-        columns = rows.shape[0] if plan.strategy == "packed" else _padded(rows.shape[0])
+        columns = _padded(rows.shape[0])
         dz = _pad(dout, columns)
         if activation != "none":
             z = _products(x, weight, None, None, None, rows, "none", plan, columns)
-            dz = _blank(_hidden(rows, z, None, bias, None, activation, n, dz)[1], rows.shape[0])
+            _, du, _ = _hidden(rows, z, None, bias, None, activation, n, dz)
+            assert du is not None
+            dz = du
         dx = _scattered(dz, weight, None, rows, plan) if needs_dx else x.new_empty(0)
-        dz = dz[:, : rows.shape[0]]
         dw, db = _place(rows, n, torch.mm(dz.t(), x) if needs_dw else None, _column_sums(dz) if needs_db else None)
     return (
         dx.to(dtype).reshape(*leading, k) if needs_dx else dx.to(dtype),
@@ -708,13 +757,6 @@ def _pad(h: torch.Tensor, columns: int) -> torch.Tensor:
     if h.shape[1] == columns:
         return h.contiguous()
     return F.pad(h, (0, columns - h.shape[1]))
-
-
-def _blank(h: torch.Tensor | None, count: int) -> torch.Tensor:
-    """Zeros from column ``count`` on."""
-    assert h is not None
-    h[:, count:].zero_()
-    return h
 
 
 def _run_ffn_backward(
@@ -738,20 +780,18 @@ def _run_ffn_backward(
     count = rows.shape[0]
     with runtime.on_device_of(x), _without_autocast(x):
         plan = _plan(x, k, k_out, rows, dtype)
-        columns = count if plan.strategy == "packed" else _padded(count)
+        columns = _padded(count)
         u = _products(x, w_up, None, None, None, rows, "none", plan, columns)
         g = None if w_gate is None else _products(x, w_gate, None, None, None, rows, "none", plan, columns)
         # The gradient of h is a product with the same rows that h is multiplied by.
         dh = _products(dy, w_down, None, None, None, rows, "none", plan, columns)
-        h, maybe_du, dg = _hidden(rows, u, g, b_up, b_gate, activation, n, dh)
-        du = _blank(maybe_du, count)
-        dg = None if dg is None else _blank(dg, count)
+        h, du, dg = _hidden(rows, u, g, b_up, b_gate, activation, n, dh)
+        assert du is not None
         dx = None
         if needs_dx:
             dx = _scattered(du, w_up, None, rows, plan)
             if dg is not None and w_gate is not None:
                 dx = dx + _scattered(dg, w_gate, None, rows, plan)
-        h, du, dg = h[:, :count], du[:, :count], None if dg is None else dg[:, :count]
         dw_up, dw_down, dw_gate, db_up, db_gate = _place(
             rows, n,
             torch.mm(du.t(), x) if needs_up else None,
