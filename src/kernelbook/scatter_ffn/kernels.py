@@ -566,33 +566,24 @@ def _scatter_ffn_pack_kernel(
     tl.store(out_ptr + pos.to(tl.int64)[:, None] * K + offs_k[None, :], w, mask=(pos < L_pad)[:, None] & mask_k)
 
 
-@triton.jit(do_not_specialize=["M", "L"])
+@triton.jit(do_not_specialize=["M"])
 def _scatter_ffn_hidden_kernel(
-    rows_ptr,  # (L,) integers
-    u_ptr, stride_um,  # (M, L_pad) up products, zero from L on
+    u_ptr, stride_um,  # (M, L_pad) up products with their bias, zero from L on
     g_ptr,  # (M, L_pad) gate products, if GATED
-    bu_ptr, stride_bu,  # (N,) biases, if HAS_UP_BIAS, HAS_GATE_BIAS
-    bg_ptr, stride_bg,
     dh_ptr,  # (M, L_pad) gradient of h, if WITH_GRADIENTS; zero from L on
     h_ptr, du_ptr, dg_ptr,  # (M, L_pad)
-    M, N, L, L_pad,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_UP_BIAS: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
-    WITH_GRADIENTS: tl.constexpr, ACC: tl.constexpr,
+    M, L_pad,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, WITH_GRADIENTS: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """h = act(u + b_u), or act(g + b_g) (u + b_u); with dh also the gradients of u and g. All have u's strides. What is zero, as from L on, stays zero."""
+    """h = act(u), or act(g) u; with dh also the gradients of u and g. All have u's strides. What is zero, as from L on, stays zero."""
     pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    rows, exists = _rows_at(rows_ptr, pos, L, N)
     offsets = offs_m[:, None] * stride_um + pos[None, :]
     mask = (offs_m < M)[:, None] & (pos < L_pad)[None, :]
     u = tl.load(u_ptr + offsets, mask=mask, other=0.0).to(ACC)
-    if HAS_UP_BIAS:
-        u += tl.load(bu_ptr + rows * stride_bu, mask=exists, other=0.0).to(ACC)[None, :]
     if GATED:
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        if HAS_GATE_BIAS:
-            g += tl.load(bg_ptr + rows * stride_bg, mask=exists, other=0.0).to(ACC)[None, :]
         gate = _activate(g, ACTIVATION)
         h = gate * u
     else:
@@ -642,6 +633,7 @@ def _scatter_ffn_place_kernel(
 
 PACKED_TOKENS = 2048  # from here on rows are copied together
 FEW, MANY = 512, 2500  # neurons
+EARLY = 8500  # neurons up to which the down kernel may start early; later programs of the up kernel would miss its room
 PAD = 64  # h has a multiple of so many columns; those that no neuron has are zero
 COPY_CONFIG = triton.Config({"BLOCK_L": 4, "BLOCK_K": 1024}, num_warps=4)
 HIDDEN_CONFIG = triton.Config({"BLOCK_M": 4, "BLOCK_L": 512}, num_warps=4)
@@ -688,7 +680,7 @@ def plan(
     Within a strategy the tiles grow with the number of neurons: few neurons have to be spread over all multiprocessors, many
     should share what is read of x and h. The thresholds are where the measured order of the tiles changes on an H200.
     """
-    narrow = dtype in ("float16", "bfloat16")
+    narrow, m = dtype in ("float16", "bfloat16"), max(m, 1)
     if (narrow and m == 1) or (dtype == "float32" and m <= 4):
         return _vector_plan(m, k_out, active, dtype, gated, properties)
     if narrow and m < PACKED_TOKENS:
@@ -722,13 +714,13 @@ def _tiles_plan(m: int, k_out: int, active: int, gated: bool, properties: runtim
     split = 1
     # BLOCK_M, BLOCK_L, BLOCK_K, SHARES, stages, warps; then BLOCK_M, BLOCK_L, BLOCK_C, stages, warps, and programs a tile
     if m <= 16:
-        up = (
-            (16, 8, 64, 8, 4, 8)
-            if few and not amd
-            else (16, 32, 128, 1, 4, 4)
-            if active >= 5000
-            else (16, 16, 64, 4, 6, 4)
-        )
+        up = (16, 32, 128, 1, 4, 4)
+        if few and not amd:
+            up = (16, 8, 64, 8, 4, 8)
+        elif not many:
+            up = (16, 16, 64, 4, 6, 4)
+        elif active < 5000:
+            up = (16, 8, 128, 2, 4, 2)
         down = (16, 64, 64, 5, 4, 2) if few else (16, 32, 128, 4, 4, 8) if many else (16, 64, 128, 4, 4, 4)
     elif m <= 32:
         up = (32, 32, 128, 1, 4, 4) if active >= 5000 else (32, 16, 64, 4, 4, 4)
@@ -738,8 +730,10 @@ def _tiles_plan(m: int, k_out: int, active: int, gated: bool, properties: runtim
         down = (64, 64, 64, 5, 4, 4 if many else 2)
     elif m <= 128:
         up = (64, 32, 128, 1, 5, 4)
-        if many:
-            up = (128, 64, 64, 1, 5, 4 if hopper else 8) if gated else (64, 64, 64, 1, 6, 4)
+        if many and not gated:
+            up = (64, 64, 64, 1, 6, 4)
+        elif active >= 5000:
+            up = (128, 64, 64, 1, 5, 4 if hopper else 8)
         down = (128, 64, 128, 4, 8, 4) if many else (64, 64, 64, 5, 4, 1 if few else 2)
     elif m <= 256:
         up = (128, 128, 64, 1, 4, 8) if many else (128, 64, 64, 1, 5, 4)

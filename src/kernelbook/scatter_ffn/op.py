@@ -564,33 +564,23 @@ def _pack(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _hidden(
-    rows: torch.Tensor,
-    u: torch.Tensor,
-    g: torch.Tensor | None,
-    b_up: torch.Tensor | None,
-    b_gate: torch.Tensor | None,
-    activation: str,
-    n: int,
-    dh: torch.Tensor | None = None,
+    u: torch.Tensor, g: torch.Tensor | None, activation: str, dh: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """-> h, and with dh also du and dg (if there is a g). All are as u (M, L_pad), and zero from L on as it is."""
     h = torch.empty_like(u)
     du = None if dh is None else torch.empty_like(u)
     dg = None if dh is None or g is None else torch.empty_like(u)
-    (m, columns), count = u.shape, rows.shape[0]
+    m, columns = u.shape
     if h.numel():
         blocks = kernels.HIDDEN_CONFIG.kwargs
         kernels._scatter_ffn_hidden_kernel[(_cdiv(columns, blocks["BLOCK_L"]), _cdiv(m, blocks["BLOCK_M"]))](
-            rows,
             u, u.stride(0),
             u if g is None else g,
-            *_bias(b_up, u),
-            *_bias(b_gate, u),
             u if dh is None else dh,
             h, u if du is None else du, u if dg is None else dg,
-            m, n, count, columns,
-            ACTIVATION=activation, GATED=g is not None, HAS_UP_BIAS=b_up is not None, HAS_GATE_BIAS=b_gate is not None,
-            WITH_GRADIENTS=dh is not None, ACC=_TL_DTYPE[_accumulator(u.dtype)],
+            m, columns,
+            ACTIVATION=activation, GATED=g is not None, WITH_GRADIENTS=dh is not None,
+            ACC=_TL_DTYPE[_accumulator(u.dtype)],
             **blocks, num_warps=kernels.HIDDEN_CONFIG.num_warps,
         )  # fmt: skip
     return h, du, dg
@@ -619,6 +609,15 @@ def _place(rows: torch.Tensor, n: int, *gradients: torch.Tensor | None) -> list[
     return placed
 
 
+def _packed_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor
+) -> torch.Tensor:
+    """x weight[rows]^T + bias[rows], (M, L_pad)."""
+    packed = _pack(weight, rows).t()
+    # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's slope jumps.
+    return torch.mm(x, packed) if bias is None else torch.addmm(_pack(bias[:, None], rows)[:, 0], x, packed)
+
+
 def _products(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -632,10 +631,9 @@ def _products(
 ) -> torch.Tensor:
     """act(x weight[rows]^T) or its gated form, (M, columns), of which those from L on are zero. x (M, K)."""
     if plan.strategy == "packed":
-        out = torch.mm(x, _pack(weight, rows).t())
-        if activation != "none" or bias is not None or gate is not None:
-            g = None if gate is None else torch.mm(x, _pack(gate, rows).t())
-            out = _hidden(rows, out, g, bias, gate_bias, activation, weight.shape[0])[0]
+        out = _packed_product(x, weight, bias, rows)
+        if activation != "none" or gate is not None:
+            out = _hidden(out, None if gate is None else _packed_product(x, gate, gate_bias, rows), activation)[0]
         return out[:, :columns].contiguous()
     out = torch.empty((x.shape[0], columns), dtype=x.dtype, device=x.device)
     if out.numel():
@@ -710,7 +708,7 @@ def _run_ffn(
             y = torch.empty((m, k_out), dtype=x.dtype, device=x.device)
             num_tickets = _tickets(m, k_out, plan)
             tickets = torch.empty(num_tickets, dtype=torch.int32, device=x.device) if num_tickets else None
-            pdl = kernels.has_pdl(runtime.properties())
+            pdl = kernels.has_pdl(runtime.properties()) and (plan.strategy == "vector" or count <= kernels.EARLY)
             _run_up(x, w_up, b_up, w_gate, b_gate, rows, activation, plan, h, tickets, pdl)
             _run_down(h, w_down, b_down, rows, plan, y, rows if tickets is None else tickets, pdl)
     return y.to(dtype).reshape(*leading, k_out)
@@ -735,8 +733,8 @@ def _run_gather_backward(
         columns = _padded(rows.shape[0])
         dz = _pad(dout, columns)
         if activation != "none":
-            z = _products(x, weight, None, None, None, rows, "none", plan, columns)
-            _, du, _ = _hidden(rows, z, None, bias, None, activation, n, dz)
+            z = _products(x, weight, bias, None, None, rows, "none", plan, columns)
+            _, du, _ = _hidden(z, None, activation, dz)
             assert du is not None
             dz = du
         dx = _scattered(dz, weight, None, rows, plan) if needs_dx else x.new_empty(0)
@@ -781,11 +779,11 @@ def _run_ffn_backward(
     with runtime.on_device_of(x), _without_autocast(x):
         plan = _plan(x, k, k_out, rows, dtype)
         columns = _padded(count)
-        u = _products(x, w_up, None, None, None, rows, "none", plan, columns)
-        g = None if w_gate is None else _products(x, w_gate, None, None, None, rows, "none", plan, columns)
+        u = _products(x, w_up, b_up, None, None, rows, "none", plan, columns)
+        g = None if w_gate is None else _products(x, w_gate, b_gate, None, None, rows, "none", plan, columns)
         # The gradient of h is a product with the same rows that h is multiplied by.
         dh = _products(dy, w_down, None, None, None, rows, "none", plan, columns)
-        h, du, dg = _hidden(rows, u, g, b_up, b_gate, activation, n, dh)
+        h, du, dg = _hidden(u, g, activation, dh)
         assert du is not None
         dx = None
         if needs_dx:
