@@ -74,6 +74,31 @@ for double_quant in (False, True):
 for block_size in (32, 64, 4096):
     kb.nf4_quantize(torch.empty(2, 4096, dtype=torch.bfloat16), block_size=block_size)
 """,
+    "scatter_ffn": """
+import torch, kernelbook as kb
+from kernelbook.scatter_ffn import fused_ffn
+def network(m, dtype, gated, requires_grad=False):
+    shapes = ((m, 4096), *(((6000, 4096),) * (3 if gated else 2)))
+    return (torch.empty(s, dtype=dtype, requires_grad=requires_grad) for s in shapes)
+for m, count, gated in FFN:
+    x, w_up, w_down, *gate = network(m, torch.bfloat16, gated)
+    kb.scatter_ffn(x, w_up, w_down, torch.arange(count), w_gate=gate[0] if gate else None, activation="silu")
+x, w_up, w_down, w_gate = network(2, torch.bfloat16, True, True)
+b_up, b_down = torch.empty(6000, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+y = kb.scatter_ffn(
+    x, w_up, w_down, torch.arange(30), w_gate=w_gate, b_up=b_up, b_gate=b_up, b_down=b_down, activation="gelu_tanh"
+)
+y.backward(torch.empty_like(y))
+for dtype in (torch.float32, torch.float64):
+    for m in (1, 4, 5):
+        x, w_up, w_down = network(m, dtype, False, True)
+        y = kb.scatter_ffn(x, w_up, w_down, torch.arange(1000), activation="gelu")
+        y.backward(torch.empty_like(y))
+x, w_up, _ = network(1, torch.float16, False)
+kb.gather_matmul(x[:, 1:4000], w_up[:, 1:4000], torch.arange(30))  # rows that are not aligned
+for block_l in (16, 128):
+    fused_ffn(*network(16, torch.bfloat16, False), torch.arange(30), block_l=block_l)
+""",
     "sparse_linear": """
 import torch, kernelbook as kb
 def tensors(m, d_in, d_out, dtype):
@@ -98,6 +123,11 @@ SETTINGS = {
     "layer_norm": {
         "": "WIDTHS = (8192,)",
         "sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 20480, 2001, 4095, 9001)",
+    },
+    # Tokens, listed neurons, gate: on the one target every tile that the rules choose.
+    "scatter_ffn": {
+        "": "FFN = ((1, 1000, False), (16, 1000, True), (128, 5000, True), (1024, 5000, False))",
+        "sm_90": "FFN = [(m, n, g) for m in (1, 16, 32, 64, 128, 256, 512, 1024) for n in (100, 1000, 6000) for g in (0, 1)]",
     },
     # Rows, inputs, features, active chunks, chunk size: the largest tiles; on the one target also the three smaller ones
     # (the smallest with a split reduction), and ordinary loads.
@@ -134,6 +164,10 @@ SPILLS_ALLOWED = {
         32,
         "Rows of 12,289 to 14,336 elements in 16 bits: the sums take all registers but a few, and a program that keeps "
         "a row to itself was measured faster than two that share it.",
+    ),
+    ("_scatter_ffn_fwd_down_tiles_kernel", "sm_90"): (
+        8,
+        "256 columns of 128 tokens whose sums are shared: two registers, outside the loop.",
     ),
     ("_nf4_matmul_fwd_kernel", "sm_80"): (
         8,

@@ -6,6 +6,7 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 from kernelbook.attention import flash_attention
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
+from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
 __version__ = "0.1.0"
@@ -14,11 +15,13 @@ __all__ = [
     "NF4Tensor",
     "__version__",
     "flash_attention",
+    "gather_matmul",
     "layer_norm",
     "nf4_dequantize",
     "nf4_matmul",
     "nf4_quantize",
     "runtime",
+    "scatter_ffn",
     "sparse_backward",
     "sparse_dw",
     "sparse_dx",
