@@ -9,6 +9,7 @@ last tile. Rows are read through ``order`` and written through it ("scatter to s
     rows     Y = X W[e] + U B[e]^T + bias[e], a tile (BLOCK_M, BLOCK_N) a program; also dX = dY W[e]^T + D A[e]
     thin     U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order
     gram     sums over the rows of an expert: dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
+    recompute  dA and dB without U and D in memory, which every program computes anew; the slower way, to compare
     slots    the weighted sum over a token's slots, and the gradient of the weights
 
 ``rows`` adds the low-rank product in one of two ways. Split: U comes from ``thin``, and U B[e]^T is one more step of the
@@ -32,7 +33,7 @@ import triton
 import triton.language as tl
 
 # Tiles are listed by ``route`` for each of these heights.
-HEIGHTS = (16, 32, 64, 128)
+HEIGHTS = (16, 32, 64, 128, 256)
 
 # --- routing --------------------------------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ def _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E):
     return tl.where(offs < R, group, -1)
 
 
-@triton.jit(do_not_specialize=["R", "slots", "per_program"])
+@triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
 def _route_fwd_count_kernel(
     ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
     counts_ptr,  # (num_programs, BLOCK_E) how often each program saw each expert
@@ -64,7 +65,7 @@ def _route_fwd_count_kernel(
     tl.store(counts_ptr + pid * BLOCK_E + offs_e, counts)
 
 
-@triton.jit(do_not_specialize=["R", "slots", "per_program"])
+@triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
 def _route_fwd_place_kernel(
     ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
     counts_ptr,  # (num_programs, BLOCK_E)
@@ -233,7 +234,8 @@ def _rows_tile(
     tl.store(y_ptrs, acc.to(dtype), mask=mask_m[:, None] & mask_n[None, :])
 
 
-@triton.jit(do_not_specialize=["num_m"])
+# Numbers that change from batch to batch or from model to model are not specialized on, so that kernels are shared.
+@triton.jit(do_not_specialize=["E", "r", "slots", "num_m"])
 def _moe_lora_fwd_rows_kernel(
     order_ptr,  # (R,) pair of each sorted position
     tiles_ptr,  # (num_m, 3) group, first position and rows of each tile
@@ -284,7 +286,7 @@ def _moe_lora_fwd_rows_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_m"])
+@triton.jit(do_not_specialize=["E", "r", "slots"])
 def _moe_lora_fwd_thin_kernel(
     order_ptr,  # (R,)
     tiles_ptr,  # (num_m, 3)
@@ -328,7 +330,7 @@ def _moe_lora_fwd_thin_kernel(
 # --- sums over the rows of an expert --------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["l_slots", "z_slots"])
 def _moe_lora_bwd_gram_kernel(
     order_ptr,  # (R,)
     offsets_ptr,  # (E + 1,)
@@ -366,6 +368,52 @@ def _moe_lora_bwd_gram_kernel(
     out_ptrs = out_ptr + expert * stride_oe + offs_p.to(tl.int64)[None, :] * stride_op
     out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_p[None, :])
+
+
+@triton.jit(do_not_specialize=["l_slots", "z_slots"])
+def _moe_lora_bwd_recompute_kernel(
+    order_ptr,  # (R,)
+    offsets_ptr,  # (E + 1,)
+    l_ptr, stride_lm, stride_lc,  # (R / l_slots, C) left rows; in sorted order (R, C) if L_GROUPED
+    f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
+    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
+    out_ptr, stride_oe, stride_or, stride_oq,  # (E, r, Q)
+    scaling, C, r, Q, l_slots, z_slots,
+    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """(L F[e])^T Z without L F in memory: every program of an expert computes it anew."""
+    expert = tl.program_id(0).to(tl.int64)
+    offs_q = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    offs_r = tl.arange(0, RANK)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_r, mask_q = offs_r < r, offs_q < Q
+    low = tl.load(offsets_ptr + expert)
+    high = tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros((BLOCK_Q, RANK), ACC)
+    for start in range(low, high, BLOCK_M):
+        positions = start + tl.arange(0, BLOCK_M)
+        mask_m = positions < high
+        pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
+        l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
+        z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
+        thin = tl.zeros((BLOCK_M, RANK), ACC)
+        for c in range(0, C, BLOCK_C):
+            mask_c = c + offs_c < C
+            columns = (c + offs_c).to(tl.int64)
+            l_ptrs = l_ptr + l_rows[:, None] * stride_lm + columns[None, :] * stride_lc
+            f_ptrs = f_ptr + expert * stride_fe + columns[:, None] * stride_fc
+            f_ptrs += offs_r.to(tl.int64)[None, :] * stride_fr
+            left = tl.load(l_ptrs, mask=mask_m[:, None] & mask_c[None, :], other=0.0)  # (BLOCK_M, BLOCK_C)
+            factor = tl.load(f_ptrs, mask=mask_c[:, None] & mask_r[None, :], other=0.0)  # (BLOCK_C, RANK)
+            thin = tl.dot(left, factor, thin, input_precision=PRECISION, out_dtype=ACC)
+        thin = (thin * scaling).to(out_ptr.dtype.element_ty)
+        z_ptrs = z_ptr + z_rows[:, None] * stride_zm + offs_q.to(tl.int64)[None, :] * stride_zq
+        right = tl.load(z_ptrs, mask=mask_m[:, None] & mask_q[None, :], other=0.0)  # (BLOCK_M, BLOCK_Q)
+        acc = tl.dot(tl.trans(right), thin, acc, input_precision=PRECISION, out_dtype=ACC)
+    out_ptrs = out_ptr + expert * stride_oe + offs_r.to(tl.int64)[None, :] * stride_or
+    out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_r[None, :])
 
 
 # --- sums over the slots of a token ---------------------------------------------------------------------------------
@@ -483,6 +531,13 @@ def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties:
     if columns > 64:
         return tiles(8, 3 if has_boxes(properties) else 2, BLOCK_P=128, BLOCK_Q=128, BLOCK_M=32)
     return tiles(4, 3, BLOCK_P=min(64, padded_rank(columns)), BLOCK_Q=128, BLOCK_M=64)
+
+
+def recompute_tiles(rank: int, itemsize: int) -> Tiles:
+    """The tiles of sums over rows that compute their left operand themselves."""
+    if itemsize > 2:
+        return tiles(4, 2, BLOCK_Q=32, BLOCK_M=16, BLOCK_C=32)
+    return tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)
 
 
 def slots_tiles(slots: int) -> Tiles:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["Routing", "moe_lora", "route", "scatter2scatter"]
+__all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
 
 STRATEGIES = ("auto", "fused", "split")
 _TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -185,6 +185,70 @@ def moe_lora(
         float(scaling), strategy, grouped_in, grouped_out,
     )  # fmt: skip
     return y
+
+
+def lora_gradients(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    routing: Routing,
+    *,
+    scaling: float = 1.0,
+    saved: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dA (E, r, K) and dB (E, N, r) of :func:`moe_lora` alone, in either of the two ways; not differentiable.
+
+    Args:
+        x: (T, K). dy: (T*k, N), row t*k + j for slot j of token t. lora_a: (E, r, K). lora_b: (E, N, r).
+        routing, scaling: as in :func:`moe_lora`.
+        saved: U = scaling x A^T and D = scaling dy B as :func:`thin_products` gives them, which is how the backward pass
+            does it; ``None``: every program computes anew what it needs of them, which is slower and needs no memory.
+
+    Raises: as :func:`moe_lora`.
+    """
+    op = "lora_gradients"
+    _check_rows(op, x, x.new_empty((routing.num_experts, x.shape[-1], 0)), routing, False)
+    arguments.check_shape(op, "dy", dy, (routing.order.shape[0], lora_b.shape[1]))
+    _check_same_dtype(op, x, dy=dy, lora_a=lora_a, lora_b=lora_b)
+    dtype, rank = x.dtype, lora_a.shape[1]
+    x, dy, lora_a, lora_b = _kernel_dtype(x, dy, lora_a, lora_b)
+    routed = _Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
+    x_rows, dy_rows = _Rows(x, False, routing.slots), _Rows(dy, False, 1)
+    with runtime.on_device_of(x):
+        if saved is None:
+            da = _launch_recompute(routed, dy_rows, lora_b, x_rows, scaling)
+            db = _launch_recompute(routed, x_rows, lora_a.transpose(1, 2), dy_rows, scaling, transposed=True)
+        else:
+            u, d = (_Rows(t[:, :rank], True, 1) for t in _kernel_dtype(*saved))
+            da = _launch_gram(routed, d, x_rows, None, (rank, x.shape[1]))
+            db = _launch_gram(routed, u, dy_rows, None, (rank, dy.shape[1]), transposed=True)
+    return da.to(dtype), db.to(dtype)
+
+
+def thin_products(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    routing: Routing,
+    *,
+    scaling: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """U = scaling x A^T and D = scaling dy B, each (T*k, padded rank) in sorted order; not differentiable.
+
+    The rank is padded with zeros to a power of two of at least 16. Arguments as in :func:`lora_gradients`.
+    """
+    dtype = x.dtype
+    x, dy, lora_a, lora_b = _kernel_dtype(x, dy, lora_a, lora_b)
+    routed = _Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
+    u, d = (x.new_empty(_u_shape(routed.rows, lora_a)) for _ in range(2))
+    with runtime.on_device_of(x):
+        if routed.rows > 0:
+            _launch_thin(routed, _Rows(x, False, routing.slots), _Lora(lora_a, lora_b, u, scaling))
+            transposed = _Lora(lora_b.transpose(1, 2), lora_a.transpose(1, 2), d, scaling)
+            _launch_thin(routed, _Rows(dy, False, 1), transposed)
+    return u.to(dtype), d.to(dtype)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -397,7 +461,8 @@ def _backward(
             found["dbias"] = _launch_gram(routed, ones, dy_rows, gates, (1, bias.shape[1]))[:, 0]
         if needs_dgates and bias is not None and gates is not None:
             # y = ... + bias[e]: what the inner products of dX and x leave out.
-            inner = torch.matmul(dy, bias.t())
+            with _without_autocast(dy):
+                inner = torch.matmul(dy, bias.t())
             skipped = (expert_ids < 0) | (expert_ids >= w.shape[0])
             of_bias = inner.gather(1, expert_ids.long().masked_fill(skipped, 0)).masked_fill(skipped, 0)
             found["dgates"] = found["dgates"] + of_bias.to(found["dgates"].dtype)
@@ -666,6 +731,29 @@ def _launch_gram(
             **_numbers(x.dtype),
             **blocks, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+    return out
+
+
+def _launch_recompute(
+    routed: _Routed, left: _Rows, factor: torch.Tensor, right: _Rows, scaling: float, *, transposed: bool = False
+) -> torch.Tensor:
+    """-> (E, r, Q), scaling (left factor[e])^T right over an expert's rows; (E, Q, r) if ``transposed``."""
+    experts, c, rank = factor.shape
+    q = right.tensor.shape[1]
+    shape = (experts, q, rank) if transposed else (experts, rank, q)
+    out = torch.empty(shape, dtype=factor.dtype, device=factor.device)
+    steps = out.stride()
+    tiles = kernels.recompute_tiles(rank, factor.element_size())
+    kernels._moe_lora_bwd_recompute_kernel[(experts, triton.cdiv(q, tiles.kwargs["BLOCK_Q"]))](
+        routed.order, routed.offsets,
+        left.tensor, *left.tensor.stride(),
+        factor, *factor.stride(),
+        right.tensor, *right.tensor.stride(),
+        out, steps[0], *(steps[:0:-1] if transposed else steps[1:]),
+        scaling, c, rank, q, left.slots, right.slots,
+        L_GROUPED=left.grouped, Z_GROUPED=right.grouped, **_numbers(factor.dtype),
+        RANK=kernels.padded_rank(rank), **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
     return out
 
 
