@@ -141,24 +141,31 @@ def matmul_resources(
     threads = properties.warp_size * config.num_warps
     core = tensor_core(rows, config.num_warps, properties)
     tiles = [elements * size for elements, size in operands]
-    # mma.sync has its operands in registers when the next copy starts, wgmma still reads shared memory: one buffer more.
-    buffers = config.num_stages - (core == "mma.sync")
-    # An asynchronous copy takes 4, 8 or 16 bytes. Narrower loads go through registers, into a single buffer.
-    pipelined = [config.num_stages > 1 and (descriptors or min(copy_bytes, size // threads) >= 4) for size in tiles]
-    staged = sum(size * (max(buffers, 1) if ahead else 1) for size, ahead in zip(tiles, pipelined, strict=True))
+
+    # mma.sync has its operands in registers when the next copy starts; wgmma
+    # still reads shared memory then, which takes one buffer more.
+    buffers = max(config.num_stages - (core == "mma.sync"), 1)
+    staged = passing = 0.0
+    for size in tiles:
+        # An asynchronous copy takes 4, 8 or 16 bytes. Narrower loads go
+        # through registers, into a single buffer.
+        wide = descriptors or min(copy_bytes, size // threads) >= 4
+        ahead = wide and config.num_stages > 1
+        staged += size * (buffers if ahead else 1)
+        passing += 0 if ahead else size / 4 / threads
     if descriptors:
         staged += BARRIER_BYTES * config.num_stages * len(tiles)
     turned = sum(elements * out_itemsize for elements, _ in accumulators)
     shared = max(staged, min(turned, STAGING_BYTES * threads))
 
-    kept = sum(elements * size / 4 for elements, size in (*accumulators, *held)) / threads
+    kept = sum(n * size / 4 for n, size in (*accumulators, *held)) / threads
     if descriptors:
-        return Resources(shared, kept + DESCRIPTOR_REGISTERS)
+        return Resources(int(shared), kept + DESCRIPTOR_REGISTERS)
     copies = sum(tiles) / copy_bytes / threads
-    passing = sum(size for size, ahead in zip(tiles, pipelined, strict=True) if not ahead) / 4 / threads
     if core == "mma.sync":
         passing += PASSING_REGISTERS * sum(tiles) / 16 / threads
-    return Resources(shared, kept + LOOP_REGISTERS[core] + COPY_REGISTERS * copies + passing)
+    rest = LOOP_REGISTERS[core] + COPY_REGISTERS * copies + passing
+    return Resources(int(shared), kept + rest)
 
 
 @dataclasses.dataclass(frozen=True)
