@@ -728,7 +728,7 @@ def test_tiles_for_every_shape(target: str) -> None:
                 chosen = kernels.rows_tiles(rows, experts, itemsize, properties)
                 assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
                 for rank in (16, 64, 256):
-                    thin = kernels.thin_tiles(rows, experts, rank, itemsize, properties)
+                    thin = kernels.thin_tiles(rows, experts, 4096, rank, itemsize, properties)
                     assert thin.height in kernels.HEIGHTS and rank % thin.kwargs["BLOCK_R"] == 0
                     assert kernels.choose_strategy(rows, experts, 2048, 1536, rank) in op.STRATEGIES[1:]
 
