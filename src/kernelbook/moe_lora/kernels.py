@@ -162,11 +162,11 @@ def _rows_tile(
     u_ptr,
     bias_ptr, stride_ce, stride_cn,
     y_ptr,
-    scaling, K, N, r, slots,
+    scaling, K, N, slots,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, MASK_ROWS: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
     dtype = y_ptr.dtype.element_ty
     positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
@@ -240,8 +240,8 @@ def _rows_tile(
     tl.store(y_ptrs, acc.to(dtype), mask=mask_m[:, None] & mask_n[None, :])
 
 
-# Numbers that change from batch to batch or from model to model are not specialized on, so that kernels are shared.
-@triton.jit(do_not_specialize=["E", "r", "slots", "num_m"])
+# What changes from batch to batch is not specialized on. The rank is: a mask that is known lets loads be wide.
+@triton.jit(do_not_specialize=["E", "slots", "num_m"])
 def _moe_lora_fwd_rows_kernel(
     order_ptr,  # (R,) pair of each sorted position
     tiles_ptr,  # (num_m, 3) group, first position and rows of each tile
@@ -252,11 +252,11 @@ def _moe_lora_fwd_rows_kernel(
     u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused"
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
-    scaling, E, K, N, r, slots, num_m,
+    scaling, E, K, N, slots, num_m,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SMALL_M: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, MASK_ROWS: tl.constexpr = False,
+    SMALL_M: tl.constexpr, r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, MASK_ROWS: tl.constexpr = False,
 ):  # fmt: skip
     pid_m, pid_n = _grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
     expert = tl.load(tiles_ptr + pid_m * 3)
@@ -280,29 +280,30 @@ def _moe_lora_fwd_rows_kernel(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
                 w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, r, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
-                SMALL_M, BLOCK_N, BLOCK_K, RANK, BLOCK_R, MASK_ROWS,
+                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R, MASK_ROWS,
             )  # fmt: skip
         else:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_box,
                 w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, r, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
-                BLOCK_M, BLOCK_N, BLOCK_K, RANK, BLOCK_R, MASK_ROWS,
+                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R, MASK_ROWS,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["E", "r", "slots"])
+@triton.jit(do_not_specialize=["E", "slots"])
 def _moe_lora_fwd_thin_kernel(
     order_ptr,  # (R,)
     tiles_ptr,  # (num_m, 3)
     x_ptr, stride_xm, stride_xk,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
     a_ptr, stride_ae, stride_ak, stride_ar,  # (E, K, r)
     u_ptr,  # (R, SPLIT, RANK) in sorted order: shares of the sum over K
-    scaling, E, K, r, slots,
+    scaling, E, K, slots,
     X_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     pid_m = tl.program_id(0)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -351,9 +352,9 @@ def _moe_lora_bwd_gram_kernel(
     z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
     gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
     out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
-    P, Q, l_slots, z_slots,
+    Q, l_slots, z_slots,
     L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0).to(tl.int64)
@@ -391,9 +392,9 @@ def _moe_lora_bwd_recompute_kernel(
     f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
     z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
     out_ptr, stride_oe, stride_or, stride_oq,  # (E, r, Q)
-    scaling, C, r, Q, l_slots, z_slots,
+    scaling, C, Q, l_slots, z_slots,
     L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """(L F[e])^T Z without L F in memory: every program of an expert computes it anew."""
     expert = tl.program_id(0).to(tl.int64)

@@ -668,11 +668,10 @@ def _launch_rows(
         lora.u if lora is not None else x,
         *_strided(bias, 2, x),
         y,
-        lora.scaling if lora is not None else 0.0, experts, k, n, lora.rank if lora is not None else 0,
-        rows.slots, num_m,
+        lora.scaling if lora is not None else 0.0, experts, k, n, rows.slots, num_m,
         X_GROUPED=rows.grouped, Y_GROUPED=grouped_out, W_BY_ROW=by_row, LORA=how, HAS_BIAS=bias is not None,
         **_numbers(x.dtype), EVEN_K=k % blocks["BLOCK_K"] == 0,
-        **blocks, RANK=rank, BLOCK_R=block_r,
+        **blocks, r=lora.rank if lora is not None else 0, RANK=rank, BLOCK_R=block_r,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y
@@ -696,9 +695,9 @@ def _launch_thin(routed: _Routed, rows: _Rows, lora: _Lora, tiles: kernels.Tiles
         x, *x.stride(),
         lora.a, lora.a.stride(0), lora.a.stride(2), lora.a.stride(1),
         target,
-        1.0 if exact else lora.scaling, experts, k, rank, rows.slots,
+        1.0 if exact else lora.scaling, experts, k, rows.slots,
         X_GROUPED=rows.grouped, **_numbers(x.dtype), EVEN_K=k % blocks["BLOCK_K"] == 0,
-        **blocks, RANK=padded,
+        **blocks, r=rank, RANK=padded,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if split > 1:
@@ -733,9 +732,9 @@ def _launch_gram(
             right.tensor, *right.tensor.stride(),
             _flat(gates) if gates is not None else x,
             out, steps[0], *(steps[:0:-1] if transposed else steps[1:]),
-            p, q, left.slots, right.slots,
+            q, left.slots, right.slots,
             L_GROUPED=left.grouped, Z_GROUPED=right.grouped, HAS_GATES=gates is not None,
-            **_numbers(x.dtype),
+            **_numbers(x.dtype), P=p,
             **blocks, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out
@@ -757,9 +756,9 @@ def _launch_recompute(
         factor, *factor.stride(),
         right.tensor, *right.tensor.stride(),
         out, steps[0], *(steps[:0:-1] if transposed else steps[1:]),
-        scaling, c, rank, q, left.slots, right.slots,
+        scaling, c, q, left.slots, right.slots,
         L_GROUPED=left.grouped, Z_GROUPED=right.grouped, **_numbers(factor.dtype),
-        RANK=kernels.padded_rank(rank), **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages,
+        r=rank, RANK=kernels.padded_rank(rank), **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 
