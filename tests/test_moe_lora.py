@@ -467,9 +467,11 @@ def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyP
         guards.append((whole[:pad], whole[pad + shape.numel() :]))
         return whole[pad : pad + shape.numel()].view(shape)
 
+    def guarded_new_empty(self: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
+        return guarded_empty(size, **{"dtype": self.dtype, "device": self.device, **kwargs})
+
     monkeypatch.setattr(torch, "empty", guarded_empty)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, size, dtype=None: guarded_empty(
-        size, dtype=dtype or self.dtype, device=self.device))  # fmt: skip
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_new_empty)
     results = []
     for chosen in (ids, bad):
         leaves = [t.detach().requires_grad_() for t in inputs.values()]
@@ -728,7 +730,7 @@ def test_tiles_for_every_shape(target: str) -> None:
                 chosen = kernels.rows_tiles(rows, experts, itemsize, properties)
                 assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
                 for rank in (16, 64, 256):
-                    thin = kernels.thin_tiles(rows, experts, rank, itemsize, properties)
+                    thin = kernels.thin_tiles(rows, experts, 4096, rank, itemsize, properties)
                     assert thin.height in kernels.HEIGHTS and rank % thin.kwargs["BLOCK_R"] == 0
                     assert kernels.choose_strategy(rows, experts, 2048, 1536, rank) in op.STRATEGIES[1:]
 

@@ -310,11 +310,12 @@ def _route(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     given = (expert_ids, *expert_ids.stride())
     with runtime.on_device_of(expert_ids):
         kernels._route_fwd_count_kernel[(programs,)](
-            *given, counts, rows, slots, num_experts, per_program, BLOCK=block, BLOCK_E=block_e
-        )
+            *given, counts, rows, slots, num_experts, per_program, BLOCK=block, BLOCK_E=block_e,
+            num_warps=kernels.ROUTE_WARPS,
+        )  # fmt: skip
         kernels._route_fwd_place_kernel[(programs,)](
             *given, counts, order, inverse, offsets, tiles, rows, slots, num_experts, per_program,
-            HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block,
+            HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block, num_warps=kernels.ROUTE_WARPS,
         )  # fmt: skip
     return order, inverse, offsets, tiles
 
@@ -667,11 +668,10 @@ def _launch_rows(
         lora.u if lora is not None else x,
         *_strided(bias, 2, x),
         y,
-        lora.scaling if lora is not None else 0.0, experts, k, n, lora.rank if lora is not None else 0,
-        rows.slots, num_m,
+        lora.scaling if lora is not None else 0.0, experts, k, n, rows.slots, num_m,
         X_GROUPED=rows.grouped, Y_GROUPED=grouped_out, W_BY_ROW=by_row, LORA=how, HAS_BIAS=bias is not None,
         **_numbers(x.dtype), EVEN_K=k % blocks["BLOCK_K"] == 0,
-        **blocks, RANK=rank, BLOCK_R=block_r,
+        **blocks, r=lora.rank if lora is not None else 0, RANK=rank, BLOCK_R=block_r,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y
@@ -682,20 +682,26 @@ def _launch_thin(routed: _Routed, rows: _Rows, lora: _Lora, tiles: kernels.Tiles
     x = rows.tensor
     experts, rank, k = lora.a.shape
     padded = kernels.padded_rank(rank)
-    tiles = tiles or kernels.thin_tiles(routed.rows, experts, padded, x.element_size(), runtime.properties())
+    tiles = tiles or kernels.thin_tiles(routed.rows, experts, k, padded, x.element_size(), runtime.properties())
     blocks = tiles.kwargs
     table, num_m = routed.tiles_of(tiles.height)
+    split = blocks["SPLIT"]
+    target = lora.u
+    if split > 1:
+        target = torch.empty((routed.rows * split, padded), dtype=_accumulator(x.dtype), device=x.device)
     exact = x.dtype == torch.float64  # a kernel takes its scalars in float32
-    kernels._moe_lora_fwd_thin_kernel[(num_m, padded // blocks["BLOCK_R"])](
+    kernels._moe_lora_fwd_thin_kernel[(num_m, padded // blocks["BLOCK_R"], split)](
         routed.order, table,
         x, *x.stride(),
         lora.a, lora.a.stride(0), lora.a.stride(2), lora.a.stride(1),
-        lora.u,
-        1.0 if exact else lora.scaling, experts, k, rank, rows.slots,
+        target,
+        1.0 if exact else lora.scaling, experts, k, rows.slots,
         X_GROUPED=rows.grouped, **_numbers(x.dtype), EVEN_K=k % blocks["BLOCK_K"] == 0,
-        **blocks, RANK=padded,
+        **blocks, r=rank, RANK=padded,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+    if split > 1:
+        _sum_slots(target, split, lora.u)
     if exact:
         lora.u.mul_(lora.scaling)
 
@@ -726,9 +732,9 @@ def _launch_gram(
             right.tensor, *right.tensor.stride(),
             _flat(gates) if gates is not None else x,
             out, steps[0], *(steps[:0:-1] if transposed else steps[1:]),
-            p, q, left.slots, right.slots,
+            q, left.slots, right.slots,
             L_GROUPED=left.grouped, Z_GROUPED=right.grouped, HAS_GATES=gates is not None,
-            **_numbers(x.dtype),
+            **_numbers(x.dtype), P=p,
             **blocks, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out
@@ -750,15 +756,15 @@ def _launch_recompute(
         factor, *factor.stride(),
         right.tensor, *right.tensor.stride(),
         out, steps[0], *(steps[:0:-1] if transposed else steps[1:]),
-        scaling, c, rank, q, left.slots, right.slots,
+        scaling, c, q, left.slots, right.slots,
         L_GROUPED=left.grouped, Z_GROUPED=right.grouped, **_numbers(factor.dtype),
-        RANK=kernels.padded_rank(rank), **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages,
+        r=rank, RANK=kernels.padded_rank(rank), **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 
 
 def _flat(gates: torch.Tensor) -> torch.Tensor:
-    return gates.to(runtime.kernel_dtype(gates.dtype)).reshape(-1)
+    return gates.to(runtime.kernel_dtype(gates.dtype)).reshape(-1).contiguous()
 
 
 def _launch_slots(
@@ -775,27 +781,46 @@ def _launch_slots(
     dgates are the inner products of ``values`` and ``x``, empty without ``x``. In sorted order (``grouped``) there is
     nothing to sum: -> (R, C).
     """
-    columns = values.shape[1]
     slots = 1 if grouped else routed.slots
     out_rows = routed.rows // slots
-    out = values.new_empty((out_rows, columns) if with_out else 0)
+    out = values.new_empty((out_rows, values.shape[1]) if with_out else 0)
     dgates = (values if gates is None else gates).new_empty(
         (routed.rows // routed.slots, routed.slots) if x is not None else 0,
         dtype=_accumulator(values.dtype),
     )
-    tiles = kernels.slots_tiles(slots)
-    kernels._moe_lora_fwd_slots_kernel[(out_rows,)](
-        routed.order, values,
+    _sum_slots(
+        values, slots, out, gates=gates, order=routed.order if grouped else None, x=x, dgates=dgates, with_out=with_out
+    )
+    return out, dgates
+
+
+def _sum_slots(
+    values: torch.Tensor,
+    slots: int,
+    out: torch.Tensor,
+    *,
+    gates: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
+    dgates: torch.Tensor | None = None,
+    with_out: bool = True,
+) -> None:
+    """Fills out (R / slots, C) and, if there is an x (R / slots, C), dgates (R,) from values (R, C)."""
+    rows, columns = values.shape
+    tiles = kernels.slots_tiles(slots, columns)
+    # The inner products go over all columns, so that one program has to see them.
+    pieces = 1 if x is not None else triton.cdiv(columns, tiles.kwargs["BLOCK_C"])
+    kernels._moe_lora_fwd_slots_kernel[(rows // slots, pieces)](
+        order if order is not None else values, values,
         _flat(gates) if gates is not None else values,
         out,
         *_strided(x, 2, values),
-        dgates,
+        dgates if dgates is not None else values,
         columns, slots,
-        GROUPED=grouped, HAS_GATES=gates is not None, WITH_OUT=with_out, WITH_DGATES=x is not None,
+        GROUPED=order is not None, HAS_GATES=gates is not None, WITH_OUT=with_out, WITH_DGATES=x is not None,
         ACC=_TL_DTYPE[_accumulator(values.dtype)],
         **tiles.kwargs, num_warps=tiles.warps,
     )  # fmt: skip
-    return out, dgates
 
 
 def _without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
