@@ -205,8 +205,11 @@ def occupancy(
 
 
 def bucket(count: int, *, lowest: int = 16) -> int:
-    """``count`` rounded up to a power of two, at least ``lowest``: what stands in an :class:`Autotuner`'s key for a size
-    that changes from batch to batch, so that batches of nearly one size share a configuration."""
+    """``count`` rounded up to a power of two, at least ``lowest``.
+
+    It stands in an :class:`Autotuner`'s key for a size that changes from
+    batch to batch, so that batches of nearly one size share a configuration.
+    """
     return max(triton.next_power_of_2(max(count, 1)), lowest)
 
 
