@@ -128,6 +128,43 @@ def test_the_model_agrees_with_the_compiler(reports: list[CompiledKernel]) -> No
     assert sum(abs(error) for error in errors) / len(errors) <= 10, errors
 
 
+def test_the_model_knows_mixed_loads_and_a_second_product() -> None:
+    """moe_lora: W by descriptor, X by pointers; with a low-rank update, A too, and a second accumulator."""
+    sides = [(16, 128, 64, 4, 4), (64, 128, 64, 4, 3), (128, 256, 64, 8, 4), (128, 256, 64, 4, 3)]
+    code = f"""
+from unittest import mock
+import torch
+import kernelbook as kb
+from kernelbook.moe_lora import kernels
+shapes = (64, 2048), (8, 2048, 1536), (8, 16, 2048), (8, 1536, 16)
+x, w, a, b = (torch.empty(s, dtype=torch.bfloat16) for s in shapes)
+lists = [torch.zeros(s, dtype=torch.int32) for s in ((512,), (512,), (9,), (999, 3))]
+routing = kb.Routing(torch.zeros(64, 8, dtype=torch.int64), *lists)
+for m, n, k, warps, stages in {sides!r}:
+    tiles = kernels.tiles(warps, stages, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8, SMALL_M=m)
+    with mock.patch.object(kernels, "rows_tiles", lambda *_: tiles):
+        kb.scatter2scatter(x, w, routing)
+        kb.moe_lora(x, w, a, b, routing, strategy="fused")
+"""
+    found = compile_calls(code, ("sm_90",))
+    assert len(found) == 2 * len(sides)
+    for i, kernel in enumerate(found):
+        (m, n, k, warps, stages), fused = sides[i // 2], i % 2 == 1
+        needs = matmul_resources(
+            triton.Config({}, num_warps=warps, num_stages=stages),
+            rows=m,
+            operands=[(m * k, 2), (n * k, 2), *([(16 * k, 2)] if fused else [])],
+            accumulators=[(m * n, 4), *([(m * 16, 4)] if fused else [])],
+            descriptors=[False, True, *([False] if fused else [])],
+            properties=H200,
+        )
+        assert 0 <= needs.shared_bytes - kernel.shared_bytes <= 64, (str(kernel), needs)
+        assert (needs.registers_per_thread > 255) == (kernel.spill_bytes > 0), (str(kernel), needs)
+        if m >= 64 and not kernel.spill_bytes:
+            # Row numbers and gathered rows, which it does not count, are up to 48 registers.
+            assert -10 <= kernel.registers - needs.registers_per_thread <= 48, (str(kernel), needs)
+
+
 def test_what_dividing_by_32_throws_away(reports: list[CompiledKernel]) -> None:
     """It calls every tile of 64 x 128 or more impossible; most of them do not spill."""
     pairs = [(c, k) for c, k in zip(SPREAD, reports, strict=True) if c[1] * c[2] >= 64 * 128]

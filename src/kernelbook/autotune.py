@@ -118,7 +118,8 @@ def matmul_resources(
     held: Sequence[tuple[int, int]] = (),
     out_itemsize: int = 2,
     copy_bytes: int = 16,
-    descriptors: bool = False,
+    descriptors: bool | Sequence[bool] = False,
+    scratch_bytes: int = 0,
     properties: runtime.DeviceProperties | None = None,
 ) -> Resources:
     """The resource model of a loop over matrix products, as ``tl.dot(a, b, acc)`` on tiles that were just loaded.
@@ -132,7 +133,8 @@ def matmul_resources(
         out_itemsize: bytes an element of the result as it is stored.
         copy_bytes: how wide one thread's loads are: 16 where rows begin on multiples of 16 bytes; the element's size where
             the compiler cannot know.
-        descriptors: whether tensor descriptors load the operands.
+        descriptors: whether tensor descriptors load the operands; one for all, or one for each.
+        scratch_bytes: shared memory beside the loop's buffers, for tiles of a product before or after it.
         properties: the GPU (default: the current one).
 
     Not counted: row and column indices that are carried through the loop, and what a kernel computes besides.
@@ -141,30 +143,31 @@ def matmul_resources(
     threads = properties.warp_size * config.num_warps
     core = tensor_core(rows, config.num_warps, properties)
     tiles = [elements * size for elements, size in operands]
+    boxes = [descriptors] * len(tiles) if isinstance(descriptors, bool) else descriptors
 
     # mma.sync has its operands in registers when the next copy starts; wgmma
     # still reads shared memory then, which takes one buffer more.
     buffers = max(config.num_stages - (core == "mma.sync"), 1)
-    staged = passing = 0.0
-    for size in tiles:
+    staged, passing, loaded = float(scratch_bytes), 0.0, 0
+    for size, box in zip(tiles, boxes, strict=True):
         # An asynchronous copy takes 4, 8 or 16 bytes. Narrower loads go
         # through registers, into a single buffer.
-        wide = descriptors or min(copy_bytes, size // threads) >= 4
+        wide = box or min(copy_bytes, size // threads) >= 4
         ahead = wide and config.num_stages > 1
         staged += size * (buffers if ahead else 1)
         passing += 0 if ahead else size / 4 / threads
-    if descriptors:
-        staged += BARRIER_BYTES * config.num_stages * len(tiles)
+        staged += BARRIER_BYTES * config.num_stages if box else 0
+        loaded += 0 if box else size  # by threads, each with an address
     turned = sum(elements * out_itemsize for elements, _ in accumulators)
     shared = max(staged, min(turned, STAGING_BYTES * threads))
 
     kept = sum(n * size / 4 for n, size in (*accumulators, *held)) / threads
-    if descriptors:
-        return Resources(int(shared), kept + DESCRIPTOR_REGISTERS)
-    copies = sum(tiles) / copy_bytes / threads
     if core == "mma.sync":
         passing += PASSING_REGISTERS * sum(tiles) / 16 / threads
+    copies = loaded / copy_bytes / threads
     rest = LOOP_REGISTERS[core] + COPY_REGISTERS * copies + passing
+    if not loaded:
+        rest = DESCRIPTOR_REGISTERS
     return Resources(int(shared), kept + rest)
 
 
