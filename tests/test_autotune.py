@@ -150,11 +150,12 @@ for m, n, k, warps, stages in {sides!r}:
     assert len(found) == 2 * len(sides)
     for i, kernel in enumerate(found):
         (m, n, k, warps, stages), fused = sides[i // 2], i % 2 == 1
+        rank = int(kernel.constants["BLOCK_R"])  # padded
         needs = matmul_resources(
             triton.Config({}, num_warps=warps, num_stages=stages),
             rows=m,
-            operands=[(m * k, 2), (n * k, 2), *([(16 * k, 2)] if fused else [])],
-            accumulators=[(m * n, 4), *([(m * 16, 4)] if fused else [])],
+            operands=[(m * k, 2), (n * k, 2), *([(rank * k, 2)] if fused else [])],
+            accumulators=[(m * n, 4), *([(m * rank, 4)] if fused else [])],
             descriptors=[False, True, *([False] if fused else [])],
             properties=H200,
         )
