@@ -749,8 +749,9 @@ def test_tiles_for_every_shape(target: str) -> None:
     for itemsize in (2, 4, 8):
         for rows in (1, 100, 16384, 2**20):
             for experts in (1, 8, 128, 512):
-                chosen = kernels.rows_tiles(rows, experts, 16, itemsize, properties)
-                assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
+                for access in ("boxes", "wide", "narrow"):
+                    chosen = kernels.rows_tiles(rows, experts, 16, itemsize, access, properties)
+                    assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
                 for rank in (16, 64, 256):
                     thin = kernels.thin_tiles(rows, experts, 4096, rank, itemsize, properties)
                     assert thin.height in kernels.HEIGHTS and rank % thin.kwargs["BLOCK_R"] == 0
@@ -759,7 +760,7 @@ def test_tiles_for_every_shape(target: str) -> None:
 
 def test_batches_of_like_size_share_their_tiles() -> None:
     properties = runtime.TARGETS["sm_90"]
-    chosen = {kernels.rows_tiles(rows, 64, 0, 2, properties) for rows in range(4097, 8193, 61)}
+    chosen = {kernels.rows_tiles(rows, 64, 0, 2, "boxes", properties) for rows in range(4097, 8193, 61)}
     assert len(chosen) == 1
 
 
