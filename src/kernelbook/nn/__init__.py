@@ -1,5 +1,7 @@
 """Modules for PyTorch models that use the kernels."""
 
+from kernelbook.nn.compact import compact_sparse_linear
+from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.nn.layers import LayerNorm, SparseLinear
 
-__all__ = ["LayerNorm", "SparseLinear"]
+__all__ = ["GPT", "GPTConfig", "LayerNorm", "SparseLinear", "compact_sparse_linear"]
