@@ -71,7 +71,8 @@ class _CompactLinear(torch.autograd.Function):
         x, weight, ids = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         chunk = ctx.chunk_size
-        dx = None
+        dx: torch.Tensor | None = None
+        db: torch.Tensor | None = None
         if needs_dx and ctx.mode == "sparse_dw_dx":
             dw, db, dx = sparse_backward(x, weight, dy, ids, chunk_size=chunk, compact=True)
         else:

@@ -22,7 +22,7 @@ class GPTConfig:
         vocab_size: tokens. context: the longest sequence. width: features of a token (``d``). depth: blocks.
         heads: attention heads, which divide the width. mlp_ratio: hidden features of an MLP, over the width.
         chunk_size: features in a chunk; it divides the width.
-        sparse_layers: which linear layers are sparse ones: ``"mlp"``, or ``"all"`` four of a block.
+        sparse_layers: which linear layers are sparse ones: ``"mlp"``, or ``"all"`` six of a block.
         bias: whether linear layers have biases.
         compact_gradient: sparse layers hand out gradients of their active rows only.
     """
@@ -70,7 +70,8 @@ class _Block(nn.Module):
             attention_linear, attention_options = SparseLinear, sparse
         self.heads = config.heads
         self.norm_attention = LayerNorm(d)
-        self.qkv = attention_linear(d, 3 * d, bias=config.bias, **attention_options)
+        # Three layers, not one of 3 d features: their gradients need not be put together again.
+        self.q, self.k, self.v = (attention_linear(d, d, bias=config.bias, **attention_options) for _ in range(3))
         self.attention_out = attention_linear(d, d, bias=config.bias, **attention_options)
         self.norm_mlp = LayerNorm(d)
         self.up = SparseLinear(d, hidden, bias=config.bias, **sparse)
@@ -78,8 +79,9 @@ class _Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, d = x.shape
-        qkv = self.qkv(_normed(self.norm_attention, x)).view(batch, length, 3, self.heads, d // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        normed = _normed(self.norm_attention, x)
+        heads = (batch, length, self.heads, d // self.heads)
+        q, k, v = (layer(normed).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = causal_attention(q, k, v).transpose(1, 2).reshape(batch, length, d)
         x = x + self.attention_out(mixed)
         return x + self.down(F.gelu(self.up(_normed(self.norm_mlp, x)), approximate="tanh"))

@@ -17,7 +17,7 @@ from kernelbook import runtime  # noqa: F401  before Triton, which it sets up
 import triton
 import triton.language as tl
 
-NORMS_CONFIG = triton.Config({"BLOCK_R": 16, "BLOCK_D": 512}, num_warps=4)
+NORMS_CONFIG = triton.Config({"BLOCK_R": 64, "BLOCK_D": 128}, num_warps=4)  # small: few chunks are active
 KNN_TILE = 8192  # distances that one program of the neighbour kernel holds
 TOP_BLOCK = 64  # chunks that one program ranks, against as many at a time
 ADAMW_CONFIG = triton.Config({"BLOCK": 2048}, num_warps=8)
@@ -27,7 +27,7 @@ BLOCK_A = 128  # ids looked at in a step
 @triton.jit(do_not_specialize=["rows"])
 def _chunk_norms_kernel(
     grad_ptr, stride_gn,  # (rows, D) gradient, columns contiguous
-    partial_ptr,  # (cdiv(rows, CHUNK), cdiv(D, BLOCK_D)) sums of squares
+    partial_ptr,  # (cdiv(rows, CHUNK), cdiv(D, BLOCK_D)) norms of the chunks' columns
     rows, D,
     CHUNK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,8 @@ def _chunk_norms_kernel(
         ptrs = grad_ptr + offs_n[:, None] * stride_gn + offs_d[None, :]
         g = tl.load(ptrs, mask=(offs_n < last)[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
         acc += g * g
-    tl.store(partial_ptr + chunk * tl.num_programs(1) + pid_d, tl.sum(tl.sum(acc, axis=1), axis=0))
+    norm = tl.sqrt(tl.sum(tl.sum(acc, axis=1), axis=0))
+    tl.store(partial_ptr + chunk * tl.num_programs(1) + pid_d, norm)
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _knn_scores_kernel(
     offs_c = first + tl.arange(0, BLOCK_C)
     mask_q, mask_c = offs_q < last, offs_c < last
     distance = tl.zeros((BLOCK_Q, BLOCK_C), tl.float32)
-    for r in range(0, R):
+    for r in range(R):
         fq = tl.load(features_ptr + r * N + offs_q, mask=mask_q, other=0.0)
         fc = tl.load(features_ptr + r * N + offs_c, mask=mask_c, other=0.0)
         difference = fq[:, None] - fc[None, :]

@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class TrainConfig:
         active: the share of active chunks. dense_steps: steps before the first sparse one.
         refresh_every: steps after which a scheduler sees the weights again.
         inactive: what the optimizer does with rows without gradient, ``"skip"`` or ``"decay"``.
+        sparse_lr: in sparse steps, what the learning rate of the sparse layers is multiplied with.
         lr, min_lr, lr_warmup: the learning rate rises over ``lr_warmup`` steps, then falls by a cosine to ``min_lr``.
         beta1, beta2, eps, weight_decay: of AdamW; vectors and embeddings do not decay. clip: largest gradient norm.
         dtype: ``"float32"`` or, by autocast, ``"bfloat16"``.
@@ -86,6 +87,7 @@ class TrainConfig:
     dense_steps: int = 50
     refresh_every: int = 50
     inactive: str = "skip"
+    sparse_lr: float = 1.0
     lr: float = 1e-3
     min_lr: float = 1e-4
     lr_warmup: int = 20
@@ -153,7 +155,7 @@ class TrainConfig:
 # Sizes by name. "tiny" is for a machine without a GPU.
 CONFIGS: dict[str, TrainConfig] = {
     "tiny": TrainConfig(
-        width=32, depth=1, heads=2, context=24, chunk_size=16, corpus="topics", vocab_size=512, batch_size=4,
+        width=32, depth=1, heads=2, context=24, chunk_size=16, corpus="topics", vocab_size=512, batch_size=2,
         steps=40, dense_steps=10, active=0.5, lr=2e-2, min_lr=4e-3, lr_warmup=5, refresh_every=20, dtype="float32",
         log_every=10, eval_every=20, eval_batches=8, checkpoint_every=20,
     ),
@@ -203,7 +205,11 @@ class Trainer:
         self.config, self.progress = config, progress
         self.out = None if out is None else Path(out)
         checkpoint = self._checkpoint_path()
-        if checkpoint is not None and not resume and (checkpoint.exists() or checkpoint.with_name("log.jsonl").exists()):
+        if (
+            checkpoint is not None
+            and not resume
+            and (checkpoint.exists() or checkpoint.with_name("log.jsonl").exists())
+        ):
             raise FileExistsError(f"Trainer: {self.out} holds a run already; resume it, or choose another folder")
         self.data: Data = make_data(config) if data is None else data
         self.step, self.seconds = 0, 0.0
@@ -229,24 +235,21 @@ class Trainer:
         layout = Layout.of_fraction([layer.num_chunks for layer in self.layers.values()], config.active, device)
         options = {} if config.explore is None else {"explore": config.explore}
         self.scheduler = make_scheduler(config.scheduler, layout, seed=config.seed, **options)
-        self._lr = torch.zeros(1, device=device)
+        self._lr, self._chunk_lr = torch.zeros((), device=device), torch.zeros((), device=device)
         of_chunks = [p for layer in self.layers.values() for p in (layer.weight, layer.bias) if p is not None]
         self._rest = list(self.model.parameters_but({id(p) for p in of_chunks}))
-        adam: dict[str, Any] = {"lr": self._lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        adam: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
         self._chunk_adam = ChunkAdamW(
-            of_chunks, weight_decay=config.weight_decay, chunk_size=config.chunk_size,
+            of_chunks, lr=self._chunk_lr, weight_decay=config.weight_decay, chunk_size=config.chunk_size,
             inactive=config.inactive, unique_rows=True, **adam,
         )  # fmt: skip
         groups = [
             {"params": [p for p in self._rest if self._decays(p)], "weight_decay": config.weight_decay},
             {"params": [p for p in self._rest if not self._decays(p)], "weight_decay": 0.0},
         ]
-        how = {"fused": True} if device.type == "cuda" else {"foreach": False}
-        if device.type != "cuda":
-            adam["lr"] = torch.zeros(())  # PyTorch's AdamW takes a tensor of no dimension on the CPU
-        self._rest_lr = adam["lr"]
+        how: dict[str, Any] = {"fused": True} if device.type == "cuda" else {"foreach": False}
         self._rest_adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], capturable=device.type == "cuda", **adam, **how
+            [group for group in groups if group["params"]], lr=self._lr, capturable=device.type == "cuda", **adam, **how
         )
         self._norms = torch.zeros(self.scheduler.layout.total, device=device)
         self._active_norms = torch.zeros(self.scheduler.layout.total_active, device=device)
@@ -325,10 +328,9 @@ class Trainer:
         config = self.config
         for mine, new in zip((self._inputs, self._targets), self.data.batch(step), strict=True):
             mine.copy_(new)
-        self._lr.fill_(config.lr_at(step))
-        if self._rest_lr is not self._lr:
-            self._rest_lr.fill_(config.lr_at(step))
         sparse = config.is_sparse(step)
+        self._lr.fill_(config.lr_at(step))
+        self._chunk_lr.fill_(config.lr_at(step) * (config.sparse_lr if sparse else 1.0))
         if sparse and self.scheduler.needs_weights:
             since = step - config.dense_steps
             if since == 0 or (config.refresh_every and since % config.refresh_every == 0):
@@ -428,7 +430,8 @@ class Trainer:
         scores = [score_chunks(ids, p) for ids, p in zip(self.scheduler.ids_of_layers(), parts, strict=True)]
         self.model.zero_grad(set_to_none=True)
         mean = {
-            name: sum(getattr(score, name) for score in scores) / len(scores) for name in ("precision", "recall", "energy")
+            name: sum(getattr(score, name) for score in scores) / len(scores)
+            for name in ("precision", "recall", "energy")
         }
         return {"step": self.step, **mean}
 
@@ -487,7 +490,9 @@ class Trainer:
         free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph"}
         for name, value in state["config"].items():
             if name not in free and own.get(name) != value:
-                raise ValueError(f"Trainer: {name} must be that of the run in {path.parent} ({value!r}), got {own.get(name)!r}")
+                raise ValueError(
+                    f"Trainer: {name} must be that of the run in {path.parent} ({value!r}), got {own.get(name)!r}"
+                )
         if state["digest"] != self.data.digest:
             raise ValueError(
                 f"Trainer: the corpus must be that of the run in {path.parent} ({state['digest']}), got {self.data.digest}"
@@ -495,8 +500,8 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
         self.model.load_state_dict(state["model"])
         for optimizer, name, lr in (
-            (self._chunk_adam, "chunk_adam", self._lr),
-            (self._rest_adam, "rest_adam", self._rest_lr),
+            (self._chunk_adam, "chunk_adam", self._chunk_lr),
+            (self._rest_adam, "rest_adam", self._lr),
         ):
             optimizer.load_state_dict(state[name])
             for group in optimizer.param_groups:
@@ -514,7 +519,7 @@ class Trainer:
             file.write(text.encode())
 
 
-def _entries(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed while it wrote
             yield json.loads(line)
@@ -523,30 +528,29 @@ def _entries(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Any]:
     """A file that takes the place of ``path`` when all of it is on the disk, and never else."""
-    file = tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False)
+    name = None
     try:
-        with file:
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
+            name = file.name
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(file.name, path)
+        os.replace(name, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(file.name)
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
         raise
 
 
 @contextlib.contextmanager
 def _determinism(wanted: bool) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    if wanted:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(before)
 
 
 def _wait() -> None:

@@ -83,9 +83,7 @@ class ChunkAdamW(torch.optim.Optimizer):
                     )
 
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, scale: torch.Tensor | None = None
-    ) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: torch.Tensor | None = None) -> Any:  # type: ignore[override]
         """One update, of gradients multiplied by ``scale`` (1,) float32 on the device (gradient clipping)."""
         loss = None
         if closure is not None:
@@ -131,8 +129,9 @@ class ChunkAdamW(torch.optim.Optimizer):
         programs = active if sparse and not decay else chunks
         if programs == 0 or d == 0:
             return
-        one = state["counts"].new_ones(1)
         lr = group["lr"]
+        lr = lr if isinstance(lr, torch.Tensor) else torch.full((1,), float(lr), device=param.device)
+        scale = torch.ones(1, device=param.device) if scale is None else scale
         beta1, beta2 = group["betas"]
         config = kernels.ADAMW_CONFIG
         with runtime.on_device_of(param):
@@ -140,7 +139,7 @@ class ChunkAdamW(torch.optim.Optimizer):
                 indices, values,
                 param, state["exp_avg"], state["exp_avg_sq"],
                 state["counts"],
-                lr if isinstance(lr, torch.Tensor) else one * lr, one if scale is None else scale,
+                lr, scale,
                 rows, d, active,
                 BETA1=beta1, BETA2=beta2, EPS=group["eps"], WEIGHT_DECAY=group["weight_decay"],
                 LOG2_BETA1=math.log2(beta1) if beta1 else -1e4, LOG2_BETA2=math.log2(beta2),

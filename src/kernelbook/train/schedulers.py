@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from kernelbook.train.chunks import Layout, knn_scores, top_chunks
+from kernelbook.train.seeds import generator
 
 __all__ = ["SCHEDULERS", "Scheduler", "make_scheduler", "weight_features"]
 
@@ -44,9 +45,9 @@ def weight_features(
     for number, weight in enumerate(weights):
         rows, columns = weight.shape
         chunks = -(-rows // chunk_size)
-        generator = torch.Generator().manual_seed(seed * 1009 + number)
-        p = torch.randn(columns, dims, generator=generator).to(weight.device)
-        signs = torch.randint(0, 2, (chunk_size, dims), generator=generator).to(weight.device) * 2.0 - 1.0
+        chance = generator("features", seed, number)
+        p = torch.randn(columns, dims, generator=chance).to(weight.device)
+        signs = torch.randint(0, 2, (chunk_size, dims), generator=chance).to(weight.device) * 2.0 - 1.0
         projected = weight.detach().float() @ p
         projected = torch.nn.functional.pad(projected, (0, 0, 0, chunks * chunk_size - rows))
         features = (projected.view(chunks, chunk_size, dims) * signs).sum(1)
@@ -149,7 +150,10 @@ class Scheduler:
 
     def _share_out(self) -> None:
         """How many of each layer's active chunks are chosen by score, and how many at random."""
-        rest = [round(self.explore * a) if self.explore * a >= 1 else int(self.explore > 0 and a > 1) for a in self.layout.active]
+        rest = [
+            round(self.explore * a) if self.explore * a >= 1 else int(self.explore > 0 and a > 1)
+            for a in self.layout.active
+        ]
         exploit = [a - r for a, r in zip(self.layout.active, rest, strict=True)]
         device = self.layout.device
         self._exploit, self._rest = (torch.tensor(v, dtype=torch.int32, device=device) for v in (exploit, rest))

@@ -12,6 +12,7 @@ What is recorded already is not measured again, so that a study that was stopped
 
 import argparse
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -28,6 +29,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+import kernelbook
 from kernelbook import check, runtime, timing
 from kernelbook.nn.gpt import GPT
 from kernelbook.train.chunks import Layout
@@ -40,6 +42,7 @@ __all__ = ["main", "step_gflop"]
 STEM = "sparse_training"
 SIZES = {config.width: name for name, config in CONFIGS.items() if name != "tiny"}
 FRACTIONS = (0.1, 0.25)
+SCORED = 0.125  # active chunks of the planted teacher: as many as are planted
 SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
 CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
 PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "ms", "launches", *timing.ENVIRONMENT)
@@ -50,7 +53,7 @@ def _package() -> str:
     """The version with a digest of what decides a step: the training loop, and the model."""
     here = Path(__file__).parent
     digest = timing.source_digest(here) + timing.source_digest(here.parent / "nn")
-    return f"{timing.kernelbook.__version__}+{digest}"
+    return f"{kernelbook.__version__}+{digest}"
 
 
 # --- what is trained ------------------------------------------------------------------------------------------------
@@ -65,6 +68,7 @@ class Variant:
     active: float = 1.0
     sparse_layers: str = "all"
     inactive: str = "skip"
+    sparse_lr: float = 1.0
     graph: bool = True
 
     @property
@@ -78,7 +82,8 @@ class Variant:
     def config(self, width: int, **changes: Any) -> TrainConfig:
         return dataclasses.replace(
             CONFIGS[SIZES[width]], mode=self.mode, scheduler=self.scheduler, active=self.active,
-            sparse_layers=self.sparse_layers, inactive=self.inactive, cuda_graph=self.graph, **changes,
+            sparse_layers=self.sparse_layers, inactive=self.inactive, sparse_lr=self.sparse_lr,
+            cuda_graph=self.graph, **changes,
         )  # fmt: skip
 
 
@@ -92,7 +97,7 @@ def _shape(config: TrainConfig) -> str:
 def step_gflop(config: TrainConfig, vocab_size: int) -> float:
     """1e9 operations of one step's matrix products and attention: what the algorithm needs, for active chunks only."""
     d, tokens = config.width, config.batch_size * config.context
-    outputs = {"qkv": 3 * d, "attention_out": d, "up": 4 * d, "down": d}
+    outputs = {"q": d, "k": d, "v": d, "attention_out": d, "up": 4 * d, "down": d}
     sparse = set(outputs) if config.sparse_layers == "all" else {"up", "down"}
     total = 3.0 * vocab_size * d  # the head: forward, dX, dW
     for name, d_out in outputs.items():
@@ -178,7 +183,7 @@ class _PlainLayerNorm(torch.nn.LayerNorm):
         return torch.nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-def _plain_step(width: int, data: Data) -> tuple[Callable[[int], object], GPT]:
+def _plain_step(width: int, data: Data) -> Callable[[int], object]:
     """The step as PyTorch alone takes it: its LayerNorm, linear layers, clipping and fused AdamW, in a CUDA graph."""
     config = CONFIGS[SIZES[width]]
     torch.manual_seed(0)
@@ -187,7 +192,7 @@ def _plain_step(width: int, data: Data) -> tuple[Callable[[int], object], GPT]:
         for block in model.blocks:
             for name in ("norm_attention", "norm_mlp"):
                 setattr(block, name, _PlainLayerNorm(width))
-            for name in ("qkv", "attention_out", "up", "down"):
+            for name in ("q", "k", "v", "attention_out", "up", "down"):
                 old = getattr(block, name)
                 setattr(block, name, torch.nn.Linear(old.in_features, old.out_features, bias=False))
         model.norm = _PlainLayerNorm(width)  # type: ignore[assignment]
@@ -216,7 +221,7 @@ def _plain_step(width: int, data: Data) -> tuple[Callable[[int], object], GPT]:
             mine.copy_(new)
         graph.replay()
 
-    return enqueue, model
+    return enqueue
 
 
 def step_variants() -> Iterator[Variant]:
@@ -262,7 +267,7 @@ class Study:
 
     def _ceilings(self) -> None:
         if not self._ceilings_written:
-            row = timing.ceilings_row(timing.measure_ceilings(quick=True), self.run, self.about["package"])
+            row = timing.ceilings_row(timing.measure_ceilings(), self.run, self.about["package"])
             timing.write_results(self.out / "ceilings.csv", row, key=("run",))
             self._ceilings_written = True
 
@@ -282,13 +287,17 @@ class Study:
         self._ceilings()
         self.attempt("torch", 10, self._torch_step)
         for variant in step_variants():
-            self.attempt(f"step {variant.provider} {variant.sparse_layers} {variant.active:g}", 8, lambda v=variant: self._step(v))  # type: ignore[misc]
+            self.attempt(
+                f"step {variant.provider} {variant.sparse_layers} {variant.active:g}",
+                8,
+                functools.partial(self._step, variant),
+            )
 
     def _torch_step(self) -> str:
         config = Variant().config(self.width)
         if self._recorded(STEM, provider="torch", shape=_shape(config)):
             return "recorded already"
-        enqueue, model = _plain_step(self.width, self.data)
+        enqueue = _plain_step(self.width, self.data)
         torch.cuda.reset_peak_memory_stats()
         found = _step_times(enqueue, 5, 40)
         self._write_step("torch", config, found, torch.cuda.max_memory_allocated() / 2**20, math.nan)
@@ -322,7 +331,7 @@ class Study:
     def parts(self) -> None:
         """Rows of ``sparse_training_parts.csv``: device time of a step's kernels by kind."""
         for variant in (Variant(), *(Variant(mode, "knn", 0.1) for mode in SPARSE_MODES)):
-            self.attempt(f"parts {variant.provider}", 8, lambda v=variant: self._parts(v))  # type: ignore[misc]
+            self.attempt(f"parts {variant.provider}", 8, functools.partial(self._parts, variant))
 
     def _parts(self, variant: Variant) -> str:
         config = variant.config(self.width, dense_steps=0)
@@ -363,34 +372,34 @@ class Study:
 
     # --- curves ---
 
-    def curves(self, seeds: int, steps: int, *, oracle: bool) -> None:
+    def curves(self, seeds: Sequence[int], steps: int) -> None:
         """Lines of ``sparse_training_curves.jsonl``: dense, and each scheduler in each mode at each share."""
         variants = [Variant()]
         variants += [Variant(m, s, f) for f, m, s in itertools.product(FRACTIONS, SPARSE_MODES, CHOOSERS)]
-        if oracle:
-            variants += [Variant(mode, "oracle", 0.1) for mode in SPARSE_MODES]
+        variants += [Variant(m, "ema_topk", f, sparse_lr=4.0) for f, m in itertools.product(FRACTIONS, SPARSE_MODES)]
+        variants += [Variant(mode, "oracle", 0.1) for mode in SPARSE_MODES]
         variants += [Variant(mode, "ema_topk", 0.1, inactive="decay") for mode in SPARSE_MODES]
         estimate = 10.0
-        for seed, variant in itertools.product(range(seeds), variants):
+        for seed, variant in itertools.product(seeds, variants):
             started = time.monotonic()
             self.attempt(
                 f"curve {variant.provider} {variant.active:g} seed {seed}", 1.5 * estimate,
-                lambda v=variant, s=seed: self._curve(v, s, steps),
-            )  # type: ignore[misc]  # fmt: skip
+                functools.partial(self._curve, variant, seed, steps),
+            )  # fmt: skip
             estimate = max(2.0, min(estimate, time.monotonic() - started))
 
     def _curve(self, variant: Variant, seed: int, steps: int) -> str:
         path = self.out / f"{STEM}_curves.jsonl"
         key = {
             "provider": variant.provider, "mode": variant.mode, "scheduler": variant.scheduler, "active": variant.active,
-            "inactive": variant.inactive, "width": self.width, "seed": seed, "steps": steps,
+            "inactive": variant.inactive, "sparse_lr": variant.sparse_lr, "width": self.width, "seed": seed, "steps": steps,
         }  # fmt: skip
         known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         if any(all(old[name] == value for name, value in key.items()) for old in known):
             return "recorded already"
         every = max(1, steps // 8)
         config = variant.config(
-            self.width, steps=steps, seed=seed, dense_steps=steps // 10, eval_every=every, eval_batches=4,
+            self.width, steps=steps, seed=seed, dense_steps=steps // 8, eval_every=every, eval_batches=4,
             checkpoint_every=0, log_every=10, lr_warmup=max(1, steps // 20),
             probe_every=0 if variant.mode == "dense" else 2 * every,
         )  # fmt: skip
@@ -423,20 +432,20 @@ class Study:
 
     # --- scores ---
 
-    def scores(self, seeds: int, steps: int) -> None:
+    def scores(self, seeds: Sequence[int], steps: int) -> None:
         """Rows of ``sparse_training_scores.csv``: precision, recall and energy on a planted teacher."""
-        for seed, families, name in itertools.product(range(seeds), (8, None), [*CHOOSERS, "oracle"]):
+        for seed, families, name in itertools.product(seeds, (8, None), [*CHOOSERS, "oracle"]):
             self.attempt(
                 f"scores {name} families {families} seed {seed}", 5,
-                lambda n=name, f=families, s=seed: self._score(n, f, s, steps),
-            )  # type: ignore[misc]  # fmt: skip
+                functools.partial(self._score, name, families, seed, steps),
+            )  # fmt: skip
 
     def _score(self, name: str, families: int | None, seed: int, steps: int) -> str:
-        key = {"families": families or 0, "scheduler": name, "seed": seed, "active": 0.125}
+        key = {"families": families or 0, "scheduler": name, "seed": seed, "active": SCORED}
         if self._recorded(f"{STEM}_scores", **key):
             return "recorded already"
         teacher = PlantedTeacher(families=families, seed=seed)
-        scheduler = make_scheduler(name, Layout.of_fraction([teacher.chunks], key["active"]), seed=seed)
+        scheduler = make_scheduler(name, Layout.of_fraction([teacher.chunks], SCORED), seed=seed)
         table = pd.DataFrame(list(score_scheduler(teacher, scheduler, steps)))
         mean = table[["precision", "recall", "energy"]].mean()
         row = {"run": self.run, **key, **{n: f"{v:.4f}" for n, v in mean.items()}, **self.about}
@@ -472,9 +481,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, choices=sorted(SIZES), required=True)
     parser.add_argument("--out", type=Path, default=None, help="folder for <gpu>/... (default: book/results)")
     parser.add_argument("--what", default="scores,steps,parts,curves", help="what to run, in this order")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds of curves and scores (default: 1)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of curves and scores (default: 0)")
     parser.add_argument("--steps", type=int, default=300, help="steps of a curve (default: 300)")
-    parser.add_argument("--oracle", action="store_true", help="curves of the oracle too")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later (default: 60)")
     given = parser.parse_args(arguments)
     if runtime.DEVICE.type != "cuda":
@@ -486,7 +494,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "scores": lambda: study.scores(given.seeds, 160),
         "steps": study.steps,
         "parts": study.parts,
-        "curves": lambda: study.curves(given.seeds, given.steps, oracle=given.oracle),
+        "curves": lambda: study.curves(given.seeds, given.steps),
     }
     for name in tqdm(given.what.split(","), unit="part"):
         if name not in experiments:

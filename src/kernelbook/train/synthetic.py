@@ -13,6 +13,7 @@ from kernelbook import runtime
 from kernelbook.sparse_linear import sparse_dw
 from kernelbook.train.chunks import chunk_norms
 from kernelbook.train.schedulers import Scheduler
+from kernelbook.train.seeds import generator
 
 __all__ = ["CopyData", "PlantedTeacher", "Score", "score_chunks", "score_scheduler"]
 
@@ -64,41 +65,42 @@ class PlantedTeacher:
         self.chunks, self.chunk_size, self.d_in, self.planted, self.period = chunks, chunk_size, d_in, planted, period
         self.families, self.batch, self.noise, self.seed = families, batch, noise, seed
         self.device = runtime.DEVICE if device is None else device
-        generator = torch.Generator().manual_seed(seed)
+        chance = generator("teacher", seed)
         if families is None:
-            weight = torch.randn(chunks, chunk_size, d_in, generator=generator)
+            weight = torch.randn(chunks, chunk_size, d_in, generator=chance)
         else:
-            centres = torch.randn(families, 1, chunk_size, d_in, generator=generator)
-            own = torch.randn(families, chunks // families, chunk_size, d_in, generator=generator)
+            centres = torch.randn(families, 1, chunk_size, d_in, generator=chance)
+            own = torch.randn(families, chunks // families, chunk_size, d_in, generator=chance)
             weight = (centres + 0.2 * own).flatten(0, 1)
         # Families are not neighbours by number.
-        self._order = torch.randperm(chunks, generator=generator)
+        self._order = torch.randperm(chunks, generator=chance)
         self.weight = weight[self._order.argsort()].reshape(-1, d_in).to(self.device)
         self._teacher = self.weight.clone()
         self._phase = -1
 
     def planted_chunks(self, step: int) -> torch.Tensor:
         """(planted,) int64 on the CPU: where student and teacher differ from the beginning of this phase on."""
-        generator = torch.Generator().manual_seed((self.seed << 32) + step // self.period)
-        if self.families is None:
-            return torch.randperm(self.chunks, generator=generator)[: self.planted]
-        size = self.chunks // self.families
-        family = torch.randperm(self.families, generator=generator)[: self.planted // size]
-        return self._order[(family[:, None] * size + torch.arange(size)).flatten()]
+        # In turn, so that two phases that follow each other have nothing in common (where there are others).
+        units = self.chunks if self.families is None else self.families
+        size = self.chunks // units
+        count = self.planted // size
+        turn = (step // self.period * count + torch.arange(count)) % units
+        chosen = torch.randperm(units, generator=generator("planted", self.seed))[turn]
+        return self._order[(chosen[:, None] * size + torch.arange(size)).flatten()]
 
     def gradients(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x (batch, d_in) and dY (batch, N) of this step: ``dY^T x`` is the gradient of the student's weight."""
         phase = step // self.period
         if phase != self._phase:  # what was planted before is as good as learnt
             self._phase = phase
-            generator = torch.Generator().manual_seed((self.seed << 32) + 2**31 + phase)
+            chance = generator("shift", self.seed, phase)
             self._teacher = self.weight.clone()
             rows = self.planted_chunks(step)[:, None] * self.chunk_size + torch.arange(self.chunk_size)
-            shift = torch.randn(rows.numel(), self.d_in, generator=generator).to(self.device)
+            shift = torch.randn(rows.numel(), self.d_in, generator=chance).to(self.device)
             self._teacher[rows.flatten().to(self.device)] += shift
-        generator = torch.Generator().manual_seed((self.seed << 33) + step)
-        x = torch.randn(self.batch, self.d_in, generator=generator).to(self.device)
-        noise = torch.randn(self.batch, self.weight.shape[0], generator=generator).to(self.device)
+        chance = generator("inputs", self.seed, step)
+        x = torch.randn(self.batch, self.d_in, generator=chance).to(self.device)
+        noise = torch.randn(self.batch, self.weight.shape[0], generator=chance).to(self.device)
         difference = x @ (self.weight - self._teacher).t() + self.noise * noise
         return x, difference / self.batch
 
@@ -190,28 +192,27 @@ class CopyData:
         self.batch_size, self.context, self.seed = batch_size, context, seed
         self.device = runtime.DEVICE if device is None else device
 
-    def _draw(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed((self.seed << 32) + number)
+    def _draw(self, number: int, use: str = "batch") -> tuple[torch.Tensor, torch.Tensor]:
         make = self._copy if self.task == "copy" else self._recall
-        rows, counts = make(generator)
+        rows, counts = make(generator(use, self.seed, number))
         targets = torch.where(counts, rows, -100)[:, 1:]
         return rows[:, :-1].to(self.device), targets.to(self.device)
 
-    def _copy(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def _copy(self, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         half = self.context // 2
-        symbols = torch.randint(self.symbols, (self.batch_size, half), generator=generator)
+        symbols = torch.randint(self.symbols, (self.batch_size, half), generator=chance)
         mark = torch.full((self.batch_size, 1), self.symbols)
         rows = torch.cat([symbols, mark, symbols], 1)
         counts = torch.arange(rows.shape[1]) > half
         return rows, counts.expand_as(rows)
 
-    def _recall(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def _recall(self, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = self.context // 4
         shape = (self.batch_size, self.symbols)
-        keys = torch.rand(shape, generator=generator).argsort(1)[:, :pairs]
-        values = torch.randint(self.symbols, (self.batch_size, pairs), generator=generator)
+        keys = torch.rand(shape, generator=chance).argsort(1)[:, :pairs]
+        values = torch.randint(self.symbols, (self.batch_size, pairs), generator=chance)
         told = torch.stack([keys, values], 2).flatten(1)
-        order = torch.rand(keys.shape, generator=generator).argsort(1)
+        order = torch.rand(keys.shape, generator=chance).argsort(1)
         asked = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
         mark = torch.full((self.batch_size, 1), self.symbols)
         rows = torch.cat([told, mark, asked], 1)
@@ -225,4 +226,4 @@ class CopyData:
 
     def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """``count`` batches that no training step draws."""
-        return (self._draw(2**31 + i) for i in range(count))
+        return (self._draw(i, "validation") for i in range(count))

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import hashlib
 import heapq
+import itertools
 import os
 import sysconfig
 import tempfile
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from kernelbook import runtime
+from kernelbook.train.seeds import generator
 
 __all__ = ["Corpus", "TextData", "book_encoding", "get_encoding", "train_ranks"]
 
@@ -159,7 +161,7 @@ def train_ranks(texts: Iterable[str], size: int, pattern: str = PATTERN) -> dict
     counts: collections.Counter[tuple[bytes, bytes]] = collections.Counter()
     where: dict[tuple[bytes, bytes], set[int]] = collections.defaultdict(set)
     for i, word in enumerate(words):
-        for pair in zip(word, word[1:]):
+        for pair in itertools.pairwise(word):
             counts[pair] += frequency[i]
             where[pair].add(i)
     ranks = {bytes([b]): b for b in range(256)}
@@ -178,10 +180,10 @@ def train_ranks(texts: Iterable[str], size: int, pattern: str = PATTERN) -> dict
             new = _merge(old, pair, merged)
             if len(new) == len(old):
                 continue
-            for before in zip(old, old[1:]):
+            for before in itertools.pairwise(old):
                 counts[before] -= frequency[i]
                 changed.add(before)
-            for after in zip(new, new[1:]):
+            for after in itertools.pairwise(new):
                 counts[after] += frequency[i]
                 where[after].add(i)
                 changed.add(after)
@@ -323,8 +325,8 @@ class TextData:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets (batch_size, context) int64 of one training step."""
-        generator = torch.Generator().manual_seed((self.seed << 32) + step)
-        starts = torch.randint(len(self.train) - self.context, (self.batch_size,), generator=generator)
+        chance = generator("batch", self.seed, step)
+        starts = torch.randint(len(self.train) - self.context, (self.batch_size,), generator=chance)
         return self._windows(self.train, starts.pin_memory() if self.train.is_cuda else starts)
 
     def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
