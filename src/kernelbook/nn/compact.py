@@ -90,4 +90,6 @@ class _CompactLinear(torch.autograd.Function):
 
 
 def _by_rows(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
+    # Checks would read the rows on the host; said so, or PyTorch warns that they are off.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        return torch.sparse_coo_tensor(rows, values, shape)

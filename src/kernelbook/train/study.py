@@ -1,6 +1,6 @@
 """The measured experiments of the chapter "Training with a sparse backward pass".
 
-``python -m kernelbook.train.study --width 2048 --out book/results`` writes, below the folder of the GPU at hand:
+``python -m kernelbook.train.study --width 512 1024 2048 --out book/results`` writes, below the folder of the GPU at hand:
 
     sparse_training.csv            the time of a training step, by mode, scheduler and share of active chunks
     sparse_training_parts.csv      where that time goes, by kernels
@@ -43,9 +43,10 @@ STEM = "sparse_training"
 SIZES = {config.width: name for name, config in CONFIGS.items() if name != "tiny"}
 FRACTIONS = (0.1, 0.25)
 SCORED = 0.125  # active chunks of the planted teacher: as many as are planted
+CURVE_STEPS = {512: 400, 1024: 300, 2048: 300}
 SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
 CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
-PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "ms", "launches", *timing.ENVIRONMENT)
+PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "device_ms", "launches", *timing.ENVIRONMENT)
 SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", "recall", "energy", *timing.ENVIRONMENT)
 
 
@@ -240,14 +241,15 @@ def step_variants() -> Iterator[Variant]:
 
 
 class Study:
-    """The experiments of one width in one process, recorded as they come."""
+    """The experiments in one process, recorded as they come, for one :attr:`width` at a time."""
 
-    def __init__(self, width: int, out: Path, deadline: float) -> None:
-        self.width, self.out, self.deadline = width, out / runtime.device_slug(), deadline
+    def __init__(self, out: Path, deadline: float) -> None:
+        self.width, self.out, self.deadline = 512, out / runtime.device_slug(), deadline
         self.run = timing.new_run()
         self.about = timing.environment(_package())
-        self.data = make_data(CONFIGS[SIZES[width]])
+        self.data = make_data(CONFIGS["small"])  # the same for all widths
         self._ceilings_written = False
+        self._ratios: dict[tuple[Any, ...], float] = {}
         self.failures = 0
 
     def attempt(self, name: str, seconds: float, body: Callable[[], Any]) -> None:
@@ -285,10 +287,10 @@ class Study:
     def steps(self) -> None:
         """Rows of ``sparse_training.csv``: plain PyTorch, and every variant."""
         self._ceilings()
-        self.attempt("torch", 10, self._torch_step)
+        self.attempt(f"step {self.width} torch", 10, self._torch_step)
         for variant in step_variants():
             self.attempt(
-                f"step {variant.provider} {variant.sparse_layers} {variant.active:g}",
+                f"step {self.width} {variant.provider} {variant.sparse_layers} {variant.active:g}",
                 8,
                 functools.partial(self._step, variant),
             )
@@ -299,7 +301,7 @@ class Study:
             return "recorded already"
         enqueue = _plain_step(self.width, self.data)
         torch.cuda.reset_peak_memory_stats()
-        found = _step_times(enqueue, 5, 40)
+        found = _step_times(enqueue, 5, 30)
         self._write_step("torch", config, found, torch.cuda.max_memory_allocated() / 2**20, math.nan)
         return f"{found.ms:.3f} ms"
 
@@ -307,12 +309,17 @@ class Study:
         config = variant.config(self.width, dense_steps=0)
         if self._recorded(STEM, provider=variant.provider, shape=_shape(config), x=f"{variant.active:.12g}"):
             return "recorded already"
-        ratio = math.nan if variant.mode == "dense" else _error_ratio(variant, self.width, self.data)
+        ratio = math.nan
+        if variant.mode != "dense":  # whoever chooses the chunks, their gradients are computed alike
+            key = (self.width, variant.mode, variant.active, variant.sparse_layers)
+            if key not in self._ratios:
+                self._ratios[key] = _error_ratio(variant, self.width, self.data)
+            ratio = self._ratios[key]
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         trainer = _trainer(variant, self.width, self.data)
-        found = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 8, 40))
+        found = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 6, 30))
         self._write_step(variant.provider, config, found, torch.cuda.max_memory_allocated() / 2**20, ratio)
         return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
 
@@ -331,7 +338,7 @@ class Study:
     def parts(self) -> None:
         """Rows of ``sparse_training_parts.csv``: device time of a step's kernels by kind."""
         for variant in (Variant(), *(Variant(mode, "knn", 0.1) for mode in SPARSE_MODES)):
-            self.attempt(f"parts {variant.provider}", 8, functools.partial(self._parts, variant))
+            self.attempt(f"parts {self.width} {variant.provider}", 8, functools.partial(self._parts, variant))
 
     def _parts(self, variant: Variant) -> str:
         config = variant.config(self.width, dense_steps=0)
@@ -361,7 +368,7 @@ class Study:
         for name, ms in sorted(names.items(), key=lambda item: -item[1])[:40]:
             print(f"  {ms:8.4f} ms  {part_of(name):20} {name[:110]}")
         table = [
-            {"run": self.run, **key, "part": part, "ms": f"{ms:.5g}", "launches": f"{count:g}", **self.about}
+            {"run": self.run, **key, "part": part, "device_ms": f"{ms:.5g}", "launches": f"{count:g}", **self.about}
             for part, (ms, count) in parts.items()
         ]
         timing.write_results(
@@ -383,7 +390,7 @@ class Study:
         for seed, variant in itertools.product(seeds, variants):
             started = time.monotonic()
             self.attempt(
-                f"curve {variant.provider} {variant.active:g} seed {seed}", 1.5 * estimate,
+                f"curve {self.width} {variant.provider} {variant.active:g} seed {seed}", 1.5 * estimate,
                 functools.partial(self._curve, variant, seed, steps),
             )  # fmt: skip
             estimate = max(2.0, min(estimate, time.monotonic() - started))
@@ -476,30 +483,35 @@ def part_of(kernel: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the experiments of one width; 1 if one failed, 2 without a GPU."""
+    """Runs the experiments; 1 if one failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m kernelbook.train.study", description=__doc__)
-    parser.add_argument("--width", type=int, choices=sorted(SIZES), required=True)
+    parser.add_argument("--width", type=int, nargs="+", choices=sorted(SIZES), default=sorted(SIZES))
     parser.add_argument("--out", type=Path, default=None, help="folder for <gpu>/... (default: book/results)")
-    parser.add_argument("--what", default="scores,steps,parts,curves", help="what to run, in this order")
+    parser.add_argument(
+        "--what", default="scores,steps,parts,curves", help="what to run, in this order, each at every width"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of curves and scores (default: 0)")
-    parser.add_argument("--steps", type=int, default=300, help="steps of a curve (default: 300)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of a curve (default: 300, at width 512 400)")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later (default: 60)")
     given = parser.parse_args(arguments)
     if runtime.DEVICE.type != "cuda":
         print("study: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     deadline = time.monotonic() + 60 * given.minutes
-    study = Study(given.width, given.out or timing.results_dir(), deadline)
+    study = Study(given.out or timing.results_dir(), deadline)
     experiments: dict[str, Callable[[], None]] = {
-        "scores": lambda: study.scores(given.seeds, 160),
         "steps": study.steps,
         "parts": study.parts,
-        "curves": lambda: study.curves(given.seeds, given.steps),
+        "curves": lambda: study.curves(given.seeds, given.steps or CURVE_STEPS[study.width]),
     }
     for name in tqdm(given.what.split(","), unit="part"):
-        if name not in experiments:
-            parser.error(f"--what must name some of {', '.join(experiments)}, got {name!r}")
-        experiments[name]()
+        if name == "scores":  # of no width
+            study.scores(given.seeds, 160)
+        elif name in experiments:
+            for study.width in given.width:
+                experiments[name]()
+        else:
+            parser.error(f"--what must name some of scores, {', '.join(experiments)}, got {name!r}")
     return 1 if study.failures else 0
 
 
