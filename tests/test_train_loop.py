@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from kernelbook import cli, runtime
+from kernelbook import cli, runtime, timing
 from kernelbook.nn import GPT, GPTConfig, SparseLinear
-from kernelbook.train import CONFIGS, CopyData, TrainConfig, Trainer, make_data
+from kernelbook.train import CONFIGS, CopyData, TrainConfig, Trainer, make_data, study
 from kernelbook.train.chunks import chunk_norms, top_chunks_reference
+
+CURVE_KEY = ("mode", "scheduler", "active", "inactive", "sparse_lr", "width", "seed", "steps")
 
 # A run of a second: 16 tokens a step.
 SMALL = dataclasses.replace(
@@ -319,6 +321,55 @@ def test_the_probe_moves_nothing() -> None:
     unprobed = _trainer(steps=4)
     unprobed.run()
     assert unprobed.losses() == trainer.losses()
+
+
+# --- the study ------------------------------------------------------------------------------------------------------
+
+
+def test_operations_are_counted_from_the_model() -> None:
+    config = TrainConfig(width=128, depth=2, heads=2, context=16, batch_size=3, mode="dense")
+    model = GPT(config.model(50))
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    tokens = 3 * 16
+    products = 3 * sum(2 * tokens * m.weight.numel() for m in linear)
+    attention = 3.5 * 2 * (2 * 3 * 16 * 16 * 128) * 2 / 2  # two products a block, half of them masked
+    assert study.step_gflop(config, 50) == pytest.approx((products + attention) / 1e9)
+    sparse = dataclasses.replace(config, mode="sparse_dw_dx", active=0.5)
+    layers = sum(m.weight.numel() for m in model.sparse_layers().values())
+    saved = study.step_gflop(config, 50) - study.step_gflop(sparse, 50)
+    assert layers == 2 * 12 * 128 * 128 and saved == pytest.approx(2 * tokens * 2 * 0.5 * layers / 1e9)
+    only_dw = dataclasses.replace(sparse, mode="sparse_dw", sparse_layers="mlp")
+    saved = study.step_gflop(config, 50) - study.step_gflop(only_dw, 50)
+    assert saved == pytest.approx(2 * tokens * 0.5 * 2 * 8 * 128 * 128 / 1e9)
+
+
+def test_recorded_curves_keep_their_shape() -> None:
+    for path in timing.results_dir().glob("*/sparse_training_curves.jsonl"):
+        runs = [json.loads(line) for line in path.read_text().splitlines()]
+        keys = [tuple(run[name] for name in CURVE_KEY) for run in runs]
+        assert len(set(keys)) == len(keys)
+        for run in runs:
+            assert set(timing.ENVIRONMENT) <= set(run)
+            for what in ("steps", "seconds", "loss"):
+                assert len(run[f"validation_{what}"]) == len(run["validation_steps"])
+            assert run["validation_steps"][-1] == run["steps"] and run["validation_seconds"] == sorted(
+                run["validation_seconds"]
+            )
+            assert len(run["train_loss"]) == len(run["train_steps"])
+
+
+def test_kernels_belong_to_a_part() -> None:
+    assert study.part_of("_sparse_linear_bwd_tiles_kernel") == "sparse products"
+    assert study.part_of("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN") == "dense products"
+    assert study.part_of("_adamw_chunks_kernel") == "optimizer"
+    assert study.part_of("_layer_norm_bwd_sum_kernel") == "layer norm"
+    assert study.part_of("vectorized_elementwise_kernel<bfloat16_copy>") == "casts, sums, copies"
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+def test_the_study_refuses_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main(["--out", str(tmp_path)]) == 2
+    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
