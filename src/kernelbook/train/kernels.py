@@ -39,9 +39,10 @@ def _chunk_norms_kernel(
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for start in range(first, last, BLOCK_R):
         offs_n = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
-        ptrs = grad_ptr + offs_n[:, None] * stride_gn + offs_d[None, :]
-        g = tl.load(ptrs, mask=(offs_n < last)[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
-        acc += g * g
+        grad_ptrs = grad_ptr + offs_n[:, None] * stride_gn + offs_d[None, :]
+        mask = (offs_n < last)[:, None] & mask_d[None, :]
+        grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+        acc += grad * grad
     norm = tl.sqrt(tl.sum(tl.sum(acc, axis=1), axis=0))
     tl.store(partial_ptr + chunk * tl.num_programs(1) + pid_d, norm)
 
@@ -74,22 +75,26 @@ def _knn_scores_kernel(
     fresh_q = (seen_q >= 0) & (now - seen_q <= window)
     fresh_c = (seen_c >= 0) & (now - seen_c <= window)
     known = tl.load(norms_ptr + offs_c, mask=mask_c, other=0.0)
-    distance = tl.where(fresh_c[None, :] & (offs_q[:, None] != offs_c[None, :]), distance, float("inf"))
+    another = offs_q[:, None] != offs_c[None, :]
+    distance = tl.where(fresh_c[None, :] & another, distance, float("inf"))
     total = tl.zeros((BLOCK_Q,), tl.float32)
     weights = tl.zeros((BLOCK_Q,), tl.float32)
     for _ in tl.static_range(K):
         nearest = tl.min(distance, axis=1)
         # The first of those that are equally near.
-        at = tl.min(tl.where(distance == nearest[:, None], offs_c[None, :], 2**30), axis=1)
+        equal = distance == nearest[:, None]
+        at = tl.min(tl.where(equal, offs_c[None, :], 2**30), axis=1)
         chosen = offs_c[None, :] == at[:, None]
         weight = tl.where(nearest < float("inf"), 1.0 / (nearest + EPS), 0.0)
-        total += weight * tl.sum(tl.where(chosen, known[None, :], 0.0), axis=1)
+        norm = tl.sum(tl.where(chosen, known[None, :], 0.0), axis=1)
+        total += weight * norm
         weights += weight
         distance = tl.where(chosen, float("inf"), distance)
     own = tl.load(norms_ptr + offs_q, mask=mask_q, other=0.0)
     # Without a neighbour: what was observed long ago; what never was comes first.
     fallback = tl.where(seen_q >= 0, own, float("inf"))
-    predicted = tl.where(weights > 0, total / tl.where(weights > 0, weights, 1.0), fallback)
+    predicted = total / tl.where(weights > 0, weights, 1.0)
+    predicted = tl.where(weights > 0, predicted, fallback)
     tl.store(scores_ptr + offs_q, tl.where(fresh_q, own, predicted), mask=mask_q)
 
 
@@ -98,14 +103,16 @@ def _rank_keys(
     scores_ptr, taken_ptr, offs, mask, seed, now, N,
     RANDOM: tl.constexpr, HAS_TAKEN: tl.constexpr,
 ):  # fmt: skip
-    """What chunks are ranked by: their scores, or random numbers; negative infinity where taken."""
+    """Scores, or random numbers; negative infinity where taken."""
     if RANDOM:
         keys = tl.rand(seed, now * N + offs)
     else:
         keys = tl.load(scores_ptr + offs, mask=mask, other=0.0)
-        keys = tl.where(keys == keys, keys, float("inf"))  # NaN: a gradient that overflowed is a large one
+        # NaN: a gradient that overflowed is a large one.
+        keys = tl.where(keys == keys, keys, float("inf"))
     if HAS_TAKEN:
-        keys = tl.where(tl.load(taken_ptr + offs, mask=mask, other=1) != 0, float("-inf"), keys)
+        taken = tl.load(taken_ptr + offs, mask=mask, other=1)
+        keys = tl.where(taken != 0, float("-inf"), keys)
     return keys
 
 
@@ -126,34 +133,41 @@ def _top_chunks_kernel(
     now = tl.load(step_ptr)
     offs = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < last
-    mine = _rank_keys(scores_ptr, taken_ptr, offs, mask, seed, now, N, RANDOM, HAS_TAKEN)
+    mine = _rank_keys(
+        scores_ptr, taken_ptr, offs, mask, seed, now, N, RANDOM, HAS_TAKEN
+    )  # fmt: skip
     rank = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, longest, BLOCK):
         offs_j = first + start + tl.arange(0, BLOCK)
         mask_j = offs_j < last
-        other = _rank_keys(scores_ptr, taken_ptr, offs_j, mask_j, seed, now, N, RANDOM, HAS_TAKEN)
+        other = _rank_keys(
+            scores_ptr, taken_ptr, offs_j, mask_j, seed, now, N, RANDOM, HAS_TAKEN
+        )  # fmt: skip
+        equal = other[None, :] == mine[:, None]
         earlier = offs_j[None, :] < offs[:, None]
-        better = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & earlier)
+        better = (other[None, :] > mine[:, None]) | (equal & earlier)
         rank += tl.sum((better & mask_j[None, :]).to(tl.int32), axis=1)
     chosen = mask & (rank < tl.load(counts_ptr + layer))
-    tl.store(ids_ptr + tl.load(slots_ptr + layer) + rank, (offs - first).to(ids_ptr.dtype.element_ty), mask=chosen)
-    before = chosen
+    ids_ptrs = ids_ptr + tl.load(slots_ptr + layer) + rank
+    tl.store(ids_ptrs, (offs - first).to(ids_ptr.dtype.element_ty), mask=chosen)
     if HAS_TAKEN:
-        before = chosen | (tl.load(taken_ptr + offs, mask=mask, other=0) != 0)
-    tl.store(chosen_ptr + offs, before.to(tl.int32), mask=mask)
+        chosen |= tl.load(taken_ptr + offs, mask=mask, other=0) != 0
+    tl.store(chosen_ptr + offs, chosen.to(tl.int32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["A"])
 def _adamw_chunks_kernel(
-    rows_ptr,  # (A * CHUNK,) the row of the parameter that each row of the gradient belongs to, if SPARSE
-    grad_ptr,  # (A * CHUNK, D) if SPARSE, else (rows, D); contiguous, as all that follow
+    rows_ptr,  # (A * CHUNK,) if SPARSE: to which row each of the gradient belongs
+    grad_ptr,  # (A * CHUNK, D) if SPARSE, else (rows, D); contiguous, as what follows
     param_ptr, exp_avg_ptr, exp_avg_sq_ptr,  # (rows, D) float32, changed in place
     counts_ptr,  # (chunks,) updates of each chunk, this one included
     lr_ptr, scale_ptr,  # (1,) learning rate; what the gradient is multiplied with
     rows, D, A,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr,
     LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr,
-    CHUNK: tl.constexpr, SPARSE: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
+    EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
+    CHUNK: tl.constexpr, SPARSE: tl.constexpr, DECAY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     chunk = slot
@@ -162,7 +176,8 @@ def _adamw_chunks_kernel(
             found = tl.full((BLOCK_A,), -1, tl.int32)
             for start in range(0, A, BLOCK_A):
                 offs_a = start + tl.arange(0, BLOCK_A)
-                row = tl.load(rows_ptr + offs_a * CHUNK, mask=offs_a < A, other=-1)
+                mask_a = offs_a < A
+                row = tl.load(rows_ptr + offs_a * CHUNK, mask=mask_a, other=-1)
                 found = tl.maximum(found, tl.where(row == chunk * CHUNK, offs_a, -1))
             slot = tl.max(found, axis=0)
         else:  # a program for each chunk that has a gradient
@@ -170,15 +185,17 @@ def _adamw_chunks_kernel(
     within = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offs = chunk.to(tl.int64) * CHUNK * D + within
     mask = (within < CHUNK * D) & (offs < rows.to(tl.int64) * D) & (chunk >= 0)
-    grad_offs = slot.to(tl.int64) * CHUNK * D + within
-    grad = tl.load(grad_ptr + grad_offs, mask=mask & (slot >= 0), other=0.0) * tl.load(scale_ptr)
+    grad_ptrs = grad_ptr + slot.to(tl.int64) * CHUNK * D + within
+    grad = tl.load(grad_ptrs, mask=mask & (slot >= 0), other=0.0)
+    grad *= tl.load(scale_ptr)
     exp_avg = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
     param = tl.load(param_ptr + offs, mask=mask, other=0.0)
     exp_avg = BETA1 * exp_avg + (1.0 - BETA1) * grad
     exp_avg_sq = BETA2 * exp_avg_sq + (1.0 - BETA2) * grad * grad
-    # In float64: 1 - beta^count loses most of its digits in float32 when beta is close to 1.
-    count = tl.load(counts_ptr + chunk, mask=(chunk >= 0) & (chunk * CHUNK < rows), other=1.0).to(tl.float64)
+    # In float64: in float32 1 - beta^count loses digits when beta is close to 1.
+    inside = (chunk >= 0) & (chunk * CHUNK < rows)
+    count = tl.load(counts_ptr + chunk, mask=inside, other=1.0).to(tl.float64)
     correction1 = (1.0 - tl.exp2(count * LOG2_BETA1)).to(tl.float32)
     correction2 = (1.0 - tl.exp2(count * LOG2_BETA2)).to(tl.float32)
     lr = tl.load(lr_ptr)

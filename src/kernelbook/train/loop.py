@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernelbook import runtime
 from kernelbook.nn.gpt import GPT, GPTConfig

@@ -187,7 +187,7 @@ class RoundRobinScheduler(Scheduler):
 
 
 class EmaTopkScheduler(Scheduler):
-    """The chunks whose gradients were largest so far: a running mean of the norms seen. Unseen chunks come first.
+    """The chunks with the largest running means of observed norms. Unseen ones come first.
 
     Args:
         decay: what a mean keeps of itself when its chunk is observed.
@@ -195,7 +195,9 @@ class EmaTopkScheduler(Scheduler):
 
     name = "ema_topk"
 
-    def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.1, decay: float = 0.8) -> None:
+    def __init__(
+        self, layout: Layout, *, seed: int = 0, explore: float = 0.1, decay: float = 0.8
+    ) -> None:  # fmt: skip
         super().__init__(layout, seed=seed, explore=explore)
         if not 0 <= decay < 1:
             raise ValueError(f"Scheduler: decay must lie in [0, 1), got {decay!r}")
@@ -205,7 +207,8 @@ class EmaTopkScheduler(Scheduler):
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
         before = self._mean[places]
-        after = torch.where(before.isinf(), norms, torch.lerp(norms, before, self.decay))
+        after = torch.lerp(norms, before, self.decay)
+        after = torch.where(before.isinf(), norms, after)
         self._mean.index_copy_(0, places, after)
 
     def _select(self) -> None:
