@@ -3,6 +3,7 @@
 from kernelbook import runtime  # first: it sets up Triton before anything imports it
 
 # isort: split
+from kernelbook.attention import flash_attention
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NF4Tensor",
     "__version__",
+    "flash_attention",
     "layer_norm",
     "nf4_dequantize",
     "nf4_matmul",
