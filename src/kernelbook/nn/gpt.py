@@ -1,17 +1,26 @@
 """A small GPT whose linear layers can leave out most of their backward pass."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kernelbook.attention import flash_attention
 from kernelbook.nn.layers import LayerNorm, SparseLinear
 
 __all__ = ["GPT", "GPTConfig"]
+
+
+# Causal attention of (B, H, N, D) three times.
+ATTENTION: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "kernelbook": functools.partial(flash_attention, causal=True),
+    "torch": functools.partial(F.scaled_dot_product_attention, is_causal=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +33,7 @@ class GPTConfig:
         chunk_size: features in a chunk; it divides the width.
         sparse_layers: which linear layers are sparse ones: ``"mlp"``, or ``"all"`` six of a block.
         bias: whether linear layers have biases.
+        attention: ``"kernelbook"`` or ``"torch"``: :func:`kernelbook.flash_attention`, or PyTorch's own.
         compact_gradient: sparse layers hand out gradients of their active rows only.
     """
 
@@ -36,6 +46,7 @@ class GPTConfig:
     chunk_size: int = 64
     sparse_layers: str = "mlp"
     bias: bool = False
+    attention: str = "kernelbook"
     compact_gradient: bool = True
 
     def __post_init__(self) -> None:
@@ -48,13 +59,10 @@ class GPTConfig:
             raise ValueError(
                 f"GPTConfig: chunk_size must be at least 16 and divide the width ({self.width}), got {self.chunk_size}"
             )
+        if self.attention not in ATTENTION:
+            raise ValueError(f"GPTConfig: attention must be one of 'kernelbook', 'torch', got {self.attention!r}")
         if self.sparse_layers not in ("mlp", "all"):
             raise ValueError(f"GPTConfig: sparse_layers must be one of 'mlp', 'all', got {self.sparse_layers!r}")
-
-
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """(B, H, N, D) three times -> (B, H, N, D). The one place to exchange the attention of the model."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class _Block(nn.Module):
@@ -68,7 +76,7 @@ class _Block(nn.Module):
         attention_options: dict[str, Any] = {}
         if config.sparse_layers == "all":
             attention_linear, attention_options = SparseLinear, sparse
-        self.heads = config.heads
+        self.heads, self.attention = config.heads, config.attention
         self.norm_attention = LayerNorm(d)
         # Three layers, not one of 3 d features: their gradients need not be put together again.
         self.q, self.k, self.v = (attention_linear(d, d, bias=config.bias, **attention_options) for _ in range(3))
@@ -82,7 +90,7 @@ class _Block(nn.Module):
         normed = _normed(self.norm_attention, x)
         heads = (batch, length, self.heads, d // self.heads)
         q, k, v = (layer(normed).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        mixed = causal_attention(q, k, v).transpose(1, 2).reshape(batch, length, d)
+        mixed = ATTENTION[self.attention](q, k, v).transpose(1, 2).reshape(batch, length, d)
         x = x + self.attention_out(mixed)
         return x + self.down(F.gelu(self.up(_normed(self.norm_mlp, x)), approximate="tanh"))
 

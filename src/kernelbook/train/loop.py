@@ -50,7 +50,7 @@ class TrainConfig:
     """All that decides a run.
 
     Attributes:
-        width, depth, heads, context, chunk_size, sparse_layers: as in :class:`kernelbook.nn.GPTConfig`.
+        width, depth, heads, context, chunk_size, sparse_layers, attention: as in :class:`kernelbook.nn.GPTConfig`.
         task: ``"text"``, ``"copy"`` or ``"recall"``. corpus, encoding, vocab_size: as in :class:`TextData`.
         batch_size, steps, seed: as their names say.
         mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``. scheduler, explore: see :mod:`kernelbook.train.schedulers`.
@@ -73,6 +73,7 @@ class TrainConfig:
     context: int = 512
     chunk_size: int = 64
     sparse_layers: str = "all"
+    attention: str = "kernelbook"
     task: str = "text"
     corpus: str = "stdlib"
     encoding: str = "book"
@@ -149,6 +150,7 @@ class TrainConfig:
             heads=self.heads,
             chunk_size=self.chunk_size,
             sparse_layers=self.sparse_layers,
+            attention=self.attention,
         )
 
 

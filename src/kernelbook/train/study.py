@@ -161,6 +161,8 @@ def _error_ratio(variant: Variant, width: int, data: Data) -> float:
 
     def gradients(active: bool, dtype: str) -> list[torch.Tensor]:
         trainer.config = dataclasses.replace(trainer.config, dtype=dtype)
+        for block in trainer.model.blocks:
+            block.attention = "torch" if dtype == "float32" else trainer.config.attention  # type: ignore[assignment]
         trainer._activate(ids if active else [None] * len(ids))
         trainer._backward()
         grads = [layer.weight.grad for layer in layers.values()]
@@ -185,11 +187,11 @@ class _PlainLayerNorm(torch.nn.LayerNorm):
 
 
 def _plain_step(width: int, data: Data) -> Callable[[int], object]:
-    """The step as PyTorch alone takes it: its LayerNorm, linear layers, clipping and fused AdamW, in a CUDA graph."""
+    """The step as PyTorch alone takes it: its LayerNorm, linear layers, attention, clipping and fused AdamW, in a CUDA graph."""
     config = CONFIGS[SIZES[width]]
     torch.manual_seed(0)
     with runtime.DEVICE:
-        model = GPT(config.model(data.vocab_size))
+        model = GPT(dataclasses.replace(config.model(data.vocab_size), attention="torch"))
         for block in model.blocks:
             for name in ("norm_attention", "norm_mlp"):
                 setattr(block, name, _PlainLayerNorm(width))
@@ -469,7 +471,7 @@ _PARTS = (
     ("optimizer", ("_adamw", "adam", "FusedAdam")),
     ("norms and clipping", ("_chunk_norms", "lpnorm", "LpNorm", "norm_", "NormOps", "NormTwoOps", "vector_norm")),
     ("scheduler", ("_knn_scores", "_top_chunks")),
-    ("attention", ("flash", "fmha", "attention", "cudnn_generated", "sdpa")),
+    ("attention", ("attention", "flash", "fmha", "cudnn", "sdpa", "attn")),
     ("dense products", ("gemm", "nvjet", "cutlass", "cublas", "splitKreduce")),
     ("GELU", ("Gelu", "gelu")),
     ("loss", ("softmax", "SoftMax", "nll_loss")),
