@@ -1,5 +1,6 @@
 """What is measured of ``attention``: forward and backward beside PyTorch's own attention and FlexAttention, and the errors."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ TOKENS, FEATURES = 16384, 2048
 LARGEST_MATH = 4096  # with the score matrix, longer sequences take seconds and tens of GB
 CHECKED_WHOLE = 4096  # of longer sequences the first key head is checked: float64 takes its time too
 
+ERROR_SHAPE = (1, 8, 8, 4096, 128, True)
 ERROR_COLUMNS = ("run", "op", "provider", "dtype", "shape", "output", "error", *timing.ENVIRONMENT)
 ERROR_KEY = ("op", "provider", "dtype", "shape", "output")
 
@@ -51,10 +53,11 @@ def _sdpa(backend: SDPBackend, causal: bool) -> Attention:
     return attention
 
 
-@functools.cache
 def _flex(n: int, causal: bool) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # It is compiled for one shape at a time; Dynamo would give up after some.
+    torch._dynamo.reset()
     # Donated buffers forbid to run a backward pass twice, which is what measuring does.
     torch._functorch.config.donated_buffer = False
     mask = None
@@ -68,12 +71,9 @@ def _flex(n: int, causal: bool) -> Attention:
     return attention
 
 
-def _plain(causal: bool) -> Attention:
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with op.plain_kernels():
-            return op.flash_attention(q, k, v, causal=causal)
-
-    return attention
+def _kernels_of(provider: str) -> contextlib.AbstractContextManager[None]:
+    """Within the context the kernels that the provider stands for are used, forward and backward."""
+    return op.plain_kernels() if provider == "kernelbook:plain" else contextlib.nullcontext()
 
 
 def _attentions(n: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
@@ -82,7 +82,7 @@ def _attentions(n: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention
         "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION, causal),
         "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, causal),
         "kernelbook": functools.partial(op.flash_attention, causal=causal),
-        "kernelbook:plain": _plain(causal),
+        "kernelbook:plain": functools.partial(op.flash_attention, causal=causal),
     }
     if slow_ones:
         found["flex"] = _flex(n, causal)
@@ -125,19 +125,25 @@ def _problem(
     given = _attentions(n, causal, slow_ones=slow_ones)
     attentions = {name: call for name, call in given.items() if name.startswith("kernelbook") or _takes(call, q, k, v)}
 
-    def forward(attention: Attention) -> Callable[[], Tensors]:
+    def forward(provider: str) -> Callable[[], Tensors]:
         def call() -> Tensors:
-            with torch.no_grad():
-                return [attention(q, k, v)]
+            with torch.no_grad(), _kernels_of(provider):
+                return [given[provider](q, k, v)]
 
         return call
 
-    def backward(attention: Attention) -> Callable[[], Tensors]:
-        o = attention(q, k, v)
-        return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+    def backward(provider: str) -> Callable[[], Tensors]:
+        with _kernels_of(provider):
+            o = given[provider](q, k, v)
+
+        def call() -> Tensors:
+            with _kernels_of(provider):
+                return torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+        return call
 
     make = forward if mode == "forward" else backward
-    calls: dict[str, Callable[[], Tensors]] = {name: make(attention) for name, attention in attentions.items()}
+    calls: dict[str, Callable[[], Tensors]] = {provider: make(provider) for provider in attentions}
 
     def checked(out: Tensors) -> Tensors:
         """What is compared with float64: heads that share a key head stay together."""
@@ -149,7 +155,7 @@ def _problem(
         return _truth(_gradients, checked((q, k, v, do)), h // h_kv, causal)
 
     def baseline() -> Tensors:
-        return checked(make(given["sdpa_flash"])())
+        return checked(make("sdpa_flash")())
 
     factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
     return timing.Problem(calls, truth, baseline, factor, dict.fromkeys(calls, checked))
@@ -228,7 +234,7 @@ def cases() -> Iterator[timing.Case]:
 
 def _errors() -> pd.DataFrame:
     """The relative error against float64 of every output and gradient, by provider and dtype."""
-    b, h, h_kv, n, d, causal = 1, 8, 8, 4096, 128, True
+    b, h, h_kv, n, d, causal = ERROR_SHAPE
     shape = f"B={b} H={h} H_kv={h_kv} N={n} S={n} D={d} causal=yes"
     about = {"run": timing.new_run(), **timing.environment(timing.package_version(Path(__file__).parent))}
     rows = []
@@ -239,11 +245,13 @@ def _errors() -> pd.DataFrame:
             *_truth(flash_attention_reference, (q, k, v), 1, causal),
             *_truth(_gradients, (q, k, v, do), 1, causal),
         ]
-        for name, attention in _attentions(n, causal, slow_ones=True).items():
+        attentions = {**_attentions(n, causal, slow_ones=False), "sdpa_math": _sdpa(SDPBackend.MATH, causal)}
+        for name, attention in attentions.items():
             if not (name.startswith("kernelbook") or _takes(attention, q, k, v)):
                 continue
-            o = attention(q, k, v)
-            found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+            with _kernels_of(name):
+                o = attention(q, k, v)
+                found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
             for output, ours, exact in zip(("o", "dq", "dk", "dv"), found, truth, strict=True):
                 row = {"op": "flash_attention", "provider": name, "dtype": str(dtype)[6:], "shape": shape}
                 rows.append({**about, **row, "output": output, "error": f"{check.relative_error(ours, exact):.4g}"})
@@ -259,19 +267,20 @@ def small_checks() -> list[check.Verdict]:
     """A correctness check at small sizes, for ``doctor``."""
     torch.manual_seed(0)
     verdicts = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for n, s, d in ((70, 70, 64), (40, 100, 128)):
-            for causal in (False, True):
-                q, k, v = (
-                    torch.randn(1, h, m, d, device=runtime.DEVICE).to(dtype) for h, m in ((4, n), (2, s), (2, s))
-                )
-                found = check.check_op(
-                    functools.partial(op.flash_attention, causal=causal),
-                    functools.partial(flash_attention_reference, causal=causal),
-                    {"q": q, "k": k, "v": v},
-                    grads=("q", "k", "v"),
-                    require=False,
-                )
-                label = f"{str(dtype)[6:]}, {n} x {s} x {d}{', causal' if causal else ''}"
-                verdicts += [v.renamed(f"flash_attention[{label}] {v.name}") for v in found]
+    for dtype, n, s, d, causal in (
+        (torch.float32, 70, 70, 64, True),
+        (torch.float16, 70, 70, 64, True),
+        (torch.bfloat16, 40, 100, 128, True),
+        (torch.bfloat16, 100, 40, 128, False),
+    ):
+        q, k, v = (torch.randn(1, h, m, d, device=runtime.DEVICE).to(dtype) for h, m in ((4, n), (2, s), (2, s)))
+        found = check.check_op(
+            functools.partial(op.flash_attention, causal=causal),
+            functools.partial(flash_attention_reference, causal=causal),
+            {"q": q, "k": k, "v": v},
+            grads=("q", "k", "v"),
+            require=False,
+        )
+        label = f"{str(dtype)[6:]}, {n} x {s} x {d}{', causal' if causal else ''}"
+        verdicts += [v.renamed(f"flash_attention[{label}] {v.name}") for v in found]
     return verdicts

@@ -77,6 +77,15 @@ def _store_rows(
 
 
 @triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b``. To tf32 operands are rounded; the tensor cores alone would cut their last bits off."""
+    if PRECISION == "tf32":
+        a = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        b = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
 def _place(pid, num_blocks, num_heads, section, REVERSED: tl.constexpr):
     """-> block, head of a program. ``section`` heads are worked on at a time: their keys and values stay in the L2 cache.
 
@@ -110,7 +119,7 @@ def _flash_attention_fwd_steps(
         k_tile = _rows(
             k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
         )
-        scores = tl.dot(q, k_tile.T, input_precision=PRECISION, out_dtype=ACC)  # (BLOCK_M, BLOCK_N)
+        scores = _dot(q, k_tile.T, tl.zeros((q.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
         if MASKED:
             offs_n = start + tl.arange(0, BLOCK_N)
             seen = (offs_n < S)[None, :]
@@ -128,7 +137,7 @@ def _flash_attention_fwd_steps(
         v_tile = _rows(
             v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
         )
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION, out_dtype=ACC)
+        acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, l, m
 
 
@@ -230,17 +239,17 @@ def _flash_attention_bwd_dkdv_steps(
         # Beyond the last query lse is +inf, so that probabilities there are zero.
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < N, other=float("inf"))
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < N, other=0.0)
-        scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION, out_dtype=ACC)  # (BLOCK_N, BLOCK_M)
+        scores = _dot(k_tile, q_tile.T, tl.zeros((k_tile.shape[0], BLOCK_M), ACC), PRECISION)  # (BLOCK_N, BLOCK_M)
         p = tl.math.exp2(scores * scale - lse[None, :])
         if MASKED:
             p = tl.where(offs_n[:, None] <= offs_m[None, :] + diagonal, p, 0.0)
         do_tile = _rows(
             do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N, D, True, BOXES, BLOCK_M, BLOCK_D
         )
-        dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION, out_dtype=ACC)  # (BLOCK_N, BLOCK_M)
-        dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION, out_dtype=ACC)
+        dp = _dot(v_tile, do_tile.T, tl.zeros((v_tile.shape[0], BLOCK_M), ACC), PRECISION)  # (BLOCK_N, BLOCK_M)
+        dv = _dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
         ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION, out_dtype=ACC)
+        dk = _dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
     return dk, dv
 
 
@@ -317,7 +326,7 @@ def _flash_attention_bwd_dq_steps(
         v_tile = _rows(
             v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
         )
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION, out_dtype=ACC)  # (BLOCK_M, BLOCK_N)
+        scores = _dot(q_tile, k_tile.T, tl.zeros((q_tile.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.math.exp2(scores * scale - lse[:, None])
         if MASKED:
             offs_n = start + tl.arange(0, BLOCK_N)
@@ -325,9 +334,9 @@ def _flash_attention_bwd_dq_steps(
             if CAUSAL:
                 seen = seen & (offs_n[None, :] <= offs_m[:, None] + diagonal)
             p = tl.where(seen, p, 0.0)
-        dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION, out_dtype=ACC)  # (BLOCK_M, BLOCK_N)
+        dp = _dot(do_tile, v_tile.T, tl.zeros((do_tile.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION, out_dtype=ACC)
+        dq = _dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
     return dq
 
 

@@ -1,9 +1,17 @@
-"""The forward pass for Hopper GPUs, in Gluon: the algorithm of ``kernels.py`` with the overlap written out by hand.
+"""The kernels for Hopper GPUs, in Gluon: the algorithms of ``kernels.py`` with the overlap written out by hand.
 
-A program has one producer warp and two (or three) consumer warpgroups. The producer copies tiles of keys and values into a
-ring of buffers in shared memory. Each consumer owns 64 queries and, for each tile, starts the product of the next scores
-and the product of the last probabilities with the values, and computes the softmax of one tile while the tensor cores
-work on another. Barriers in shared memory say which buffer is full and which is free.
+A program has one producer warp and two or three consumer warpgroups. The producer copies tiles into a ring of buffers in
+shared memory; barriers there say which buffer is full and which is free. Each consumer owns 64 rows and never waits for
+another's arithmetic, so that one's exponentials run beside another's matrix products. In addition, where registers allow
+it, a consumer of the forward pass starts the product for the next tile's scores before it takes the softmax of this one
+(Shah et al., "FlashAttention-3" (2024), section 3).
+
+    forward  a consumer owns 64 queries; two take turns with the tensor cores, or three run free
+    dkdv     a consumer owns 64 keys, on transposed tiles
+    dq       a consumer owns 64 queries
+
+Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``forward_config`` and
+``backward_config`` leave to the plain kernels.
 """
 
 import functools
@@ -653,6 +661,9 @@ TILES = {
     128: (128, 2, 2, True),
     256: (64, 2, 2, True),
 }
+# By BLOCK_D and causal: with fewer keys the plain kernel is faster, of which several programs share a multiprocessor: one
+# begins or ends while another computes.
+SHORTEST = {(64, False): 2048, (64, True): 8192}
 # By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of that for dq, or None
 # where the plain kernel is faster.
 BACKWARD_TILES = {64: (64, 2, None), 128: (64, 3, (128, 2))}
@@ -666,10 +677,12 @@ def _is_for(d: int, itemsize: int, properties: runtime.DeviceProperties) -> int 
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_config(d: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
-    """The tiles for head size ``d``; ``None`` where this kernel is not for the GPU, the dtype or the head size."""
+def forward_config(
+    d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
+) -> triton.Config | None:
+    """The tiles for head size ``d`` and ``s`` keys; ``None`` where the plain kernel is to be used."""
     width = _is_for(d, itemsize, properties)
-    if width not in TILES:
+    if width not in TILES or s < SHORTEST.get((width, causal), 0):
         return None
     block_n, warpgroups, stages, overlap = TILES[width]
     blocks = {"BLOCK_N": block_n, "BLOCK_D": width, "ROWS": ROWS}

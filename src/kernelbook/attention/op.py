@@ -290,7 +290,7 @@ def _launch_forward(
     properties = runtime.properties(q.device)
     boxes = _in_boxes(q, k, v)
     if HAS_GLUON and boxes and _in_boxes(o):
-        hopper = kernels_hopper.forward_config(d, q.element_size(), properties)
+        hopper = kernels_hopper.forward_config(d, q.element_size(), s, causal, properties)
         if hopper is not None:
             with runtime.on_device_of(q):
                 _launch_forward_hopper(q, k, v, o, lse, causal, scale, hopper)
