@@ -1,4 +1,4 @@
-"""``python -m kernelbook``: does this machine work, and how fast is it?"""
+"""``python -m kernelbook``: does this machine work, how fast is it, and a training run."""
 
 import argparse
 import importlib
@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 import kernelbook
 from kernelbook import check, runtime, timing
+from kernelbook.train import command as training
 
 __all__ = ["main"]
 
@@ -149,6 +150,7 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument("--select", help="only the cases whose description contains this, e.g. 'backward bfloat16'")
+    training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     return top
 
 
@@ -158,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = top.parse_args(arguments)
     if given.command == "doctor":
         return doctor()
+    if given.command == "train":
+        return training.train(given)
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
     return bench(rooms() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select)
