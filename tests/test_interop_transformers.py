@@ -10,36 +10,13 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 import transformers
-from tiny_models import MODELS, tiny_model, tokens
+from tiny_models import MODELS, assert_as_eager, dequantized, losses, tiny_model, tokens
 from transformers.integrations import moe as hf_moe
 
 from kernelbook import check, runtime
 from kernelbook.interop import transformers as interop
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn import moe
-
-
-def _outputs(model: Any, embeddings: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
-    """Logits, the gradient of the embeddings, and those of all parameters that require one."""
-    embeddings = embeddings.detach().clone().requires_grad_()
-    model.zero_grad()
-    logits = model(inputs_embeds=embeddings, use_cache=False).logits
-    (logits * upstream).sum().backward()
-    grads = [p.grad for p in model.parameters() if p.requires_grad]
-    return [logits.detach(), embeddings.grad, *(torch.zeros(()) if grad is None else grad for grad in grads)]
-
-
-def assert_as_eager(model: Any, use: Any) -> None:
-    """``use(copy)`` gives the logits and gradients of ``model``, by the rule of correctness with float64 as the truth."""
-    embeddings = torch.randn(2, 9, model.config.hidden_size, device=runtime.DEVICE)
-    upstream = torch.randn(2, 9, model.config.vocab_size, device=runtime.DEVICE)
-    truth = _outputs(copy.deepcopy(model).double(), embeddings.double(), upstream.double())
-    baseline = _outputs(model, embeddings, upstream)
-    ours = _outputs(use(copy.deepcopy(model)), embeddings, upstream)
-    names = ["logits", "dembeddings", *(f"d{name}" for name, p in model.named_parameters() if p.requires_grad)]
-    for i, (name, out, ref, base) in enumerate(zip(names, ours, truth, baseline, strict=True)):
-        factor = check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR
-        check.compare(name, out, ref, base, factor=factor).require()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,25 +46,12 @@ def test_the_kernels_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 2 * model.config.num_hidden_layers
 
 
-def _losses(model: Any, ids: torch.Tensor, steps: int = 3) -> list[float]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        loss = model(ids, labels=ids, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_training_goes_the_same_way(name: str) -> None:
     model, ids = tiny_model(name), tokens()
-    expected = _losses(copy.deepcopy(model), ids)
+    expected = losses(copy.deepcopy(model), ids)
     assert expected[-1] < expected[0]
-    assert _losses(interop.use_kernels(model), ids) == pytest.approx(expected, rel=1e-4)
+    assert losses(interop.use_kernels(model), ids) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -229,21 +193,12 @@ def test_float8_experts() -> None:
 # --- 4 bits ---------------------------------------------------------------------------------------------------------
 
 
-def _dequantized(name: str, quantized: Any, **changes: Any) -> Any:
-    """The model with the values that the 4-bit experts of ``quantized`` stand for as ordinary, frozen weights."""
-    dense = tiny_model(name, **changes)
-    for (_, ours), (_, theirs) in zip(interop.expert_modules(dense), interop.expert_modules(quantized), strict=True):
-        for weight in ("gate_up_proj", "down_proj"):
-            getattr(ours, weight).requires_grad_(False).copy_(getattr(theirs, weight))
-    return dense
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("double_quant", (False, True), ids=("plain", "double"))
 def test_4_bit_experts_are_as_dequantized_ones(name: str, double_quant: bool) -> None:
     model = tiny_model(name, num_hidden_layers=1)
     interop.quantize_experts(model, block_size=32, double_quant=double_quant)
-    assert_as_eager(_dequantized(name, model, num_hidden_layers=1), lambda _: interop.use_kernels(model))
+    assert_as_eager(dequantized(name, model, num_hidden_layers=1), lambda _: interop.use_kernels(model))
 
 
 def test_quantizing_saves_memory_and_keeps_the_model_usable() -> None:

@@ -223,15 +223,25 @@ def experts_forward(
 
 
 def expert_parameters(model: torch.nn.Module) -> list[str]:
-    """The full names of the experts' weights: what PEFT's ``target_parameters`` wants, also of quantized experts."""
-    return [f"{name}.{weight}" for name, experts in expert_modules(model) for weight in _weight_names(experts)]
+    """The full names of the experts' weights: what PEFT's ``target_parameters`` wants, also of quantized experts.
+
+    They are the names in the transformers model, whatever PEFT has wrapped around it and in it.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return [
+        f"{name.replace('.base_layer', '')}.{weight}"
+        for name, experts in expert_modules(base)
+        for weight in _weight_names(experts)
+    ]
 
 
 def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_quant: bool = False) -> int:
     """Replaces the experts' weights by their 4-bit form, frozen, one after the other; returns the bytes saved.
 
-    With PEFT, before or after ``get_peft_model``. Every implementation of the experts goes on working; all but
-    ``"kernelbook"`` make all experts dense in each forward pass and keep them for the backward pass.
+    With PEFT, call it **after** ``get_peft_model``: around quantized parameters PEFT nests its wrappers in another order,
+    and an adapter that is saved so can be loaded only into a model that was quantized first as well.
+    Every implementation of the experts goes on working; all but ``"kernelbook"`` make all experts dense in each forward
+    pass and keep them for the backward pass.
 
     Raises:
         ImportError, ValueError: as :func:`check_experts`; or weights that are compressed already. Nothing is changed.
