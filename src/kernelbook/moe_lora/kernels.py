@@ -1,0 +1,511 @@
+"""Products of rows with the matrix of the expert that each row is routed to, and what LoRA adds to them.
+
+There are R = T k rows, one for each (token, slot) pair p = t k + j. Sorting the pairs by expert gives ``order``: sorted
+position s holds pair order[s], and the positions of expert e are offsets[e] to offsets[e + 1]. A tile is a run of at most
+BLOCK_M positions of one expert; it multiplies with one W[e], and no row is computed that is not there but in an expert's
+last tile. Rows are read through ``order`` and written through it ("scatter to scatter"), or lie in sorted order already.
+
+    route    order, offsets, and for each tile height the list of tiles: a counting sort in two launches
+    rows     Y = X W[e] + U B[e]^T + bias[e], a tile (BLOCK_M, BLOCK_N) a program; also dX = dY W[e]^T + D A[e]
+    thin     U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order
+    gram     sums over the rows of an expert: dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
+    slots    the weighted sum over a token's slots, and the gradient of the weights
+
+``rows`` adds the low-rank product in one of two ways. Split: U comes from ``thin``, and U B[e]^T is one more step of the
+reduction, RANK wide. Fused: the loop over K also accumulates U = X A[e]^T, in every program of a row of tiles anew.
+
+Bytes of a forward pass: W once (the tiles of an expert run together and share it in the L2 cache), X once for each
+column of tiles, Y once. Operations: 2 R K N + 2 R r (K + N).
+
+A slot whose expert id is E (or, on a GPU, out of range) is skipped: the row of Y is zero, and it enters no sum.
+Nothing is added up by atomics, so that results are the same bit for bit in every run.
+Not handled: gradients of gradients.
+"""
+
+import dataclasses
+import functools
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import triton
+import triton.language as tl
+
+# Tiles are listed by ``route`` for each of these heights.
+HEIGHTS = (16, 32, 64, 128)
+
+# --- routing --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E):
+    """The expert of each pair; E for a slot to skip, -1 past the end."""
+    token = (offs // slots).to(tl.int64)
+    slot = (offs % slots).to(tl.int64)
+    ids = tl.load(ids_ptr + token * stride_it + slot * stride_ik, mask=offs < R, other=0)
+    group = tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
+    return tl.where(offs < R, group, -1)
+
+
+@triton.jit(do_not_specialize=["R", "slots", "per_program"])
+def _route_fwd_count_kernel(
+    ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
+    counts_ptr,  # (num_programs, BLOCK_E) how often each program saw each expert
+    R, slots, E, per_program,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    offs_e = tl.arange(0, BLOCK_E)
+    low = pid * per_program
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(low, tl.minimum(low + per_program, R), BLOCK):
+        group = _groups(ids_ptr, stride_it, stride_ik, start + tl.arange(0, BLOCK), R, slots, E)
+        counts += tl.sum((group[:, None] == offs_e[None, :]).to(tl.int32), axis=0)
+    tl.store(counts_ptr + pid * BLOCK_E + offs_e, counts)
+
+
+@triton.jit(do_not_specialize=["R", "slots", "per_program"])
+def _route_fwd_place_kernel(
+    ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
+    counts_ptr,  # (num_programs, BLOCK_E)
+    order_ptr,  # (R,) pair of each sorted position
+    inverse_ptr,  # (R,) sorted position of each pair
+    offsets_ptr,  # (E + 1,) first sorted position of each expert, and of the slots to skip
+    tiles_ptr,  # (tiles, 3) group, first position, rows; a section for each height
+    R, slots, E, per_program,
+    HEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    offs_e = tl.arange(0, BLOCK_E)
+    total = tl.zeros((BLOCK_E,), tl.int32)
+    before = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, programs, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
+        counts_ptrs = counts_ptr + offs_p[:, None] * BLOCK_E + offs_e[None, :]
+        counts = tl.load(counts_ptrs, mask=(offs_p < programs)[:, None], other=0)  # (BLOCK_P, BLOCK_E)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((offs_p < pid)[:, None], counts, 0), axis=0)
+    first = tl.cumsum(total, axis=0) - total
+    if pid == 0:
+        tl.store(offsets_ptr + offs_e, first, mask=offs_e <= E)
+    # Within a program pairs keep their order, so the sort is stable.
+    next_free = first + before
+    low = pid * per_program
+    for start in range(low, tl.minimum(low + per_program, R), BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        group = _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E)
+        hot = (group[:, None] == offs_e[None, :]).to(tl.int32)  # (BLOCK, BLOCK_E)
+        rank = tl.cumsum(hot, axis=0) - hot
+        position = tl.sum(hot * (rank + next_free[None, :]), axis=1)
+        tl.store(inverse_ptr + offs, position, mask=offs < R)
+        tl.store(order_ptr + position, offs, mask=offs < R)
+        next_free += tl.sum(hot, axis=0)
+    section = 0
+    for i in tl.static_range(len(HEIGHTS)):
+        height = HEIGHTS[i]
+        capacity = R // height + tl.minimum(E + 1, R)
+        tiles_of = (total + (height - 1)) // height
+        last = tl.cumsum(tiles_of, axis=0)
+        begin = last - tiles_of
+        for start in range(pid * BLOCK, capacity, programs * BLOCK):
+            tile = start + tl.arange(0, BLOCK)
+            hot = (begin[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])
+            found = tl.sum(hot.to(tl.int32), axis=1) > 0
+            group = tl.sum(tl.where(hot, offs_e[None, :], 0), axis=1)
+            within = tl.sum(tl.where(hot, tile[:, None] - begin[None, :], 0), axis=1) * height
+            position = tl.sum(tl.where(hot, first[None, :], 0), axis=1) + within
+            rows = tl.minimum(tl.sum(tl.where(hot, total[None, :], 0), axis=1) - within, height)
+            tile_ptrs = tiles_ptr + (section + tile).to(tl.int64) * 3
+            tl.store(tile_ptrs, tl.where(found, group, -1), mask=tile < capacity)
+            tl.store(tile_ptrs + 1, position, mask=tile < capacity)
+            tl.store(tile_ptrs + 2, rows, mask=tile < capacity)
+        section += capacity
+
+
+# --- products of rows -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _grouped(pid, num_m, num_n, GROUP: tl.constexpr):
+    """Program -> (row, column) of tiles, in groups of GROUP rows, which share their operands in the L2 cache."""
+    per_group = GROUP * num_n
+    first = pid // per_group * GROUP
+    size = tl.minimum(num_m - first, GROUP)
+    within = pid % per_group
+    return first + within % size, within // size
+
+
+@triton.jit
+def _row_numbers(order_ptr, first, rows, slots, GROUPED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Sorted positions of a tile (BLOCK_M,), and the rows of the tensor that hold them; past the end the last one again."""
+    positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
+    if GROUPED:
+        return positions, positions.to(tl.int64)
+    return positions, (tl.load(order_ptr + positions) // slots).to(tl.int64)
+
+
+@triton.jit
+def _rows_tile(
+    expert, first, rows, pid_n,
+    order_ptr,
+    x_ptr, stride_xm, stride_xk, x_box,
+    w_ptr, stride_we, stride_wk, stride_wn, w_box,
+    a_ptr, stride_ae, stride_ar, stride_ak,
+    b_ptr, stride_be, stride_bn, stride_br,
+    u_ptr,
+    bias_ptr, stride_ce, stride_cn,
+    y_ptr,
+    scaling, K, N, r, slots,
+    X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    dtype = y_ptr.dtype.element_ty
+    positions, x_rows = _row_numbers(order_ptr, first, rows, slots, X_GROUPED, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_r = tl.arange(0, BLOCK_R)
+    expert64 = expert.to(tl.int64)
+    x_ptrs = x_ptr + x_rows[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+    step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
+    if w_box is None:
+        w_ptrs = w_ptr + expert64 * stride_we + offs_k.to(tl.int64)[:, None] * stride_wk
+        w_ptrs += offs_n.to(tl.int64)[None, :] * stride_wn
+        step_w = tl.full((), BLOCK_K, tl.int64) * stride_wk
+    b_ptrs = b_ptr + expert64 * stride_be + offs_r.to(tl.int64)[:, None] * stride_br
+    b_ptrs += offs_n.to(tl.int64)[None, :] * stride_bn
+    if LORA == "fused":
+        a_ptrs = a_ptr + expert64 * stride_ae + offs_k.to(tl.int64)[:, None] * stride_ak
+        a_ptrs += offs_r.to(tl.int64)[None, :] * stride_ar
+        step_a = tl.full((), BLOCK_K, tl.int64) * stride_ak
+        acc_u = tl.zeros((BLOCK_M, BLOCK_R), ACC)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    for k in range(0, K, BLOCK_K):
+        mask_k = k + offs_k < K
+        if x_box is not None:
+            x = x_box.load([first, k])  # (BLOCK_M, BLOCK_K)
+        elif EVEN_K:
+            x = tl.load(x_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+        if w_box is not None:
+            if W_BY_ROW:
+                w = w_box.load([expert, k, pid_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                w = tl.trans(w_box.load([expert, pid_n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K))
+        else:
+            w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_K, BLOCK_N)
+            w_ptrs += step_w
+        acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+        if LORA == "fused":
+            a = tl.load(a_ptrs, mask=mask_k[:, None] & (offs_r < r)[None, :], other=0.0)  # (BLOCK_K, BLOCK_R)
+            acc_u = tl.dot(x, a, acc_u, input_precision=PRECISION, out_dtype=ACC)
+            a_ptrs += step_a
+        x_ptrs += step_x
+    mask_m = tl.arange(0, BLOCK_M) < rows
+    if LORA == "fused":
+        b = tl.load(b_ptrs, mask=(offs_r < r)[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_R, BLOCK_N)
+        u = (acc_u * scaling).to(dtype)
+        acc = tl.dot(u, b, acc, input_precision=PRECISION, out_dtype=ACC)
+        if pid_n == 0:
+            u_ptrs = u_ptr + positions.to(tl.int64)[:, None] * RANK + offs_r[None, :]
+            tl.store(u_ptrs, u, mask=mask_m[:, None])
+    if LORA == "split":
+        u_ptrs = u_ptr + positions.to(tl.int64)[:, None] * RANK + offs_r[None, :]
+        for start in tl.static_range(0, RANK, BLOCK_R):
+            u = tl.load(u_ptrs + start)  # (BLOCK_M, BLOCK_R)
+            b = tl.load(
+                b_ptrs + start * stride_br, mask=(start + offs_r < r)[:, None] & mask_n[None, :], other=0.0
+            )  # (BLOCK_R, BLOCK_N)
+            acc = tl.dot(u, b, acc, input_precision=PRECISION, out_dtype=ACC)
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert64 * stride_ce + offs_n.to(tl.int64) * stride_cn
+        acc += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(ACC)[None, :]
+    if Y_GROUPED:
+        y_rows = positions.to(tl.int64)
+    else:
+        y_rows = tl.load(order_ptr + positions).to(tl.int64)
+    y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
+    tl.store(y_ptrs, acc.to(dtype), mask=mask_m[:, None] & mask_n[None, :])
+
+
+@triton.jit(do_not_specialize=["num_m"])
+def _moe_lora_fwd_rows_kernel(
+    order_ptr,  # (R,) pair of each sorted position
+    tiles_ptr,  # (num_m, 3) group, first position and rows of each tile
+    x_ptr, stride_xm, stride_xk, x_box,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
+    w_ptr, stride_we, stride_wk, stride_wn, w_box,  # (E, K, N)
+    a_ptr, stride_ae, stride_ar, stride_ak,  # (E, r, K), if LORA is "fused"
+    b_ptr, stride_be, stride_bn, stride_br,  # (E, N, r), if LORA
+    u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused"
+    bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
+    y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
+    scaling, E, K, N, r, slots, num_m,
+    X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    SMALL_M: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = _grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
+    expert = tl.load(tiles_ptr + pid_m * 3)
+    first = tl.load(tiles_ptr + pid_m * 3 + 1)
+    rows = tl.load(tiles_ptr + pid_m * 3 + 2)
+    if expert >= 0:
+        if expert == E:
+            _, y_rows = _row_numbers(order_ptr, first, rows, 1, Y_GROUPED, BLOCK_M)
+            offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask_m = tl.arange(0, BLOCK_M) < rows
+            y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty)
+            tl.store(y_ptrs, zeros, mask=mask_m[:, None] & (offs_n < N)[None, :])
+            if LORA == "fused" and pid_n == 0:
+                offs_r = tl.arange(0, BLOCK_R)
+                u_ptrs = u_ptr + (first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * RANK + offs_r[None, :]
+                tl.store(u_ptrs, tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty), mask=mask_m[:, None])
+        elif SMALL_M < BLOCK_M and rows <= SMALL_M:
+            _rows_tile(
+                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
+                b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
+                scaling, K, N, r, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                SMALL_M, BLOCK_N, BLOCK_K, RANK, BLOCK_R,
+            )  # fmt: skip
+        else:
+            _rows_tile(
+                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_box,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
+                b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
+                scaling, K, N, r, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                BLOCK_M, BLOCK_N, BLOCK_K, RANK, BLOCK_R,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_m"])
+def _moe_lora_fwd_thin_kernel(
+    order_ptr,  # (R,)
+    tiles_ptr,  # (num_m, 3)
+    x_ptr, stride_xm, stride_xk,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
+    a_ptr, stride_ae, stride_ak, stride_ar,  # (E, K, r)
+    u_ptr,  # (R, RANK) in sorted order
+    scaling, E, K, r, slots,
+    X_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    pid_m = tl.program_id(0)
+    offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    expert = tl.load(tiles_ptr + pid_m * 3)
+    first = tl.load(tiles_ptr + pid_m * 3 + 1)
+    rows = tl.load(tiles_ptr + pid_m * 3 + 2)
+    if expert >= 0:
+        acc = tl.zeros((BLOCK_M, BLOCK_R), ACC)
+        if expert < E:
+            _, x_rows = _row_numbers(order_ptr, first, rows, slots, X_GROUPED, BLOCK_M)
+            offs_k = tl.arange(0, BLOCK_K)
+            x_ptrs = x_ptr + x_rows[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+            a_ptrs = a_ptr + expert.to(tl.int64) * stride_ae + offs_k.to(tl.int64)[:, None] * stride_ak
+            a_ptrs += offs_r.to(tl.int64)[None, :] * stride_ar
+            step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
+            step_a = tl.full((), BLOCK_K, tl.int64) * stride_ak
+            for k in range(0, K, BLOCK_K):
+                mask_k = k + offs_k < K
+                if EVEN_K:
+                    x = tl.load(x_ptrs)  # (BLOCK_M, BLOCK_K)
+                else:
+                    x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+                a = tl.load(a_ptrs, mask=mask_k[:, None] & (offs_r < r)[None, :], other=0.0)  # (BLOCK_K, BLOCK_R)
+                acc = tl.dot(x, a, acc, input_precision=PRECISION, out_dtype=ACC)
+                x_ptrs += step_x
+                a_ptrs += step_a
+        u_ptrs = u_ptr + (first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * RANK + offs_r[None, :]
+        u = (acc * scaling).to(u_ptr.dtype.element_ty)
+        tl.store(u_ptrs, u, mask=(tl.arange(0, BLOCK_M) < rows)[:, None])
+
+
+# --- sums over the rows of an expert --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _moe_lora_bwd_gram_kernel(
+    order_ptr,  # (R,)
+    offsets_ptr,  # (E + 1,)
+    l_ptr, stride_lm, stride_lp,  # (R / l_slots, P) left rows; in sorted order (R, P) if L_GROUPED
+    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
+    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
+    out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
+    P, Q, l_slots, z_slots,
+    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0).to(tl.int64)
+    offs_p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_q = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    mask_p, mask_q = offs_p < P, offs_q < Q
+    low = tl.load(offsets_ptr + expert)
+    high = tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros((BLOCK_Q, BLOCK_P), ACC)
+    for start in range(low, high, BLOCK_M):
+        positions = start + tl.arange(0, BLOCK_M)
+        mask_m = positions < high
+        pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
+        l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
+        z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
+        l_ptrs = l_ptr + l_rows[:, None] * stride_lm + offs_p.to(tl.int64)[None, :] * stride_lp
+        z_ptrs = z_ptr + z_rows[:, None] * stride_zm + offs_q.to(tl.int64)[None, :] * stride_zq
+        left = tl.load(l_ptrs, mask=mask_m[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_M, BLOCK_P)
+        right = tl.load(z_ptrs, mask=mask_m[:, None] & mask_q[None, :], other=0.0)  # (BLOCK_M, BLOCK_Q)
+        if HAS_GATES:
+            gates = tl.load(gates_ptr + pairs, mask=mask_m, other=0.0)
+            left = (left.to(ACC) * gates.to(ACC)[:, None]).to(left.dtype)
+        # The wide operand comes first, since tensor cores of Hopper take no fewer than 64 rows.
+        acc = tl.dot(tl.trans(right), left, acc, input_precision=PRECISION, out_dtype=ACC)
+    out_ptrs = out_ptr + expert * stride_oe + offs_p.to(tl.int64)[None, :] * stride_op
+    out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_p[None, :])
+
+
+# --- sums over the slots of a token ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _moe_lora_fwd_slots_kernel(
+    order_ptr,  # (R,), if GROUPED
+    rows_ptr,  # (R, C): row i S + j belongs to output row i
+    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
+    out_ptr,  # (R / S, C), if WITH_OUT
+    x_ptr, stride_xm, stride_xc,  # (R / S, C), if WITH_DGATES
+    dgates_ptr,  # (R,) inner products of the rows of a pair and x, if WITH_DGATES
+    C, slots,
+    GROUPED: tl.constexpr, HAS_GATES: tl.constexpr, WITH_OUT: tl.constexpr, WITH_DGATES: tl.constexpr,
+    ACC: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    offs_s = tl.arange(0, BLOCK_S)
+    mask_s = offs_s < slots
+    rows = pid * slots + offs_s
+    pairs = rows
+    if GROUPED:
+        pairs = tl.load(order_ptr + rows, mask=mask_s, other=0).to(tl.int64)
+    if HAS_GATES:
+        gates = tl.load(gates_ptr + pairs, mask=mask_s, other=0.0).to(ACC)
+    inner = tl.zeros((BLOCK_S, BLOCK_C), ACC)
+    for start in range(0, C, BLOCK_C):
+        offs_c = start + tl.arange(0, BLOCK_C)
+        mask_c = offs_c < C
+        mask = mask_s[:, None] & mask_c[None, :]
+        values = tl.load(rows_ptr + rows[:, None] * C + offs_c[None, :], mask=mask, other=0.0).to(ACC)
+        if WITH_DGATES:
+            x_ptrs = x_ptr + pid * stride_xm + offs_c.to(tl.int64)[None, :] * stride_xc
+            inner += values * tl.load(x_ptrs, mask=mask_c[None, :], other=0.0).to(ACC)
+        if WITH_OUT:
+            if HAS_GATES:
+                values *= gates[:, None]
+            total = tl.sum(values, axis=0)
+            tl.store(out_ptr + pid * C + offs_c, total.to(out_ptr.dtype.element_ty), mask=mask_c)
+    if WITH_DGATES:
+        dgates = tl.sum(inner, axis=1)
+        tl.store(dgates_ptr + pairs, dgates.to(dgates_ptr.dtype.element_ty), mask=mask_s)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tiles of one kernel: its constants, warps and stages, and the tile height in :data:`HEIGHTS`, if it has one."""
+
+    blocks: tuple[tuple[str, int], ...]
+    warps: int
+    stages: int
+
+    @property
+    def kwargs(self) -> dict[str, int]:
+        return dict(self.blocks)
+
+    @property
+    def height(self) -> int:
+        return self.kwargs["BLOCK_M"]
+
+
+def tiles(warps: int, stages: int, **blocks: int) -> Tiles:
+    """``Tiles`` from keywords."""
+    return Tiles(tuple(blocks.items()), warps, stages)
+
+
+def has_boxes(properties: runtime.DeviceProperties) -> bool:
+    """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
+    arch = properties.arch
+    return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
+
+
+def _height(rows: int, experts: int, tallest: int) -> int:
+    """A power of two near the mean number of rows of an expert, so that token counts of one size share a kernel."""
+    mean = max(1, rows // max(1, min(experts, rows)))
+    return max(16, min(tallest, triton.next_power_of_2(mean)))
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_tiles(rows: int, experts: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
+    """The tiles of the product of rows."""
+    boxes = has_boxes(properties)
+    if itemsize == 8:
+        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
+    if itemsize == 4:
+        height = _height(rows, experts, 64)
+        return tiles(4, 3, BLOCK_M=height, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=height)
+    height = _height(rows, experts, 128)
+    if height < 64:
+        return tiles(4, 4 if boxes else 3, BLOCK_M=height, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=height)
+    if not boxes:
+        return tiles(8, 2, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, SMALL_M=128)
+    return tiles(8, 3, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, SMALL_M=64)
+
+
+@functools.lru_cache(maxsize=4096)
+def thin_tiles(rows: int, experts: int, rank: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
+    """The tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
+    height = _height(rows, experts, 32)
+    block_r = min(rank, 64)
+    if itemsize > 2:
+        return tiles(4, 2, BLOCK_M=height, BLOCK_K=32, BLOCK_R=min(block_r, 32))
+    return tiles(4, 4 if has_boxes(properties) else 2, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r)
+
+
+@functools.lru_cache(maxsize=4096)
+def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
+    """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
+    if itemsize > 2:
+        return tiles(4, 2, BLOCK_P=min(32, padded_rank(columns)), BLOCK_Q=32, BLOCK_M=16)
+    if columns > 64:
+        return tiles(8, 3 if has_boxes(properties) else 2, BLOCK_P=128, BLOCK_Q=128, BLOCK_M=32)
+    return tiles(4, 3, BLOCK_P=min(64, padded_rank(columns)), BLOCK_Q=128, BLOCK_M=64)
+
+
+def slots_tiles(slots: int) -> Tiles:
+    """The tiles of sums over slots: 4,096 elements at a time."""
+    block_s = triton.next_power_of_2(slots)
+    return tiles(4, 2, BLOCK_S=block_s, BLOCK_C=max(16, 4096 // block_s))
+
+
+def route_blocks(rows: int, experts: int) -> tuple[int, int, int]:
+    """Programs, pairs in a step and padded groups: what a program compares, (pairs, groups), are some 4,096 elements."""
+    block_e = triton.next_power_of_2(experts + 1)
+    block = max(1, min(128, 4096 // block_e))
+    return max(1, min(128, triton.cdiv(rows, block))), block, block_e
+
+
+def padded_rank(rank: int) -> int:
+    """The width of U and D: tensor cores multiply with no fewer than 16 columns of the reduction."""
+    return max(16, triton.next_power_of_2(rank))
+
+
+FUSED_RANK = 64  # the widest U that a program of the fused product keeps in registers beside its tile of Y
+
+
+def choose_strategy(rows: int, experts: int, k: int, n: int, rank: int) -> str:
+    """``"fused"`` or ``"split"``: which way to add the low-rank product was measured faster."""
+    return "split"
