@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from kernelbook import runtime
 
@@ -48,7 +48,13 @@ class Report:
     def table(self, top: int | None = None, width: int = 70) -> str:
         """The rows as text; names are cut to ``width`` characters."""
         shown = [
-            (name if len(name) <= width else name[: width - 3] + "...", f"{calls:g}", f"{ms:.3f}", f"{share:.1%}", f"{us:.1f}")
+            (
+                name if len(name) <= width else name[: width - 3] + "...",
+                f"{calls:g}",
+                f"{ms:.3f}",
+                f"{share:.1%}",
+                f"{us:.1f}",
+            )
             for name, calls, ms, share, us in self.rows[:top]
         ]
         headers = ("kernel" if self.snapshot else "operator", "calls/step", "ms/step", "share", "mean us")

@@ -57,7 +57,7 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
 
     @contextlib.contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        experts = self.get_base_layer()
+        experts: Any = self.get_base_layer()
         adapters = [name for name in active_adapters if name in self.lora_A]
         if experts.config._experts_implementation != NAME or not adapters:
             with super()._activate_lora(active_adapters):

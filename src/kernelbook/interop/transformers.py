@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments, profiling
+from kernelbook import profiling
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, Weight, gated_experts, quantize_parameter, stored_weight
 
@@ -255,7 +255,9 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     for _, experts in found:
         for weight in _weight_names(experts):
             before = getattr(experts, weight).nbytes
-            saved += before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
+            saved += (
+                before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
+            )
     return saved
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
 from kernelbook import arguments
-from kernelbook.moe_lora import Routing, moe_lora, route
+from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
 __all__ = [
@@ -232,6 +232,14 @@ class _SwiGLU(torch.autograd.Function):
         return dh
 
 
+def _swiglu(h: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    out: torch.Tensor = _SwiGLU.apply(h)
+    return out
+
+
 def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def apply(h: torch.Tensor) -> torch.Tensor:
         gate, up = h.chunk(2, dim=-1)
@@ -241,7 +249,7 @@ def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": _SwiGLU.apply,
+    "silu": _swiglu,
     "gelu": _gated(F.gelu),
     "relu": _gated(F.relu),
 }
@@ -329,13 +337,12 @@ def gated_experts(
     def product(
         rows: torch.Tensor, weight: Weight, lora: LoRAPair | None, bias: torch.Tensor | None, **how: Any
     ) -> torch.Tensor:
-        return _product(
-            rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, **how
-        )
+        return _product(rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, **how)
 
     hidden = activation(product(x, gate_up, gate_up_lora, gate_up_bias, grouped_out=True))
     if post_expert is None:
-        return product(hidden, down, down_lora, down_bias, grouped_in=True, gates=gates).to(x.dtype)
+        weights = gates if gates.dtype in (dtype, torch.float32) else gates.float()
+        return product(hidden, down, down_lora, down_bias, grouped_in=True, gates=weights).to(x.dtype)
     rows = post_expert(product(hidden, down, down_lora, down_bias, grouped_in=True))
     # A skipped slot is no part of the sum, whatever the function makes of its zeros.
     weights = gates.masked_fill(expert_ids >= num_experts, 0)
@@ -377,10 +384,32 @@ def _product(
 
         w = make()
         context = _made_again(w, make)
+    w = w if transposed else w.transpose(1, 2)
     with context:
-        return moe_lora(
-            rows, w if transposed else w.transpose(1, 2), a, b, routing, scaling=scaling, bias=bias, **how
-        )
+        if a is not None and b is not None:
+            return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)
+        return _without_lora(rows, w, routing, bias, **how)
+
+
+def _without_lora(
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    gates: torch.Tensor | None = None,
+    **how: bool,
+) -> torch.Tensor:
+    """What :func:`moe_lora` gives, without a pair."""
+    y = scatter2scatter(rows, w, routing, **how)
+    if bias is not None:
+        # A slot to skip takes a row of zeros.
+        padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
+        pairs = routing.expert_ids.reshape(-1).long()
+        y = y + padded[pairs[routing.order.long()] if how.get("grouped_out") else pairs]
+    if gates is None:
+        return y
+    tokens, slots = gates.shape
+    return torch.bmm(gates.to(y.dtype)[:, None], y.view(tokens, slots, y.shape[1]))[:, 0]
 
 
 # --- modules --------------------------------------------------------------------------------------------------------
@@ -454,7 +483,7 @@ def quantize_parameter(
 def stored_weight(module: torch.nn.Module, name: str) -> torch.Tensor | NF4Tensor:
     """``module.name`` in the form in which it is stored: an ``NF4Tensor`` after :func:`quantize_parameter`."""
     if parametrize.is_parametrized(module, name):
-        found = module.parametrizations[name]  # type: ignore[index]
+        found: Any = module.parametrizations[name]  # type: ignore[index]
         if len(found) == 1 and isinstance(found[0], NF4Parametrization):
             return found[0].tensor(found.original)
     return getattr(module, name)
@@ -519,9 +548,7 @@ class GatedExperts(torch.nn.Module):
             a = torch.nn.Parameter(torch.empty(self.num_experts, rank, k, **where))
             torch.nn.init.uniform_(a, -1 / math.sqrt(k), 1 / math.sqrt(k))
             self.register_parameter(f"{name}_a", a)
-            self.register_parameter(
-                f"{name}_b", torch.nn.Parameter(torch.zeros(self.num_experts, n, rank, **where))
-            )
+            self.register_parameter(f"{name}_b", torch.nn.Parameter(torch.zeros(self.num_experts, n, rank, **where)))
         return self
 
     def quantize(self, *, block_size: int = 64, double_quant: bool = False) -> "GatedExperts":
