@@ -1,6 +1,6 @@
 """Products of routed tokens with the matrices of their experts, and a low-rank update for each expert."""
 
-from kernelbook.moe_lora.op import Routing, moe_lora, route, scatter2scatter
+from kernelbook.moe_lora.op import Routing, lora_gradients, moe_lora, route, scatter2scatter, thin_products
 from kernelbook.moe_lora.reference import (
     grouped_mm_moe_lora,
     moe_lora_reference,
@@ -11,10 +11,12 @@ from kernelbook.moe_lora.reference import (
 __all__ = [
     "Routing",
     "grouped_mm_moe_lora",
+    "lora_gradients",
     "moe_lora",
     "moe_lora_reference",
     "route",
     "route_reference",
     "scatter2scatter",
     "scatter2scatter_reference",
+    "thin_products",
 ]

@@ -9,6 +9,7 @@ last tile. Rows are read through ``order`` and written through it ("scatter to s
     rows     Y = X W[e] + U B[e]^T + bias[e], a tile (BLOCK_M, BLOCK_N) a program; also dX = dY W[e]^T + D A[e]
     thin     U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order
     gram     sums over the rows of an expert: dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
+    recompute  dA and dB without U and D in memory, which every program computes anew; the slower way, to compare
     slots    the weighted sum over a token's slots, and the gradient of the weights
 
 ``rows`` adds the low-rank product in one of two ways. Split: U comes from ``thin``, and U B[e]^T is one more step of the
@@ -32,7 +33,7 @@ import triton
 import triton.language as tl
 
 # Tiles are listed by ``route`` for each of these heights.
-HEIGHTS = (16, 32, 64, 128)
+HEIGHTS = (16, 32, 64, 128, 256)
 
 # --- routing --------------------------------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ def _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E):
     return tl.where(offs < R, group, -1)
 
 
-@triton.jit(do_not_specialize=["R", "slots", "per_program"])
+@triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
 def _route_fwd_count_kernel(
     ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
     counts_ptr,  # (num_programs, BLOCK_E) how often each program saw each expert
@@ -64,7 +65,7 @@ def _route_fwd_count_kernel(
     tl.store(counts_ptr + pid * BLOCK_E + offs_e, counts)
 
 
-@triton.jit(do_not_specialize=["R", "slots", "per_program"])
+@triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
 def _route_fwd_place_kernel(
     ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
     counts_ptr,  # (num_programs, BLOCK_E)
@@ -102,26 +103,32 @@ def _route_fwd_place_kernel(
         tl.store(inverse_ptr + offs, position, mask=offs < R)
         tl.store(order_ptr + position, offs, mask=offs < R)
         next_free += tl.sum(hot, axis=0)
+    # The lists of tiles, one after the other; each program fills every num_programs-th piece of BLOCK entries.
     section = 0
+    piece = 0
     for i in tl.static_range(len(HEIGHTS)):
         height = HEIGHTS[i]
         capacity = R // height + tl.minimum(E + 1, R)
-        tiles_of = (total + (height - 1)) // height
-        last = tl.cumsum(tiles_of, axis=0)
-        begin = last - tiles_of
-        for start in range(pid * BLOCK, capacity, programs * BLOCK):
-            tile = start + tl.arange(0, BLOCK)
-            hot = (begin[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])
-            found = tl.sum(hot.to(tl.int32), axis=1) > 0
-            group = tl.sum(tl.where(hot, offs_e[None, :], 0), axis=1)
-            within = tl.sum(tl.where(hot, tile[:, None] - begin[None, :], 0), axis=1) * height
-            position = tl.sum(tl.where(hot, first[None, :], 0), axis=1) + within
-            rows = tl.minimum(tl.sum(tl.where(hot, total[None, :], 0), axis=1) - within, height)
-            tile_ptrs = tiles_ptr + (section + tile).to(tl.int64) * 3
-            tl.store(tile_ptrs, tl.where(found, group, -1), mask=tile < capacity)
-            tl.store(tile_ptrs + 1, position, mask=tile < capacity)
-            tl.store(tile_ptrs + 2, rows, mask=tile < capacity)
+        pieces = (capacity + (BLOCK - 1)) // BLOCK
+        mine = (pid + programs - piece % programs) % programs
+        if mine < pieces:
+            tiles_of = (total + (height - 1)) // height
+            last = tl.cumsum(tiles_of, axis=0)
+            begin = last - tiles_of
+            for start in range(mine * BLOCK, capacity, programs * BLOCK):
+                tile = start + tl.arange(0, BLOCK)
+                hot = (begin[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])  # (BLOCK, BLOCK_E)
+                found = tl.sum(hot.to(tl.int32), axis=1) > 0
+                group = tl.sum(tl.where(hot, offs_e[None, :], 0), axis=1)
+                within = tl.sum(tl.where(hot, tile[:, None] - begin[None, :], 0), axis=1) * height
+                position = tl.sum(tl.where(hot, first[None, :], 0), axis=1) + within
+                rows = tl.minimum(tl.sum(tl.where(hot, total[None, :], 0), axis=1) - within, height)
+                tile_ptrs = tiles_ptr + (section + tile).to(tl.int64) * 3
+                tl.store(tile_ptrs, tl.where(found, group, -1), mask=tile < capacity)
+                tl.store(tile_ptrs + 1, position, mask=tile < capacity)
+                tl.store(tile_ptrs + 2, rows, mask=tile < capacity)
         section += capacity
+        piece += pieces
 
 
 # --- products of rows -----------------------------------------------------------------------------------------------
@@ -138,12 +145,10 @@ def _grouped(pid, num_m, num_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _row_numbers(order_ptr, first, rows, slots, GROUPED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Sorted positions of a tile (BLOCK_M,), and the rows of the tensor that hold them; past the end the last one again."""
+def _positions(order_ptr, first, rows, BLOCK_M: tl.constexpr):
+    """The sorted positions of a tile and their pairs, each (BLOCK_M,); past the end the last one again."""
     positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
-    if GROUPED:
-        return positions, positions.to(tl.int64)
-    return positions, (tl.load(order_ptr + positions) // slots).to(tl.int64)
+    return positions.to(tl.int64), tl.load(order_ptr + positions).to(tl.int64)
 
 
 @triton.jit
@@ -157,15 +162,18 @@ def _rows_tile(
     u_ptr,
     bias_ptr, stride_ce, stride_cn,
     y_ptr,
-    scaling, K, N, r, slots,
+    scaling, K, N, slots,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
     dtype = y_ptr.dtype.element_ty
-    positions, x_rows = _row_numbers(order_ptr, first, rows, slots, X_GROUPED, BLOCK_M)
+    positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
+    x_rows = positions if X_GROUPED else pairs // slots
+    y_rows = positions if Y_GROUPED else pairs
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m = tl.arange(0, BLOCK_M) < rows
     mask_n = offs_n < N
     offs_k = tl.arange(0, BLOCK_K)
     offs_r = tl.arange(0, BLOCK_R)
@@ -186,12 +194,7 @@ def _rows_tile(
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     for k in range(0, K, BLOCK_K):
         mask_k = k + offs_k < K
-        if x_box is not None:
-            x = x_box.load([first, k])  # (BLOCK_M, BLOCK_K)
-        elif EVEN_K:
-            x = tl.load(x_ptrs)
-        else:
-            x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+        # W first: it does not wait for the row numbers.
         if w_box is not None:
             if W_BY_ROW:
                 w = w_box.load([expert, k, pid_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
@@ -200,22 +203,30 @@ def _rows_tile(
         else:
             w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_K, BLOCK_N)
             w_ptrs += step_w
+        if x_box is not None:
+            x = x_box.load([first, k])  # (BLOCK_M, BLOCK_K)
+        elif EVEN_K:
+            if MASK_ROWS:
+                x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+            else:
+                x = tl.load(x_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
         if LORA == "fused":
             a = tl.load(a_ptrs, mask=mask_k[:, None] & (offs_r < r)[None, :], other=0.0)  # (BLOCK_K, BLOCK_R)
             acc_u = tl.dot(x, a, acc_u, input_precision=PRECISION, out_dtype=ACC)
             a_ptrs += step_a
         x_ptrs += step_x
-    mask_m = tl.arange(0, BLOCK_M) < rows
     if LORA == "fused":
         b = tl.load(b_ptrs, mask=(offs_r < r)[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_R, BLOCK_N)
         u = (acc_u * scaling).to(dtype)
         acc = tl.dot(u, b, acc, input_precision=PRECISION, out_dtype=ACC)
         if pid_n == 0:
-            u_ptrs = u_ptr + positions.to(tl.int64)[:, None] * RANK + offs_r[None, :]
+            u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
             tl.store(u_ptrs, u, mask=mask_m[:, None])
     if LORA == "split":
-        u_ptrs = u_ptr + positions.to(tl.int64)[:, None] * RANK + offs_r[None, :]
+        u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
         for start in tl.static_range(0, RANK, BLOCK_R):
             u = tl.load(u_ptrs + start)  # (BLOCK_M, BLOCK_R)
             b = tl.load(
@@ -225,15 +236,12 @@ def _rows_tile(
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert64 * stride_ce + offs_n.to(tl.int64) * stride_cn
         acc += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(ACC)[None, :]
-    if Y_GROUPED:
-        y_rows = positions.to(tl.int64)
-    else:
-        y_rows = tl.load(order_ptr + positions).to(tl.int64)
     y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, acc.to(dtype), mask=mask_m[:, None] & mask_n[None, :])
 
 
-@triton.jit(do_not_specialize=["num_m"])
+# What changes from batch to batch is not specialized on. The rank is: a mask that is known lets loads be wide.
+@triton.jit(do_not_specialize=["E", "slots", "num_m"])
 def _moe_lora_fwd_rows_kernel(
     order_ptr,  # (R,) pair of each sorted position
     tiles_ptr,  # (num_m, 3) group, first position and rows of each tile
@@ -244,11 +252,11 @@ def _moe_lora_fwd_rows_kernel(
     u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused"
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
-    scaling, E, K, N, r, slots, num_m,
+    scaling, E, K, N, slots, num_m,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SMALL_M: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    SMALL_M: tl.constexpr, r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, MASK_ROWS: tl.constexpr = False,
 ):  # fmt: skip
     pid_m, pid_n = _grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
     expert = tl.load(tiles_ptr + pid_m * 3)
@@ -256,7 +264,8 @@ def _moe_lora_fwd_rows_kernel(
     rows = tl.load(tiles_ptr + pid_m * 3 + 2)
     if expert >= 0:
         if expert == E:
-            _, y_rows = _row_numbers(order_ptr, first, rows, 1, Y_GROUPED, BLOCK_M)
+            positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
+            y_rows = positions if Y_GROUPED else pairs
             offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_m = tl.arange(0, BLOCK_M) < rows
             y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
@@ -264,53 +273,59 @@ def _moe_lora_fwd_rows_kernel(
             tl.store(y_ptrs, zeros, mask=mask_m[:, None] & (offs_n < N)[None, :])
             if LORA == "fused" and pid_n == 0:
                 offs_r = tl.arange(0, BLOCK_R)
-                u_ptrs = u_ptr + (first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * RANK + offs_r[None, :]
+                u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
                 tl.store(u_ptrs, tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty), mask=mask_m[:, None])
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
                 w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, r, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
-                SMALL_M, BLOCK_N, BLOCK_K, RANK, BLOCK_R,
+                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R, MASK_ROWS,
             )  # fmt: skip
         else:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_box,
                 w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, r, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
-                BLOCK_M, BLOCK_N, BLOCK_K, RANK, BLOCK_R,
+                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R, MASK_ROWS,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_m"])
+@triton.jit(do_not_specialize=["E", "slots"])
 def _moe_lora_fwd_thin_kernel(
     order_ptr,  # (R,)
     tiles_ptr,  # (num_m, 3)
     x_ptr, stride_xm, stride_xk,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
     a_ptr, stride_ae, stride_ak, stride_ar,  # (E, K, r)
-    u_ptr,  # (R, RANK) in sorted order
-    scaling, E, K, r, slots,
+    u_ptr,  # (R, SPLIT, RANK) in sorted order: shares of the sum over K
+    scaling, E, K, slots,
     X_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     pid_m = tl.program_id(0)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    share = tl.program_id(2)
     expert = tl.load(tiles_ptr + pid_m * 3)
     first = tl.load(tiles_ptr + pid_m * 3 + 1)
     rows = tl.load(tiles_ptr + pid_m * 3 + 2)
     if expert >= 0:
         acc = tl.zeros((BLOCK_M, BLOCK_R), ACC)
         if expert < E:
-            _, x_rows = _row_numbers(order_ptr, first, rows, slots, X_GROUPED, BLOCK_M)
+            positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
+            x_rows = positions if X_GROUPED else pairs // slots
+            per_share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+            low = share * per_share
+            high = tl.minimum(low + per_share, K)
             offs_k = tl.arange(0, BLOCK_K)
-            x_ptrs = x_ptr + x_rows[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
-            a_ptrs = a_ptr + expert.to(tl.int64) * stride_ae + offs_k.to(tl.int64)[:, None] * stride_ak
+            x_ptrs = x_ptr + x_rows[:, None] * stride_xm + (low + offs_k).to(tl.int64)[None, :] * stride_xk
+            a_ptrs = a_ptr + expert.to(tl.int64) * stride_ae + (low + offs_k).to(tl.int64)[:, None] * stride_ak
             a_ptrs += offs_r.to(tl.int64)[None, :] * stride_ar
             step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
             step_a = tl.full((), BLOCK_K, tl.int64) * stride_ak
-            for k in range(0, K, BLOCK_K):
+            for k in range(low, high, BLOCK_K):
                 mask_k = k + offs_k < K
                 if EVEN_K:
                     x = tl.load(x_ptrs)  # (BLOCK_M, BLOCK_K)
@@ -320,7 +335,8 @@ def _moe_lora_fwd_thin_kernel(
                 acc = tl.dot(x, a, acc, input_precision=PRECISION, out_dtype=ACC)
                 x_ptrs += step_x
                 a_ptrs += step_a
-        u_ptrs = u_ptr + (first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * RANK + offs_r[None, :]
+        u_rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64) * SPLIT + share
+        u_ptrs = u_ptr + u_rows[:, None] * RANK + offs_r[None, :]
         u = (acc * scaling).to(u_ptr.dtype.element_ty)
         tl.store(u_ptrs, u, mask=(tl.arange(0, BLOCK_M) < rows)[:, None])
 
@@ -328,7 +344,7 @@ def _moe_lora_fwd_thin_kernel(
 # --- sums over the rows of an expert --------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["l_slots", "z_slots"])
 def _moe_lora_bwd_gram_kernel(
     order_ptr,  # (R,)
     offsets_ptr,  # (E + 1,)
@@ -336,9 +352,9 @@ def _moe_lora_bwd_gram_kernel(
     z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
     gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
     out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
-    P, Q, l_slots, z_slots,
+    Q, l_slots, z_slots,
     L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0).to(tl.int64)
@@ -368,6 +384,52 @@ def _moe_lora_bwd_gram_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_p[None, :])
 
 
+@triton.jit(do_not_specialize=["l_slots", "z_slots"])
+def _moe_lora_bwd_recompute_kernel(
+    order_ptr,  # (R,)
+    offsets_ptr,  # (E + 1,)
+    l_ptr, stride_lm, stride_lc,  # (R / l_slots, C) left rows; in sorted order (R, C) if L_GROUPED
+    f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
+    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
+    out_ptr, stride_oe, stride_or, stride_oq,  # (E, r, Q)
+    scaling, C, Q, l_slots, z_slots,
+    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """(L F[e])^T Z without L F in memory: every program of an expert computes it anew."""
+    expert = tl.program_id(0).to(tl.int64)
+    offs_q = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    offs_r = tl.arange(0, RANK)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_r, mask_q = offs_r < r, offs_q < Q
+    low = tl.load(offsets_ptr + expert)
+    high = tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros((BLOCK_Q, RANK), ACC)
+    for start in range(low, high, BLOCK_M):
+        positions = start + tl.arange(0, BLOCK_M)
+        mask_m = positions < high
+        pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
+        l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
+        z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
+        thin = tl.zeros((BLOCK_M, RANK), ACC)
+        for c in range(0, C, BLOCK_C):
+            mask_c = c + offs_c < C
+            columns = (c + offs_c).to(tl.int64)
+            l_ptrs = l_ptr + l_rows[:, None] * stride_lm + columns[None, :] * stride_lc
+            f_ptrs = f_ptr + expert * stride_fe + columns[:, None] * stride_fc
+            f_ptrs += offs_r.to(tl.int64)[None, :] * stride_fr
+            left = tl.load(l_ptrs, mask=mask_m[:, None] & mask_c[None, :], other=0.0)  # (BLOCK_M, BLOCK_C)
+            factor = tl.load(f_ptrs, mask=mask_c[:, None] & mask_r[None, :], other=0.0)  # (BLOCK_C, RANK)
+            thin = tl.dot(left, factor, thin, input_precision=PRECISION, out_dtype=ACC)
+        thin = (thin * scaling).to(out_ptr.dtype.element_ty)
+        z_ptrs = z_ptr + z_rows[:, None] * stride_zm + offs_q.to(tl.int64)[None, :] * stride_zq
+        right = tl.load(z_ptrs, mask=mask_m[:, None] & mask_q[None, :], other=0.0)  # (BLOCK_M, BLOCK_Q)
+        acc = tl.dot(tl.trans(right), thin, acc, input_precision=PRECISION, out_dtype=ACC)
+    out_ptrs = out_ptr + expert * stride_oe + offs_r.to(tl.int64)[None, :] * stride_or
+    out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_r[None, :])
+
+
 # --- sums over the slots of a token ---------------------------------------------------------------------------------
 
 
@@ -393,7 +455,7 @@ def _moe_lora_fwd_slots_kernel(
     if HAS_GATES:
         gates = tl.load(gates_ptr + pairs, mask=mask_s, other=0.0).to(ACC)
     inner = tl.zeros((BLOCK_S, BLOCK_C), ACC)
-    for start in range(0, C, BLOCK_C):
+    for start in range(tl.program_id(1) * BLOCK_C, C, tl.num_programs(1) * BLOCK_C):
         offs_c = start + tl.arange(0, BLOCK_C)
         mask_c = offs_c < C
         mask = mask_s[:, None] & mask_c[None, :]
@@ -462,17 +524,24 @@ def rows_tiles(rows: int, experts: int, itemsize: int, properties: runtime.Devic
         return tiles(4, 4 if boxes else 3, BLOCK_M=height, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=height)
     if not boxes:
         return tiles(8, 2, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, SMALL_M=128)
-    return tiles(8, 3, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, SMALL_M=64)
+    return tiles(8, 4, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, SMALL_M=64)
 
 
 @functools.lru_cache(maxsize=4096)
-def thin_tiles(rows: int, experts: int, rank: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
+def thin_tiles(
+    rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
+) -> Tiles:
     """The tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
     height = _height(rows, experts, 32)
     block_r = min(rank, 64)
+    # A long sum is shared where there are not enough tiles to have four on each multiprocessor.
+    programs = rows // height + min(experts, rows)
+    split = 1
+    while split < 8 and programs * split * 2 <= 6 * properties.num_sms and k >= 2048 * split:
+        split *= 2
     if itemsize > 2:
-        return tiles(4, 2, BLOCK_M=height, BLOCK_K=32, BLOCK_R=min(block_r, 32))
-    return tiles(4, 4 if has_boxes(properties) else 2, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r)
+        return tiles(4, 2, BLOCK_M=height, BLOCK_K=32, BLOCK_R=min(block_r, 32), SPLIT=split)
+    return tiles(4, 3 if has_boxes(properties) else 2, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -485,16 +554,27 @@ def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties:
     return tiles(4, 3, BLOCK_P=min(64, padded_rank(columns)), BLOCK_Q=128, BLOCK_M=64)
 
 
-def slots_tiles(slots: int) -> Tiles:
-    """The tiles of sums over slots: 4,096 elements at a time."""
+def recompute_tiles(rank: int, itemsize: int) -> Tiles:
+    """The tiles of sums over rows that compute their left operand themselves."""
+    if itemsize > 2:
+        return tiles(4, 2, BLOCK_Q=32, BLOCK_M=16, BLOCK_C=32)
+    return tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)
+
+
+def slots_tiles(slots: int, columns: int) -> Tiles:
+    """The tiles of sums over slots: up to 4,096 elements at a time."""
     block_s = triton.next_power_of_2(slots)
-    return tiles(4, 2, BLOCK_S=block_s, BLOCK_C=max(16, 4096 // block_s))
+    block_c = max(16, min(triton.next_power_of_2(columns), 4096 // block_s))
+    return tiles(1 if block_s * block_c <= 512 else 4, 2, BLOCK_S=block_s, BLOCK_C=block_c)
+
+
+ROUTE_WARPS = 8
 
 
 def route_blocks(rows: int, experts: int) -> tuple[int, int, int]:
-    """Programs, pairs in a step and padded groups: what a program compares, (pairs, groups), are some 4,096 elements."""
+    """Programs, pairs in a step and padded groups: what a program compares, (pairs, groups), are some 16,384 elements."""
     block_e = triton.next_power_of_2(experts + 1)
-    block = max(1, min(128, 4096 // block_e))
+    block = max(1, min(128, 16384 // block_e))
     return max(1, min(128, triton.cdiv(rows, block))), block, block_e
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["Routing", "moe_lora", "route", "scatter2scatter"]
+__all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
 
 STRATEGIES = ("auto", "fused", "split")
 _TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -187,6 +187,70 @@ def moe_lora(
     return y
 
 
+def lora_gradients(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    routing: Routing,
+    *,
+    scaling: float = 1.0,
+    saved: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dA (E, r, K) and dB (E, N, r) of :func:`moe_lora` alone, in either of the two ways; not differentiable.
+
+    Args:
+        x: (T, K). dy: (T*k, N), row t*k + j for slot j of token t. lora_a: (E, r, K). lora_b: (E, N, r).
+        routing, scaling: as in :func:`moe_lora`.
+        saved: U = scaling x A^T and D = scaling dy B as :func:`thin_products` gives them, which is how the backward pass
+            does it; ``None``: every program computes anew what it needs of them, which is slower and needs no memory.
+
+    Raises: as :func:`moe_lora`.
+    """
+    op = "lora_gradients"
+    _check_rows(op, x, x.new_empty((routing.num_experts, x.shape[-1], 0)), routing, False)
+    arguments.check_shape(op, "dy", dy, (routing.order.shape[0], lora_b.shape[1]))
+    _check_same_dtype(op, x, dy=dy, lora_a=lora_a, lora_b=lora_b)
+    dtype, rank = x.dtype, lora_a.shape[1]
+    x, dy, lora_a, lora_b = _kernel_dtype(x, dy, lora_a, lora_b)
+    routed = _Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
+    x_rows, dy_rows = _Rows(x, False, routing.slots), _Rows(dy, False, 1)
+    with runtime.on_device_of(x):
+        if saved is None:
+            da = _launch_recompute(routed, dy_rows, lora_b, x_rows, scaling)
+            db = _launch_recompute(routed, x_rows, lora_a.transpose(1, 2), dy_rows, scaling, transposed=True)
+        else:
+            u, d = (_Rows(t[:, :rank], True, 1) for t in _kernel_dtype(*saved))
+            da = _launch_gram(routed, d, x_rows, None, (rank, x.shape[1]))
+            db = _launch_gram(routed, u, dy_rows, None, (rank, dy.shape[1]), transposed=True)
+    return da.to(dtype), db.to(dtype)
+
+
+def thin_products(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    routing: Routing,
+    *,
+    scaling: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """U = scaling x A^T and D = scaling dy B, each (T*k, padded rank) in sorted order; not differentiable.
+
+    The rank is padded with zeros to a power of two of at least 16. Arguments as in :func:`lora_gradients`.
+    """
+    dtype = x.dtype
+    x, dy, lora_a, lora_b = _kernel_dtype(x, dy, lora_a, lora_b)
+    routed = _Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
+    u, d = (x.new_empty(_u_shape(routed.rows, lora_a)) for _ in range(2))
+    with runtime.on_device_of(x):
+        if routed.rows > 0:
+            _launch_thin(routed, _Rows(x, False, routing.slots), _Lora(lora_a, lora_b, u, scaling))
+            transposed = _Lora(lora_b.transpose(1, 2), lora_a.transpose(1, 2), d, scaling)
+            _launch_thin(routed, _Rows(dy, False, 1), transposed)
+    return u.to(dtype), d.to(dtype)
+
+
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
@@ -246,11 +310,12 @@ def _route(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     given = (expert_ids, *expert_ids.stride())
     with runtime.on_device_of(expert_ids):
         kernels._route_fwd_count_kernel[(programs,)](
-            *given, counts, rows, slots, num_experts, per_program, BLOCK=block, BLOCK_E=block_e
-        )
+            *given, counts, rows, slots, num_experts, per_program, BLOCK=block, BLOCK_E=block_e,
+            num_warps=kernels.ROUTE_WARPS,
+        )  # fmt: skip
         kernels._route_fwd_place_kernel[(programs,)](
             *given, counts, order, inverse, offsets, tiles, rows, slots, num_experts, per_program,
-            HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block,
+            HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block, num_warps=kernels.ROUTE_WARPS,
         )  # fmt: skip
     return order, inverse, offsets, tiles
 
@@ -397,7 +462,8 @@ def _backward(
             found["dbias"] = _launch_gram(routed, ones, dy_rows, gates, (1, bias.shape[1]))[:, 0]
         if needs_dgates and bias is not None and gates is not None:
             # y = ... + bias[e]: what the inner products of dX and x leave out.
-            inner = torch.matmul(dy, bias.t())
+            with _without_autocast(dy):
+                inner = torch.matmul(dy, bias.t())
             skipped = (expert_ids < 0) | (expert_ids >= w.shape[0])
             of_bias = inner.gather(1, expert_ids.long().masked_fill(skipped, 0)).masked_fill(skipped, 0)
             found["dgates"] = found["dgates"] + of_bias.to(found["dgates"].dtype)
@@ -602,11 +668,10 @@ def _launch_rows(
         lora.u if lora is not None else x,
         *_strided(bias, 2, x),
         y,
-        lora.scaling if lora is not None else 0.0, experts, k, n, lora.rank if lora is not None else 0,
-        rows.slots, num_m,
+        lora.scaling if lora is not None else 0.0, experts, k, n, rows.slots, num_m,
         X_GROUPED=rows.grouped, Y_GROUPED=grouped_out, W_BY_ROW=by_row, LORA=how, HAS_BIAS=bias is not None,
         **_numbers(x.dtype), EVEN_K=k % blocks["BLOCK_K"] == 0,
-        **blocks, RANK=rank, BLOCK_R=block_r,
+        **blocks, r=lora.rank if lora is not None else 0, RANK=rank, BLOCK_R=block_r,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y
@@ -617,20 +682,26 @@ def _launch_thin(routed: _Routed, rows: _Rows, lora: _Lora, tiles: kernels.Tiles
     x = rows.tensor
     experts, rank, k = lora.a.shape
     padded = kernels.padded_rank(rank)
-    tiles = tiles or kernels.thin_tiles(routed.rows, experts, padded, x.element_size(), runtime.properties())
+    tiles = tiles or kernels.thin_tiles(routed.rows, experts, k, padded, x.element_size(), runtime.properties())
     blocks = tiles.kwargs
     table, num_m = routed.tiles_of(tiles.height)
+    split = blocks["SPLIT"]
+    target = lora.u
+    if split > 1:
+        target = torch.empty((routed.rows * split, padded), dtype=_accumulator(x.dtype), device=x.device)
     exact = x.dtype == torch.float64  # a kernel takes its scalars in float32
-    kernels._moe_lora_fwd_thin_kernel[(num_m, padded // blocks["BLOCK_R"])](
+    kernels._moe_lora_fwd_thin_kernel[(num_m, padded // blocks["BLOCK_R"], split)](
         routed.order, table,
         x, *x.stride(),
         lora.a, lora.a.stride(0), lora.a.stride(2), lora.a.stride(1),
-        lora.u,
-        1.0 if exact else lora.scaling, experts, k, rank, rows.slots,
+        target,
+        1.0 if exact else lora.scaling, experts, k, rows.slots,
         X_GROUPED=rows.grouped, **_numbers(x.dtype), EVEN_K=k % blocks["BLOCK_K"] == 0,
-        **blocks, RANK=padded,
+        **blocks, r=rank, RANK=padded,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+    if split > 1:
+        _sum_slots(target, split, lora.u)
     if exact:
         lora.u.mul_(lora.scaling)
 
@@ -661,11 +732,34 @@ def _launch_gram(
             right.tensor, *right.tensor.stride(),
             _flat(gates) if gates is not None else x,
             out, steps[0], *(steps[:0:-1] if transposed else steps[1:]),
-            p, q, left.slots, right.slots,
+            q, left.slots, right.slots,
             L_GROUPED=left.grouped, Z_GROUPED=right.grouped, HAS_GATES=gates is not None,
-            **_numbers(x.dtype),
+            **_numbers(x.dtype), P=p,
             **blocks, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+    return out
+
+
+def _launch_recompute(
+    routed: _Routed, left: _Rows, factor: torch.Tensor, right: _Rows, scaling: float, *, transposed: bool = False
+) -> torch.Tensor:
+    """-> (E, r, Q), scaling (left factor[e])^T right over an expert's rows; (E, Q, r) if ``transposed``."""
+    experts, c, rank = factor.shape
+    q = right.tensor.shape[1]
+    shape = (experts, q, rank) if transposed else (experts, rank, q)
+    out = torch.empty(shape, dtype=factor.dtype, device=factor.device)
+    steps = out.stride()
+    tiles = kernels.recompute_tiles(rank, factor.element_size())
+    kernels._moe_lora_bwd_recompute_kernel[(experts, triton.cdiv(q, tiles.kwargs["BLOCK_Q"]))](
+        routed.order, routed.offsets,
+        left.tensor, *left.tensor.stride(),
+        factor, *factor.stride(),
+        right.tensor, *right.tensor.stride(),
+        out, steps[0], *(steps[:0:-1] if transposed else steps[1:]),
+        scaling, c, q, left.slots, right.slots,
+        L_GROUPED=left.grouped, Z_GROUPED=right.grouped, **_numbers(factor.dtype),
+        r=rank, RANK=kernels.padded_rank(rank), **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
     return out
 
 
@@ -687,27 +781,46 @@ def _launch_slots(
     dgates are the inner products of ``values`` and ``x``, empty without ``x``. In sorted order (``grouped``) there is
     nothing to sum: -> (R, C).
     """
-    columns = values.shape[1]
     slots = 1 if grouped else routed.slots
     out_rows = routed.rows // slots
-    out = values.new_empty((out_rows, columns) if with_out else 0)
+    out = values.new_empty((out_rows, values.shape[1]) if with_out else 0)
     dgates = (values if gates is None else gates).new_empty(
         (routed.rows // routed.slots, routed.slots) if x is not None else 0,
         dtype=_accumulator(values.dtype),
     )
-    tiles = kernels.slots_tiles(slots)
-    kernels._moe_lora_fwd_slots_kernel[(out_rows,)](
-        routed.order, values,
+    _sum_slots(
+        values, slots, out, gates=gates, order=routed.order if grouped else None, x=x, dgates=dgates, with_out=with_out
+    )
+    return out, dgates
+
+
+def _sum_slots(
+    values: torch.Tensor,
+    slots: int,
+    out: torch.Tensor,
+    *,
+    gates: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
+    dgates: torch.Tensor | None = None,
+    with_out: bool = True,
+) -> None:
+    """Fills out (R / slots, C) and, if there is an x (R / slots, C), dgates (R,) from values (R, C)."""
+    rows, columns = values.shape
+    tiles = kernels.slots_tiles(slots, columns)
+    # The inner products go over all columns, so that one program has to see them.
+    pieces = 1 if x is not None else triton.cdiv(columns, tiles.kwargs["BLOCK_C"])
+    kernels._moe_lora_fwd_slots_kernel[(rows // slots, pieces)](
+        order if order is not None else values, values,
         _flat(gates) if gates is not None else values,
         out,
         *_strided(x, 2, values),
-        dgates,
+        dgates if dgates is not None else values,
         columns, slots,
-        GROUPED=grouped, HAS_GATES=gates is not None, WITH_OUT=with_out, WITH_DGATES=x is not None,
+        GROUPED=order is not None, HAS_GATES=gates is not None, WITH_OUT=with_out, WITH_DGATES=x is not None,
         ACC=_TL_DTYPE[_accumulator(values.dtype)],
         **tiles.kwargs, num_warps=tiles.warps,
     )  # fmt: skip
-    return out, dgates
 
 
 def _without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
