@@ -27,6 +27,7 @@ __all__ = [
     "Float8Tensor",
     "GatedExperts",
     "LoRAPair",
+    "MoELayer",
     "NF4Parametrization",
     "choose_experts",
     "gated_experts",
@@ -581,3 +582,39 @@ class GatedExperts(torch.nn.Module):
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, activation={self.activation!r}"
         )
+
+
+class MoELayer(torch.nn.Module):
+    """A router and its experts: each token goes to the ``slots`` experts of the highest probability.
+
+    The router is a linear layer; its softmax is taken in float32 over all experts, and the weights of the chosen ones are
+    scaled to sum to 1, as in Mixtral and Qwen3-MoE.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: of the :class:`GatedExperts`.
+        slots: k, how many experts a token goes to.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        slots: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= slots <= num_experts:
+            raise ValueError(f"MoELayer: slots must be in [1, {num_experts}], got {slots}")
+        self.slots = slots
+        self.router = torch.nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
+        self.experts = GatedExperts(num_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., H)."""
+        probabilities = self.router(x).softmax(dim=-1, dtype=torch.float32)
+        gates, expert_ids = probabilities.topk(self.slots, dim=-1)
+        return self.experts(x, expert_ids, gates / gates.sum(dim=-1, keepdim=True))
