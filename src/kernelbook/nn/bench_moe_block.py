@@ -323,9 +323,68 @@ def choosing_experiment(repeats: int = 30) -> pd.DataFrame:
     return pd.DataFrame([{**row, **about} for row in rows])
 
 
+PARTS_KEY = ("gpu", "provider", "tokens", "part")
+# What a kernel belongs to, by what its name contains; the first that fits.
+PARTS = {
+    "dequantize": ("nf4_dequantize",),
+    "gradients of A and B": ("moe_lora_bwd", "gram", "recompute"),
+    "routing": ("_route_", "sort", "Sort", "histc", "Histogram", "kernelHistogram", "scan", "Scan"),
+    "products": ("moe_lora", "gemm", "Gemm", "cutlass", "nvjet", "grouped", "gemv"),
+}
+
+
+def part_of(kernel: str) -> str:
+    """The part of the block's work that a kernel does, by its name."""
+    for part, names in PARTS.items():
+        if any(name in kernel for name in names):
+            return part
+    return "elementwise and copies"
+
+
+def parts_experiment(repeats: int = 10) -> pd.DataFrame:
+    """Where the time of forward and backward goes, by the profiler, with a warm cache.
+
+    Columns: provider, tokens, part, part_ms, launches.
+    """
+    sizes = MODELS["Qwen3-30B-A3B"]
+    rows = []
+    for tokens in (16, 2048):
+        problem = _problem("forward_backward", tokens, sizes)
+        for provider in ("kernelbook", "kernelbook:dense", "grouped_mm"):
+            call = problem.providers[provider]
+            for _ in range(3):
+                call()
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(repeats):
+                    call()
+                torch.cuda.synchronize()
+            found: dict[str, list[float]] = {}
+            for event in profile.key_averages():
+                if event.self_device_time_total > 0:
+                    part = found.setdefault(part_of(event.key), [0.0, 0.0])
+                    part[0] += event.self_device_time_total / repeats / 1e3
+                    part[1] += event.count / repeats
+            rows += [
+                {
+                    "provider": provider,
+                    "tokens": tokens,
+                    "part": part,
+                    "part_ms": f"{ms:.4g}",
+                    "launches": f"{launches:g}",
+                }
+                for part, (ms, launches) in found.items()
+            ]
+    about = timing.environment(timing.package_version(*SOURCES))
+    return pd.DataFrame([{**row, **about} for row in rows])
+
+
 def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
     """Measurements of another kind, each with its key: by the stem of the file that keeps them."""
-    return {"moe_block_choice": (choosing_experiment(), CHOICE_KEY)}
+    return {
+        "moe_block_choice": (choosing_experiment(), CHOICE_KEY),
+        "moe_block_parts": (parts_experiment(), PARTS_KEY),
+    }
 
 
 def small_checks() -> list[check.Verdict]:
