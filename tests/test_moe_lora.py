@@ -467,9 +467,11 @@ def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyP
         guards.append((whole[:pad], whole[pad + shape.numel() :]))
         return whole[pad : pad + shape.numel()].view(shape)
 
+    def guarded_new_empty(self: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
+        return guarded_empty(size, **{"dtype": self.dtype, "device": self.device, **kwargs})
+
     monkeypatch.setattr(torch, "empty", guarded_empty)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, size, dtype=None: guarded_empty(
-        size, dtype=dtype or self.dtype, device=self.device))  # fmt: skip
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_new_empty)
     results = []
     for chosen in (ids, bad):
         leaves = [t.detach().requires_grad_() for t in inputs.values()]

@@ -3,6 +3,7 @@
 from kernelbook.moe_lora.op import Routing, lora_gradients, moe_lora, route, scatter2scatter, thin_products
 from kernelbook.moe_lora.reference import (
     grouped_mm_moe_lora,
+    grouped_mm_rows,
     moe_lora_reference,
     route_reference,
     scatter2scatter_reference,
@@ -11,6 +12,7 @@ from kernelbook.moe_lora.reference import (
 __all__ = [
     "Routing",
     "grouped_mm_moe_lora",
+    "grouped_mm_rows",
     "lora_gradients",
     "moe_lora",
     "moe_lora_reference",

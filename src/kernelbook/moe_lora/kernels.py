@@ -166,7 +166,7 @@ def _rows_tile(
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, MASK_ROWS: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     dtype = y_ptr.dtype.element_ty
     positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
@@ -192,6 +192,14 @@ def _rows_tile(
         step_a = tl.full((), BLOCK_K, tl.int64) * stride_ak
         acc_u = tl.zeros((BLOCK_M, BLOCK_R), ACC)
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    if LORA == "split":
+        u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
+        for start in tl.static_range(0, RANK, BLOCK_R):
+            u = tl.load(u_ptrs + start)  # (BLOCK_M, BLOCK_R)
+            b = tl.load(
+                b_ptrs + start * stride_br, mask=(start + offs_r < r)[:, None] & mask_n[None, :], other=0.0
+            )  # (BLOCK_R, BLOCK_N)
+            acc = tl.dot(u, b, acc, input_precision=PRECISION, out_dtype=ACC)
     for k in range(0, K, BLOCK_K):
         mask_k = k + offs_k < K
         # W first: it does not wait for the row numbers.
@@ -206,12 +214,9 @@ def _rows_tile(
         if x_box is not None:
             x = x_box.load([first, k])  # (BLOCK_M, BLOCK_K)
         elif EVEN_K:
-            if MASK_ROWS:
-                x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
-            else:
-                x = tl.load(x_ptrs)
+            x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
         else:
-            x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
         if LORA == "fused":
             a = tl.load(a_ptrs, mask=mask_k[:, None] & (offs_r < r)[None, :], other=0.0)  # (BLOCK_K, BLOCK_R)
@@ -225,14 +230,6 @@ def _rows_tile(
         if pid_n == 0:
             u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
             tl.store(u_ptrs, u, mask=mask_m[:, None])
-    if LORA == "split":
-        u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
-        for start in tl.static_range(0, RANK, BLOCK_R):
-            u = tl.load(u_ptrs + start)  # (BLOCK_M, BLOCK_R)
-            b = tl.load(
-                b_ptrs + start * stride_br, mask=(start + offs_r < r)[:, None] & mask_n[None, :], other=0.0
-            )  # (BLOCK_R, BLOCK_N)
-            acc = tl.dot(u, b, acc, input_precision=PRECISION, out_dtype=ACC)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert64 * stride_ce + offs_n.to(tl.int64) * stride_cn
         acc += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(ACC)[None, :]
@@ -256,7 +253,7 @@ def _moe_lora_fwd_rows_kernel(
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SMALL_M: tl.constexpr, r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, MASK_ROWS: tl.constexpr = False,
+    SMALL_M: tl.constexpr, r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = _grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
     expert = tl.load(tiles_ptr + pid_m * 3)
@@ -281,7 +278,7 @@ def _moe_lora_fwd_rows_kernel(
                 w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
                 scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
-                SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R, MASK_ROWS,
+                SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
         else:
             _rows_tile(
@@ -289,7 +286,7 @@ def _moe_lora_fwd_rows_kernel(
                 w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
                 scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
-                BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R, MASK_ROWS,
+                BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
 
 

@@ -764,7 +764,7 @@ def _launch_recompute(
 
 
 def _flat(gates: torch.Tensor) -> torch.Tensor:
-    return gates.to(runtime.kernel_dtype(gates.dtype)).reshape(-1)
+    return gates.to(runtime.kernel_dtype(gates.dtype)).reshape(-1).contiguous()
 
 
 def _launch_slots(

@@ -2,7 +2,13 @@
 
 import torch
 
-__all__ = ["grouped_mm_moe_lora", "moe_lora_reference", "route_reference", "scatter2scatter_reference"]
+__all__ = [
+    "grouped_mm_moe_lora",
+    "grouped_mm_rows",
+    "moe_lora_reference",
+    "route_reference",
+    "scatter2scatter_reference",
+]
 
 
 def route_reference(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,17 +71,36 @@ def grouped_mm_moe_lora(
     expert_ids: torch.Tensor,
     *,
     scaling: float = 1.0,
+    grouped_in: bool = False,
 ) -> torch.Tensor:
     """The same with ``torch._grouped_mm``: rows gathered in expert order, three grouped products, rows put back.
 
     No slot may be skipped: ``torch._grouped_mm`` leaves rows behind the last expert's as they were allocated.
     """
-    tokens, slots = expert_ids.shape
     order, inverse, offsets = route_reference(expert_ids, w.shape[0])
+    return grouped_mm_rows(
+        x, w, lora_a, lora_b, order // expert_ids.shape[1], inverse, offsets, scaling=scaling, grouped_in=grouped_in
+    )
+
+
+def grouped_mm_rows(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    tokens: torch.Tensor,
+    inverse: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    scaling: float = 1.0,
+    grouped_in: bool = False,
+) -> torch.Tensor:
+    """:func:`grouped_mm_moe_lora` with the routing done: the token of each sorted row, its inverse, the offsets."""
     ends = offsets[1:].to(torch.int32)
-    rows = x[order // slots]
+    rows = x if grouped_in else x[tokens]
     out = torch._grouped_mm(rows, w, offs=ends)
     if lora_a is not None and lora_b is not None:
         thin = torch._grouped_mm(rows, lora_a.transpose(1, 2), offs=ends)
-        out = out + scaling * torch._grouped_mm(thin, lora_b.transpose(1, 2), offs=ends)
-    return out[inverse].view(tokens * slots, -1)
+        low_rank = torch._grouped_mm(thin, lora_b.transpose(1, 2), offs=ends)
+        out = out + (low_rank if scaling == 1.0 else scaling * low_rank)
+    return out[inverse]
