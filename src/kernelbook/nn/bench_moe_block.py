@@ -12,6 +12,7 @@ gradients, as in decoding; ``forward_backward`` gives the gradients of the input
 Memory is counted beyond the weights: the 4-bit ones take 0.28 times the bfloat16 ones' bytes in addition.
 """
 
+import contextlib
 import copy
 import importlib.util
 import time
@@ -33,6 +34,7 @@ __all__ = ["SOURCES", "cases", "extras", "missing_peers", "small_checks"]
 HERE = Path(__file__).resolve().parent
 SOURCES = (
     HERE / "moe.py",
+    HERE / "kernels.py",
     HERE / "bench_moe_block.py",
     HERE.parent / "interop" / "transformers.py",
     HERE.parent / "interop" / "peft.py",
@@ -279,48 +281,78 @@ def missing_peers() -> list[str]:
 
 # --- what choosing costs --------------------------------------------------------------------------------------------
 
-CHOICE_KEY = ("gpu", "tokens", "active")
+CHOICE_KEY = ("gpu", "way", "graph", "tokens")
 
 
 def choosing_experiment(repeats: int = 30) -> pd.DataFrame:
-    """Layers one after the other in decoding: what the host's wait for a count costs, and what it saves.
+    """Layers one after the other in decoding, by wall clock: what the host's part costs, which a single call's time hides.
 
-    Eight layers of Qwen3-30B-A3B's size, forward, by wall clock: a wait stops the host from running ahead, which the time
-    of a single call does not show. Columns: tokens, active (how experts are chosen), experts (that become dense, on
-    average), layer_ms.
+    Eight layers of Qwen3-30B-A3B's size, forward. ``way``: ``all``, ``bound``, ``count`` are ways to choose among 4-bit
+    experts, of which the last makes the host wait; ``dense`` are ours on bfloat16 weights, ``grouped_mm`` is
+    transformers'. With ``graph`` the layers are captured into a CUDA graph and replayed, which takes the host out.
+    Columns: way, graph, tokens, experts (that become dense, on average), layer_ms.
     """
     sizes, layers = MODELS["Qwen3-30B-A3B"], 8
     layer = _Layer(sizes, None)
     rows = []
-    for tokens in (1, 4, 8, 16, 32):
+    for tokens in (1, 2, 4, 8, 16, 32):
         inputs = [_inputs(tokens, sizes) for _ in range(layers)]
-        for active in ("all", "bound", "count"):
-            if active == "bound" and tokens * sizes[3] > sizes[0]:
+        for way in ("all", "bound", "count", "dense", "grouped_mm"):
+            if way == "bound" and tokens * sizes[3] >= sizes[0]:
                 continue
-            forward, _ = layer.call(f"kernelbook:{active}")
-            counts = []
-            for _, ids, _ in inputs:
-                chosen, _ = moe.choose_experts(ids, sizes[0], active)
-                counts.append(sizes[0] if chosen is None else len(chosen))
-            times = []
+            forward, _ = layer.call(way if way in PEERS else f"kernelbook:{way}")
+            experts = []
+            if way in moe.ACTIVE:
+                found = [moe.choose_experts(ids, sizes[0], way)[0] for _, ids, _ in inputs]
+                experts = [sizes[0] if chosen is None else len(chosen) for chosen in found]
+
+            def run(inputs: Any = inputs, forward: Any = forward) -> None:
+                for given in inputs:
+                    forward(*given)
+
             with torch.no_grad():
-                for _ in range(repeats + 3):
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    for given in inputs:
-                        forward(*given)
-                    torch.cuda.synchronize()
-                    times.append((time.perf_counter() - start) * 1e3 / layers)
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "active": active,
-                    "experts": f"{sum(counts) / len(counts):.4g}",
-                    "layer_ms": f"{sorted(times[3:])[repeats // 2]:.4g}",
-                }
-            )
+                calls: dict[bool, Callable[[], Any]] = {False: run}
+                if way in PEERS:
+                    with contextlib.suppress(RuntimeError):  # some versions cannot be captured
+                        calls[True] = _captured(run)
+                elif way != "count":  # nor can a wait
+                    calls[True] = _captured(run)
+                rows += [
+                    {
+                        "way": way,
+                        "graph": graph,
+                        "tokens": tokens,
+                        "experts": f"{sum(experts) / len(experts):.4g}" if experts else "",
+                        "layer_ms": f"{_wall_ms(call, repeats) / layers:.4g}",
+                    }
+                    for graph, call in calls.items()
+                ]
     about = timing.environment(timing.package_version(*SOURCES))
     return pd.DataFrame([{**row, **about} for row in rows])
+
+
+def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _wall_ms(call: Callable[[], Any], repeats: int) -> float:
+    """The median time of ``call`` with everything that it sent to the device, by the host's clock."""
+    times = []
+    for _ in range(repeats + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times[3:])[repeats // 2]
 
 
 PARTS_KEY = ("gpu", "provider", "tokens", "part")

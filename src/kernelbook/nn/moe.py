@@ -19,9 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments
+from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
+from kernelbook.nn import kernels
+
+# isort: split
+import triton
+import triton.language as tl
 
 __all__ = [
     "Float8Tensor",
@@ -36,7 +41,7 @@ __all__ = [
 ]
 
 ACTIVE = ("auto", "all", "bound", "count")
-NEARLY_ALL = 0.9  # a larger share of the experts than this is not worth a selection
+NEARLY_ALL = 0.9  # with "count": a larger share of the experts than this is not worth a selection
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -130,11 +135,10 @@ def choose_experts(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Which experts to make dense for this batch, and the ids that stand for them.
 
-    ``"all"``: every expert; nothing is computed. ``"bound"``: as many as there are (token, slot) pairs, which no batch
-    exceeds, so that the host needs to know nothing; unused places are filled with other experts. ``"count"``: exactly
-    those that are used; the host **waits for the device** to learn their number. ``"auto"``: ``"bound"`` up to a quarter
-    of the experts, ``"all"`` where random routing would use nine in ten of them, ``"count"`` between the two, but never
-    while a CUDA graph is captured or ``torch.compile`` traces.
+    ``"all"``: every expert; nothing is computed. ``"bound"``: one place for each (token, slot) pair, in the pairs' order; no
+    batch needs more, and the host needs to know nothing. An expert that two pairs name becomes dense twice. ``"count"``:
+    each expert that is used, once; the host **waits for the device** to learn how many these are. ``"auto"``: ``"bound"``
+    where that is at most half of the experts, else ``"all"``: it never waits.
 
     Args:
         expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip.
@@ -148,33 +152,23 @@ def choose_experts(
     arguments.check_choice("choose_experts", "active", active, ACTIVE)
     pairs = expert_ids.numel()
     if active == "auto":
-        active = _automatic(pairs, num_experts)
+        active = "bound" if 2 * pairs <= num_experts else "all"
     if active == "all" or (active == "bound" and pairs >= num_experts) or num_experts <= 1 or pairs == 0:
         return None, expert_ids
     ids = expert_ids.reshape(-1)
-    if active == "bound" and expert_ids.shape[0] == 1:
-        # One token's experts differ from each other: no sorting.
+    if active == "bound":
         places = torch.arange(pairs, dtype=ids.dtype, device=ids.device)
-        return ids.clamp(max=num_experts - 1), torch.where(ids < num_experts, places, pairs).view(1, pairs)
+        return ids.clamp(max=num_experts - 1), torch.where(ids < num_experts, places, pairs).view_as(expert_ids)
     used = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
     used.scatter_(0, ids.long(), 1)
     used = used[:num_experts]
-    size = int(used.sum()) if active == "count" else pairs
+    size = int(used.sum())  # the wait
     if size > NEARLY_ALL * num_experts:
         return None, expert_ids
     size = max(size, 1)  # every slot is to be skipped
     experts = torch.argsort(used, descending=True, stable=True)[:size]
-    places = F.pad(used.cumsum(0, dtype=ids.dtype) - 1, (0, 1), value=size)
-    return experts, places[ids].view_as(expert_ids)
-
-
-def _automatic(pairs: int, num_experts: int) -> str:
-    if 4 * pairs <= num_experts:
-        return "bound"
-    if 1 - (1 - 1 / max(num_experts, 1)) ** pairs >= NEARLY_ALL:
-        return "all"
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return "bound" if torch.compiler.is_compiling() or capturing else "count"
+    numbers = F.pad(used.cumsum(0, dtype=ids.dtype) - 1, (0, 1), value=size)
+    return experts, numbers[ids].view_as(expert_ids)
 
 
 def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -218,19 +212,34 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        h = h.contiguous()
         ctx.save_for_backward(h)
-        gate, up = h.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _launch_swiglu(h, None)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        (h,) = ctx.saved_tensors
-        gate, up = h.chunk(2, dim=-1)
-        dh = torch.empty_like(h)
-        dgate, dup = dh.chunk(2, dim=-1)
-        torch.mul(dout, F.silu(gate), out=dup)
-        torch.ops.aten.silu_backward.grad_input(dout * up, gate, grad_input=dgate)
-        return dh
+        return _launch_swiglu(ctx.saved_tensors[0], dout.contiguous())
+
+
+def _launch_swiglu(h: torch.Tensor, dout: torch.Tensor | None) -> torch.Tensor:
+    """-> out (S, I), or with ``dout`` its gradient dh (S, 2 I)."""
+    dtype, rows, inner = h.dtype, h.shape[0], h.shape[1] // 2
+    h = h.to(runtime.kernel_dtype(dtype))
+    result = h.new_empty((rows, inner)) if dout is None else torch.empty_like(h)
+    if result.numel() > 0:
+        grid = (triton.cdiv(rows, kernels.ROWS), triton.cdiv(inner, kernels.BLOCK_I))
+        settings: dict[str, Any] = {
+            "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+            "ROWS": kernels.ROWS,
+            "BLOCK_I": kernels.BLOCK_I,
+            "num_warps": kernels.WARPS,
+        }
+        with runtime.on_device_of(h):
+            if dout is None:
+                kernels._swiglu_fwd_kernel[grid](h, result, rows, inner, **settings)
+            else:
+                kernels._swiglu_bwd_kernel[grid](dout.to(h.dtype), h, result, rows, inner, **settings)
+    return result.to(dtype)
 
 
 def _swiglu(h: torch.Tensor) -> torch.Tensor:
@@ -275,7 +284,7 @@ def gated_experts(
     """``sum_j gates[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t]))``, ``e = expert_ids[t, j]``.
 
     Gradients reach ``x``, ``gates``, both LoRA pairs, the biases, and dense weights that require one. With dense weights
-    the host never waits for the device. With compressed ones it waits where :func:`choose_experts` has to count.
+    the host never waits for the device. With compressed ones it waits only with ``active="count"``.
 
     Args:
         x: (T, H), float32, float16 or bfloat16.
