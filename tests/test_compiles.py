@@ -33,6 +33,30 @@ for n in WIDTHS:
     step(64, n, torch.bfloat16)
     step(64, n, torch.float32)
 """,
+    "moe_lora": """
+import torch, kernelbook as kb
+from kernelbook.moe_lora import lora_gradients, thin_products
+def step(tokens, experts, slots, k, n, rank, dtype, strategy, gated=False, **how):
+    routing = kb.route(torch.zeros(tokens, slots, dtype=torch.int64), experts)
+    leaf = lambda *s: torch.empty(*s, dtype=dtype, requires_grad=True)
+    x, a, b = leaf(tokens * slots if gated else tokens, k), leaf(experts, rank, k), leaf(experts, n, rank)
+    extra = dict(gates=torch.empty(tokens, slots, requires_grad=True), bias=leaf(experts, n)) if gated else {}
+    y = kb.moe_lora(x, torch.empty(experts, k, n, dtype=dtype), a, b, routing, strategy=strategy, **extra, grouped_in=gated)
+    y.backward(torch.empty_like(y))
+bf16 = torch.bfloat16
+for strategy in ("fused", "split"):
+    for rank in RANKS:
+        step(512, 4, 2, 2048, 1536, rank, bf16, strategy)
+    step(512, 4, 2, 768, 2048, 16, bf16, strategy, gated=True)
+    for tokens in TOKENS:
+        step(tokens, 4, 2, 2048, 1536, 16, bf16, strategy)
+    step(512, 4, 2, 72, 40, 3, torch.float32, strategy)
+step(512, 4, 2, 333, 257, 3, torch.float16, "split", gated=True)
+x, w, y = (torch.empty(*s, dtype=bf16, requires_grad=True) for s in ((512, 256), (4, 256, 384), (1024, 384)))
+routing = kb.route(torch.zeros(512, 2, dtype=torch.int64), 4)
+kb.scatter2scatter(x, w, routing).backward(y)
+lora_gradients(x, y, torch.empty(4, 16, 256, dtype=bf16), torch.empty(4, 384, 16, dtype=bf16), routing)
+""",
     "nf4": """
 import torch, kernelbook as kb
 def quantized(shape, block_size, double_quant):
@@ -77,6 +101,8 @@ SETTINGS = {
         "": "WIDTHS = (8192,)",
         "sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 20480, 2001, 4095, 9001)",
     },
+    # Ranks, and numbers of tokens that get smaller tiles.
+    "moe_lora": {"": "RANKS, TOKENS = (64,), ()", "sm_90": "RANKS, TOKENS = (8, 16, 32, 64, 100), (2, 16, 32)"},
     # Rows, inputs, features, active chunks, chunk size: the largest tiles; on the one target also the three smaller ones
     # (the smallest with a split reduction), and ordinary loads.
     "sparse_linear": {

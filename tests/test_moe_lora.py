@@ -244,6 +244,28 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
             assert lora == "none" or bool(torch.isfinite(u).all())
 
 
+@pytest.mark.parametrize("split", (1, 3, 8))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=_ids)
+def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
+    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 products are for the interpreter")
+    ids = _experts(40, 3, 2, 0.1)
+    routing = kb.route(ids, 3)
+    routed = op._Routed(routing.order, routing.offsets, routing.tiles, 2)
+    x, lora_a = _randn(40, 200, dtype=dtype), _randn(3, 5, 200, dtype=dtype)
+    tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
+    with check.poisoned_empty():
+        u = x.new_empty(80, 16)
+        op._launch_thin(routed, op._Rows(x, False, 2), op._Lora(lora_a, lora_a, u, 0.3), tiles)
+    exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
+    for position, pair in enumerate(routing.order.tolist()):
+        expert = int(ids.reshape(-1)[pair])
+        if expert < 3:
+            exact[position, :5] = 0.3 * (lora_a[expert].double() @ x[pair // 2].double())
+    assert check.relative_error(u, exact) < (1e-3 if dtype == torch.float16 else 1e-14)
+    assert (u[:, 5:] == 0).all()
+
+
 @pytest.mark.parametrize(
     "needed",
     (("x",), ("w",), ("lora_a",), ("lora_b",), ("bias",), ("gates",), LORA, ("x", "gates"), ("lora_b", "bias")),
@@ -727,7 +749,7 @@ def test_tiles_for_every_shape(target: str) -> None:
     for itemsize in (2, 4, 8):
         for rows in (1, 100, 16384, 2**20):
             for experts in (1, 8, 128, 512):
-                chosen = kernels.rows_tiles(rows, experts, itemsize, properties)
+                chosen = kernels.rows_tiles(rows, experts, 16, itemsize, properties)
                 assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
                 for rank in (16, 64, 256):
                     thin = kernels.thin_tiles(rows, experts, 4096, rank, itemsize, properties)
@@ -737,7 +759,7 @@ def test_tiles_for_every_shape(target: str) -> None:
 
 def test_batches_of_like_size_share_their_tiles() -> None:
     properties = runtime.TARGETS["sm_90"]
-    chosen = {kernels.rows_tiles(rows, 64, 2, properties) for rows in range(4097, 8193, 61)}
+    chosen = {kernels.rows_tiles(rows, 64, 0, 2, properties) for rows in range(4097, 8193, 61)}
     assert len(chosen) == 1
 
 

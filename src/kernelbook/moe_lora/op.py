@@ -304,7 +304,8 @@ def _route(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     order, inverse, offsets, tiles = _empty_routing(expert_ids, num_experts)
     if rows == 0:
         return order, inverse, offsets.zero_(), tiles
-    programs, block, block_e = kernels.route_blocks(rows, num_experts)
+    programs, block_e, block_p = kernels.route_blocks(rows, num_experts)
+    block = kernels.ROUTE_BLOCK
     per_program = triton.cdiv(triton.cdiv(rows, programs), block) * block
     counts = torch.empty((programs, block_e), dtype=torch.int32, device=expert_ids.device)
     given = (expert_ids, *expert_ids.stride())
@@ -315,7 +316,7 @@ def _route(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
         )  # fmt: skip
         kernels._route_fwd_place_kernel[(programs,)](
             *given, counts, order, inverse, offsets, tiles, rows, slots, num_experts, per_program,
-            HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block, num_warps=kernels.ROUTE_WARPS,
+            HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block_p, num_warps=kernels.ROUTE_WARPS,
         )  # fmt: skip
     return order, inverse, offsets, tiles
 
@@ -575,11 +576,16 @@ class _Lora:
 
     @classmethod
     def of(cls, a: torch.Tensor | None, b: torch.Tensor | None, u: torch.Tensor, scaling: float) -> "_Lora | None":
-        return None if a is None or b is None else cls(a, b, u, scaling)
+        return None if a is None or b is None else cls(_one_contiguous(a), _one_contiguous(b), u, scaling)
 
     @property
     def rank(self) -> int:
         return self.a.shape[1]
+
+
+def _one_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy where neither rows nor columns are contiguous (PEFT's B): each tile would read a sector an element."""
+    return tensor if 1 in tensor.stride()[1:] else tensor.contiguous()
 
 
 def _transposed(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -642,8 +648,13 @@ def _launch_rows(
             how = "split"
         if how == "split":
             _launch_thin(routed, rows, lora)
+        elif lora.b.stride(2) != 1:
+            # With W and B contiguous along different dimensions, ptxas serializes the tensor cores' instructions.
+            lora = dataclasses.replace(lora, b=lora.b.contiguous())
     properties = runtime.properties()
-    tiles = tiles or kernels.rows_tiles(routed.rows, experts, x.element_size(), properties)
+    rank = kernels.padded_rank(lora.rank) if lora is not None else 16
+    fused_rank = rank if how == "fused" else 0
+    tiles = tiles or kernels.rows_tiles(routed.rows, experts, fused_rank, x.element_size(), properties)
     blocks = tiles.kwargs
     table, num_m = routed.tiles_of(tiles.height)
     y = torch.empty((routed.rows, n), dtype=x.dtype, device=x.device)
@@ -657,8 +668,8 @@ def _launch_rows(
                 break
         if rows.grouped and _in_boxes(x):
             x_box = _box(x, [tiles.height, blocks["BLOCK_K"]])
-    rank = kernels.padded_rank(lora.rank) if lora is not None else 16
-    block_r = rank if how == "fused" else min(rank, 64)
+    # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
+    block_r = max(32 if tiles.height < 64 else 16, rank) if how == "fused" else min(rank, 64)
     kernels._moe_lora_fwd_rows_kernel[(num_m * triton.cdiv(n, blocks["BLOCK_N"]),)](
         routed.order, table,
         x, *x.stride(), x_box,
@@ -816,8 +827,8 @@ def _sum_slots(
         out,
         *_strided(x, 2, values),
         dgates if dgates is not None else values,
-        columns, slots,
-        GROUPED=order is not None, HAS_GATES=gates is not None, WITH_OUT=with_out, WITH_DGATES=x is not None,
+        columns,
+        SLOTS=slots, GROUPED=order is not None, HAS_GATES=gates is not None, WITH_OUT=with_out, WITH_DGATES=x is not None,
         ACC=_TL_DTYPE[_accumulator(values.dtype)],
         **tiles.kwargs, num_warps=tiles.warps,
     )  # fmt: skip
