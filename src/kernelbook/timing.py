@@ -365,7 +365,7 @@ def source_digest(*places: Path) -> str:
     """Eight hexadecimal digits that change with the Python sources in these folders or files: they tie a row to its code."""
     digest = hashlib.sha256()
     for place in places:
-        for path in sorted(place.glob("*.py")) if place.is_dir() else [place]:
+        for path in [place] if place.is_file() else sorted(place.glob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
 
