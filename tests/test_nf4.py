@@ -27,6 +27,9 @@ from kernelbook.nf4 import (
     op,
 )
 
+# isort: split
+import triton
+
 DEV = runtime.DEVICE
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Sizes that the word kernel takes; a last block that is short; experts that start inside a block; inside a byte; a vector.
@@ -205,12 +208,19 @@ def test_experts_that_are_not_chosen_have_no_influence(shape, double_quant):
     assert same_bits(nf4_dequantize(poisoned, experts=experts, dtype=torch.float32), reference(q, experts))
 
 
+def config_that_prefetches(double_quant):
+    """Small distances, so that few programs prefetch for others, over the borders of experts."""
+    tile = {"BLOCK_W": 128, "UNROLL": 3 if double_quant else 2}
+    return triton.Config(tile | {"AHEAD": 1, "SPAN": 2}, num_warps=4)
+
+
 @pytest.mark.skipif(not runtime.INTERPRET, reason="only the interpreter's loads can be watched")
-@pytest.mark.parametrize("shape", [(3, 5, 8), (3, 7, 5), (1, 3), (4, 48, 32)])
+@pytest.mark.parametrize("shape", [(3, 5, 8), (3, 7, 5), (1, 3), (4, 48, 32), (3, 119, 104)])
 def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
     """Every address that a kernel reads belongs to the last expert: nothing of the others, nothing beyond the end."""
     from triton.runtime import interpreter
 
+    monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
     for double_quant in (False, True):
         q = quantized(shape, 32, double_quant)
         experts = torch.tensor([shape[0] - 1], device=DEV)
@@ -233,6 +243,19 @@ def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
         assert all(any(low <= address < high for low, high in ranges) for address in seen)
         for low, high in ranges[:2]:  # each byte and each absmax is read
             assert any(low <= address < high for address in seen)
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 4096])
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_prefetching_changes_nothing(double_quant, block_size, monkeypatch):
+    """Experts of several tiles, the last one short; an id out of range among them."""
+    monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
+    monkeypatch.setattr(op.arguments, "check_index_values", lambda *args, **kwargs: None)
+    q = quantized((4, 119, 104), block_size, double_quant)
+    experts = torch.tensor([3, 0, 7, 3], device=DEV)
+    out = nf4_dequantize(q, experts=experts, dtype=torch.float32)
+    assert same_bits(out[[0, 1, 3]], reference(q, experts[[0, 1, 3]])) and not out[2].any()
+    assert same_bits(nf4_dequantize(q, dtype=torch.float32), reference(q))
 
 
 # --- multiply -------------------------------------------------------------------------------------------------------
@@ -281,25 +304,28 @@ def bnb():
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("block_size", [32, 64, 256, 4096])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_of_bitsandbytes(bnb, quant_type, block_size, dtype):
+    """The second shape is odd: its last byte is half full, and its experts begin inside bytes and blocks."""
     from kernelbook.interop.bitsandbytes import to_bitsandbytes
 
-    for nested in (False, True):
-        w = torch.randn(6, 100, 64, device=DEV).to(dtype)
-        packed, state = bnb.quantize_4bit(w, blocksize=block_size, quant_type=quant_type, compress_statistics=nested)
-        q = NF4Tensor.from_bitsandbytes(packed, state)
-        assert q.shape == (6, 100, 64) and q.double_quant == nested and q.dtype == dtype
-        # One row: with several, bitsandbytes 0.50.2 misplaces blocks on the CPU where they span two rows.
-        state.shape = torch.Size([w.numel()])
-        theirs = bnb.dequantize_4bit(packed, state).view(w.shape)
-        assert same_bits(nf4_dequantize(q, dtype=dtype), theirs)
-        experts = torch.tensor([5, 0, 5], device=DEV)
-        assert same_bits(nf4_dequantize(q, experts=experts, dtype=dtype), theirs[experts])
-        back_packed, back = to_bitsandbytes(dataclasses.replace(q, shape=(w.numel(),)))
-        assert torch.equal(back_packed, packed) and back == state
-        assert same_bits(bnb.dequantize_4bit(back_packed, back).view(w.shape), theirs)
+    for shape in ((3, 45, 64), (3, 7, 5)):
+        for nested in (False, True):
+            w = torch.randn(shape, device=DEV).to(dtype)
+            how = {"blocksize": block_size, "quant_type": quant_type, "compress_statistics": nested}
+            packed, state = bnb.quantize_4bit(w, **how)
+            q = NF4Tensor.from_bitsandbytes(packed, state)
+            assert q.shape == shape and q.double_quant == nested and q.dtype == dtype
+            # One row: with several, bitsandbytes 0.50.2 misplaces blocks on the CPU where they span two rows.
+            state.shape = torch.Size([w.numel()])
+            theirs = bnb.dequantize_4bit(packed, state).view(shape)
+            assert same_bits(nf4_dequantize(q, dtype=dtype), theirs)
+            experts = torch.tensor([2, 0, 2], device=DEV)
+            assert same_bits(nf4_dequantize(q, experts=experts, dtype=dtype), theirs[experts])
+            back_packed, back = to_bitsandbytes(dataclasses.replace(q, shape=(w.numel(),)))
+            assert torch.equal(back_packed, packed) and back == state
+            assert same_bits(bnb.dequantize_4bit(back_packed, back).view(shape), theirs)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -451,14 +477,26 @@ def test_offsets_are_64_bit(words, monkeypatch):
         else (kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG)
     )
     arguments = (q.packed, q.absmax, *nested, q.code, experts, out)
-    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, True, 64, 256, **config.kwargs)
+    more = {"PREFETCH": "load"} if words else {}
+    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, True, 64, 256, **config.kwargs, **more)
     assert bool((out == 0).all())
 
 
 def test_benchmark_cases_are_correct():
     verdicts = bench.small_checks()
     assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts)
-    assert len(list(bench.cases())) == 38
+    assert len(list(bench.cases())) == 56
+
+
+@pytest.mark.parametrize("op", ["copy_", "fill_"])
+def test_the_floors_move_the_bytes_that_they_count(op):
+    case = bench._floor_case(op, (4, 16, 32), 3, 64)
+    problem = bench._floor_problem(op, 100)
+    (out,) = problem.providers["torch"]()
+    assert torch.equal(out, problem.truth()[0])
+    assert case.gbytes * 1e9 == 3 * 16 * 32 * (2.5625 if op == "copy_" else 2)
+    (moved,) = case.build().providers["torch"]()
+    assert moved.nbytes * (2 if op == "copy_" else 1) == round(case.gbytes * 1e9)
 
 
 def test_public_names():

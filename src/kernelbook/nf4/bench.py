@@ -3,6 +3,9 @@
 Providers: ``bitsandbytes`` dequantizes all experts, whatever is asked for; ``gather_bitsandbytes`` gathers the bytes and
 absmax of the active experts first and dequantizes these. For a product ``bitsandbytes`` is its ``matmul_4bit``, and ``kernelbook:dequantize`` is what
 ``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes is not installed its rows are left out.
+
+Two floors are measured beside: ``copy_`` moves as many bytes as the plain kernel has to, half of them read, and ``fill_``
+writes the output alone.
 """
 
 import importlib.util
@@ -151,8 +154,38 @@ def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, doub
     )
 
 
+def _floor_problem(op: str, values: int) -> Problem:
+    target = torch.empty(values, dtype=torch.bfloat16, device=runtime.DEVICE)
+    source = torch.randn_like(target) if op == "copy_" else torch.full_like(target, 0.5)
+    call = (lambda: [target.copy_(source)]) if op == "copy_" else (lambda: [target.fill_(0.5)])
+    return Problem(
+        providers={"torch": call}, truth=lambda: [source], baseline=lambda: [source], factor=check.FORWARD_FACTOR
+    )
+
+
+def _floor_case(op: str, shape: tuple[int, int, int], active: int, block_size: int) -> Case:
+    """What PyTorch takes to move the bytes of plain experts (``copy_``) or to write the output (``fill_``)."""
+    num_experts, rows, cols = shape
+    outputs = active * rows * cols
+    gbytes = dequantize_gbytes(outputs, block_size, double_quant=False) if op == "copy_" else 2 * outputs / 1e9
+    return Case(
+        op=op,
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": False},
+        x_name="active",
+        x=active,
+        gbytes=gbytes,
+        gflop=0.0,
+        build=lambda: _floor_problem(op, round(gbytes * 1e9 / 4) if op == "copy_" else outputs),
+    )
+
+
 def cases() -> Iterator[Case]:
     """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes."""
+    for op in ("copy_", "fill_"):
+        for active in ACTIVE:
+            yield _floor_case(op, (EXPERTS, ROWS, COLS), active, BLOCK_SIZE)
     for double_quant in (False, True):
         for active in ACTIVE:
             yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)

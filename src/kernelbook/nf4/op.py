@@ -213,6 +213,13 @@ def _dequantized_shape(experts: torch.Tensor | None, shape: list[int]) -> list[i
     return list(shape) if experts is None else [experts.shape[0], *shape[1:]]
 
 
+def _prefetch(device: torch.device) -> str:
+    """How the word kernel prefetches: by PTX, which is NVIDIA's, or by loads where there is none."""
+    if runtime.INTERPRET:
+        return "load"
+    return "instruction" if runtime.properties(device).arch.startswith("sm_") else "none"
+
+
 @torch.library.custom_op("kernelbook::nf4_dequantize", mutates_args=())
 def _dequantize(
     packed: torch.Tensor,
@@ -243,8 +250,9 @@ def _dequantize(
         config = kernels.words_config(nested_absmax is not None)
         kernel, length, tile = kernels._nf4_dequantize_fwd_words_kernel, size // 8, config.kwargs["BLOCK_W"]
         tile *= config.kwargs["UNROLL"]
+        more = {"PREFETCH": _prefetch(packed.device)}
     else:
-        config = kernels.ELEMENTS_CONFIG
+        config, more = kernels.ELEMENTS_CONFIG, {}
         kernel, length, tile = kernels._nf4_dequantize_fwd_elements_kernel, size, config.kwargs["BLOCK"]
     tiles = triton.cdiv(length, tile)
     if chosen * tiles > MAX_PROGRAMS:
@@ -261,7 +269,7 @@ def _dequantize(
             available, length, tiles,
             experts is not None, nested_absmax is not None,
             block_size, kernels.NESTED_BLOCK,
-            **config.kwargs, num_warps=config.num_warps,
+            **config.kwargs, **more, num_warps=config.num_warps,
             # A multiplication fused with the addition of the offset would round once, bitsandbytes rounds twice.
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -19,19 +19,23 @@ __all__ = [
 
 
 def nf4_code_reference(dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The 16 values of NF4, derived: quantiles of the standard normal distribution, scaled to [-1, 1].
+    """The 16 values of NF4, derived: quantiles of the standard normal
+    distribution, scaled to [-1, 1].
 
-    Eight quantiles above zero, seven below and zero itself, evenly spaced in probability on each side. The outermost
-    probability is the mean of those that would leave half a bin of 16 and half a bin of 15 beyond it, since the two
-    sides have different numbers of values.
+    Eight quantiles above zero, seven below and zero itself, evenly spaced in
+    probability on each side. The outermost probability is the mean of those
+    that would leave half a bin of 16 and half a bin of 15 beyond it, since the
+    two sides have different numbers of values.
 
     Returns:
         (16,) ascending.
     """
+    f64 = torch.float64
     outermost = 1 - (1 / (2 * 16) + 1 / (2 * 15)) / 2
-    above = torch.special.ndtri(torch.linspace(outermost, 0.5, 9, dtype=torch.float64)[:-1])
-    below = -torch.special.ndtri(torch.linspace(outermost, 0.5, 8, dtype=torch.float64)[:-1])
-    code = torch.cat([above, below, torch.zeros(1, dtype=torch.float64)]).sort().values
+    above = torch.linspace(outermost, 0.5, 9, dtype=f64)[:-1]
+    below = torch.linspace(outermost, 0.5, 8, dtype=f64)[:-1]
+    above, below = torch.special.ndtri(above), -torch.special.ndtri(below)
+    code = torch.cat([above, below, torch.zeros(1, dtype=f64)]).sort().values
     return (code / code.abs().max()).to(dtype)
 
 
