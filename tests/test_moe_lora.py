@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
+from kernelbook.compiled import compile_calls
 from kernelbook.moe_lora import (
     grouped_mm_moe_lora,
     kernels,
@@ -105,7 +106,7 @@ ROUTES = {
     "few tokens": lambda: (_experts(3, 7, 2), 7),
     "one token": lambda: (_experts(1, 5, 5), 5),
     "every expert": lambda: (_experts(40, 4, 4), 4),
-    "more experts than a step holds": lambda: (_experts(30, 700, 3), 700),
+    "many experts": lambda: (_experts(30, 270, 3), 270),
     "several programs": lambda: (_experts(400, 13, 3, 0.3), 13),
     "slots to skip": lambda: (_experts(60, 6, 3, 0.4), 6),
     "nothing but slots to skip": lambda: (_experts(20, 6, 2, 2.0), 6),
@@ -122,7 +123,8 @@ def test_route(name: str) -> None:
     _check_routing(*ROUTES[name]())
 
 
-@given(tokens=st.integers(0, 200), experts=st.integers(1, 40), data=st.data())
+@settings(max_examples=8)
+@given(tokens=st.integers(0, 200), experts=st.integers(1, 20), data=st.data())
 def test_any_routing(tokens: int, experts: int, data: st.DataObject) -> None:
     slots = data.draw(st.integers(1, experts))
     _check_routing(_experts(tokens, experts, slots, data.draw(st.sampled_from((0.0, 0.3)))), experts)
@@ -191,11 +193,12 @@ def test_skewed_routing(name: str) -> None:
         _check(_inputs(ids, 6, 40, 24, 16, torch.float16, with_bias=True, gates=torch.float16), ids, strategy=strategy)
 
 
+@settings(max_examples=8)
 @given(
-    tokens=st.integers(1, 40),
-    experts=st.integers(1, 9),
-    k=st.integers(1, 70),
-    n=st.integers(1, 70),
+    tokens=st.integers(1, 30),
+    experts=st.integers(1, 7),
+    k=st.integers(1, 50),
+    n=st.integers(1, 50),
     rank=st.integers(1, 20),
     dtype=st.sampled_from((*DTYPES, torch.float64)),
     strategy=st.sampled_from(op.STRATEGIES),
@@ -541,9 +544,11 @@ def test_opcheck(dtype: torch.dtype) -> None:
     rest = (ids, routing.order, routing.offsets, routing.tiles)
     inputs = _inputs(ids, 3, 24, 16, 4, dtype, with_bias=True, gates=torch.float32)
     leaves = [t.requires_grad_() for t in inputs.values()]
-    torch.library.opcheck(ops.moe_lora.default, (*leaves, *rest, 0.5, "split", False, False))
-    torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True))
-    torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False))
+    if dtype == torch.float32:
+        torch.library.opcheck(ops.moe_lora.default, (*leaves, *rest, 0.5, "split", False, False))
+    else:
+        torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True))
+        torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False))
     u = torch.zeros(10, 16, dtype=dtype, device=ids.device)
     needs = (True, True, False, True, False, True)
     given = [t.detach() for t in leaves]
@@ -749,8 +754,9 @@ def test_tiles_for_every_shape(target: str) -> None:
     for itemsize in (2, 4, 8):
         for rows in (1, 100, 16384, 2**20):
             for experts in (1, 8, 128, 512):
-                chosen = kernels.rows_tiles(rows, experts, 16, itemsize, properties)
-                assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
+                for access in ("boxes", "wide", "narrow"):
+                    chosen = kernels.rows_tiles(rows, experts, 16, itemsize, access, properties)
+                    assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
                 for rank in (16, 64, 256):
                     thin = kernels.thin_tiles(rows, experts, 4096, rank, itemsize, properties)
                     assert thin.height in kernels.HEIGHTS and rank % thin.kwargs["BLOCK_R"] == 0
@@ -759,8 +765,32 @@ def test_tiles_for_every_shape(target: str) -> None:
 
 def test_batches_of_like_size_share_their_tiles() -> None:
     properties = runtime.TARGETS["sm_90"]
-    chosen = {kernels.rows_tiles(rows, 64, 0, 2, properties) for rows in range(4097, 8193, 61)}
+    chosen = {kernels.rows_tiles(rows, 64, 0, 2, "boxes", properties) for rows in range(4097, 8193, 61)}
     assert len(chosen) == 1
+
+
+def test_tensor_cores_do_not_wait_for_each_instruction() -> None:
+    """ptxas serializes all of a kernel's tensor core instructions where one of them does not fit its rules.
+
+    It did so for dX, by a fifth of its time, as long as the low-rank product came behind the loop (C7515); with B copied
+    the fused form is free of it too.
+    """
+    code = """
+import torch, kernelbook as kb
+routing = kb.route(torch.zeros(512, 2, dtype=torch.int64), 4)
+for strategy in ("fused", "split"):
+    x, w, a, b = (torch.empty(*s, dtype=torch.bfloat16, requires_grad=True)
+                  for s in ((512, 512), (4, 512, 1024), (4, 16, 512), (4, 1024, 16)))
+    y = kb.moe_lora(x, w.detach(), a, b, routing, strategy=strategy)
+    y.backward(torch.empty_like(y))
+"""
+    compiled = [k for k in compile_calls(code, ("sm_90",), asm=("sass",)) if k.name == "_moe_lora_fwd_rows_kernel"]
+    assert {(k.constants["LORA"], k.constants["W_BY_ROW"]) for k in compiled} == {
+        (lora, by_row) for lora in ("fused", "split") for by_row in (True, False)
+    }
+    for kernel in compiled:
+        instructions, waits = kernel.asm["sass"].count("HGMMA"), kernel.asm["sass"].count("WARPGROUP.DEPBAR")
+        assert 0 < waits < instructions, str(kernel)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

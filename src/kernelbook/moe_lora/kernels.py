@@ -554,21 +554,29 @@ def _mean_rows(rows: int, experts: int) -> int:
 # rows left; neither taller tiles nor narrower ones, which make more programs, came near.
 ROWS_TILES = (
     (8, tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)),
-    (16, tiles(4, 3, BLOCK_M=32, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=32)),
+    (16, tiles(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=32)),
     (2**31, tiles(8, 4, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=4, SMALL_M=64)),
 )
 
 
 @functools.lru_cache(maxsize=4096)
-def rows_tiles(rows: int, experts: int, rank: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
-    """The tiles of the product of rows; ``rank`` of a fused low-rank product, or 0."""
+def rows_tiles(
+    rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
+) -> Tiles:
+    """The tiles of the product of rows; ``rank`` of a fused low-rank product, or 0.
+
+    ``access``: W is read in ``"boxes"``, by ``"wide"`` loads, or by ``"narrow"`` ones of an element each, whose
+    addresses take so many registers that only small tiles have room.
+    """
     mean = _mean_rows(rows, experts)
     if itemsize == 8:
         return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
-    if itemsize == 4:
-        height = max(16, min(64, mean))
-        return tiles(4, 2, BLOCK_M=height, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=height)
-    if has_boxes(properties):
+    if itemsize == 4 or access == "narrow":
+        height = max(16, min(32, mean))
+        return tiles(4, 2, BLOCK_M=height, BLOCK_N=32, BLOCK_K=32, GROUP=8, SMALL_M=height)
+    if access == "boxes" and 8 < mean <= 16 and rank > 0:
+        return tiles(4, 4, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP=8, SMALL_M=32)
+    if access == "boxes":
         return next(found for limit, found in ROWS_TILES if mean <= limit)
     if mean <= 16:
         return tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=16)
@@ -581,7 +589,7 @@ def thin_tiles(
 ) -> Tiles:
     """The tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
     height = max(16, min(32, _mean_rows(rows, experts)))
-    block_r = min(rank, 64)
+    block_r = rank if rank <= 64 else 32
     programs = rows // height + min(experts, rows)
     split = 1  # a long sum is shared by several programs where there are too few
     while split < 8 and programs * split * 2 <= properties.num_sms and k >= 2048 * split:

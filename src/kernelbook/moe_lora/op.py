@@ -622,6 +622,12 @@ def _in_boxes(tensor: torch.Tensor) -> bool:
     return size == 2 and strides[-1] == 1 and aligned and tensor.numel() > 0
 
 
+def _wide(tensor: torch.Tensor) -> bool:
+    """Whether rows can be read in runs of 16 bytes."""
+    step, within = tensor.stride()
+    return within == 1 and step * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+
+
 def _box(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
@@ -652,24 +658,26 @@ def _launch_rows(
             # With W and B contiguous along different dimensions, ptxas serializes the tensor cores' instructions.
             lora = dataclasses.replace(lora, b=lora.b.contiguous())
     properties = runtime.properties()
-    rank = kernels.padded_rank(lora.rank) if lora is not None else 16
-    fused_rank = rank if how == "fused" else 0
-    tiles = tiles or kernels.rows_tiles(routed.rows, experts, fused_rank, x.element_size(), properties)
+    rank = kernels.padded_rank(lora.rank) if lora is not None else 0
+    by_row = not _in_boxes(w.transpose(1, 2))
+    matrix = w if by_row else w.transpose(1, 2)
+    access = "narrow"
+    if _in_boxes(matrix) and _wide(x):
+        access = "boxes" if kernels.has_boxes(properties) else "wide"
+    tiles = tiles or kernels.rows_tiles(
+        routed.rows, experts, rank if how == "fused" else 0, x.element_size(), access, properties
+    )
     blocks = tiles.kwargs
     table, num_m = routed.tiles_of(tiles.height)
     y = torch.empty((routed.rows, n), dtype=x.dtype, device=x.device)
     x_box = w_box = None
-    by_row = True
-    if kernels.has_boxes(properties):
-        for by_row, matrix in ((True, w), (False, w.transpose(1, 2))):
-            if _in_boxes(matrix):
-                sides = [blocks["BLOCK_K"], blocks["BLOCK_N"]]
-                w_box = _box(matrix, [1, *(sides if by_row else sides[::-1])])
-                break
+    if access == "boxes":
+        sides = [blocks["BLOCK_K"], blocks["BLOCK_N"]]
+        w_box = _box(matrix, [1, *(sides if by_row else sides[::-1])])
         if rows.grouped and _in_boxes(x):
             x_box = _box(x, [tiles.height, blocks["BLOCK_K"]])
     # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
-    block_r = max(32 if tiles.height < 64 else 16, rank) if how == "fused" else min(rank, 64)
+    block_r = max(32 if tiles.height < 64 else 16, rank) if how == "fused" else max(16, min(rank, 32))
     kernels._moe_lora_fwd_rows_kernel[(num_m * triton.cdiv(n, blocks["BLOCK_N"]),)](
         routed.order, table,
         x, *x.stride(), x_box,
