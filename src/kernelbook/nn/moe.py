@@ -179,12 +179,13 @@ def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, 
 
 @contextlib.contextmanager
 def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """What autograd saves of ``w`` within the context is not kept, but made again when the backward pass asks for it."""
+    """Autograd keeps nothing of ``w`` within the context: it is made again."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
     storage = w.untyped_storage().data_ptr()
-    # Hooks do not stack: what is not ours goes to the hooks that were there, those of activation checkpointing for one.
+    # Hooks do not stack: the rest goes to those that were there, such as those
+    # of activation checkpointing.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     keep, give = outer if outer is not None else (lambda t: t, lambda t: t)
 
@@ -194,7 +195,9 @@ def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[N
         return _Kept(keep(tensor))
 
     def unpack(packed: Any) -> torch.Tensor:
-        return give(packed.value) if isinstance(packed, _Kept) else make().as_strided(*packed)
+        if isinstance(packed, _Kept):
+            return give(packed.value)
+        return make().as_strided(*packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
