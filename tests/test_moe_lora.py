@@ -220,7 +220,7 @@ def test_any_shape(
 
 TILES = {
     "a small tile in a large one": kernels.tiles(4, 3, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP=2, SMALL_M=16),
-    "tall": kernels.tiles(4, 3, BLOCK_M=256, BLOCK_N=16, BLOCK_K=16, GROUP=8, SMALL_M=64),
+    "tall": kernels.tiles(4, 3, BLOCK_M=128, BLOCK_N=16, BLOCK_K=16, GROUP=8, SMALL_M=64),
     "wide": kernels.tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, GROUP=1, SMALL_M=16),
 }
 

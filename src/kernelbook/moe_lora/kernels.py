@@ -12,8 +12,8 @@ last tile. Rows are read through ``order`` and written through it ("scatter to s
     recompute  dA and dB without U and D in memory, which every program computes anew; the slower way, to compare
     slots    the weighted sum over a token's slots, and the gradient of the weights
 
-``rows`` adds the low-rank product in one of two ways. Split: U comes from ``thin``, and U B[e]^T is one more step of the
-reduction, RANK wide. Fused: the loop over K also accumulates U = X A[e]^T, in every program of a row of tiles anew.
+``rows`` adds the low-rank product in one of two ways. Split: U comes from ``thin``, and U B[e]^T is what the loop over K
+starts from. Fused: the loop over K also accumulates U = X A[e]^T, in every program of a row of tiles anew.
 
 Bytes of a forward pass: W once (the tiles of an expert run together and share it in the L2 cache), X once for each
 column of tiles, Y once. Operations: 2 R K N + 2 R r (K + N).
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 # Tiles are listed by ``route`` for each of these heights.
-HEIGHTS = (16, 32, 64, 128, 256)
+HEIGHTS = (16, 32, 128)
 
 # --- routing --------------------------------------------------------------------------------------------------------
 
@@ -208,6 +208,8 @@ def _rows_tile(
         acc_u = tl.zeros((BLOCK_M, BLOCK_R), ACC)
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     if LORA == "split":
+        # Before the loop. Behind it, with W contiguous along K, ptxas (CUDA 12.8) serializes all tensor core instructions
+        # of the kernel (C7515), and dX took a fifth longer. 2026-11; tests/test_moe_lora.py counts the waits.
         u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
         for start in tl.static_range(0, RANK, BLOCK_R):
             u = tl.load(u_ptrs + start)  # (BLOCK_M, BLOCK_R)

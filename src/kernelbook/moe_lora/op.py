@@ -460,7 +460,7 @@ def _backward(
             found["dw"] = _launch_gram(routed, x_rows, dy_rows, gates, w.shape[1:])
         if needs_dbias and bias is not None:
             ones = _Rows(x.new_ones((routed.rows, 1)), True, 1)
-            found["dbias"] = _launch_gram(routed, ones, dy_rows, gates, (1, bias.shape[1]))[:, 0]
+            found["dbias"] = _launch_gram(routed, ones, dy_rows, gates, (1, bias.shape[1]), exact=True)[:, 0]
         if needs_dgates and bias is not None and gates is not None:
             # y = ... + bias[e]: what the inner products of dX and x leave out.
             with _without_autocast(dy):
@@ -625,7 +625,7 @@ def _in_boxes(tensor: torch.Tensor) -> bool:
 def _wide(tensor: torch.Tensor) -> bool:
     """Whether rows can be read in runs of 16 bytes."""
     step, within = tensor.stride()
-    return within == 1 and step * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return within == 1 and step > 0 and step * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
 def _box(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -645,6 +645,11 @@ def _launch_rows(
     """-> Y (R, N) of rows and w (E, K, N); fills lora's U."""
     x = rows.tensor
     experts, k, n = w.shape
+    if not _wide(x) and k * x.element_size() % 16 == 0:
+        x = (
+            x.contiguous()
+        )  # a gradient may come expanded; to copy it takes less time than to read it an element at a time
+        rows = dataclasses.replace(rows, tensor=x)
     how = "none"
     if lora is not None:
         how = strategy
@@ -733,9 +738,13 @@ def _launch_gram(
     shape: Any,
     *,
     transposed: bool = False,
+    exact: bool = False,
     tiles: kernels.Tiles | None = None,
 ) -> torch.Tensor:
-    """-> (E, P, Q), the sum over an expert's rows of left^T right, each with its gate; (E, Q, P) if ``transposed``."""
+    """-> (E, P, Q), the sum over an expert's rows of left^T right, each with its gate; (E, Q, P) if ``transposed``.
+
+    ``exact``: float32 as it is, never tf32.
+    """
     p, q = shape
     x = left.tensor
     out = torch.empty((routed.experts, q, p) if transposed else (routed.experts, p, q), dtype=x.dtype, device=x.device)
@@ -753,7 +762,7 @@ def _launch_gram(
             out, steps[0], *(steps[:0:-1] if transposed else steps[1:]),
             q, left.slots, right.slots,
             L_GROUPED=left.grouped, Z_GROUPED=right.grouped, HAS_GATES=gates is not None,
-            **_numbers(x.dtype), P=p,
+            **(_numbers(x.dtype) | ({"PRECISION": "ieee"} if exact else {})), P=p,
             **blocks, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out
