@@ -362,22 +362,22 @@ def _moe_lora_fwd_thin_kernel(
 # --- sums over the rows of an expert --------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["l_slots", "z_slots"])
-def _moe_lora_bwd_gram_kernel(
-    order_ptr,  # (R,)
-    offsets_ptr,  # (E + 1,)
-    l_ptr, stride_lm, stride_lp,  # (R / l_slots, P) left rows; in sorted order (R, P) if L_GROUPED
-    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
-    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
-    out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
-    Q, l_slots, z_slots,
+@triton.jit
+def _gram_tile(
+    expert, pid_p, pid_q,
+    order_ptr, offsets_ptr,
+    l_ptr, stride_lm, stride_lp, l_slots,
+    z_ptr, stride_zm, stride_zq, z_slots,
+    gates_ptr,
+    out_ptr, stride_oe, stride_op, stride_oq,
+    Q,
     L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(0).to(tl.int64)
-    offs_p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
-    offs_q = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    """A tile (BLOCK_P, BLOCK_Q) of the sum of left^T right over the rows of an expert."""
+    offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_q = pid_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
     mask_p, mask_q = offs_p < P, offs_q < Q
     low = tl.load(offsets_ptr + expert)
     high = tl.load(offsets_ptr + expert + 1)
@@ -400,6 +400,63 @@ def _moe_lora_bwd_gram_kernel(
     out_ptrs = out_ptr + expert * stride_oe + offs_p.to(tl.int64)[None, :] * stride_op
     out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_p[None, :])
+
+
+@triton.jit(do_not_specialize=["l_slots", "z_slots"])
+def _moe_lora_bwd_gram_kernel(
+    order_ptr,  # (R,)
+    offsets_ptr,  # (E + 1,)
+    l_ptr, stride_lm, stride_lp,  # (R / l_slots, P) left rows; in sorted order (R, P) if L_GROUPED
+    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
+    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
+    out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
+    Q, l_slots, z_slots,
+    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    _gram_tile(
+        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), order_ptr, offsets_ptr,
+        l_ptr, stride_lm, stride_lp, l_slots, z_ptr, stride_zm, stride_zq, z_slots, gates_ptr,
+        out_ptr, stride_oe, stride_op, stride_oq, Q,
+        L_GROUPED, Z_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["x_slots", "dy_slots"])
+def _moe_lora_bwd_factors_kernel(
+    order_ptr,  # (R,)
+    offsets_ptr,  # (E + 1,)
+    d_ptr, u_ptr, stride_um,  # (R, RANK) both, in sorted order
+    x_ptr, stride_xm, stride_xk,  # (R / x_slots, K); in sorted order (R, K) if X_GROUPED
+    dy_ptr, stride_dym, stride_dyn,  # (R / dy_slots, N); in sorted order (R, N) if DY_GROUPED
+    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
+    da_ptr,  # (E, r, K)
+    db_ptr,  # (E, N, r)
+    K, N, x_slots, dy_slots,
+    X_GROUPED: tl.constexpr, DY_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dA = D^T X and dB = dY^T U in one launch: first the tiles of dA, then those of dB."""
+    expert = tl.program_id(0).to(tl.int64)
+    pid_p = tl.program_id(1)
+    pid_q = tl.program_id(2)
+    num_k = tl.cdiv(K, BLOCK_Q)
+    if pid_q < num_k:
+        _gram_tile(
+            expert, pid_p, pid_q, order_ptr, offsets_ptr,
+            d_ptr, stride_um, 1, 1, x_ptr, stride_xm, stride_xk, x_slots, gates_ptr,
+            da_ptr, P * K, K, 1, K,
+            True, X_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+        )  # fmt: skip
+    else:
+        _gram_tile(
+            expert, pid_p, pid_q - num_k, order_ptr, offsets_ptr,
+            u_ptr, stride_um, 1, 1, dy_ptr, stride_dym, stride_dyn, dy_slots, gates_ptr,
+            db_ptr, P * N, 1, P, N,
+            True, DY_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["l_slots", "z_slots"])

@@ -220,9 +220,8 @@ def lora_gradients(
             da = _launch_recompute(routed, dy_rows, lora_b, x_rows, scaling)
             db = _launch_recompute(routed, x_rows, lora_a.transpose(1, 2), dy_rows, scaling, transposed=True)
         else:
-            u, d = (_Rows(t[:, :rank], True, 1) for t in _kernel_dtype(*saved))
-            da = _launch_gram(routed, d, x_rows, None, (rank, x.shape[1]))
-            db = _launch_gram(routed, u, dy_rows, None, (rank, dy.shape[1]), transposed=True)
+            u, d = _kernel_dtype(*saved)
+            da, db = _launch_factors(routed, d, u, x_rows, dy_rows, None, rank)
     return da.to(dtype), db.to(dtype)
 
 
@@ -449,13 +448,15 @@ def _backward(
                 found["dx"] = grown
         elif needs_da and transposed is not None:
             _launch_thin(routed, dy_rows, transposed)
-        if needs_da and lora_a is not None:
-            left = _Rows(d[:, : lora_a.shape[1]], True, 1)
-            found["da"] = _launch_gram(routed, left, x_rows, gates, lora_a.shape[1:])
-        if needs_db and lora_b is not None:
-            rank, n = lora_b.shape[2], lora_b.shape[1]
-            left = _Rows(u[:, :rank], True, 1)
-            found["db"] = _launch_gram(routed, left, dy_rows, gates, (rank, n), transposed=True)
+        if lora_a is not None and lora_b is not None:
+            if needs_da and needs_db:
+                found["da"], found["db"] = _launch_factors(routed, d, u, x_rows, dy_rows, gates, lora_a.shape[1])
+            elif needs_da:
+                left = _Rows(d[:, : lora_a.shape[1]], True, 1)
+                found["da"] = _launch_gram(routed, left, x_rows, gates, lora_a.shape[1:])
+            elif needs_db:
+                left = _Rows(u[:, : lora_b.shape[2]], True, 1)
+                found["db"] = _launch_gram(routed, left, dy_rows, gates, lora_b.shape[:0:-1], transposed=True)
         if needs_dw:
             found["dw"] = _launch_gram(routed, x_rows, dy_rows, gates, w.shape[1:])
         if needs_dbias and bias is not None:
@@ -766,6 +767,31 @@ def _launch_gram(
             **blocks, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out
+
+
+def _launch_factors(
+    routed: _Routed, d: torch.Tensor, u: torch.Tensor, x: _Rows, dy: _Rows, gates: torch.Tensor | None, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> dA (E, r, K) and dB (E, N, r) from D and U (R, padded rank) in sorted order."""
+    k, n = x.tensor.shape[1], dy.tensor.shape[1]
+    da = torch.empty((routed.experts, rank, k), dtype=d.dtype, device=d.device)
+    db = torch.empty((routed.experts, n, rank), dtype=d.dtype, device=d.device)
+    tiles = kernels.gram_tiles(routed.rows, routed.experts, rank, d.element_size(), runtime.properties())
+    blocks = tiles.kwargs
+    columns = triton.cdiv(k, blocks["BLOCK_Q"]) + triton.cdiv(n, blocks["BLOCK_Q"])
+    kernels._moe_lora_bwd_factors_kernel[(routed.experts, triton.cdiv(rank, blocks["BLOCK_P"]), columns)](
+        routed.order, routed.offsets,
+        d, u, d.stride(0),
+        x.tensor, *x.tensor.stride(),
+        dy.tensor, *dy.tensor.stride(),
+        _flat(gates) if gates is not None else d,
+        da, db,
+        k, n, x.slots, dy.slots,
+        X_GROUPED=x.grouped, DY_GROUPED=dy.grouped, HAS_GATES=gates is not None,
+        **_numbers(d.dtype), P=rank,
+        **blocks, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return da, db
 
 
 def _launch_recompute(
