@@ -187,11 +187,15 @@ def test_swiglu_of_rows_that_are_not_contiguous() -> None:
     torch.testing.assert_close(moe._swiglu(h), F.silu(gate) * up)
 
 
-def test_compiles_to_one_graph() -> None:
+@pytest.mark.parametrize("kind", ("dense", "nf4"))
+def test_compiles_to_one_graph(kind: str) -> None:
     inputs, ids = _inputs(tokens=4)
+    weights = {name: inputs.pop(name) for name in ("gate_up", "down")}
+    if kind == "nf4":
+        weights = {name: nf4_quantize(weight, block_size=32) for name, weight in weights.items()}
 
     def block(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        given = {**inputs, "x": x, "gates": gates}
+        given = {**inputs, **weights, "x": x, "gates": gates}
         return _call(ids)(**given)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
