@@ -123,6 +123,14 @@ kb.gather_matmul(x[:, 1:4000], w_up[:, 1:4000], torch.arange(30))  # rows that a
 for block_l in (16, 128):
     fused_ffn(*network(16, torch.bfloat16, False), torch.arange(30), block_l=block_l)
 """,
+    "nn": """
+import torch, kernelbook
+from kernelbook.nn import moe
+for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    for inner in (768, 77):
+        h = torch.empty(64, 2 * inner, dtype=dtype, requires_grad=True)
+        moe._swiglu(h).backward(torch.empty(64, inner, dtype=dtype))
+""",
     "sparse_linear": """
 import torch, kernelbook as kb
 def tensors(m, d_in, d_out, dtype):

@@ -4,5 +4,18 @@ from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.nn.ffn import SparseFFN
 from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.nn.layers import LayerNorm, SparseLinear
+from kernelbook.nn.moe import Float8Tensor, GatedExperts, LoRAPair, MoELayer, gated_experts
 
-__all__ = ["GPT", "GPTConfig", "LayerNorm", "SparseFFN", "SparseLinear", "compact_sparse_linear"]
+__all__ = [
+    "GPT",
+    "Float8Tensor",
+    "GPTConfig",
+    "GatedExperts",
+    "LayerNorm",
+    "LoRAPair",
+    "MoELayer",
+    "SparseFFN",
+    "SparseLinear",
+    "compact_sparse_linear",
+    "gated_experts",
+]
