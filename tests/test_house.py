@@ -117,6 +117,19 @@ def test_an_allowed_import_is_not(path: str, line: str) -> None:
     assert not broken_rules(path, line)
 
 
+def test_kernels_live_in_rooms_and_in_the_training_loop() -> None:
+    """A kernel elsewhere would have no reference beside it, and nothing would compile it."""
+    for path in SRC.rglob("*.py"):
+        decorators = [
+            ast.unparse(decorator)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef)
+            for decorator in node.decorator_list
+        ]
+        if any(decorator.startswith("triton.jit") for decorator in decorators):
+            assert path.name == "kernels.py" and path.parent.name in {*ROOMS, "train"}, path
+
+
 def test_rooms_have_five_doors_one_stem_each() -> None:
     chapters = (ROOT / "_toc.yml").read_text()
     for room in ROOMS:
