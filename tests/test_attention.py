@@ -65,14 +65,14 @@ PROBLEMS = (
     (1, 1, 1, 1, 1, 16),
     (2, 3, 3, 7, 7, 32),
     (1, 2, 1, 1, 113, 64),
-    (1, 2, 2, 113, 1, 64),
+    (1, 2, 2, 70, 1, 16),
     (1, 4, 2, 64, 64, 64),
-    (1, 2, 1, 150, 290, 64),
-    (1, 6, 2, 200, 70, 32),
-    (1, 2, 1, 130, 130, 128),
-    (1, 2, 2, 40, 113, 80),
-    (1, 2, 1, 70, 70, 96),
-    (1, 2, 1, 70, 40, 256),
+    (1, 2, 1, 70, 150, 64),
+    (1, 3, 1, 113, 40, 32),
+    (1, 2, 1, 70, 70, 128),
+    (1, 1, 1, 20, 50, 80),
+    (1, 1, 1, 40, 40, 96),
+    (1, 2, 1, 40, 20, 256),
     (1, 1, 1, 20, 20, 200),
     (1, 2, 1, 20, 20, 7),
 )
@@ -89,8 +89,8 @@ def test_output_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, caus
     b=st.integers(1, 2),
     h_kv=st.integers(1, 2),
     group=st.integers(1, 3),
-    n=st.integers(0, 90),
-    s=st.integers(0, 90),
+    n=st.integers(0, 50),
+    s=st.integers(0, 50),
     d=st.integers(1, 70),
     causal=st.booleans(),
     scale=st.sampled_from((None, 0.3, -0.2, 0.0)),
@@ -124,6 +124,7 @@ def test_reference_is_pytorchs(n: int, s: int, h: int, h_kv: int, causal: bool) 
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.gpu  # on the CPU PyTorch's attention keeps probabilities in float32
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=_ids)
 @pytest.mark.parametrize("causal", (False, True))
 def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
@@ -153,7 +154,7 @@ def test_every_way_to_cut_the_work(causal: bool, m: int, n: int, boxes: bool, mo
     monkeypatch.setattr(kernels, "section", lambda *_: 2)
     monkeypatch.setattr(op, "HAS_GLUON", False)
     monkeypatch.setattr(op, "_in_boxes", lambda *tensors: boxes)
-    for problem in ((1, 3, 3, 80, 80, 16), (1, 4, 2, 50, 90, 40), (1, 1, 1, 90, 50, 16)):
+    for problem in ((1, 3, 3, 50, 50, 16), (1, 2, 1, 30, 70, 40), (1, 1, 1, 70, 30, 16)):
         dtype = torch.float16
         if problem[-1] == 40 and boxes and runtime.DEVICE.type == "cuda":
             continue
@@ -233,7 +234,7 @@ def _layouts() -> dict[str, Callable[..., torch.Tensor]]:
 @pytest.mark.parametrize("causal", (False, True))
 def test_layouts(layout: str, causal: bool) -> None:
     make = _layouts()[layout]
-    q, k, v = make(2, 4, 70, 48), make(2, 2, 90, 48), make(2, 2, 90, 48)
+    q, k, v = make(2, 2, 30, 24), make(2, 1, 50, 24), make(2, 1, 50, 24)
     _check(q, k, v, causal)
     _check(q.contiguous(), k, v.contiguous(), causal)
     o = kb.flash_attention(q, k, v)
@@ -532,11 +533,6 @@ def test_float32_follows_the_switch(d: int, tf32: bool) -> None:
             kb.flash_attention(q, k, v), flash_attention_reference(q.double(), k.double(), v.double())
         )
     assert (error > 1e-5) == tf32
-
-
-@pytest.mark.gpu
-def test_float64_on_a_gpu() -> None:
-    _check(*_qkv(1, 2, 1, 70, 100, 48, dtype=torch.float64), True)
 
 
 @pytest.mark.gpu
