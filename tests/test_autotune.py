@@ -9,7 +9,18 @@ import pytest
 import triton
 
 from kernelbook import autotune, runtime
-from kernelbook.autotune import Autotuner, Resources, fits, prune, tile_resources
+from kernelbook.autotune import (
+    Autotuner,
+    Resources,
+    bucket,
+    fits,
+    matmul_resources,
+    occupancy,
+    prune,
+    tensor_core,
+    tile_resources,
+)
+from kernelbook.compiled import CompiledKernel, compile_calls
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
 LARGE = triton.Config({"BLOCK": 256}, num_warps=8, num_stages=3)
@@ -39,6 +50,217 @@ def test_prune_keeps_the_order_and_never_returns_nothing() -> None:
     assert prune([SMALL, SMALL], wanted.__getitem__, H200) == [SMALL, SMALL]
     with pytest.raises(ValueError, match="prune: none of 1 configurations fits NVIDIA H200"):
         prune([LARGE], wanted.__getitem__, H200)
+
+
+# --- the model of a matrix product, against the compiler --------------------------------------------------------------
+
+# sparse_linear's forward pass (pointers) and its dX (descriptors, and pointers that follow ids) with any configuration:
+# loads, BLOCK_R, BLOCK_D, BLOCK_K, num_warps, num_stages.
+SPREAD = [
+    ("pointers", 16, 128, 64, 4, 4),
+    ("pointers", 32, 64, 32, 4, 3),
+    ("pointers", 16, 64, 32, 4, 1),
+    ("pointers", 64, 64, 64, 4, 4),
+    ("pointers", 64, 128, 64, 8, 3),
+    ("pointers", 128, 64, 128, 4, 2),
+    ("pointers", 128, 128, 32, 4, 4),
+    ("pointers", 128, 128, 64, 8, 1),
+    ("pointers", 128, 256, 16, 8, 1),  # the result's staging is larger than the loop's buffers
+    ("pointers", 128, 256, 64, 8, 3),
+    ("pointers", 128, 256, 32, 4, 2),  # spills
+    ("unaligned", 64, 128, 64, 4, 3),  # spills
+    ("dX", 128, 128, 64, 8, 3),
+    ("descriptors", 64, 128, 64, 4, 4),
+    ("descriptors", 128, 256, 64, 8, 4),
+    ("descriptors", 128, 256, 64, 4, 3),  # spills
+]
+LAUNCH = """
+from unittest import mock
+import torch, triton
+import kernelbook as kb
+from kernelbook.sparse_linear import kernels
+ids = torch.arange(4)
+for loads, r, d, k, warps, stages in SPREAD:
+    blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
+    config = triton.Config(blocks, num_warps=warps, num_stages=stages)
+    plan = kernels.Plan(config, 1, loads == "descriptors")
+    d_in = 4095 if loads == "unaligned" else 4096
+    x, w, dy = (torch.empty(s, dtype=torch.bfloat16) for s in ((64, d_in), (16384, d_in), (64, 16384)))
+    with mock.patch.multiple(kernels, forward_tiles=lambda *_: config, plan_backward=lambda *_: plan):
+        if loads in ("dX", "descriptors"):
+            kb.sparse_dx(dy, w, ids)
+        else:
+            kb.sparse_forward(x, w, None, ids, compact=True)
+"""
+
+
+def _model(loads: str, r: int, d: int, k: int, warps: int, stages: int) -> Resources:
+    return matmul_resources(
+        triton.Config({}, num_warps=warps, num_stages=stages),
+        rows=r,
+        operands=[(r * k, 2), (d * k, 2)],
+        accumulators=[(r * d, 4)],
+        copy_bytes=2 if loads == "unaligned" else 16,
+        descriptors=loads == "descriptors",
+        properties=H200,
+    )
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[CompiledKernel]:
+    found = compile_calls(f"SPREAD = {SPREAD!r}\n{LAUNCH}", ("sm_90",), asm=("ptx",))
+    assert len(found) == len(SPREAD)
+    return found
+
+
+def test_the_model_agrees_with_the_compiler(reports: list[CompiledKernel]) -> None:
+    errors = []
+    for configuration, kernel in zip(SPREAD, reports, strict=True):
+        _, r, _, _, warps, _ = configuration
+        needs = _model(*configuration)
+        assert (tensor_core(r, warps, H200) == "wgmma") == ("wgmma.mma_async" in kernel.asm["ptx"]), str(kernel)
+        # The barriers of descriptors are a few bytes.
+        assert 0 <= needs.shared_bytes - kernel.shared_bytes <= 64, (str(kernel), needs)
+        assert (needs.registers_per_thread > 255) == (kernel.spill_bytes > 0), (str(kernel), needs)
+        if not kernel.spill_bytes:
+            errors.append(needs.registers_per_thread - kernel.registers)
+    assert max(abs(error) for error in errors) <= 20, errors
+    assert sum(abs(error) for error in errors) / len(errors) <= 10, errors
+
+
+def test_the_model_knows_mixed_loads_and_a_second_product() -> None:
+    """moe_lora: W by descriptor, X by pointers; with a low-rank update, A too, and a second accumulator."""
+    sides = [(16, 128, 64, 4, 4), (64, 128, 64, 4, 3), (128, 256, 64, 8, 4), (128, 256, 64, 4, 3)]
+    code = f"""
+from unittest import mock
+import torch
+import kernelbook as kb
+from kernelbook.moe_lora import kernels
+shapes = (64, 2048), (8, 2048, 1536), (8, 16, 2048), (8, 1536, 16)
+x, w, a, b = (torch.empty(s, dtype=torch.bfloat16) for s in shapes)
+lists = [torch.zeros(s, dtype=torch.int32) for s in ((512,), (512,), (9,), (999, 3))]
+routing = kb.Routing(torch.zeros(64, 8, dtype=torch.int64), *lists)
+for m, n, k, warps, stages in {sides!r}:
+    tiles = kernels.tiles(warps, stages, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8, SMALL_M=m)
+    with mock.patch.object(kernels, "rows_tiles", lambda *_: tiles):
+        kb.scatter2scatter(x, w, routing)
+        kb.moe_lora(x, w, a, b, routing, strategy="fused")
+"""
+    found = compile_calls(code, ("sm_90",))
+    assert len(found) == 2 * len(sides)
+    for i, kernel in enumerate(found):
+        (m, n, k, warps, stages), fused = sides[i // 2], i % 2 == 1
+        rank = int(kernel.constants["BLOCK_R"])  # padded
+        needs = matmul_resources(
+            triton.Config({}, num_warps=warps, num_stages=stages),
+            rows=m,
+            operands=[(m * k, 2), (n * k, 2), *([(rank * k, 2)] if fused else [])],
+            accumulators=[(m * n, 4), *([(m * rank, 4)] if fused else [])],
+            descriptors=[False, True, *([False] if fused else [])],
+            properties=H200,
+        )
+        assert 0 <= needs.shared_bytes - kernel.shared_bytes <= 64, (str(kernel), needs)
+        assert (needs.registers_per_thread > 255) == (kernel.spill_bytes > 0), (str(kernel), needs)
+        if m >= 64 and not kernel.spill_bytes:
+            # Row numbers and gathered rows, which it does not count, are up to 48 registers.
+            assert -10 <= kernel.registers - needs.registers_per_thread <= 48, (str(kernel), needs)
+
+
+def test_what_dividing_by_32_throws_away(reports: list[CompiledKernel]) -> None:
+    """It calls every tile of 64 x 128 or more impossible; most of them do not spill."""
+    pairs = [(c, k) for c, k in zip(SPREAD, reports, strict=True) if c[1] * c[2] >= 64 * 128]
+    assert all(autotune.BOOKKEEPING_REGISTERS + c[1] * c[2] / 32 > 255 for c, _ in pairs)
+    assert sum(k.spill_bytes == 0 for _, k in pairs) >= 8
+
+
+def test_a_second_accumulator_and_operand_are_counted() -> None:
+    config = triton.Config({}, num_warps=8, num_stages=3)
+    one = _model("pointers", 128, 128, 64, 8, 3)
+    two = matmul_resources(
+        config,
+        rows=128,
+        operands=[(128 * 64, 2), (128 * 64, 2), (16 * 64, 2)],
+        accumulators=[(128 * 128, 4), (128 * 16, 4)],
+        held=[(256, 4)],
+        properties=H200,
+    )
+    assert two.shared_bytes - one.shared_bytes == 3 * 16 * 64 * 2
+    assert two.registers_per_thread - one.registers_per_thread == 8 + 1 + 0.5 * autotune.COPY_REGISTERS
+
+
+def test_the_older_tensor_cores_have_one_buffer_fewer() -> None:
+    config = triton.Config({}, num_warps=4, num_stages=3)
+    shared = {
+        arch: matmul_resources(
+            config,
+            rows=64,
+            operands=[(64 * 64, 2), (128 * 64, 2)],
+            accumulators=[(64 * 128, 4)],
+            properties=runtime.TARGETS[arch],
+        ).shared_bytes
+        for arch in ("sm_80", "sm_90", "sm_100")
+    }
+    assert shared == {"sm_80": 2 * 24576, "sm_90": 3 * 24576, "sm_100": 3 * 24576}  # as the compiler reports
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "programs", "limit"),
+    (
+        (32, 0, 4, 16, "registers"),  # 64 warps: the registers and the warps give out at the same time
+        (24, 0, 4, 16, "warps"),
+        (16, 0, 1, 32, "programs"),
+        (128, 0, 4, 4, "registers"),
+        (129, 0, 4, 3, "registers"),  # rounded up to 136
+        (64, 100 * 1024, 4, 2, "shared memory"),
+        (64, 113 * 1024, 4, 2, "shared memory"),
+        (64, 114 * 1024, 4, 1, "shared memory"),  # 1 KiB of each program is the system's
+        (187, 147_456, 8, 1, "registers"),
+    ),
+)
+def test_occupancy(registers: int, shared: int, warps: int, programs: int, limit: str) -> None:
+    found = occupancy(registers, shared, warps, H200)
+    assert found.programs == programs and found.share == programs * warps / 64
+    assert found.limit == limit
+
+
+@pytest.mark.gpu
+def test_occupancy_is_what_the_driver_says() -> None:
+    import ctypes
+    from unittest import mock
+
+    import torch
+
+    import kernelbook as kb
+    from kernelbook.sparse_linear import kernels
+
+    x, w = (torch.randn(n, 256, device=runtime.DEVICE, dtype=torch.bfloat16) for n in (64, 2048))
+    ids = torch.arange(4, device=runtime.DEVICE)
+    for loads, r, d, k, warps, stages in SPREAD:
+        if loads == "pointers":
+            blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
+            config = triton.Config(blocks, num_warps=warps, num_stages=stages)
+            with mock.patch.object(kernels, "forward_tiles", lambda *_, c=config: c):
+                kb.sparse_forward(x, w, None, ids, compact=True)
+    compiled = [
+        kernel
+        for cache in kernels._sparse_linear_fwd_tiles_kernel.device_caches.values()
+        for kernel in cache[0].values()
+    ]
+    assert len(compiled) >= 8
+    driver = ctypes.CDLL("libcuda.so.1")
+    for kernel in compiled:
+        warps, shared, said = kernel.metadata.num_warps, kernel.metadata.shared, ctypes.c_int()
+        code = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            ctypes.byref(said), ctypes.c_void_p(kernel.function), 32 * warps, ctypes.c_size_t(shared)
+        )
+        assert code == 0
+        assert occupancy(kernel.n_regs, shared, warps).programs == said.value, (kernel.n_regs, shared, warps)
+
+
+def test_buckets() -> None:
+    assert [bucket(m) for m in (0, 1, 16, 17, 32, 33, 1000, 1024, 1025)] == [16, 16, 16, 32, 32, 64, 1024, 1024, 2048]
+    assert bucket(3, lowest=1) == 4 and bucket(5, lowest=64) == 64
+    assert len({bucket(m) for m in range(1, 8193)}) == 10
 
 
 def _tuner(version: str = "1", candidates: Sequence[triton.Config] = (SMALL, LARGE)) -> Autotuner:
@@ -92,6 +314,17 @@ def test_the_fastest_is_chosen_once_and_remembered_on_disk(monkeypatch: pytest.M
     assert _tuner("2").choose({"N": 1}, gpu.launch) == LARGE and len(gpu.timed) == 6  # another kernel
     content = json.loads((tmp_path / "fake" / "square.json").read_text())
     assert content["version"] == "2" and [p.name for p in (tmp_path / "fake").iterdir()] == ["square.json"]
+
+
+def test_batches_of_one_bucket_are_tuned_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
+    gpu = _FakeGpu(monkeypatch, {64: 2.0, 256: 1.0})
+    tuner = _tuner()
+    for m in (513, 700, 1000, 1024):
+        assert tuner.choose({"M": bucket(m)}, gpu.launch) == LARGE
+    assert gpu.timed == [64, 256]
+    tuner.choose({"M": bucket(1025)}, gpu.launch)
+    assert len(gpu.timed) == 4
 
 
 def test_modes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

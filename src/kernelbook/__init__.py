@@ -3,7 +3,9 @@
 from kernelbook import runtime  # first: it sets up Triton before anything imports it
 
 # isort: split
+from kernelbook.attention import flash_attention
 from kernelbook.layer_norm import layer_norm
+from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
@@ -12,13 +14,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NF4Tensor",
+    "Routing",
     "__version__",
+    "flash_attention",
     "gather_matmul",
     "layer_norm",
+    "moe_lora",
     "nf4_dequantize",
     "nf4_matmul",
     "nf4_quantize",
+    "route",
     "runtime",
+    "scatter2scatter",
     "scatter_ffn",
     "sparse_backward",
     "sparse_dw",

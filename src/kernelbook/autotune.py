@@ -30,13 +30,42 @@ from kernelbook import runtime  # before Triton, which it sets up
 import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
-__all__ = ["MAX_REGISTERS", "Autotuner", "Resources", "fits", "prune", "tile_resources"]
+__all__ = [
+    "MAX_REGISTERS",
+    "Autotuner",
+    "Occupancy",
+    "Resources",
+    "bucket",
+    "fits",
+    "matmul_resources",
+    "occupancy",
+    "prune",
+    "tensor_core",
+    "tile_resources",
+]
 
 MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
 BUDGET_S = 6.0  # for timing candidates in a first call; what has not been timed by then is not
 # Registers that pointers, masks, loop counters and temporaries take beside the tiles: what the compiled kernels of this
 # book show, rounded down so that a kernel that spills a few bytes is still tried.
 BOOKKEEPING_REGISTERS = 70
+
+# What matmul_resources counts beside the tiles. Fitted to what the compiler reports for sm_90 (Triton 3.6 and 3.7), over
+# the configurations of tests/test_autotune.py and of the chapter "Choosing tiles", which draws how far off they are.
+LOOP_REGISTERS = {"wgmma": 20, "mma.sync": 28}  # counters, masks, the pipeline's state
+COPY_REGISTERS = (
+    3  # a load that a thread does in each step: its 64-bit address, and its mask or its place in shared memory
+)
+PASSING_REGISTERS = 1  # 16 bytes of operands in a step: mma.sync takes them from registers, a few at a time
+DESCRIPTOR_REGISTERS = 28  # the whole loop where tensor descriptors load: there are no addresses
+STAGING_BYTES = 128  # a thread: at most so much shared memory turns the result around before it is stored
+BARRIER_BYTES = 8  # a stage and operand, where tensor descriptors load
+
+# How registers and shared memory are handed out, and how many programs run at a time at most: CUDA C++ Programming Guide,
+# "Compute Capabilities", 8.0 to 10.0.
+REGISTER_UNIT, WARP_UNIT = 256, 4  # registers a warp gets at a time; warps, one on each quarter of a multiprocessor
+SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program
+MAX_PROGRAMS = 32  # on a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +98,122 @@ def tile_resources(
     shared = sum(elements * size for elements, size in staged) * max(config.num_stages, 1) + scratch_bytes
     registers = sum(elements * size / 4 for elements, size in held) / threads
     return Resources(shared, BOOKKEEPING_REGISTERS + registers)
+
+
+def tensor_core(rows: int, num_warps: int, properties: runtime.DeviceProperties) -> str:
+    """The instruction that ``tl.dot`` becomes: ``wgmma`` (operands read from shared memory) or ``mma.sync``.
+
+    Four warps together multiply at least 64 rows, on Hopper and later (where Blackwell's ``tcgen05`` takes its place).
+    """
+    hopper = properties.arch in ("sm_90", "sm_100", "interpreter")
+    return "wgmma" if hopper and rows % 64 == 0 and num_warps % 4 == 0 else "mma.sync"
+
+
+def matmul_resources(
+    config: triton.Config,
+    *,
+    rows: int,
+    operands: Sequence[tuple[int, int]],
+    accumulators: Sequence[tuple[int, int]],
+    held: Sequence[tuple[int, int]] = (),
+    out_itemsize: int = 2,
+    copy_bytes: int = 16,
+    descriptors: bool | Sequence[bool] = False,
+    scratch_bytes: int = 0,
+    properties: runtime.DeviceProperties | None = None,
+) -> Resources:
+    """The resource model of a loop over matrix products, as ``tl.dot(a, b, acc)`` on tiles that were just loaded.
+
+    Args:
+        config: its ``num_warps`` and ``num_stages`` enter.
+        rows: of the result's tile; they decide between ``wgmma`` and ``mma.sync``.
+        operands: (elements, bytes an element) of each tile that a step of the loop loads for a product.
+        accumulators: (elements, bytes an element) of each tile that the loop adds to.
+        held: (elements, bytes an element) of each other tile that stays in registers through the loop.
+        out_itemsize: bytes an element of the result as it is stored.
+        copy_bytes: how wide one thread's loads are: 16 where rows begin on multiples of 16 bytes; the element's size where
+            the compiler cannot know.
+        descriptors: whether tensor descriptors load the operands; one for all, or one for each.
+        scratch_bytes: shared memory beside the loop's buffers, for tiles of a product before or after it.
+        properties: the GPU (default: the current one).
+
+    Not counted: row and column indices that are carried through the loop, and what a kernel computes besides.
+    """
+    properties = properties or runtime.properties()
+    threads = properties.warp_size * config.num_warps
+    core = tensor_core(rows, config.num_warps, properties)
+    tiles = [elements * size for elements, size in operands]
+    boxes = [descriptors] * len(tiles) if isinstance(descriptors, bool) else descriptors
+
+    # mma.sync has its operands in registers when the next copy starts; wgmma
+    # still reads shared memory then, which takes one buffer more.
+    buffers = max(config.num_stages - (core == "mma.sync"), 1)
+    staged, passing, loaded = float(scratch_bytes), 0.0, 0
+    for size, box in zip(tiles, boxes, strict=True):
+        # An asynchronous copy takes 4, 8 or 16 bytes. Narrower loads go
+        # through registers, into a single buffer.
+        wide = box or min(copy_bytes, size // threads) >= 4
+        ahead = wide and config.num_stages > 1
+        staged += size * (buffers if ahead else 1)
+        passing += 0 if ahead else size / 4 / threads
+        staged += BARRIER_BYTES * config.num_stages if box else 0
+        loaded += 0 if box else size  # by threads, each with an address
+    turned = sum(elements * out_itemsize for elements, _ in accumulators)
+    shared = max(staged, min(turned, STAGING_BYTES * threads))
+
+    kept = sum(n * size / 4 for n, size in (*accumulators, *held)) / threads
+    if core == "mma.sync":
+        passing += PASSING_REGISTERS * sum(tiles) / 16 / threads
+    copies = loaded / copy_bytes / threads
+    rest = LOOP_REGISTERS[core] + COPY_REGISTERS * copies + passing
+    if not loaded:
+        rest = DESCRIPTOR_REGISTERS
+    return Resources(int(shared), kept + rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+    """How many programs a multiprocessor runs at a time, and what keeps it from running more.
+
+    ``limit`` is ``registers``, ``shared memory``, ``warps`` or ``programs``; ``share`` is the part of the
+    multiprocessor's warps that is in use.
+    """
+
+    programs: int
+    share: float
+    limit: str
+
+
+def occupancy(
+    registers: int, shared_bytes: int, num_warps: int, properties: runtime.DeviceProperties | None = None
+) -> Occupancy:
+    """The occupancy of a kernel on an NVIDIA GPU, from what the compiler reports.
+
+    Args:
+        registers: per thread. shared_bytes: per program. num_warps: per program.
+        properties: the GPU (default: the current one).
+    """
+    p = properties or runtime.properties()
+    per_warp = -(-registers * p.warp_size // REGISTER_UNIT) * REGISTER_UNIT
+    per_program = -(-(shared_bytes + SHARED_RESERVED) // SHARED_UNIT) * SHARED_UNIT
+    limits = {
+        "registers": p.registers_per_sm // per_warp // WARP_UNIT * WARP_UNIT // num_warps,
+        "shared memory": p.shared_memory_per_sm // per_program,
+        "warps": p.max_threads_per_sm // (p.warp_size * num_warps),
+        "programs": MAX_PROGRAMS,
+    }
+    limit = min(limits, key=limits.__getitem__)
+    programs = limits[limit]
+    return Occupancy(programs, programs * num_warps * p.warp_size / p.max_threads_per_sm, limit)
+
+
+def bucket(count: int, *, lowest: int = 16) -> int:
+    """``count`` rounded up to a power of two, at least ``lowest``.
+
+    It stands in an :class:`Autotuner`'s key for a size that changes from
+    batch to batch, so that batches of nearly one size share a configuration.
+    """
+    return max(triton.next_power_of_2(max(count, 1)), lowest)
 
 
 def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProperties) -> bool:

@@ -1,0 +1,458 @@
+"""What is measured of ``moe_lora``: the products of models' experts, with and without low-rank updates, and their gradients."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kernelbook import check, runtime, timing
+from kernelbook.moe_lora import op
+from kernelbook.moe_lora.reference import (
+    grouped_mm_rows,
+    moe_lora_reference,
+    route_reference,
+    scatter2scatter_reference,
+)
+
+__all__ = ["MODELS", "Shape", "cases", "missing_peers", "projections", "small_checks"]
+
+# Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
+MODELS = {
+    "Qwen3.5-35B-A3B": (256, 2048, 512, 8),
+    "Qwen3-30B-A3B": (128, 2048, 768, 8),
+    "OLMoE-1B-7B": (64, 2048, 1024, 8),
+    "Mixtral-8x7B": (8, 4096, 14336, 2),
+}
+TOKENS = 2048
+RANKS = (16, 32, 64)
+
+Tensors = Sequence[torch.Tensor]
+Calls = dict[str, Callable[[], Tensors]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """E experts with (K, N) matrices, k of them for each of T tokens, rank r; the rows come in expert order if ``grouped``."""
+
+    experts: int
+    k: int
+    n: int
+    slots: int
+    tokens: int = TOKENS
+    rank: int = 16
+    grouped: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.slots
+
+    @property
+    def named(self) -> dict[str, int]:
+        """As ``targets`` and results spell it."""
+        return {"E": self.experts, "K": self.k, "N": self.n, "k": self.slots, "T": self.tokens, "r": self.rank}
+
+
+def projections(model: str) -> dict[str, Shape]:
+    """The two products of a model's experts: gate and up in one, whose rows are tokens; down, whose rows are sorted."""
+    experts, hidden, intermediate, slots = MODELS[model]
+    return {
+        "gate_up": Shape(experts, hidden, 2 * intermediate, slots),
+        "down": Shape(experts, intermediate, hidden, slots, grouped=True),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Random tensors, and the routing as both sides take it: every token goes to k different experts, all alike."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    dy: torch.Tensor
+    ids: torch.Tensor
+    routing: op.Routing
+    sorted_routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, shape: Shape, dtype: torch.dtype) -> "_Inputs":
+        device = runtime.DEVICE
+        ids = torch.rand(shape.tokens, shape.experts, device=device).argsort(1)[:, : shape.slots].contiguous()
+        order, inverse, offsets = route_reference(ids, shape.experts)
+
+        def randn(*size: int) -> torch.Tensor:
+            return torch.randn(size, dtype=dtype, device=device)
+
+        return cls(
+            x=randn(shape.rows if shape.grouped else shape.tokens, shape.k),
+            w=randn(shape.experts, shape.k, shape.n) / shape.k**0.5,
+            lora_a=randn(shape.experts, shape.rank, shape.k) / shape.k**0.5,
+            lora_b=randn(shape.experts, shape.n, shape.rank),
+            dy=randn(shape.rows, shape.n),
+            ids=ids,
+            routing=op.route(ids, shape.experts),
+            sorted_routing=(order // shape.slots, inverse, offsets),
+        )
+
+    @property
+    def ends(self) -> torch.Tensor:
+        return self.sorted_routing[2][1:].to(torch.int32)
+
+    @property
+    def order(self) -> torch.Tensor:
+        return self.routing.order.long()
+
+
+def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """The product without a low-rank update."""
+    t = _Inputs.of(shape, dtype)
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    calls: Calls = {
+        "grouped_mm": lambda: [grouped_mm_rows(t.x, t.w, None, None, *t.sorted_routing, **how)],
+        "kernelbook": lambda: [op.scatter2scatter(t.x, t.w, t.routing, **how)],
+    }
+    if _has_scattermoe():
+        calls["scattermoe"] = _scattermoe(t, shape)
+
+    def truth() -> Tensors:
+        return [scatter2scatter_reference(t.x.double(), t.w.double(), t.ids, **how)]
+
+    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR)
+
+
+def _forward(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    t = _Inputs.of(shape, dtype)
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    given = (t.x, t.w, t.lora_a, t.lora_b)
+
+    def ours(strategy: str) -> Callable[[], Tensors]:
+        return lambda: [op.moe_lora(*given, t.routing, strategy=strategy, **how)]
+
+    def truth() -> Tensors:
+        x, w, a, b = (v.double() for v in given)
+        return [moe_lora_reference(x, w, a, b, t.ids, **how)]
+
+    calls: Calls = {
+        "grouped_mm": lambda: [grouped_mm_rows(*given, *t.sorted_routing, **how)],
+        "kernelbook": ours("auto"),
+        "kernelbook:fused": ours("fused"),
+        "kernelbook:split": ours("split"),
+    }
+    return timing.Problem(
+        calls,
+        truth,
+        calls["grouped_mm"],
+        check.FORWARD_FACTOR,
+    )
+
+
+def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """The gradient of x alone."""
+    t = _Inputs.of(shape, dtype)
+    routing = t.routing
+    u = t.x.new_zeros(shape.rows, max(16, shape.rank))  # not needed for dx
+    needs = (True, False, False, False, False, False)
+
+    def ours(strategy: str) -> Callable[[], Tensors]:
+        tensors = (
+            t.dy,
+            t.x,
+            t.w,
+            t.lora_a,
+            t.lora_b,
+            None,
+            None,
+            u,
+            t.ids,
+            routing.order,
+            routing.offsets,
+            routing.tiles,
+        )
+        return lambda: [op._backward(*tensors, 1.0, strategy, shape.grouped, False, *needs)[0]]
+
+    def grouped_mm() -> Tensors:
+        rows, ends = t.dy[t.order], t.ends
+        dx = torch._grouped_mm(rows, t.w.transpose(1, 2), offs=ends)
+        dx += torch._grouped_mm(torch._grouped_mm(rows, t.lora_b, offs=ends), t.lora_a, offs=ends)
+        if shape.grouped:
+            return [dx]
+        return [dx[t.sorted_routing[1]].view(shape.tokens, shape.slots, shape.k).sum(1)]
+
+    def truth() -> Tensors:
+        x = t.x.double().requires_grad_()
+        y = moe_lora_reference(x, t.w.double(), t.lora_a.double(), t.lora_b.double(), t.ids, grouped_in=shape.grouped)
+        return torch.autograd.grad(y, x, t.dy.double())
+
+    calls: Calls = {
+        "grouped_mm": grouped_mm,
+        "kernelbook": ours("auto"),
+        "kernelbook:fused": ours("fused"),
+        "kernelbook:split": ours("split"),
+    }
+    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
+
+
+def _factors(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """The gradients of A and B, U and D being there; ``recomputing`` makes do without them."""
+    t = _Inputs.of(shape, dtype)
+    given = (t.x, t.dy, t.lora_a, t.lora_b, t.routing)
+    saved = op.thin_products(*given)
+
+    def grouped_mm() -> Tensors:
+        ends = t.ends
+        u, d = (thin[:, : shape.rank] for thin in saved)
+        da = torch._grouped_mm(d.t(), t.x[t.sorted_routing[0]], offs=ends)
+        return [da, torch._grouped_mm(t.dy[t.order].t(), u, offs=ends)]
+
+    def truth() -> Tensors:
+        a, b = (v.double().requires_grad_() for v in (t.lora_a, t.lora_b))
+        zero = t.w.new_zeros((), dtype=torch.float64).expand(t.w.shape)
+        y = moe_lora_reference(t.x.double(), zero, a, b, t.ids)
+        return torch.autograd.grad(y, (a, b), t.dy.double())
+
+    calls: Calls = {
+        "grouped_mm": grouped_mm,
+        "kernelbook": lambda: op.lora_gradients(*given, saved=saved),
+        "kernelbook:recomputing": lambda: op.lora_gradients(*given),
+    }
+    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
+
+
+def _step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """Forward and backward through autograd with W frozen; -> y, dx, dA, dB."""
+    t = _Inputs.of(shape, dtype)
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    x, a, b = leaves
+
+    def ours(strategy: str) -> Callable[[], Tensors]:
+        def call() -> Tensors:
+            y = op.moe_lora(x, t.w, a, b, t.routing, strategy=strategy, **how)
+            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+
+        return call
+
+    def grouped_mm() -> Tensors:
+        y = grouped_mm_rows(x, t.w, a, b, *t.sorted_routing, **how)
+        return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+
+    def truth() -> Tensors:
+        own = [v.detach().double().requires_grad_() for v in leaves]
+        y = moe_lora_reference(own[0], t.w.double(), own[1], own[2], t.ids, **how)
+        return [y.detach(), *torch.autograd.grad(y, own, t.dy.double())]
+
+    calls: Calls = {
+        "grouped_mm": grouped_mm,
+        "kernelbook": ours("auto"),
+        "kernelbook:fused": ours("fused"),
+        "kernelbook:split": ours("split"),
+    }
+    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
+
+
+def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """Sorting alone; -> order, inverse, offsets."""
+    ids = _Inputs.of(dataclasses.replace(shape, k=1, n=1, rank=1), dtype).ids
+
+    def as_numbers(out: Tensors) -> Tensors:
+        return [v.double() for v in out]
+
+    calls: Calls = {
+        "torch": lambda: route_reference(ids, shape.experts),
+        "kernelbook": lambda: op.route(ids, shape.experts)[1:4],
+    }
+
+    def exact() -> Tensors:
+        return as_numbers(route_reference(ids, shape.experts))
+
+    return timing.Problem(calls, exact, exact, check.FORWARD_FACTOR, dict.fromkeys(calls, as_numbers))
+
+
+# --- counts ---------------------------------------------------------------------------------------------------------
+
+
+def _case(
+    name: str,
+    mode: str,
+    shape: Shape,
+    build: Callable[[Shape, torch.dtype], timing.Problem],
+    x_name: str = "r",
+    dtype: torch.dtype = torch.bfloat16,
+) -> timing.Case:
+    elements, flop = _COUNTS[build](shape)
+    return timing.Case(
+        op=name,
+        mode=mode,
+        dtype=dtype,
+        shape=shape.named,
+        x_name=x_name,
+        x=shape.named[x_name],
+        gbytes=elements * dtype.itemsize / 1e9,
+        gflop=flop / 1e9,
+        build=lambda: build(shape, dtype),
+    )
+
+
+def _used(shape: Shape) -> int:
+    """Experts that have rows: at most so many, and nearly so many where tokens choose at random."""
+    return min(shape.experts, shape.rows)
+
+
+def _x_elements(shape: Shape) -> int:
+    return (shape.rows if shape.grouped else shape.tokens) * shape.k
+
+
+def _count_base(shape: Shape) -> tuple[int, int]:
+    elements = _x_elements(shape) + _used(shape) * shape.k * shape.n + shape.rows * shape.n
+    return elements, 2 * shape.rows * shape.k * shape.n
+
+
+def _count_lora(shape: Shape) -> tuple[int, int]:
+    elements, flop = _count_base(shape)
+    sides = shape.k + shape.n
+    return elements + _used(shape) * shape.rank * sides, flop + 2 * shape.rows * shape.rank * sides
+
+
+def _count_factors(shape: Shape) -> tuple[int, int]:
+    sides = shape.k + shape.n
+    # Read: x, dy, U and D. Written: dA and dB.
+    elements = shape.tokens * shape.k + shape.rows * (shape.n + 2 * shape.rank) + shape.experts * shape.rank * sides
+    return elements, 2 * shape.rows * shape.rank * sides
+
+
+def _count_step(shape: Shape) -> tuple[int, int]:
+    elements, flop = _count_lora(shape)
+    factors, factor_flop = _count_factors(shape)
+    return 2 * elements + factors, 2 * flop + factor_flop
+
+
+def _count_route(shape: Shape) -> tuple[int, int]:
+    return 4 * shape.rows, 0
+
+
+_COUNTS: dict[Callable[..., timing.Problem], Callable[[Shape], tuple[int, int]]] = {
+    _base: _count_base,
+    _forward: _count_lora,
+    _dx: _count_lora,
+    _factors: _count_factors,
+    _step: _count_step,
+    _route: _count_route,
+}
+
+
+def _first_call() -> timing.Case:
+    shape = projections("Qwen3-30B-A3B")["gate_up"]
+    code = f"""
+import kernelbook as kb
+def randn(*size, grad=True):
+    return torch.randn(*size, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+ids = torch.rand({shape.tokens}, {shape.experts}, device="cuda").argsort(1)[:, :{shape.slots}]
+w = randn({shape.experts}, {shape.k}, {shape.n}, grad=False)
+x, a, b = randn({shape.tokens}, {shape.k}), randn({shape.experts}, 16, {shape.k}), randn({shape.experts}, {shape.n}, 16)
+# first call
+kb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()
+"""
+    return timing.Case(
+        op="moe_lora",
+        mode="first_call",
+        dtype=torch.bfloat16,
+        shape=shape.named,
+        x_name="r",
+        x=shape.rank,
+        gbytes=0.0,
+        gflop=0.0,
+        build=lambda: timing.FirstCall({"kernelbook": code}),
+    )
+
+
+def cases() -> Iterator[timing.Case]:
+    """Every projection, gate_up at each rank; then sweeps over tokens and experts, where fused and split change places."""
+    for model in MODELS:
+        for shape in projections(model).values():
+            yield _case("scatter2scatter", "forward", shape, _base)
+            for rank in RANKS[:1] if shape.grouped else RANKS:
+                ranked = dataclasses.replace(shape, rank=rank)
+                yield _case("moe_lora", "forward", ranked, _forward)
+                yield _case("moe_lora", "forward_backward", ranked, _step)
+                yield _case("moe_lora_dx", "backward", ranked, _dx)
+                if not shape.grouped:
+                    yield _case("lora_gradients", "backward", ranked, _factors)
+        yield _case("route", "forward", projections(model)["gate_up"], _route)
+    for model in ("Qwen3-30B-A3B", "Mixtral-8x7B"):
+        for tokens in (1, 4, 16, 64, 256, 1024, 4096):
+            shape = dataclasses.replace(projections(model)["gate_up"], tokens=tokens)
+            yield _case("moe_lora", "forward", shape, _forward, "T")
+    for rank in (16, 64):
+        for experts in (8, 16, 32, 64, 128, 256):
+            yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), _forward, "E")
+    yield _first_call()
+
+
+# --- peers that may be missing --------------------------------------------------------------------------------------
+
+
+def _has_scattermoe() -> bool:
+    return importlib.util.find_spec("scattermoe") is not None
+
+
+def missing_peers() -> list[str]:
+    """Peers that are not measured, and why."""
+    return [] if _has_scattermoe() else ["scattermoe: not installed (it is on no package index)"]
+
+
+def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
+    from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
+
+    experts, order, offsets = flatten_sort_count(t.ids, num_experts=shape.experts)
+    return lambda: [
+        parallel_linear(
+            t.x, t.w, 1 if shape.grouped else shape.slots, experts, order, offsets, grouped_in=shape.grouped
+        )
+    ]
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def small_checks() -> list[check.Verdict]:
+    """A correctness check of each public function at a small size, for ``doctor``."""
+    torch.manual_seed(0)
+    verdicts = []
+    ids = torch.rand(24, 5, device=runtime.DEVICE).argsort(1)[:, :2]
+    ids[3, 1] = 5  # a slot to skip
+    routing = op.route(ids, 5)
+    for name, ours, exact in zip(("order", "inverse", "offsets"), routing[1:4], route_reference(ids, 5), strict=True):
+        verdicts.append(check.compare(f"route {name}", ours.double(), exact.double(), exact.double()))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+
+        def randn(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(size, device=runtime.DEVICE).to(dtype)
+
+        inputs = {"x": randn(24, 48), "w": randn(5, 48, 40) / 7}
+        found = check.check_op(
+            functools.partial(op.scatter2scatter, routing=routing),
+            functools.partial(scatter2scatter_reference, expert_ids=ids),
+            inputs,
+            grads=("x", "w"),
+            require=False,
+        )
+        verdicts += [v.renamed(f"scatter2scatter[{str(dtype)[6:]}] {v.name}") for v in found]
+        inputs |= {
+            "lora_a": randn(5, 4, 48) / 7,
+            "lora_b": randn(5, 40, 4),
+            "bias": randn(5, 40),
+            "gates": randn(24, 2),
+        }
+        for strategy in ("fused", "split"):
+            found = check.check_op(
+                functools.partial(op.moe_lora, routing=routing, strategy=strategy, scaling=0.5),
+                functools.partial(moe_lora_reference, expert_ids=ids, scaling=0.5),
+                inputs,
+                grads=("x", "lora_a", "lora_b", "bias", "gates"),
+                require=False,
+            )
+            verdicts += [v.renamed(f"moe_lora[{strategy}, {str(dtype)[6:]}] {v.name}") for v in found]
+    return verdicts

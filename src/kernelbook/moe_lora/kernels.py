@@ -1,0 +1,716 @@
+"""Products of rows with the matrix of the expert that each row is routed to, and what LoRA adds to them.
+
+There are R = T k rows, one for each (token, slot) pair p = t k + j. Sorting the pairs by expert gives ``order``: sorted
+position s holds pair order[s], and the positions of expert e are offsets[e] to offsets[e + 1]. A tile is a run of at most
+BLOCK_M positions of one expert; it multiplies with one W[e], and no row is computed that is not there but in an expert's
+last tile. Rows are read through ``order`` and written through it ("scatter to scatter"), or lie in sorted order already.
+
+    route    order, offsets, and for each tile height the list of tiles: a counting sort in two launches
+    rows     Y = X W[e] + U B[e]^T + bias[e], a tile (BLOCK_M, BLOCK_N) a program; also dX = dY W[e]^T + D A[e]
+    thin     U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order
+    gram     sums over the rows of an expert: dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
+    recompute  dA and dB without U and D in memory, which every program computes anew; the slower way, to compare
+    slots    the weighted sum over a token's slots, and the gradient of the weights
+
+``rows`` adds the low-rank product in one of two ways. Split: U comes from ``thin``, and U B[e]^T is what the loop over K
+starts from. Fused: the loop over K also accumulates U = X A[e]^T, in every program of a row of tiles anew.
+
+Bytes of a forward pass: W once (the tiles of an expert run together and share it in the L2 cache), X once for each
+column of tiles, Y once. Operations: 2 R K N + 2 R r (K + N).
+
+A slot whose expert id is E (or, on a GPU, out of range) is skipped: the row of Y is zero, and it enters no sum.
+Nothing is added up by atomics, so that results are the same bit for bit in every run.
+Not handled: gradients of gradients.
+"""
+
+import dataclasses
+import functools
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import triton
+import triton.language as tl
+
+# Tiles are listed by ``route`` for each of these heights.
+HEIGHTS = (16, 32, 128)
+
+# --- routing --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E):
+    """The expert of each pair; E for a slot to skip, and past the end."""
+    token = (offs // slots).to(tl.int64)
+    slot = (offs % slots).to(tl.int64)
+    ids = tl.load(ids_ptr + token * stride_it + slot * stride_ik, mask=offs < R, other=-1)
+    return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
+def _route_fwd_count_kernel(
+    ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
+    counts_ptr,  # (num_programs, BLOCK_E) how often each program saw each group
+    R, slots, E, per_program,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    low = pid * per_program
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(low, tl.minimum(low + per_program, R), BLOCK):
+        group = _groups(ids_ptr, stride_it, stride_ik, start + tl.arange(0, BLOCK), R, slots, E)
+        counts += tl.histogram(group, BLOCK_E)
+    tl.store(counts_ptr + pid * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
+def _route_fwd_place_kernel(
+    ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
+    counts_ptr,  # (num_programs, BLOCK_E)
+    order_ptr,  # (R,) pair of each sorted position
+    inverse_ptr,  # (R,) sorted position of each pair
+    offsets_ptr,  # (E + 1,) first sorted position of each expert, and of the slots to skip
+    tiles_ptr,  # (tiles, 3) group, first position, rows; a section for each height
+    R, slots, E, per_program,
+    HEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    offs_e = tl.arange(0, BLOCK_E)
+    total = tl.zeros((BLOCK_E,), tl.int32)
+    before = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, programs, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
+        counts_ptrs = counts_ptr + offs_p[:, None] * BLOCK_E + offs_e[None, :]
+        counts = tl.load(counts_ptrs, mask=(offs_p < programs)[:, None], other=0)  # (BLOCK_P, BLOCK_E)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((offs_p < pid)[:, None], counts, 0), axis=0)
+    first = tl.cumsum(total, axis=0) - total
+    # Past the end pairs were counted as slots to skip, which come last.
+    total = tl.where(offs_e == E, R - first, total)
+    if pid == 0:
+        tl.store(offsets_ptr + offs_e, first, mask=offs_e <= E)
+    next_free = first + before
+    low = pid * per_program
+    within = tl.arange(0, BLOCK)
+    for start in range(low, tl.minimum(low + per_program, R), BLOCK):
+        offs = start + within
+        group = _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E)
+        # How many of the step's pairs have the same expert and come earlier: so the sort is stable.
+        earlier = (group[:, None] == group[None, :]) & (within[:, None] > within[None, :])  # (BLOCK, BLOCK)
+        position = tl.gather(next_free, group, 0) + tl.sum(earlier.to(tl.int32), axis=1)
+        tl.store(inverse_ptr + offs, position, mask=offs < R)
+        tl.store(order_ptr + position, offs, mask=offs < R)
+        next_free += tl.histogram(group, BLOCK_E)
+    # The lists of tiles. A program writes the tiles of its groups, and its share of the entries that are not needed.
+    section = 0
+    for i in tl.static_range(len(HEIGHTS)):
+        height = HEIGHTS[i]
+        capacity = R // height + tl.minimum(E + 1, R)
+        tiles_of = (total + (height - 1)) // height
+        for group in range(pid, E + 1, programs):
+            count = tl.sum(tl.where(offs_e == group, total, 0), axis=0)
+            begin = tl.sum(tl.where(offs_e < group, tiles_of, 0), axis=0)
+            base = tl.sum(tl.where(offs_e == group, first, 0), axis=0)
+            for start in range(0, (count + (height - 1)) // height, BLOCK):
+                tile = start + within
+                tile_ptrs = tiles_ptr + (section + begin + tile).to(tl.int64) * 3
+                mask = tile * height < count
+                tl.store(tile_ptrs, tl.zeros((BLOCK,), tl.int32) + group, mask=mask)
+                tl.store(tile_ptrs + 1, base + tile * height, mask=mask)
+                tl.store(tile_ptrs + 2, tl.minimum(count - tile * height, height), mask=mask)
+        used = tl.sum(tiles_of, axis=0)
+        for start in range(used + pid * BLOCK, capacity, programs * BLOCK):
+            tile = start + within
+            tile_ptrs = tiles_ptr + (section + tile).to(tl.int64) * 3
+            tl.store(tile_ptrs, tl.full((BLOCK,), -1, tl.int32), mask=tile < capacity)
+        section += capacity
+
+
+# --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rounded(x):
+    """float32 to the nearest number of tf32; tensor cores would cut the last bits off, which is biased."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def _dot(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    if PRECISION == "tf32" and a.dtype == tl.float32:
+        a = _rounded(a)
+        b = _rounded(b)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
+
+
+# --- products of rows -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _grouped(pid, num_m, num_n, GROUP: tl.constexpr):
+    """Program -> (row, column) of tiles, in groups of GROUP rows, which share their operands in the L2 cache."""
+    per_group = GROUP * num_n
+    first = pid // per_group * GROUP
+    size = tl.minimum(num_m - first, GROUP)
+    within = pid % per_group
+    return first + within % size, within // size
+
+
+@triton.jit
+def _positions(order_ptr, first, rows, BLOCK_M: tl.constexpr):
+    """The sorted positions of a tile and their pairs, each (BLOCK_M,); past the end the last one again."""
+    positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
+    return positions.to(tl.int64), tl.load(order_ptr + positions).to(tl.int64)
+
+
+@triton.jit
+def _rows_tile(
+    expert, first, rows, pid_n,
+    order_ptr,
+    x_ptr, stride_xm, stride_xk, x_box,
+    w_ptr, stride_we, stride_wk, stride_wn, w_box,
+    a_ptr, stride_ae, stride_ar, stride_ak,
+    b_ptr, stride_be, stride_bn, stride_br,
+    u_ptr,
+    bias_ptr, stride_ce, stride_cn,
+    y_ptr,
+    scaling, K, N, slots,
+    X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    dtype = y_ptr.dtype.element_ty
+    positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
+    x_rows = positions if X_GROUPED else pairs // slots
+    y_rows = positions if Y_GROUPED else pairs
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m = tl.arange(0, BLOCK_M) < rows
+    mask_n = offs_n < N
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_r = tl.arange(0, BLOCK_R)
+    expert64 = expert.to(tl.int64)
+    x_ptrs = x_ptr + x_rows[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+    step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
+    if w_box is None:
+        w_ptrs = w_ptr + expert64 * stride_we + offs_k.to(tl.int64)[:, None] * stride_wk
+        w_ptrs += offs_n.to(tl.int64)[None, :] * stride_wn
+        step_w = tl.full((), BLOCK_K, tl.int64) * stride_wk
+    b_ptrs = b_ptr + expert64 * stride_be + offs_r.to(tl.int64)[:, None] * stride_br
+    b_ptrs += offs_n.to(tl.int64)[None, :] * stride_bn
+    if LORA == "fused":
+        a_ptrs = a_ptr + expert64 * stride_ae + offs_k.to(tl.int64)[:, None] * stride_ak
+        a_ptrs += offs_r.to(tl.int64)[None, :] * stride_ar
+        step_a = tl.full((), BLOCK_K, tl.int64) * stride_ak
+        acc_u = tl.zeros((BLOCK_M, BLOCK_R), ACC)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    if LORA == "split":
+        # Before the loop. Behind it, with W contiguous along K, ptxas (CUDA 12.8) serializes all tensor core instructions
+        # of the kernel (C7515), and dX took a fifth longer. 2026-11; tests/test_moe_lora.py counts the waits.
+        u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
+        for start in tl.static_range(0, RANK, BLOCK_R):
+            u = tl.load(u_ptrs + start)  # (BLOCK_M, BLOCK_R)
+            b = tl.load(
+                b_ptrs + start * stride_br, mask=(start + offs_r < r)[:, None] & mask_n[None, :], other=0.0
+            )  # (BLOCK_R, BLOCK_N)
+            acc = _dot(u, b, acc, ACC, PRECISION)
+    for k in range(0, K, BLOCK_K):
+        mask_k = k + offs_k < K
+        # W first: it does not wait for the row numbers.
+        if w_box is not None:
+            if W_BY_ROW:
+                w = w_box.load([expert, k, pid_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                w = tl.trans(w_box.load([expert, pid_n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K))
+        else:
+            w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_K, BLOCK_N)
+            w_ptrs += step_w
+        if x_box is not None:
+            x = x_box.load([first, k])  # (BLOCK_M, BLOCK_K)
+        elif EVEN_K:
+            x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+        acc = _dot(x, w, acc, ACC, PRECISION)
+        if LORA == "fused":
+            a = tl.load(a_ptrs, mask=mask_k[:, None] & (offs_r < r)[None, :], other=0.0)  # (BLOCK_K, BLOCK_R)
+            acc_u = _dot(x, a, acc_u, ACC, PRECISION)
+            a_ptrs += step_a
+        x_ptrs += step_x
+    if LORA == "fused":
+        b = tl.load(b_ptrs, mask=(offs_r < r)[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_R, BLOCK_N)
+        u = (acc_u * scaling).to(dtype)
+        acc = _dot(u, b, acc, ACC, PRECISION)
+        if pid_n == 0:
+            u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
+            tl.store(u_ptrs, u, mask=mask_m[:, None] & (offs_r < RANK)[None, :])
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert64 * stride_ce + offs_n.to(tl.int64) * stride_cn
+        acc += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(ACC)[None, :]
+    y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
+    tl.store(y_ptrs, acc.to(dtype), mask=mask_m[:, None] & mask_n[None, :])
+
+
+# What changes from batch to batch is not specialized on. The rank is: a mask that is known lets loads be wide.
+@triton.jit(do_not_specialize=["E", "slots", "num_m"])
+def _moe_lora_fwd_rows_kernel(
+    order_ptr,  # (R,) pair of each sorted position
+    tiles_ptr,  # (num_m, 3) group, first position and rows of each tile
+    x_ptr, stride_xm, stride_xk, x_box,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
+    w_ptr, stride_we, stride_wk, stride_wn, w_box,  # (E, K, N)
+    a_ptr, stride_ae, stride_ar, stride_ak,  # (E, r, K), if LORA is "fused"
+    b_ptr, stride_be, stride_bn, stride_br,  # (E, N, r), if LORA
+    u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused"
+    bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
+    y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
+    scaling, E, K, N, slots, num_m,
+    X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    SMALL_M: tl.constexpr, r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = _grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
+    expert = tl.load(tiles_ptr + pid_m * 3)
+    first = tl.load(tiles_ptr + pid_m * 3 + 1)
+    rows = tl.load(tiles_ptr + pid_m * 3 + 2)
+    if expert >= 0:
+        if expert == E:
+            positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
+            y_rows = positions if Y_GROUPED else pairs
+            offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask_m = tl.arange(0, BLOCK_M) < rows
+            y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty)
+            tl.store(y_ptrs, zeros, mask=mask_m[:, None] & (offs_n < N)[None, :])
+            if LORA == "fused" and pid_n == 0:
+                offs_r = tl.arange(0, BLOCK_R)
+                u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
+                tl.store(
+                    u_ptrs,
+                    tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty),
+                    mask=mask_m[:, None] & (offs_r < RANK)[None, :],
+                )
+        elif SMALL_M < BLOCK_M and rows <= SMALL_M:
+            _rows_tile(
+                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
+                b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
+                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
+            )  # fmt: skip
+        else:
+            _rows_tile(
+                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_box,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
+                b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
+                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["E", "slots"])
+def _moe_lora_fwd_thin_kernel(
+    order_ptr,  # (R,)
+    tiles_ptr,  # (num_m, 3)
+    x_ptr, stride_xm, stride_xk,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
+    a_ptr, stride_ae, stride_ak, stride_ar,  # (E, K, r)
+    u_ptr,  # (R, SPLIT, RANK) in sorted order: shares of the sum over K
+    scaling, E, K, slots,
+    X_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    pid_m = tl.program_id(0)
+    offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    share = tl.program_id(2)
+    expert = tl.load(tiles_ptr + pid_m * 3)
+    first = tl.load(tiles_ptr + pid_m * 3 + 1)
+    rows = tl.load(tiles_ptr + pid_m * 3 + 2)
+    if expert >= 0:
+        acc = tl.zeros((BLOCK_M, BLOCK_R), ACC)
+        if expert < E:
+            positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
+            x_rows = positions if X_GROUPED else pairs // slots
+            per_share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+            low = share * per_share
+            high = tl.minimum(low + per_share, K)
+            offs_k = tl.arange(0, BLOCK_K)
+            x_ptrs = x_ptr + x_rows[:, None] * stride_xm + (low + offs_k).to(tl.int64)[None, :] * stride_xk
+            a_ptrs = a_ptr + expert.to(tl.int64) * stride_ae + (low + offs_k).to(tl.int64)[:, None] * stride_ak
+            a_ptrs += offs_r.to(tl.int64)[None, :] * stride_ar
+            step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
+            step_a = tl.full((), BLOCK_K, tl.int64) * stride_ak
+            for k in range(low, high, BLOCK_K):
+                mask_k = k + offs_k < K
+                if EVEN_K:
+                    x = tl.load(x_ptrs)  # (BLOCK_M, BLOCK_K)
+                else:
+                    x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+                a = tl.load(a_ptrs, mask=mask_k[:, None] & (offs_r < r)[None, :], other=0.0)  # (BLOCK_K, BLOCK_R)
+                acc = _dot(x, a, acc, ACC, PRECISION)
+                x_ptrs += step_x
+                a_ptrs += step_a
+        u_rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64) * SPLIT + share
+        u_ptrs = u_ptr + u_rows[:, None] * RANK + offs_r[None, :]
+        u = (acc * scaling).to(u_ptr.dtype.element_ty)
+        tl.store(u_ptrs, u, mask=(tl.arange(0, BLOCK_M) < rows)[:, None])
+
+
+# --- sums over the rows of an expert --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gram_tile(
+    expert, pid_p, pid_q,
+    order_ptr, offsets_ptr,
+    l_ptr, stride_lm, stride_lp, l_slots,
+    z_ptr, stride_zm, stride_zq, z_slots,
+    gates_ptr,
+    out_ptr, stride_oe, stride_op, stride_oq,
+    Q,
+    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """A tile (BLOCK_P, BLOCK_Q) of the sum of left^T right over the rows of an expert."""
+    offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    offs_q = pid_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    mask_p, mask_q = offs_p < P, offs_q < Q
+    low = tl.load(offsets_ptr + expert)
+    high = tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros((BLOCK_Q, BLOCK_P), ACC)
+    for start in range(low, high, BLOCK_M):
+        positions = start + tl.arange(0, BLOCK_M)
+        mask_m = positions < high
+        pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
+        l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
+        z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
+        l_ptrs = l_ptr + l_rows[:, None] * stride_lm + offs_p.to(tl.int64)[None, :] * stride_lp
+        z_ptrs = z_ptr + z_rows[:, None] * stride_zm + offs_q.to(tl.int64)[None, :] * stride_zq
+        left = tl.load(l_ptrs, mask=mask_m[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_M, BLOCK_P)
+        right = tl.load(z_ptrs, mask=mask_m[:, None] & mask_q[None, :], other=0.0)  # (BLOCK_M, BLOCK_Q)
+        if HAS_GATES:
+            gates = tl.load(gates_ptr + pairs, mask=mask_m, other=0.0)
+            left = (left.to(ACC) * gates.to(ACC)[:, None]).to(left.dtype)
+        # The wide operand comes first, since tensor cores of Hopper take no fewer than 64 rows.
+        acc = _dot(tl.trans(right), left, acc, ACC, PRECISION)
+    out_ptrs = out_ptr + expert * stride_oe + offs_p.to(tl.int64)[None, :] * stride_op
+    out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_p[None, :])
+
+
+@triton.jit(do_not_specialize=["l_slots", "z_slots"])
+def _moe_lora_bwd_gram_kernel(
+    order_ptr,  # (R,)
+    offsets_ptr,  # (E + 1,)
+    l_ptr, stride_lm, stride_lp,  # (R / l_slots, P) left rows; in sorted order (R, P) if L_GROUPED
+    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
+    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
+    out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
+    Q, l_slots, z_slots,
+    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    _gram_tile(
+        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), order_ptr, offsets_ptr,
+        l_ptr, stride_lm, stride_lp, l_slots, z_ptr, stride_zm, stride_zq, z_slots, gates_ptr,
+        out_ptr, stride_oe, stride_op, stride_oq, Q,
+        L_GROUPED, Z_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["x_slots", "dy_slots"])
+def _moe_lora_bwd_factors_kernel(
+    order_ptr,  # (R,)
+    offsets_ptr,  # (E + 1,)
+    d_ptr, u_ptr, stride_um,  # (R, RANK) both, in sorted order
+    x_ptr, stride_xm, stride_xk,  # (R / x_slots, K); in sorted order (R, K) if X_GROUPED
+    dy_ptr, stride_dym, stride_dyn,  # (R / dy_slots, N); in sorted order (R, N) if DY_GROUPED
+    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
+    da_ptr,  # (E, r, K)
+    db_ptr,  # (E, N, r)
+    K, N, x_slots, dy_slots,
+    X_GROUPED: tl.constexpr, DY_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dA = D^T X and dB = dY^T U in one launch: first the tiles of dA, then those of dB."""
+    expert = tl.program_id(0).to(tl.int64)
+    pid_p = tl.program_id(1)
+    pid_q = tl.program_id(2)
+    num_k = tl.cdiv(K, BLOCK_Q)
+    if pid_q < num_k:
+        _gram_tile(
+            expert, pid_p, pid_q, order_ptr, offsets_ptr,
+            d_ptr, stride_um, 1, 1, x_ptr, stride_xm, stride_xk, x_slots, gates_ptr,
+            da_ptr, P * K, K, 1, K,
+            True, X_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+        )  # fmt: skip
+    else:
+        _gram_tile(
+            expert, pid_p, pid_q - num_k, order_ptr, offsets_ptr,
+            u_ptr, stride_um, 1, 1, dy_ptr, stride_dym, stride_dyn, dy_slots, gates_ptr,
+            db_ptr, P * N, 1, P, N,
+            True, DY_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["l_slots", "z_slots"])
+def _moe_lora_bwd_recompute_kernel(
+    order_ptr,  # (R,)
+    offsets_ptr,  # (E + 1,)
+    l_ptr, stride_lm, stride_lc,  # (R / l_slots, C) left rows; in sorted order (R, C) if L_GROUPED
+    f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
+    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
+    out_ptr, stride_oe, stride_or, stride_oq,  # (E, r, Q)
+    scaling, C, Q, l_slots, z_slots,
+    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """(L F[e])^T Z without L F in memory: every program of an expert computes it anew."""
+    expert = tl.program_id(0).to(tl.int64)
+    offs_q = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    offs_r = tl.arange(0, RANK)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_r, mask_q = offs_r < r, offs_q < Q
+    low = tl.load(offsets_ptr + expert)
+    high = tl.load(offsets_ptr + expert + 1)
+    acc = tl.zeros((BLOCK_Q, RANK), ACC)
+    for start in range(low, high, BLOCK_M):
+        positions = start + tl.arange(0, BLOCK_M)
+        mask_m = positions < high
+        pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
+        l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
+        z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
+        thin = tl.zeros((BLOCK_M, RANK), ACC)
+        for c in range(0, C, BLOCK_C):
+            mask_c = c + offs_c < C
+            columns = (c + offs_c).to(tl.int64)
+            l_ptrs = l_ptr + l_rows[:, None] * stride_lm + columns[None, :] * stride_lc
+            f_ptrs = f_ptr + expert * stride_fe + columns[:, None] * stride_fc
+            f_ptrs += offs_r.to(tl.int64)[None, :] * stride_fr
+            left = tl.load(l_ptrs, mask=mask_m[:, None] & mask_c[None, :], other=0.0)  # (BLOCK_M, BLOCK_C)
+            factor = tl.load(f_ptrs, mask=mask_c[:, None] & mask_r[None, :], other=0.0)  # (BLOCK_C, RANK)
+            thin = _dot(left, factor, thin, ACC, PRECISION)
+        thin = (thin * scaling).to(out_ptr.dtype.element_ty)
+        z_ptrs = z_ptr + z_rows[:, None] * stride_zm + offs_q.to(tl.int64)[None, :] * stride_zq
+        right = tl.load(z_ptrs, mask=mask_m[:, None] & mask_q[None, :], other=0.0)  # (BLOCK_M, BLOCK_Q)
+        acc = _dot(tl.trans(right), thin, acc, ACC, PRECISION)
+    out_ptrs = out_ptr + expert * stride_oe + offs_r.to(tl.int64)[None, :] * stride_or
+    out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_r[None, :])
+
+
+# --- sums over the slots of a token ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_slot(
+    j, total, inner, row, x, offs_c, offs_s, C,
+    order_ptr, rows_ptr, gates_ptr,
+    GROUPED: tl.constexpr, HAS_GATES: tl.constexpr, WITH_DGATES: tl.constexpr, ACC: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Adds row j of a token to ``total``, and its inner product with x to the j-th of ``inner``."""
+    source = row * SLOTS + j
+    values = tl.load(rows_ptr + source * C + offs_c, mask=offs_c < C, other=0.0).to(ACC)
+    if WITH_DGATES:
+        inner += tl.where(offs_s == j, tl.sum(values * x, axis=0), 0.0)
+    if HAS_GATES:
+        if GROUPED:
+            source = tl.load(order_ptr + source).to(tl.int64)
+        values *= tl.load(gates_ptr + source).to(ACC)
+    return total + values, inner
+
+
+@triton.jit
+def _moe_lora_fwd_slots_kernel(
+    order_ptr,  # (R,), if GROUPED
+    rows_ptr,  # (R, C): row i SLOTS + j belongs to output row i
+    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
+    out_ptr,  # (R / SLOTS, C), if WITH_OUT
+    x_ptr, stride_xm, stride_xc,  # (R / SLOTS, C), if WITH_DGATES
+    dgates_ptr,  # (R,) inner products of the rows of a pair and x, if WITH_DGATES
+    C,
+    SLOTS: tl.constexpr, GROUPED: tl.constexpr, HAS_GATES: tl.constexpr, WITH_OUT: tl.constexpr,
+    WITH_DGATES: tl.constexpr, ACC: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offs_s = tl.arange(0, BLOCK_S)
+    inner = tl.zeros((BLOCK_S,), ACC)
+    for start in range(tl.program_id(1) * BLOCK_C, C, tl.num_programs(1) * BLOCK_C):
+        offs_c = start + tl.arange(0, BLOCK_C)
+        total = tl.zeros((BLOCK_C,), ACC)
+        x = total
+        if WITH_DGATES:
+            x_ptrs = x_ptr + row * stride_xm + offs_c.to(tl.int64) * stride_xc
+            x = tl.load(x_ptrs, mask=offs_c < C, other=0.0).to(ACC)
+        # Unrolled where that is sensible, so that the loads of all slots are under way at once.
+        if SLOTS <= 16:
+            for j in tl.static_range(SLOTS):
+                total, inner = _add_slot(
+                    j, total, inner, row, x, offs_c, offs_s, C, order_ptr, rows_ptr, gates_ptr,
+                    GROUPED, HAS_GATES, WITH_DGATES, ACC, SLOTS,
+                )  # fmt: skip
+        else:
+            for j in range(SLOTS):
+                total, inner = _add_slot(
+                    j, total, inner, row, x, offs_c, offs_s, C, order_ptr, rows_ptr, gates_ptr,
+                    GROUPED, HAS_GATES, WITH_DGATES, ACC, SLOTS,
+                )  # fmt: skip
+        if WITH_OUT:
+            tl.store(out_ptr + row * C + offs_c, total.to(out_ptr.dtype.element_ty), mask=offs_c < C)
+    if WITH_DGATES:
+        pairs = row * SLOTS + offs_s
+        mask_s = offs_s < SLOTS
+        if GROUPED:
+            pairs = tl.load(order_ptr + pairs, mask=mask_s, other=0).to(tl.int64)
+        tl.store(dgates_ptr + pairs, inner.to(dgates_ptr.dtype.element_ty), mask=mask_s)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tiles of one kernel: its constants, warps and stages, and the tile height in :data:`HEIGHTS`, if it has one."""
+
+    blocks: tuple[tuple[str, int], ...]
+    warps: int
+    stages: int
+
+    @property
+    def kwargs(self) -> dict[str, int]:
+        return dict(self.blocks)
+
+    @property
+    def height(self) -> int:
+        return self.kwargs["BLOCK_M"]
+
+
+def tiles(warps: int, stages: int, **blocks: int) -> Tiles:
+    """``Tiles`` from keywords."""
+    return Tiles(tuple(blocks.items()), warps, stages)
+
+
+def has_boxes(properties: runtime.DeviceProperties) -> bool:
+    """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
+    arch = properties.arch
+    return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
+
+
+def _mean_rows(rows: int, experts: int) -> int:
+    """The mean number of rows of an expert, as a power of two: token counts of one size share a kernel."""
+    return triton.next_power_of_2(max(1, rows // max(1, min(experts, rows))))
+
+
+# The product of rows for 16-bit tiles on Hopper and later, by the mean number of rows up to which they were measured
+# fastest, over three models and 1 to 8,192 tokens. A tile of 128 rows switches to its half where an expert has no more
+# rows left; neither taller tiles nor narrower ones, which make more programs, came near.
+ROWS_TILES = (
+    (8, tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)),
+    (16, tiles(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=32)),
+    (2**31, tiles(8, 4, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=4, SMALL_M=64)),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_tiles(
+    rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
+) -> Tiles:
+    """The tiles of the product of rows; ``rank`` of a fused low-rank product, or 0.
+
+    ``access``: W is read in ``"boxes"``, by ``"wide"`` loads, or by ``"narrow"`` ones of an element each, whose
+    addresses take so many registers that only small tiles have room.
+    """
+    mean = _mean_rows(rows, experts)
+    if itemsize == 8:
+        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
+    if itemsize == 4 or access == "narrow":
+        height = max(16, min(32, mean))
+        return tiles(4, 2, BLOCK_M=height, BLOCK_N=32, BLOCK_K=32, GROUP=8, SMALL_M=height)
+    if access == "boxes" and 8 < mean <= 16 and rank > 0:
+        return tiles(4, 4, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP=8, SMALL_M=32)
+    if access == "boxes":
+        return next(found for limit, found in ROWS_TILES if mean <= limit)
+    if mean <= 16:
+        return tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=16)
+    return tiles(8, 2, BLOCK_M=128, BLOCK_N=64 if rank > 32 else 128, BLOCK_K=32, GROUP=8, SMALL_M=128)
+
+
+@functools.lru_cache(maxsize=4096)
+def thin_tiles(
+    rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
+) -> Tiles:
+    """The tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
+    height = max(16, min(32, _mean_rows(rows, experts)))
+    block_r = rank if rank <= 64 else 32
+    programs = rows // height + min(experts, rows)
+    split = 1  # a long sum is shared by several programs where there are too few
+    while split < 8 and programs * split * 2 <= properties.num_sms and k >= 2048 * split:
+        split *= 2
+    if itemsize > 2:
+        return tiles(4, 2, BLOCK_M=height, BLOCK_K=32, BLOCK_R=min(block_r, 32), SPLIT=split)
+    if not has_boxes(properties):
+        return tiles(4, 2, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
+    # With few programs on a multiprocessor each has to have more bytes under way.
+    if programs < 2 * properties.num_sms and k >= 4096 and block_r <= 32:
+        return tiles(4, 5, BLOCK_M=height, BLOCK_K=256, BLOCK_R=block_r, SPLIT=split)
+    return tiles(4, 3, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
+
+
+@functools.lru_cache(maxsize=4096)
+def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
+    """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
+    if itemsize > 2:
+        return tiles(4, 2, BLOCK_P=min(32, padded_rank(columns)), BLOCK_Q=32, BLOCK_M=16)
+    if columns > 64:
+        return tiles(8, 3 if has_boxes(properties) else 2, BLOCK_P=128, BLOCK_Q=128, BLOCK_M=32)
+    block_m = 128 if _mean_rows(rows, experts) > 256 else 32
+    return tiles(4, 2, BLOCK_P=min(64, padded_rank(columns)), BLOCK_Q=128, BLOCK_M=block_m)
+
+
+def recompute_tiles(rank: int, itemsize: int) -> Tiles:
+    """The tiles of sums over rows that compute their left operand themselves."""
+    if itemsize > 2:
+        return tiles(4, 2, BLOCK_Q=32, BLOCK_M=16, BLOCK_C=32)
+    return tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)
+
+
+def slots_tiles(slots: int, columns: int) -> Tiles:
+    """The tiles of sums over slots: 8 elements a thread and slot."""
+    block_c = max(16, min(1024, triton.next_power_of_2(columns)))
+    return tiles(max(1, block_c // 256), 2, BLOCK_S=triton.next_power_of_2(slots), BLOCK_C=block_c)
+
+
+ROUTE_WARPS = 4
+ROUTE_BLOCK = 128  # pairs in a step
+
+
+def route_blocks(rows: int, experts: int) -> tuple[int, int, int]:
+    """Programs, padded groups, and how many programs' counts are read in a step of some 4,096 numbers."""
+    block_e = triton.next_power_of_2(experts + 1)
+    return max(1, min(64, triton.cdiv(rows, ROUTE_BLOCK))), block_e, max(1, min(64, 4096 // block_e))
+
+
+def padded_rank(rank: int) -> int:
+    """The width of U and D: tensor cores multiply with no fewer than 16 columns of the reduction."""
+    return max(16, triton.next_power_of_2(rank))
+
+
+FUSED_RANK = 64  # the widest U that a program of the fused product keeps in registers beside its tile of Y
+FUSED_ROWS = 64
+
+
+def choose_strategy(rows: int, experts: int, k: int, n: int, rank: int) -> str:
+    """``"fused"`` or ``"split"``: which way to add the low-rank product was measured faster on an H200.
+
+    Fused repeats X A^T in every column of tiles, n / 256 times. With few rows that is free, since reading W takes all the
+    time, and one launch less is worth more. From some 64 rows on split is as fast or faster, with few large experts most
+    (a third) and with many small ones least (the two are alike at 256 experts of 64 rows).
+    """
+    return "fused" if rows <= FUSED_ROWS else "split"

@@ -1,0 +1,918 @@
+"""The room moe_lora: every output and gradient by the rule of check.py, and everything around it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernelbook as kb
+from kernelbook import arguments, check, runtime, timing
+from kernelbook.compiled import compile_calls
+from kernelbook.moe_lora import (
+    grouped_mm_moe_lora,
+    kernels,
+    lora_gradients,
+    moe_lora_reference,
+    op,
+    route_reference,
+    scatter2scatter_reference,
+    thin_products,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LORA = ("lora_a", "lora_b")
+
+
+def _ids(value: Any) -> str:
+    return str(value).removeprefix("torch.").replace(" ", "")
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
+
+
+def _experts(tokens: int, experts: int, slots: int, skipped: float = 0.0) -> torch.Tensor:
+    """(T, k) different experts for each token; a share of the slots is to be skipped."""
+    ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
+    return ids.masked_fill(torch.rand(ids.shape, device=ids.device) < skipped, experts)
+
+
+def _inputs(
+    ids: torch.Tensor, experts: int, k: int, n: int, rank: int, dtype: torch.dtype, *,
+    grouped_in: bool = False, with_bias: bool = False, gates: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    inputs = {
+        "x": _randn(ids.numel() if grouped_in else ids.shape[0], k, dtype=dtype),
+        "w": _randn(experts, k, n, dtype=dtype) / k**0.5,
+        "lora_a": _randn(experts, rank, k, dtype=dtype) / k**0.5,
+        "lora_b": _randn(experts, n, rank, dtype=dtype),
+    }
+    if with_bias:
+        inputs["bias"] = _randn(experts, n, dtype=dtype)
+    if gates is not None:
+        inputs["gates"] = torch.rand(ids.shape, device=ids.device).to(gates)
+    return inputs
+
+
+def _check(
+    inputs: dict[str, torch.Tensor],
+    ids: torch.Tensor,
+    *,
+    strategy: str = "auto",
+    scaling: float = 0.5,
+    grads: tuple[str, ...] | None = None,
+    **how: Any,
+) -> None:
+    routing = kb.route(ids, inputs["w"].shape[0])
+    check.check_op(
+        functools.partial(kb.moe_lora, routing=routing, strategy=strategy, scaling=scaling, **how),
+        functools.partial(moe_lora_reference, expert_ids=ids, scaling=scaling, **how),
+        inputs,
+        grads=tuple(inputs) if grads is None else grads,
+    )
+
+
+# --- routing --------------------------------------------------------------------------------------------------------
+
+
+def _check_routing(ids: torch.Tensor, experts: int) -> kb.Routing:
+    """The sort is PyTorch's stable one, and the tiles of each height cover every position once."""
+    with check.poisoned_empty():
+        routing = kb.route(ids, experts)
+    order, inverse, offsets = route_reference(ids.clamp(max=experts), experts)
+    assert torch.equal(routing.order.long(), order)
+    assert torch.equal(routing.inverse.long(), inverse)
+    assert torch.equal(routing.offsets.long(), offsets)
+    assert routing.num_experts == experts and routing.slots == ids.shape[1]
+    group_of = ids.reshape(-1).long()[order].tolist()
+    routed = op._Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
+    for height in kernels.HEIGHTS:
+        tiles, count = routed.tiles_of(height)
+        covered = []
+        for group, first, rows in tiles[:count].tolist():
+            if group >= 0:
+                assert 1 <= rows <= height
+                assert set(group_of[first : first + rows]) == {group}
+                covered += range(first, first + rows)
+        assert covered == list(range(ids.numel()))
+    return routing
+
+
+ROUTES = {
+    "few tokens": lambda: (_experts(3, 7, 2), 7),
+    "one token": lambda: (_experts(1, 5, 5), 5),
+    "every expert": lambda: (_experts(40, 4, 4), 4),
+    "many experts": lambda: (_experts(30, 270, 3), 270),
+    "several programs": lambda: (_experts(400, 13, 3, 0.3), 13),
+    "slots to skip": lambda: (_experts(60, 6, 3, 0.4), 6),
+    "nothing but slots to skip": lambda: (_experts(20, 6, 2, 2.0), 6),
+    "one expert has all": lambda: (torch.full((70, 2), 3, device=runtime.DEVICE), 9),
+    "int32": lambda: (_experts(33, 5, 2).int(), 5),
+    "strided": lambda: (_experts(8, 5, 4).repeat_interleave(2, 0).t()[:, ::2].t(), 5),
+    "no token": lambda: (_experts(0, 5, 2), 5),
+    "no slot": lambda: (_experts(4, 5, 0), 5),
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_route(name: str) -> None:
+    _check_routing(*ROUTES[name]())
+
+
+@settings(max_examples=8)
+@given(tokens=st.integers(0, 200), experts=st.integers(1, 20), data=st.data())
+def test_any_routing(tokens: int, experts: int, data: st.DataObject) -> None:
+    slots = data.draw(st.integers(1, experts))
+    _check_routing(_experts(tokens, experts, slots, data.draw(st.sampled_from((0.0, 0.3)))), experts)
+
+
+# --- outputs and gradients ------------------------------------------------------------------------------------------
+
+# T, E, k, K, N: fewer tokens than a tile has rows, a prime number of experts, K = 1, N odd, every expert for every token,
+# tiles of more than one step, more rows than a tile has.
+PROBLEMS = (
+    (3, 5, 2, 40, 50),
+    (30, 7, 3, 1, 33),
+    (20, 3, 3, 48, 65),
+    (9, 11, 1, 136, 72),
+    (70, 2, 1, 24, 200),
+)
+
+
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=_ids)
+def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, strategy: str) -> None:
+    tokens, experts, slots, k, n = problem
+    ids = _experts(tokens, experts, slots, 0.2)
+    _check(_inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype), ids, strategy=strategy)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("rank", (1, 4, 16, 64, 100))
+def test_ranks(rank: int, dtype: torch.dtype) -> None:
+    ids = _experts(14, 3, 2)
+    for strategy in ("fused", "split"):
+        _check(_inputs(ids, 3, 24, 40, rank, dtype), ids, strategy=strategy)
+
+
+@pytest.mark.parametrize("grouped_in", (False, True))
+@pytest.mark.parametrize("grouped_out", (False, True, "gates"))
+def test_grouped_and_scattered(grouped_in: bool, grouped_out: bool | str) -> None:
+    for dtype, strategy in ((torch.float16, "fused"), (torch.float32, "split")):
+        ids = _experts(25, 5, 2, 0.2)
+        gates = torch.float32 if grouped_out == "gates" else None
+        inputs = _inputs(ids, 5, 40, 48, 4, dtype, grouped_in=grouped_in, with_bias=True, gates=gates)
+        _check(inputs, ids, strategy=strategy, grouped_in=grouped_in, grouped_out=grouped_out is True)
+        if grouped_out != "gates":
+            how = {"grouped_in": grouped_in, "grouped_out": grouped_out}
+            check.check_op(
+                functools.partial(kb.scatter2scatter, routing=kb.route(ids, 5), **how),
+                functools.partial(scatter2scatter_reference, expert_ids=ids, **how),
+                {name: inputs[name] for name in ("x", "w")},
+                grads=("x", "w"),
+            )
+
+
+SKEWED = {
+    "one expert has all": lambda: torch.full((40, 1), 2, device=runtime.DEVICE),
+    "one expert has most": lambda: torch.where(_randn(40, 1) > 1, _experts(40, 6, 1), 4),
+    "some have none": lambda: _experts(40, 3, 2) * 2,
+    "the first and the last": lambda: _experts(20, 2, 2) * 5,
+}
+
+
+@pytest.mark.parametrize("name", SKEWED)
+def test_skewed_routing(name: str) -> None:
+    ids = SKEWED[name]()
+    for strategy in ("fused", "split"):
+        _check(_inputs(ids, 6, 40, 24, 16, torch.float16, with_bias=True, gates=torch.float16), ids, strategy=strategy)
+
+
+@settings(max_examples=8)
+@given(
+    tokens=st.integers(1, 30),
+    experts=st.integers(1, 7),
+    k=st.integers(1, 50),
+    n=st.integers(1, 50),
+    rank=st.integers(1, 20),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+    strategy=st.sampled_from(op.STRATEGIES),
+    data=st.data(),
+)
+def test_any_shape(
+    tokens: int, experts: int, k: int, n: int, rank: int, dtype: torch.dtype, strategy: str, data: st.DataObject
+) -> None:
+    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
+        dtype = torch.float32
+    ids = _experts(tokens, experts, data.draw(st.integers(1, experts)), data.draw(st.sampled_from((0.0, 0.2))))
+    grouped_in, gated, with_bias = (data.draw(st.booleans()) for _ in range(3))
+    inputs = _inputs(
+        ids, experts, k, n, rank, dtype, grouped_in=grouped_in, with_bias=with_bias, gates=dtype if gated else None
+    )
+    grouped_out = not gated and data.draw(st.booleans())
+    _check(inputs, ids, strategy=strategy, grouped_in=grouped_in, grouped_out=grouped_out)
+
+
+TILES = {
+    "a small tile in a large one": kernels.tiles(4, 3, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP=2, SMALL_M=16),
+    "tall": kernels.tiles(4, 3, BLOCK_M=128, BLOCK_N=16, BLOCK_K=16, GROUP=8, SMALL_M=64),
+    "wide": kernels.tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, GROUP=1, SMALL_M=16),
+}
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("lora", ("none", "fused", "split"))
+def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
+    """Also transposed weights, and rows that are read in boxes."""
+    ids = _experts(60, 3, 2, 0.1)
+    routing = kb.route(ids, 3)
+    routed = op._Routed(routing.order, routing.offsets, routing.tiles, 2)
+    inputs = _inputs(ids, 3, 72, 80, 16, torch.float16)
+    w, lora_a, lora_b = inputs["w"], inputs["lora_a"], inputs["lora_b"]
+    factors = (lora_a, lora_b) if lora != "none" else (None, None)
+    exact = moe_lora_reference(*(None if t is None else t.double() for t in (inputs["x"], w, *factors)), ids)
+    scattered = inputs["x"]
+    grouped = scattered[(routing.order // 2).long()]
+    for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
+        for rows in (op._Rows(scattered, False, 2), op._Rows(grouped, True, 2)):
+            with check.poisoned_empty():
+                u = scattered.new_empty(120, 16)
+                y = op._launch_rows(routed, rows, weight, op._Lora.of(*factors, u, 1.0), None, False, lora, TILES[name])
+            assert check.relative_error(y, exact) < 2e-3
+            assert lora == "none" or bool(torch.isfinite(u).all())
+
+
+@pytest.mark.parametrize("split", (1, 3, 8))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=_ids)
+def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
+    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 products are for the interpreter")
+    ids = _experts(40, 3, 2, 0.1)
+    routing = kb.route(ids, 3)
+    routed = op._Routed(routing.order, routing.offsets, routing.tiles, 2)
+    x, lora_a = _randn(40, 200, dtype=dtype), _randn(3, 5, 200, dtype=dtype)
+    tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
+    with check.poisoned_empty():
+        u = x.new_empty(80, 16)
+        op._launch_thin(routed, op._Rows(x, False, 2), op._Lora(lora_a, lora_a, u, 0.3), tiles)
+    exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
+    for position, pair in enumerate(routing.order.tolist()):
+        expert = int(ids.reshape(-1)[pair])
+        if expert < 3:
+            exact[position, :5] = 0.3 * (lora_a[expert].double() @ x[pair // 2].double())
+    assert check.relative_error(u, exact) < (1e-3 if dtype == torch.float16 else 1e-14)
+    assert (u[:, 5:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "needed",
+    (("x",), ("w",), ("lora_a",), ("lora_b",), ("bias",), ("gates",), LORA, ("x", "gates"), ("lora_b", "bias")),
+    ids=_ids,
+)
+def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
+    ids = _experts(20, 4, 2, 0.1)
+    for strategy in ("fused", "split"):
+        inputs = _inputs(ids, 4, 33, 20, 4, torch.float32, with_bias=True, gates=torch.float32)
+        _check(inputs, ids, strategy=strategy, grads=needed)
+        if needed not in (("bias",), ("gates",), ("x", "gates"), ("lora_b", "bias")):
+            _check({name: inputs[name] for name in ("x", "w", *LORA)}, ids, strategy=strategy, grads=needed)
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+def _scattermoe(experts: int, rank: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A (E r, K) and B (N, E r), the expert slowest in both."""
+    a, b = _randn(experts * rank, k, dtype=torch.float16), _randn(n, experts * rank, dtype=torch.float16)
+    return a.view(experts, rank, k), b.view(n, experts, rank).permute(1, 0, 2)
+
+
+def _peft(experts: int, rank: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A (E r, K) with the expert slowest, B (N, r E) with the expert fastest."""
+    a, b = _randn(experts * rank, k, dtype=torch.float16), _randn(n, rank * experts, dtype=torch.float16)
+    return a.view(experts, rank, k), b.view(n, rank, experts).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+@pytest.mark.parametrize("layout", (_scattermoe, _peft), ids=("scattermoe", "peft"))
+def test_layouts_of_the_factors(layout: Callable[..., tuple[torch.Tensor, torch.Tensor]], strategy: str) -> None:
+    for rank in (3, 16):
+        ids = _experts(20, 5, 2)
+        lora_a, lora_b = layout(5, rank, 40, 48)
+        inputs = {**_inputs(ids, 5, 40, 48, rank, torch.float16), "lora_a": lora_a / 6, "lora_b": lora_b}
+        assert inputs["lora_b"].stride() == lora_b.stride()
+        _check(inputs, ids, strategy=strategy)
+
+
+def _layouts() -> dict[str, Callable[..., torch.Tensor]]:
+    return {
+        "transposed": lambda *s: _randn(*s[:-2], s[-1], s[-2], dtype=torch.float16).transpose(-1, -2),
+        "every other column": lambda *s: _randn(*s[:-1], 2 * s[-1], dtype=torch.float16)[..., ::2],
+        "offset": lambda *s: _randn(*s[:-1], s[-1] + 1, dtype=torch.float16)[..., 1:],
+        "expanded": lambda *s: _randn(*(1,) * len(s), dtype=torch.float16).expand(s),
+        "reversed dimensions": lambda *s: _randn(*s[::-1], dtype=torch.float16).permute(*range(len(s))[::-1]),
+    }
+
+
+@pytest.mark.parametrize("layout", _layouts())
+def test_layouts(layout: str) -> None:
+    make = _layouts()[layout]
+    ids = _experts(18, 3, 2)
+    inputs = {
+        "x": make(18, 40), "w": make(3, 40, 24) / 8, "lora_a": make(3, 4, 40) / 8, "lora_b": make(3, 24, 4),
+        "bias": make(3, 24), "gates": make(18, 2),
+    }  # fmt: skip
+    _check(inputs, ids, strategy="split")
+    dy = make(36, 24)
+    del inputs["gates"]
+    leaves = [t.detach().requires_grad_() for t in inputs.values()]
+    names = list(inputs)
+    for fn, routed in ((kb.moe_lora, {"routing": kb.route(ids, 3)}), (moe_lora_reference, {"expert_ids": ids})):
+        y = fn(**dict(zip(names, leaves, strict=True)), **routed)
+        found = torch.autograd.grad(y, leaves, dy)
+        if fn is kb.moe_lora:
+            ours = found
+    for a, b in zip(ours, found, strict=True):
+        assert check.relative_error(a, b) < 5e-3
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+def test_zero_sizes(dtype: torch.dtype) -> None:
+    for tokens, k, n in ((0, 8, 24), (4, 8, 0), (4, 0, 24)):
+        ids = _experts(tokens, 3, 2)
+        for gates in (None, dtype):
+            inputs = _inputs(ids, 3, max(k, 1), n, 2, dtype, with_bias=True, gates=gates)
+            if k == 0:
+                inputs |= {"x": inputs["x"][:, :0], "w": inputs["w"][:, :0], "lora_a": inputs["lora_a"][:, :, :0]}
+            for strategy in ("fused", "split"):
+                _check(inputs, ids, strategy=strategy)
+
+
+# --- what LoRA promises ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+def test_without_scaling_it_is_the_base(strategy: str, dtype: torch.dtype) -> None:
+    ids = _experts(30, 5, 2, 0.1)
+    routing = kb.route(ids, 5)
+    inputs = _inputs(ids, 5, 40, 48, 4, dtype)
+    y = kb.moe_lora(**inputs, routing=routing, strategy=strategy, scaling=0.0)
+    assert torch.equal(y, kb.scatter2scatter(inputs["x"], inputs["w"], routing))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+def test_split_equals_fused(dtype: torch.dtype) -> None:
+    """The two add up in the same order: they differ at most by what the last bit of U is rounded to."""
+    ids = _experts(50, 4, 2, 0.1)
+    routing = kb.route(ids, 4)
+    leaves = [t.requires_grad_() for t in _inputs(ids, 4, 72, 48, 16, dtype).values()]
+    dy = _randn(100, 48, dtype=dtype)
+    results = []
+    for strategy in ("split", "fused"):
+        y = kb.moe_lora(*leaves, routing, strategy=strategy, scaling=2.0)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for a, b in zip(*results, strict=True):
+        assert check.relative_error(a, b.double()) <= 2 * check.FLOOR[dtype]
+
+
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+def test_experts_without_tokens_get_zero_gradients(strategy: str) -> None:
+    ids = _experts(20, 3, 2) * 2 + 1  # of 8 experts, 1, 3 and 5 have tokens
+    routing = kb.route(ids, 8)
+    inputs = _inputs(ids, 8, 24, 40, 3, torch.float16, with_bias=True)
+    none = torch.tensor([0, 2, 4, 6, 7], device=ids.device)
+    for name in ("w", *LORA, "bias"):
+        inputs[name][none] = torch.nan
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    with check.poisoned_empty():
+        y = kb.moe_lora(**dict(zip(inputs, leaves, strict=True)), routing=routing, strategy=strategy)
+        _, *grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert bool(torch.isfinite(y).all())
+    for grad in grads:
+        assert (grad[none] == 0).all() and torch.isfinite(grad).all() and grad[[1, 3, 5]].abs().sum() > 0
+
+
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+@pytest.mark.parametrize("gates", (None, torch.float32), ids=_ids)
+def test_slots_to_skip_are_zero_and_do_not_leak(strategy: str, gates: torch.dtype | None) -> None:
+    ids = _experts(20, 4, 2)
+    ids[3] = 4
+    ids[7, 1] = 4
+    routing = kb.route(ids, 4)
+    inputs = _inputs(ids, 4, 24, 40, 3, torch.float16, with_bias=True, gates=gates)
+    inputs["x"][3] = torch.nan
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    with check.poisoned_empty():
+        y = kb.moe_lora(**dict(zip(inputs, leaves, strict=True)), routing=routing, strategy=strategy)
+        dy = torch.ones_like(y)
+        if gates is None:
+            dy[[6, 7, 15]] = torch.nan
+        dx, *grads = torch.autograd.grad(y, leaves, dy)
+    assert bool(torch.isfinite(y).all()) and bool(torch.isfinite(dx).all())
+    assert (y[3] == 0).all() if gates is not None else (y[[6, 7, 15]] == 0).all()
+    assert (dx[3] == 0).all()
+    finite = grads[:-1] if gates is not None else grads
+    assert all(bool(torch.isfinite(grad).all()) for grad in finite)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
+    ids = _experts(40, 5, 2, 0.1)
+    routing = kb.route(ids, 5)
+    inputs = _inputs(ids, 5, 40, 150, 4, dtype)
+    inputs = {**inputs, "dy": _randn(80, 150, dtype=dtype)}
+    del inputs["w"]
+
+    def exact(
+        x: torch.Tensor, dy: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            a, b = lora_a.detach().requires_grad_(), lora_b.detach().requires_grad_()
+            y = moe_lora_reference(x, x.new_zeros(5, 40, 150), a, b, ids, scaling=0.5)
+            return torch.autograd.grad(y, (a, b), dy)
+
+    for saved in (True, False):
+
+        def ours(saved: bool = saved, **given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            thin = thin_products(**given, routing=routing, scaling=0.5) if saved else None
+            return lora_gradients(**given, routing=routing, scaling=0.5, saved=thin)
+
+        check.check_op(ours, exact, inputs, forward_factor=check.GRADIENT_FACTOR)
+
+
+def test_in_a_feed_forward_block() -> None:
+    """Two layers: grouped between them, gates behind them."""
+    ids, gates = _experts(30, 5, 2), torch.rand(30, 2, device=runtime.DEVICE)
+    up, down = _inputs(ids, 5, 24, 40, 4, torch.float32), _inputs(ids, 5, 40, 24, 4, torch.float32)
+    routing = kb.route(ids, 5)
+    hidden = kb.moe_lora(**up, routing=routing, grouped_out=True).relu()
+    ours = kb.moe_lora(**{**down, "x": hidden}, routing=routing, grouped_in=True, gates=gates)
+    expected = torch.zeros_like(up["x"])
+    for t in range(30):
+        for j in range(2):
+            e = int(ids[t, j])
+            h = (up["x"][t] @ (up["w"][e] + (up["lora_b"][e] @ up["lora_a"][e]).t())).relu()
+            expected[t] += gates[t, j] * (h @ (down["w"][e] + (down["lora_b"][e] @ down["lora_a"][e]).t()))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- ids that are wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", (-1, 6))
+def test_bad_ids_raise(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
+    ids = torch.tensor([[0, bad]], device=runtime.DEVICE)
+    with pytest.raises(ValueError, match=r"route: expert_ids must lie in \[0, 6\)"):
+        kb.route(ids, 5)
+
+
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU such ids are not looked for: they count as slots to skip, and nothing is written outside a tensor."""
+    monkeypatch.setattr(arguments, "check_index_values", lambda *args, **kwargs: None)
+    ids = _experts(20, 4, 2)
+    ids[::3, 0] = 4
+    bad = ids.clone()
+    bad[bad == 4] = torch.tensor([-1, 5, 2**40, -(2**40), 2**32, 2**31, 7], device=ids.device)
+    inputs = _inputs(ids, 4, 24, 40, 3, torch.float16, with_bias=True, gates=torch.float32)
+    real_empty, guards = torch.empty, []
+
+    def guarded_empty(*size: Any, **kwargs: Any) -> torch.Tensor:
+        """Every output lies between two stretches of memory that must not change."""
+        shape = real_empty(*size, device="meta").shape
+        pad = 4096
+        whole = torch.full((shape.numel() + 2 * pad,), 7, dtype=kwargs["dtype"], device=kwargs["device"])
+        guards.append((whole[:pad], whole[pad + shape.numel() :]))
+        return whole[pad : pad + shape.numel()].view(shape)
+
+    def guarded_new_empty(self: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
+        return guarded_empty(size, **{"dtype": self.dtype, "device": self.device, **kwargs})
+
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_new_empty)
+    results = []
+    for chosen in (ids, bad):
+        leaves = [t.detach().requires_grad_() for t in inputs.values()]
+        y = kb.moe_lora(**dict(zip(inputs, leaves, strict=True)), routing=kb.route(chosen, 4), strategy=strategy)
+        results.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+    monkeypatch.undo()
+    assert guards and all(bool((g == 7).all()) for pair in guards for g in pair)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+# --- PyTorch's machinery --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="float64 products are for the interpreter")
+@pytest.mark.parametrize("grouped", (False, True))
+def test_gradcheck(grouped: bool) -> None:
+    ids = _experts(5, 3, 2, 0.2)
+    routing = kb.route(ids, 3)
+    inputs = _inputs(
+        ids, 3, 4, 6, 2, torch.float64, grouped_in=grouped, with_bias=True, gates=None if grouped else torch.float64
+    )
+    names = list(inputs)
+    leaves = tuple(t.requires_grad_() for t in inputs.values())
+    torch.autograd.gradcheck(
+        lambda *t: kb.moe_lora(
+            **dict(zip(names, t, strict=True)), routing=routing, scaling=0.3, grouped_in=grouped, grouped_out=grouped
+        ),
+        leaves,
+        fast_mode=True,
+    )
+    torch.autograd.gradcheck(
+        lambda x, w: kb.scatter2scatter(x, w, routing, grouped_in=grouped, grouped_out=not grouped),
+        leaves[:2],
+        fast_mode=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+def test_opcheck(dtype: torch.dtype) -> None:
+    ops = torch.ops.kernelbook
+    ids = _experts(5, 3, 2, 0.2)
+    torch.library.opcheck(ops.route.default, (ids, 3))
+    routing = kb.route(ids, 3)
+    rest = (ids, routing.order, routing.offsets, routing.tiles)
+    inputs = _inputs(ids, 3, 24, 16, 4, dtype, with_bias=True, gates=torch.float32)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    if dtype == torch.float32:
+        torch.library.opcheck(ops.moe_lora.default, (*leaves, *rest, 0.5, "split", False, False))
+    else:
+        torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True))
+        torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False))
+    u = torch.zeros(10, 16, dtype=dtype, device=ids.device)
+    needs = (True, True, False, True, False, True)
+    given = [t.detach() for t in leaves]
+    dy = _randn(5, 16, dtype=dtype)
+    torch.library.opcheck(ops.moe_lora_backward.default, (dy, *given, u, *rest, 0.5, "split", False, False, *needs))
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("gated", (False, True))
+def test_torch_compile(dynamic: bool, gated: bool) -> None:
+    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
+
+    def layer(ids: torch.Tensor, x: torch.Tensor, gates: torch.Tensor | None, *rest: torch.Tensor) -> torch.Tensor:
+        w, lora_a, lora_b = rest
+        return kb.moe_lora(x * 2, w, lora_a, lora_b, kb.route(ids, 4), gates=gates) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=backend)
+    for tokens in (5, 9):
+        ids = _experts(tokens, 4, 2)
+        inputs = _inputs(ids, 4, 24, 16, 3, torch.float32, gates=torch.float32 if gated else None)
+        gates = inputs.pop("gates", None)
+        x, *rest = leaves = [t.requires_grad_() for t in inputs.values()]
+        ours = compiled(ids, x, gates, *rest)
+        plain = moe_lora_reference(x * 2, *rest, ids, gates=gates) + 1
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+        dy = torch.randn_like(plain)
+        for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast() -> None:
+    kind = runtime.DEVICE.type
+    ids = _experts(9, 4, 2)
+    routing = kb.route(ids, 4)
+    inputs = _inputs(ids, 4, 24, 16, 3, torch.float32, with_bias=True, gates=torch.float32)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    given = dict(zip(inputs, leaves, strict=True))
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        ours = kb.moe_lora(**given, routing=routing)
+        assert kb.scatter2scatter(given["x"], given["w"], routing).dtype == torch.bfloat16
+    assert ours.dtype == torch.bfloat16
+    plain = moe_lora_reference(**given, expert_ids=ids)
+    assert check.relative_error(ours, plain) < 0.02
+    dy = torch.randn_like(plain)
+    theirs = torch.autograd.grad(plain, leaves, dy)
+    for a, b in zip(torch.autograd.grad(ours, leaves, dy.bfloat16()), theirs, strict=True):
+        assert a.dtype == torch.float32 and check.relative_error(a, b) < 0.03
+    outside, again = kb.moe_lora(**given, routing=routing), kb.moe_lora(**given, routing=routing)
+    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
+        grads = torch.autograd.grad(outside, leaves, dy)
+    for a, b in zip(grads, torch.autograd.grad(again, leaves, dy), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- edges ----------------------------------------------------------------------------------------------------------
+
+
+def _bad(**changes: Any) -> Callable[[], object]:
+    def call() -> object:
+        ids = torch.tensor([[0, 1], [2, 0]], device=runtime.DEVICE)
+        given: dict[str, Any] = {**_inputs(ids, 3, 8, 6, 2, torch.float32), "routing": kb.route(ids, 3)}
+        return kb.moe_lora(**{**given, **{k: v() if callable(v) else v for k, v in changes.items()}})
+
+    return call
+
+
+BAD = {
+    "x is a list": (_bad(x=[1.0]), TypeError, "moe_lora: x must be a torch.Tensor, got list"),
+    "x of another length": (
+        _bad(x=lambda: _randn(3, 8)),
+        ValueError,
+        r"moe_lora: x must have shape \(2, 8\), got \(3, 8\)",
+    ),
+    "x is not grouped": (_bad(grouped_in=True), ValueError, r"moe_lora: x must have shape \(4, 8\), got \(2, 8\)"),
+    "w is a matrix": (
+        _bad(w=lambda: _randn(8, 6)),
+        ValueError,
+        r"moe_lora: w must have three dimensions, got shape \(8, 6\)",
+    ),
+    "w for fewer experts": (
+        _bad(w=lambda: _randn(2, 8, 6)),
+        ValueError,
+        r"moe_lora: w must have shape \(3, 8, 6\), got \(2, 8, 6\)",
+    ),
+    "w of another dtype": (
+        _bad(w=lambda: _randn(3, 8, 6).half()),
+        TypeError,
+        r"moe_lora: w must have the dtype of x \(torch.float32\), got torch.float16",
+    ),
+    "lora_a is a matrix": (
+        _bad(lora_a=lambda: _randn(2, 8)),
+        ValueError,
+        r"moe_lora: lora_a must have three dimensions, got shape \(2, 8\)",
+    ),
+    "no rank": (
+        _bad(lora_a=lambda: _randn(3, 0, 8)),
+        ValueError,
+        r"moe_lora: lora_a must have a rank of at least 1, got shape \(3, 0, 8\)",
+    ),
+    "lora_b of another rank": (
+        _bad(lora_b=lambda: _randn(3, 6, 3)),
+        ValueError,
+        r"moe_lora: lora_b must have shape \(3, 6, 2\), got \(3, 6, 3\)",
+    ),
+    "bias of another width": (
+        _bad(bias=lambda: _randn(3, 5)),
+        ValueError,
+        r"moe_lora: bias must have shape \(3, 6\), got \(3, 5\)",
+    ),
+    "gates for one slot": (
+        _bad(gates=lambda: _randn(2, 1)),
+        ValueError,
+        r"moe_lora: gates must have shape \(2, 2\), got \(2, 1\)",
+    ),
+    "gates of another dtype": (
+        _bad(gates=lambda: _randn(2, 2).half()),
+        TypeError,
+        "moe_lora: gates must have dtype float32, got float16",
+    ),
+    "gates and grouped_out": (
+        _bad(gates=lambda: _randn(2, 2), grouped_out=True),
+        ValueError,
+        "moe_lora: grouped_out must be False with gates",
+    ),
+    "unknown strategy": (
+        _bad(strategy="both"),
+        ValueError,
+        "moe_lora: strategy must be one of 'auto', 'fused', 'split', got 'both'",
+    ),
+    "ids instead of a routing": (
+        _bad(routing=lambda: torch.zeros(2, 2)),
+        TypeError,
+        r"moe_lora: routing must be a Routing, as route\(\) returns it, got Tensor",
+    ),
+    "w elsewhere": (
+        _bad(w=lambda: torch.empty(3, 8, 6, device="meta")),
+        ValueError,
+        r"moe_lora: w must be on the device of x \((cpu|cuda:0)\), got meta",
+    ),
+    "ids are floats": (
+        lambda: kb.route(_randn(2, 2), 3),
+        TypeError,
+        "route: expert_ids must have dtype int64, int32, got float32",
+    ),
+    "ids are a vector": (
+        lambda: kb.route(torch.zeros(2, dtype=torch.int64, device=runtime.DEVICE), 3),
+        ValueError,
+        r"route: expert_ids must have two dimensions \(T, k\), got shape \(2,\)",
+    ),
+    "no expert": (
+        lambda: kb.route(torch.zeros(2, 1, dtype=torch.int64, device=runtime.DEVICE), 0),
+        ValueError,
+        "route: num_experts must be at least 1, got 0",
+    ),
+    "half an expert": (
+        lambda: kb.route(torch.zeros(2, 1, dtype=torch.int64, device=runtime.DEVICE), 2.5),
+        TypeError,
+        "route: num_experts must be an integer, got float",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_says_what_is_wrong(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=_ids)
+def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of x and the matrices of experts lie 2^31 + 8 elements apart."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterOptions
+
+    ids = torch.tensor([[0, 1], [1, 0]])
+    inputs = _inputs(ids, 2, 24, 32, 3, dtype)
+    routing = kb.route(ids, 2)
+
+    def far(tensor: torch.Tensor) -> torch.Tensor:
+        step = 2**31 + 8
+        size = step + tensor[0].numel()
+        strides = (step, *tensor[0].stride())
+        return torch.empty(size, dtype=dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+    def run(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in given.values()]
+        y = kb.moe_lora(*leaves, routing, strategy=strategy)
+        return y, *torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    expected = run(inputs)
+    spread = {name: far(t) for name, t in inputs.items()}
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(debug=True))
+    for a, b in zip(run(spread), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
+def test_tiles_for_every_shape(target: str) -> None:
+    properties = runtime.TARGETS[target]
+    for itemsize in (2, 4, 8):
+        for rows in (1, 100, 16384, 2**20):
+            for experts in (1, 8, 128, 512):
+                for access in ("boxes", "wide", "narrow"):
+                    chosen = kernels.rows_tiles(rows, experts, 16, itemsize, access, properties)
+                    assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
+                for rank in (16, 64, 256):
+                    thin = kernels.thin_tiles(rows, experts, 4096, rank, itemsize, properties)
+                    assert thin.height in kernels.HEIGHTS and rank % thin.kwargs["BLOCK_R"] == 0
+                    assert kernels.choose_strategy(rows, experts, 2048, 1536, rank) in op.STRATEGIES[1:]
+
+
+def test_batches_of_like_size_share_their_tiles() -> None:
+    properties = runtime.TARGETS["sm_90"]
+    chosen = {kernels.rows_tiles(rows, 64, 0, 2, "boxes", properties) for rows in range(4097, 8193, 61)}
+    assert len(chosen) == 1
+
+
+def test_tensor_cores_do_not_wait_for_each_instruction() -> None:
+    """ptxas serializes all of a kernel's tensor core instructions where one of them does not fit its rules.
+
+    It did so for dX, by a fifth of its time, as long as the low-rank product came behind the loop (C7515); with B copied
+    the fused form is free of it too.
+    """
+    code = """
+import torch, kernelbook as kb
+routing = kb.route(torch.zeros(512, 2, dtype=torch.int64), 4)
+for strategy in ("fused", "split"):
+    x, w, a, b = (torch.empty(*s, dtype=torch.bfloat16, requires_grad=True)
+                  for s in ((512, 512), (4, 512, 1024), (4, 16, 512), (4, 1024, 16)))
+    y = kb.moe_lora(x, w.detach(), a, b, routing, strategy=strategy)
+    y.backward(torch.empty_like(y))
+"""
+    compiled = [k for k in compile_calls(code, ("sm_90",), asm=("sass",)) if k.name == "_moe_lora_fwd_rows_kernel"]
+    assert {(k.constants["LORA"], k.constants["W_BY_ROW"]) for k in compiled} == {
+        (lora, by_row) for lora in ("fused", "split") for by_row in (True, False)
+    }
+    for kernel in compiled:
+        instructions, waits = kernel.asm["sass"].count("HGMMA"), kernel.asm["sass"].count("WARPGROUP.DEPBAR")
+        assert 0 < waits < instructions, str(kernel)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+@pytest.mark.parametrize(
+    "problem",
+    ((500, 16, 4, 512, 768, 16), (333, 7, 2, 1000, 520, 64), (2048, 64, 8, 256, 384, 32), (64, 5, 2, 257, 130, 3)),
+    ids=_ids,
+)
+def test_real_sizes(problem: tuple[int, ...], strategy: str, dtype: torch.dtype) -> None:
+    tokens, experts, slots, k, n, rank = problem
+    ids = _experts(tokens, experts, slots, 0.05)
+    for tf32 in (False, True) if dtype == torch.float32 else (False,):
+        with timing.allow_tf32(tf32):
+            _check(_inputs(ids, experts, k, n, rank, dtype), ids, strategy=strategy)
+            inputs = _inputs(ids, experts, k, n, rank, dtype, grouped_in=True, with_bias=True, gates=torch.float32)
+            _check(inputs, ids, strategy=strategy, grouped_in=True)
+
+
+@pytest.mark.gpu
+def test_the_baseline_computes_the_same() -> None:
+    ids = _experts(200, 8, 2)
+    inputs = _inputs(ids, 8, 128, 256, 16, torch.bfloat16)
+    check.check_op(
+        functools.partial(grouped_mm_moe_lora, expert_ids=ids),
+        functools.partial(moe_lora_reference, expert_ids=ids),
+        inputs,
+        grads=tuple(inputs),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+@pytest.mark.parametrize(
+    "problem", ((2048, 64, 8, 1024, 768), (1024, 8, 2, 2048, 2048), (8, 128, 8, 512, 512)), ids=_ids
+)
+def test_bitwise_reproducible(problem: tuple[int, ...], strategy: str) -> None:
+    tokens, experts, slots, k, n = problem
+    ids = _experts(tokens, experts, slots)
+    inputs = _inputs(ids, experts, k, n, 16, torch.bfloat16, with_bias=True, gates=torch.float32)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    dy = _randn(tokens, n, dtype=torch.bfloat16)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        y = kb.moe_lora(**dict(zip(inputs, leaves, strict=True)), routing=kb.route(ids, experts), strategy=strategy)
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    first = run()
+    for _ in range(250):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation() -> None:
+    ids = _experts(64, 8, 2, 0.1)
+    inputs = _inputs(ids, 8, 128, 256, 16, torch.bfloat16, with_bias=True, gates=torch.float32)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    for _ in range(2):  # the first call compiles
+        for strategy in op.STRATEGIES:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                routing = kb.route(ids, 8)
+                kb.moe_lora(
+                    **dict(zip(inputs, leaves, strict=True)), routing=routing, strategy=strategy
+                ).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=_ids)
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+def test_cuda_graph(strategy: str, dtype: torch.dtype) -> None:
+    """Routing, forward and backward in one graph; a replay routes other tokens."""
+    ids = _experts(100, 8, 2)
+    inputs = _inputs(ids, 8, 128, 256, 16, dtype)
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    dy = _randn(200, 256, dtype=dtype)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        y = kb.moe_lora(*leaves, kb.route(ids, 8), strategy=strategy)
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()  # compiles before the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    ids.copy_(torch.full_like(ids, 3)), dy.copy_(_randn(200, 256))
+    with torch.no_grad():
+        leaves[0].copy_(_randn(100, 128))
+    graph.replay()
+    y = moe_lora_reference(*leaves, ids)
+    for ours, exact in zip(captured, (y, *torch.autograd.grad(y, leaves, dy)), strict=True):
+        assert check.relative_error(ours, exact) < (0.02 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    experts, k, n = 600, 2048, 2048
+    w = torch.randn(experts, k, n, dtype=torch.bfloat16, device=runtime.DEVICE)
+    assert w.numel() > 2**31
+    ids = torch.tensor([[599, 0], [597, 598], [599, 1]], device=runtime.DEVICE)
+    inputs = _inputs(ids, experts, k, n, 16, torch.bfloat16) | {"w": w}
+    routing = kb.route(ids, experts)
+    for strategy in ("fused", "split"):
+        leaves = {name: t.detach().requires_grad_(name != "w") for name, t in inputs.items()}
+        y = kb.moe_lora(**leaves, routing=routing, strategy=strategy)
+        dx = torch.autograd.grad(y, leaves["x"], torch.ones_like(y))[0]
+        for pair, expert in enumerate(ids.reshape(-1).tolist()):
+            whole = w[expert].double() + (inputs["lora_b"][expert].double() @ inputs["lora_a"][expert].double()).t()
+            assert check.relative_error(y[pair], inputs["x"][pair // 2].double() @ whole) < 0.01
+            if pair % 2 == 1:
+                other = w[ids[pair // 2, 0]].double()
+                other += (
+                    inputs["lora_b"][ids[pair // 2, 0]].double() @ inputs["lora_a"][ids[pair // 2, 0]].double()
+                ).t()
+                assert check.relative_error(dx[pair // 2], (whole + other).sum(1)) < 0.01
