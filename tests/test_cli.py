@@ -14,10 +14,17 @@ def test_doctor_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out and "triton" in out and "FAILED" not in out
-    for room in cli.rooms():
-        assert room in out
+    for name in cli.rooms() + cli.modules_measured():
+        assert name in out
     if runtime.INTERPRET:
         assert "interpreted on the CPU" in out and "none found" in out
+
+
+def test_modules_that_combine_rooms_are_measured_too() -> None:
+    assert "moe_block" in cli.modules_measured() and "moe_block" not in cli.rooms()
+    bench = cli._bench_of("moe_block")
+    assert all(case.op == "moe_block" for case in bench.cases())
+    assert all(path.exists() for path in bench.SOURCES)
 
 
 def _slightly_wrong(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -119,6 +119,9 @@ def test_the_package_column_follows_the_sources(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text("a = 2\n")
     second = timing.package_version(tmp_path)
     assert first != second and first.split("+")[0] == second.split("+")[0]
+    assert timing.package_version(tmp_path / "kernels.py") == second  # a file by itself
+    (tmp_path / "other.py").write_text("")
+    assert timing.package_version(tmp_path / "kernels.py") == second != timing.package_version(tmp_path)
 
 
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="the wall clock is for the interpreter")

@@ -3,9 +3,11 @@
 from kernelbook import runtime  # first: it sets up Triton before anything imports it
 
 # isort: split
+from kernelbook.attention import flash_attention
 from kernelbook.layer_norm import layer_norm
 from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
+from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
 __version__ = "0.1.0"
@@ -14,6 +16,8 @@ __all__ = [
     "NF4Tensor",
     "Routing",
     "__version__",
+    "flash_attention",
+    "gather_matmul",
     "layer_norm",
     "moe_lora",
     "nf4_dequantize",
@@ -22,6 +26,7 @@ __all__ = [
     "route",
     "runtime",
     "scatter2scatter",
+    "scatter_ffn",
     "sparse_backward",
     "sparse_dw",
     "sparse_dx",

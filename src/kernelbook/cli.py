@@ -1,4 +1,4 @@
-"""``python -m kernelbook``: does this machine work, and how fast is it?"""
+"""``python -m kernelbook``: does this machine work, how fast is it, a training run, and where does a model's time go?"""
 
 import argparse
 import importlib
@@ -14,7 +14,8 @@ from tabulate import tabulate
 from tqdm.auto import tqdm
 
 import kernelbook
-from kernelbook import check, runtime, timing
+from kernelbook import check, profiling, runtime, timing
+from kernelbook.train import command as training
 
 __all__ = ["main"]
 
@@ -25,8 +26,19 @@ def rooms() -> list[str]:
     return sorted(name for name in names if importlib.util.find_spec(f"kernelbook.{name}.bench"))
 
 
-def _bench_of(room: str) -> Any:
-    return importlib.import_module(f"kernelbook.{room}.bench")
+def modules_measured() -> list[str]:
+    """What is measured beside the rooms: for each ``nn/bench_<stem>.py`` its stem."""
+    folder = [str(Path(kernelbook.__file__).parent / "nn")]
+    return sorted(m.name.removeprefix("bench_") for m in pkgutil.iter_modules(folder) if m.name.startswith("bench_"))
+
+
+def _bench_of(name: str) -> Any:
+    module = f"kernelbook.nn.bench_{name}" if name in modules_measured() else f"kernelbook.{name}.bench"
+    return importlib.import_module(module)
+
+
+def _all() -> list[str]:
+    return rooms() + modules_measured()
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------
@@ -76,7 +88,7 @@ def doctor() -> int:
             f"\nceilings (a quick measurement): copy {ceilings.copy_gbs:.0f} GB/s, "
             f"bf16 {ceilings.bf16_tflops:.0f} TFLOP/s, tf32 {ceilings.tf32_tflops:.0f} TFLOP/s"
         )
-    verdicts = [verdict for room in tqdm(rooms(), unit="room", leave=False) for verdict in _check_room(room)]
+    verdicts = [verdict for room in tqdm(_all(), unit="room", leave=False) for verdict in _check_room(room)]
     failed = [verdict for verdict in verdicts if not verdict.passed]
     rows = [(v.name, f"{v.error:.1e}", f"{v.limit:.1e}", "ok" if v.passed else "FAILED") for v in verdicts]
     print("\n" + tabulate(rows, headers=("check", "error", "limit", "")))
@@ -103,7 +115,7 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
     code = 0
     for room in names:
         module = _bench_of(room)
-        package = timing.package_version(Path(module.__file__).parent)
+        package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
         cases = [case for case in module.cases() if select is None or select in str(case)]
         print(f"{room}: {len(cases)} cases on {runtime.properties().name}")
         for note in getattr(module, "missing_peers", list)():
@@ -144,11 +156,13 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
-    measure.add_argument("room", nargs="?", choices=rooms(), help="what to measure")
-    measure.add_argument("--all", action="store_true", help="measure every room")
+    measure.add_argument("room", nargs="?", choices=_all(), help="what to measure")
+    measure.add_argument("--all", action="store_true", help="measure everything")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument("--select", help="only the cases whose description contains this, e.g. 'backward bfloat16'")
+    training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
+    profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
     return top
 
 
@@ -158,6 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = top.parse_args(arguments)
     if given.command == "doctor":
         return doctor()
+    if given.command == "train":
+        return training.train(given)
+    if given.command == "profile":
+        return profiling.profile(given)
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
-    return bench(rooms() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select)
+    return bench(_all() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select)

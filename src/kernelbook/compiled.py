@@ -163,8 +163,9 @@ def _type_of(value: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{list(value.block_shape)}>"
+    if isinstance(value, TensorDescriptor) or hasattr(value, "block_shape"):  # Gluon's descriptor has a layout besides
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+        return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{list(value.block_shape)}{layout}>"
     raise CompileError(f"no kernel argument type for {type(value).__name__}")
 
 
@@ -234,7 +235,12 @@ def _amd_report(amdgcn: str) -> tuple[int, int]:
 
 def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel:
     names = [name for name, _ in launch.signature]
-    source = ASTSource(
+    source_type = ASTSource
+    if launch.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+    source = source_type(
         launch.kernel,
         dict(launch.signature),
         {(names.index(name),): value for name, value in launch.constants},

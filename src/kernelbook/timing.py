@@ -361,17 +361,18 @@ def new_run() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def source_digest(folder: Path) -> str:
-    """Eight hexadecimal digits that change with the Python sources in ``folder``: they tie a row to its code."""
+def source_digest(*places: Path) -> str:
+    """Eight hexadecimal digits that change with the Python sources in these folders or files: they tie a row to its code."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for place in places:
+        for path in [place] if place.is_file() else sorted(place.glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
 
 
-def package_version(folder: Path) -> str:
-    """``<version of kernelbook>+<digest of the sources in folder>``."""
-    return f"{kernelbook.__version__}+{source_digest(folder)}"
+def package_version(*places: Path) -> str:
+    """``<version of kernelbook>+<digest of the sources in these folders or files>``."""
+    return f"{kernelbook.__version__}+{source_digest(*places)}"
 
 
 def environment(package: str) -> dict[str, str]:

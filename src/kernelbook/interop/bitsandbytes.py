@@ -1,12 +1,15 @@
-"""To bitsandbytes. The way back, ``NF4Tensor.from_bitsandbytes``, needs nothing of that library."""
+"""To bitsandbytes, and from its 4-bit parameters. ``NF4Tensor.from_bitsandbytes`` needs nothing of that library."""
+
+from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
+from torch.nn.utils import parametrize
 
 from kernelbook import arguments
 from kernelbook.nf4 import NF4Tensor
 
-__all__ = ["to_bitsandbytes"]
+__all__ = ["parametrized_weight", "to_bitsandbytes"]
 
 NESTED_BLOCK = 256  # absmax values that share one nested absmax, in both libraries
 
@@ -35,3 +38,19 @@ def to_bitsandbytes(q: NF4Tensor) -> tuple[torch.Tensor, QuantState]:
         state2=state2,
     )
     return q.packed[:, None], state
+
+
+def parametrized_weight(module: torch.nn.Module, name: str) -> NF4Tensor:
+    """The parameter ``module.name`` after ``bitsandbytes.nn.parametrize.replace_parameter_4bit``. Tensors are shared.
+
+    Raises:
+        ValueError: the parameter is not parametrized by bitsandbytes alone, or its quantization is neither NF4 nor FP4.
+    """
+    found: Any = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()  # type: ignore[index]
+    state = getattr(found[0], "quant_state", None) if len(found) == 1 else None
+    if not isinstance(state, QuantState):
+        raise ValueError(
+            f"parametrized_weight: {name} of {type(module).__name__} must be quantized by bitsandbytes' "
+            f"replace_parameter_4bit, got {[type(part).__name__ for part in found] or 'an ordinary parameter'}"
+        )
+    return NF4Tensor.from_bitsandbytes(found.original.detach(), state)

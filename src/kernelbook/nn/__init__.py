@@ -1,5 +1,21 @@
 """Modules for PyTorch models that use the kernels."""
 
+from kernelbook.nn.compact import compact_sparse_linear
+from kernelbook.nn.ffn import SparseFFN
+from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.nn.layers import LayerNorm, SparseLinear
+from kernelbook.nn.moe import Float8Tensor, GatedExperts, LoRAPair, MoELayer, gated_experts
 
-__all__ = ["LayerNorm", "SparseLinear"]
+__all__ = [
+    "GPT",
+    "Float8Tensor",
+    "GPTConfig",
+    "GatedExperts",
+    "LayerNorm",
+    "LoRAPair",
+    "MoELayer",
+    "SparseFFN",
+    "SparseLinear",
+    "compact_sparse_linear",
+    "gated_experts",
+]

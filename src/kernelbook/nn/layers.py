@@ -3,6 +3,7 @@
 import torch
 
 from kernelbook.layer_norm import layer_norm
+from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.sparse_linear import sparse_linear
 
 __all__ = ["LayerNorm", "SparseLinear"]
@@ -51,6 +52,12 @@ class SparseLinear(torch.nn.Linear):
         in_features, out_features, bias, device, dtype: as in PyTorch.
         chunk_size: features in a chunk, at least 16; the last chunk may be shorter.
         mode: ``"sparse_dw"`` (sparse gradients of weight and bias), ``"sparse_dw_dx"`` (of the input too) or ``"dense"``.
+        compact_gradient: the gradients of weight and bias are ``torch.sparse_coo`` tensors of the active rows only, as those
+            of ``torch.nn.Embedding(sparse=True)``; the last chunk must then be a full one. See
+            :class:`kernelbook.train.ChunkAdamW` for an optimizer.
+
+    Raises:
+        ValueError: ``compact_gradient`` is set and ``chunk_size`` does not divide ``out_features``.
     """
 
     active_chunks: torch.Tensor | None
@@ -65,9 +72,15 @@ class SparseLinear(torch.nn.Linear):
         *,
         chunk_size: int = 64,
         mode: str = "sparse_dw",
+        compact_gradient: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.chunk_size, self.mode = chunk_size, mode
+        if compact_gradient and out_features % chunk_size:
+            raise ValueError(
+                f"SparseLinear: out_features must be a multiple of chunk_size ({chunk_size}) "
+                f"for compact gradients, got {out_features}"
+            )
+        self.chunk_size, self.mode, self.compact_gradient = chunk_size, mode, compact_gradient
         self.active_chunks = None
 
     @property
@@ -77,6 +90,10 @@ class SparseLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
+        if self.compact_gradient and self.active_chunks is not None and self.mode != "dense":
+            return compact_sparse_linear(
+                input, self.weight, self.bias, self.active_chunks, chunk_size=self.chunk_size, mode=self.mode
+            )
         return sparse_linear(
             input, self.weight, self.bias, self.active_chunks, chunk_size=self.chunk_size, mode=self.mode
         )

@@ -1,0 +1,286 @@
+"""What is measured of ``attention``: forward and backward beside PyTorch's own attention and FlexAttention, and the errors."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernelbook import check, runtime, timing
+from kernelbook.attention import op
+from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
+
+__all__ = ["cases", "extras", "small_checks"]
+
+# B, H, H_kv, N, D, causal
+SHAPES = (
+    (4, 48, 48, 4096, 64, True),
+    (4, 16, 16, 4096, 128, True),
+    (1, 16, 16, 16384, 128, True),
+    (4, 16, 16, 4096, 128, False),
+    (4, 32, 8, 4096, 128, True),
+)
+# The sweep: 16,384 tokens (one sequence if it is longer), 2,048 features over all heads.
+SWEEP_N = (1024, 2048, 4096, 8192, 16384, 32768)
+TOKENS, FEATURES = 16384, 2048
+LARGEST_MATH = 4096  # with the score matrix, longer sequences take seconds and tens of GB
+CHECKED_WHOLE = 4096  # of longer sequences the first key head is checked: float64 takes its time too
+
+ERROR_SHAPE = (1, 8, 8, 4096, 128, True)
+ERROR_COLUMNS = ("run", "op", "provider", "dtype", "shape", "output", "error", *timing.ENVIRONMENT)
+ERROR_KEY = ("op", "provider", "dtype", "shape", "output")
+
+Tensors = Sequence[torch.Tensor]
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _inputs(b: int, h: int, h_kv: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k, v that want gradients, and do."""
+    q, k, v, do = (torch.randn(b, heads, n, d, dtype=dtype, device=runtime.DEVICE) for heads in (h, h_kv, h_kv, h))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+
+
+def _sdpa(backend: SDPBackend, causal: bool) -> Attention:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attention
+
+
+def _flex(n: int, causal: bool) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # It is compiled for one shape at a time; Dynamo would give up after some.
+    torch._dynamo.reset()
+    # Donated buffers forbid to run a backward pass twice, which is what measuring does.
+    torch._functorch.config.donated_buffer = False
+    mask = None
+    if causal:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=str(runtime.DEVICE))
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attention
+
+
+def _kernels_of(provider: str) -> contextlib.AbstractContextManager[None]:
+    """Within the context the kernels that the provider stands for are used, forward and backward."""
+    return op.plain_kernels() if provider == "kernelbook:plain" else contextlib.nullcontext()
+
+
+def _attentions(n: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
+    """By provider. The slow ones: FlexAttention, which compiles for each shape, and the one with the score matrix."""
+    found: dict[str, Attention] = {
+        "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION, causal),
+        "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, causal),
+        "kernelbook": functools.partial(op.flash_attention, causal=causal),
+        "kernelbook:plain": functools.partial(op.flash_attention, causal=causal),
+    }
+    if slow_ones:
+        found["flex"] = _flex(n, causal)
+        if n <= LARGEST_MATH:
+            found["sdpa_math"] = _sdpa(SDPBackend.MATH, causal)
+    return found
+
+
+def _by_head(
+    reference: Callable[..., Any], tensors: Tensors, group: int, causal: bool
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The reference in float64, for one key head of one batch at a time: whole score matrices would not fit."""
+    num_kv = tensors[0].shape[1] // group
+    for b in range(tensors[0].shape[0]):
+        for heads in zip(*(t.detach()[b : b + 1].double().chunk(num_kv, dim=1) for t in tensors), strict=True):
+            out = reference(*heads, causal=causal)
+            yield out if isinstance(out, tuple) else (out,)
+
+
+def _truth(reference: Callable[..., Any], tensors: Tensors, group: int, causal: bool) -> Tensors:
+    """The reference in float64. ``tensors``: the first has all query heads."""
+    b, h_kv = tensors[0].shape[0], tensors[0].shape[1] // group
+    outputs = zip(*_by_head(reference, tensors, group, causal), strict=True)
+    return [torch.cat(parts).unflatten(0, (b, h_kv)).flatten(1, 2) for parts in outputs]
+
+
+def _takes(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a peer takes tensors of this kind at all."""
+    try:
+        attention(q, k, v)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _problem(
+    mode: str, b: int, h: int, h_kv: int, n: int, d: int, causal: bool, dtype: torch.dtype, slow_ones: bool
+) -> timing.Problem:
+    q, k, v, do = _inputs(b, h, h_kv, n, d, dtype)
+    given = _attentions(n, causal, slow_ones=slow_ones)
+    attentions = {name: call for name, call in given.items() if name.startswith("kernelbook") or _takes(call, q, k, v)}
+
+    def forward(provider: str) -> Callable[[], Tensors]:
+        def call() -> Tensors:
+            with torch.no_grad(), _kernels_of(provider):
+                return [given[provider](q, k, v)]
+
+        return call
+
+    def backward(provider: str) -> Callable[[], Tensors]:
+        with _kernels_of(provider):
+            o = given[provider](q, k, v)
+
+        def call() -> Tensors:
+            with _kernels_of(provider):
+                return torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+        return call
+
+    make = forward if mode == "forward" else backward
+    calls: dict[str, Callable[[], Tensors]] = {provider: make(provider) for provider in attentions}
+
+    def checked(out: Tensors) -> Tensors:
+        """What is compared with float64: heads that share a key head stay together."""
+        return out if n <= CHECKED_WHOLE else [t[:1, : t.shape[1] // h_kv] for t in out]
+
+    def truth() -> Tensors:
+        if mode == "forward":
+            return _truth(flash_attention_reference, checked((q, k, v)), h // h_kv, causal)
+        return _truth(_gradients, checked((q, k, v, do)), h // h_kv, causal)
+
+    def baseline() -> Tensors:
+        return checked(make("sdpa_flash")())
+
+    factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
+    return timing.Problem(calls, truth, baseline, factor, dict.fromkeys(calls, checked))
+
+
+def _gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return flash_attention_backward_reference(do, q, k, v, causal=causal)
+
+
+def _case(
+    mode: str,
+    shape: tuple[int, int, int, int, int, bool],
+    dtype: torch.dtype = torch.bfloat16,
+) -> timing.Case:
+    b, h, h_kv, n, d, causal = shape
+    slow_ones = dtype == torch.bfloat16 and (shape in SHAPES or (d == 128 and causal))
+    q, kv, lse = b * h * n * d, b * h_kv * n * d, 4 * b * h * n
+    if mode == "forward":  # read: q, k, v; written: o, lse
+        gbytes, gflop = ((2 * q + 2 * kv) * dtype.itemsize + lse) / 1e9, 4 * b * h * n * n * d / 1e9
+    else:  # read: q, k, v, o, do, lse; written: dq, dk, dv
+        gbytes, gflop = ((4 * q + 4 * kv) * dtype.itemsize + lse) / 1e9, 10 * b * h * n * n * d / 1e9
+    return timing.Case(
+        op="flash_attention",
+        mode=mode,
+        dtype=dtype,
+        shape={"B": b, "H": h, "H_kv": h_kv, "N": n, "S": n, "D": d, "causal": "yes" if causal else "no"},
+        x_name="N",
+        x=n,
+        gbytes=gbytes,
+        gflop=gflop / 2 if causal else gflop,
+        build=lambda: _problem(mode, b, h, h_kv, n, d, causal, dtype, slow_ones),
+    )
+
+
+def _first_call() -> timing.Case:
+    b, h, _, n, d, _ = SHAPES[1]
+    code = f"""
+import kernelbook as kb
+q, k, v = (torch.randn({b}, {h}, {n}, {d}, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+# first call
+kb.flash_attention(q, k, v, causal=True).sum().backward()
+"""
+    return timing.Case(
+        op="flash_attention",
+        mode="first_call",
+        dtype=torch.bfloat16,
+        shape={"B": b, "H": h, "H_kv": h, "N": n, "S": n, "D": d, "causal": "yes"},
+        x_name="N",
+        x=n,
+        gbytes=0.0,
+        gflop=0.0,
+        build=lambda: timing.FirstCall({"kernelbook": code}),
+    )
+
+
+def cases() -> Iterator[timing.Case]:
+    """The named shapes, and sequences from 1,024 to 32,768 at two head sizes, causal or not; forward and backward."""
+    shapes = dict.fromkeys(SHAPES)
+    for d in (64, 128):
+        for causal in (True, False):
+            for n in SWEEP_N:
+                h = FEATURES // d
+                shapes[(max(1, TOKENS // n), h, h, n, d, causal)] = None
+    for shape in shapes:
+        yield _case("forward", shape)
+        yield _case("backward", shape)
+    for d in (80, 256):
+        yield _case("forward", (4, FEATURES // d, FEATURES // d, 4096, d, True))
+        yield _case("backward", (4, FEATURES // d, FEATURES // d, 4096, d, True))
+    yield _case("forward", SHAPES[1], torch.float16)
+    yield _case("backward", SHAPES[1], torch.float16)
+    yield _first_call()
+
+
+def _errors() -> pd.DataFrame:
+    """The relative error against float64 of every output and gradient, by provider and dtype."""
+    b, h, h_kv, n, d, causal = ERROR_SHAPE
+    shape = f"B={b} H={h} H_kv={h_kv} N={n} S={n} D={d} causal=yes"
+    about = {"run": timing.new_run(), **timing.environment(timing.package_version(Path(__file__).parent))}
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        torch.manual_seed(0)
+        q, k, v, do = _inputs(b, h, h_kv, n, d, dtype)
+        truth = [
+            *_truth(flash_attention_reference, (q, k, v), 1, causal),
+            *_truth(_gradients, (q, k, v, do), 1, causal),
+        ]
+        attentions = {**_attentions(n, causal, slow_ones=False), "sdpa_math": _sdpa(SDPBackend.MATH, causal)}
+        for name, attention in attentions.items():
+            if not (name.startswith("kernelbook") or _takes(attention, q, k, v)):
+                continue
+            with _kernels_of(name):
+                o = attention(q, k, v)
+                found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+            for output, ours, exact in zip(("o", "dq", "dk", "dv"), found, truth, strict=True):
+                row = {"op": "flash_attention", "provider": name, "dtype": str(dtype)[6:], "shape": shape}
+                rows.append({**about, **row, "output": output, "error": f"{check.relative_error(ours, exact):.4g}"})
+    return pd.DataFrame(rows, columns=list(ERROR_COLUMNS))
+
+
+def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
+    """Tables besides the measurements, by the stem of their file."""
+    return {"attention_errors": (_errors(), ERROR_KEY)}
+
+
+def small_checks() -> list[check.Verdict]:
+    """A correctness check at small sizes, for ``doctor``."""
+    torch.manual_seed(0)
+    verdicts = []
+    for dtype, n, s, d, causal in (
+        (torch.float32, 70, 70, 64, True),
+        (torch.float16, 70, 70, 64, True),
+        (torch.bfloat16, 40, 100, 128, True),
+        (torch.bfloat16, 100, 40, 128, False),
+    ):
+        q, k, v = (torch.randn(1, h, m, d, device=runtime.DEVICE).to(dtype) for h, m in ((4, n), (2, s), (2, s)))
+        found = check.check_op(
+            functools.partial(op.flash_attention, causal=causal),
+            functools.partial(flash_attention_reference, causal=causal),
+            {"q": q, "k": k, "v": v},
+            grads=("q", "k", "v"),
+            require=False,
+        )
+        label = f"{str(dtype)[6:]}, {n} x {s} x {d}{', causal' if causal else ''}"
+        verdicts += [v.renamed(f"flash_attention[{label}] {v.name}") for v in found]
+    return verdicts

@@ -1,0 +1,509 @@
+"""Attention without the score matrix: softmax(scale q k^T) v and its gradients, one tile of scores at a time.
+
+Forward: a program owns BLOCK_M queries of one head. It walks over the keys, BLOCK_N at a time, and keeps for each query
+the largest score m so far, the sum l of exp2(score - m), and the sum acc of exp2(score - m) v; when m grows, l and acc are
+scaled down by what it grew. Scores are in base 2: ``scale`` comes multiplied by log2(e). The output is acc / l, and
+lse = m + log2(l) is saved: all that the backward pass needs to recompute a probability as exp2(score - lse).
+
+Backward, from delta = rowsum(o * do):
+
+    dkdv   a program owns BLOCK_N keys and walks over the queries, of all heads that share these keys
+    dq     a program owns BLOCK_M queries and walks over the keys, as the forward pass does
+
+Each output has one owner, so nothing is added atomically and results are bitwise reproducible; the price is that both
+kernels recompute the scores: seven matrix products where five would do. dkdv computes transposed tiles (keys x queries), so
+that each of its products reads its left operand as it lies in registers.
+
+Causal: query i sees the keys up to i + S - N. Tiles that no query sees are not visited; only tiles on the diagonal, and the
+last ones, are masked, in loops of their own.
+
+Operations: 4 B H N S D forward, 10 B H N S D backward (half of that if causal). Bytes: q, k, v, o once, plus 4 B H N.
+
+Not handled: dropout, bias, windows, other masks, head sizes above 256.
+"""
+
+import dataclasses
+import functools
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import triton
+import triton.language as tl
+
+# --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows(
+    x, stride_b, stride_h, stride_n, stride_d,  # (B, H, N, D): a pointer with strides, or a tensor descriptor
+    b, h, start, N, D: tl.constexpr,
+    MASKED: tl.constexpr, BOXES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """BLOCK rows of a head from ``start`` on, as a (BLOCK, BLOCK_D) tile; zeros beyond N (if MASKED) and D."""
+    if BOXES:
+        tile = x.load([b, h, start, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        offs_n = tl.arange(0, BLOCK)
+        offs_d = tl.arange(0, BLOCK_D)
+        # The first row's address is one number; a tile of addresses that moves would take two registers an element.
+        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + (start + tl.zeros((), tl.int64)) * stride_n
+        ptrs = base + (offs_n.to(tl.int64)[:, None] * stride_n + offs_d.to(tl.int64)[None, :] * stride_d)
+        if MASKED and D == BLOCK_D:
+            tile = tl.load(ptrs, mask=(start + offs_n < N)[:, None], other=0.0)
+        elif MASKED:
+            tile = tl.load(ptrs, mask=(start + offs_n < N)[:, None] & (offs_d < D)[None, :], other=0.0)
+        elif D == BLOCK_D:
+            tile = tl.load(ptrs)
+        else:
+            tile = tl.load(ptrs, mask=(offs_d < D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_rows(
+    x_ptr, stride_b, stride_h, stride_n, stride_d,  # (B, H, N, D)
+    tile, b, h, start, N, D: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_n = start + tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
+    ptrs = x_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    ptrs += offs_n.to(tl.int64)[:, None] * stride_n + offs_d.to(tl.int64)[None, :] * stride_d
+    mask = (offs_n < N)[:, None]
+    if D != BLOCK_D:
+        mask = mask & (offs_d < D)[None, :]
+    tl.store(ptrs, tile.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b``. To tf32 operands are rounded; the tensor cores alone would cut their last bits off."""
+    if PRECISION == "tf32":
+        a = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        b = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def _place(pid, num_blocks, num_heads, section, REVERSED: tl.constexpr):
+    """-> block, head of a program. ``section`` heads are worked on at a time: their keys and values stay in the L2 cache.
+
+    Within a section all heads' first blocks come first (the last blocks, if REVERSED): those with most work, so that the
+    short ones fill the multiprocessors that would idle at the end.
+    """
+    first = pid // (section * num_blocks) * section
+    within = pid % (section * num_blocks)
+    heads = tl.minimum(section, num_heads - first)
+    block = within // heads
+    if REVERSED:
+        block = num_blocks - 1 - block
+    return block, first + within % heads
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _flash_attention_fwd_steps(
+    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,), (BLOCK_M,), (BLOCK_M, BLOCK_D)
+    k, stride_kb, stride_kh, stride_kn, stride_kd,
+    v, stride_vb, stride_vh, stride_vn, stride_vd,
+    b, h_kv, offs_m, first, last, diagonal, S, scale,
+    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
+    for start in range(first, last, BLOCK_N):
+        k_tile = _rows(
+            k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
+        )
+        scores = _dot(q, k_tile.T, tl.zeros((q.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        if MASKED:
+            offs_n = start + tl.arange(0, BLOCK_N)
+            seen = (offs_n < S)[None, :]
+            if CAUSAL:
+                seen = seen & (offs_n[None, :] <= offs_m[:, None] + diagonal)
+            scores = tl.where(seen, scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
+        # Where nothing was seen yet, -inf - (-inf) would be NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+        p = tl.math.exp2(scores * scale - shift[:, None])
+        alpha = tl.math.exp2(m - shift)
+        l = l * alpha + tl.sum(p, axis=1)
+        acc = acc * alpha[:, None]
+        m = m_new
+        v_tile = _rows(
+            v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
+        )
+        acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
+    return acc, l, m
+
+
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "section"])
+def _flash_attention_fwd_kernel(
+    q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
+    k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
+    v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
+    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
+    lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen
+    B, H, N, S, section,
+    scale,  # with log2(e)
+    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid_m, head = _place(tl.program_id(0), tl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
+    b, h = head // H, head % H
+    start_m = pid_m * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q_tile = _rows(q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+    l = tl.zeros((BLOCK_M,), ACC)
+    m = tl.full((BLOCK_M,), float("-inf"), ACC)
+
+    # Query i sees the keys up to i + diagonal. All queries of the block see those before ``full``, none those from ``last``.
+    diagonal = S - N
+    if CAUSAL:
+        last = tl.maximum(tl.minimum(start_m + BLOCK_M + diagonal, S), 0)
+        full = tl.maximum(tl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N * BLOCK_N
+    else:
+        last = S
+        full = S // BLOCK_N * BLOCK_N
+    acc, l, m = _flash_attention_fwd_steps(
+        acc, l, m, q_tile,
+        k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+        b, h // GROUP, offs_m, 0, full, diagonal, S, scale,
+        D, False, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    acc, l, m = _flash_attention_fwd_steps(
+        acc, l, m, q_tile,
+        k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+        b, h // GROUP, offs_m, full, last, diagonal, S, scale,
+        D, True, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+
+    seen = l > 0.0
+    acc = acc / tl.where(seen, l, 1.0)[:, None]
+    lse = tl.where(seen, m + tl.math.log2(tl.where(seen, l, 1.0)), float("inf"))
+    tl.store(lse_ptr + head.to(tl.int64) * N + offs_m, lse, mask=offs_m < N)
+    _store_rows(o_ptr, stride_ob, stride_oh, stride_on, stride_od, acc, b, h, start_m, N, D, BLOCK_M, BLOCK_D)
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["H", "N", "n_padded"])
+def _flash_attention_bwd_delta_kernel(
+    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output of the forward pass
+    do_ptr, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) its gradient
+    lse_ptr,  # (B, H, N), contiguous, if PADDED
+    delta_ptr,  # (B, H, n_padded) rowsum(o * do), contiguous; 0 beyond N
+    padded_ptr,  # (B, H, n_padded) lse, +inf beyond N, if PADDED
+    H, N, n_padded,
+    D: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    num_blocks = tl.cdiv(n_padded, BLOCK_M)
+    head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
+    b, h = head // H, head % H
+    o = _rows(o_ptr, stride_ob, stride_oh, stride_on, stride_od, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D)
+    do = _rows(
+        do_ptr, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D
+    )
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    out = head.to(tl.int64) * n_padded + offs_m
+    delta = tl.sum(o.to(ACC) * do.to(ACC), axis=1)
+    tl.store(delta_ptr + out, delta, mask=offs_m < n_padded)
+    if PADDED:
+        lse = tl.load(lse_ptr + head.to(tl.int64) * N + offs_m, mask=offs_m < N, other=float("inf"))
+        tl.store(padded_ptr + out, lse, mask=offs_m < n_padded)
+
+
+@triton.jit
+def _flash_attention_bwd_dkdv_steps(
+    dk, dv, k_tile, v_tile,  # (BLOCK_N, BLOCK_D) each
+    q, stride_qb, stride_qh, stride_qn, stride_qd,
+    do, stride_dob, stride_doh, stride_don, stride_dod,
+    lse_ptr, delta_ptr,  # of this head
+    b, h, offs_n, first, last, diagonal, N, scale,
+    D: tl.constexpr, MASKED: tl.constexpr, BOXES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The queries from ``first`` to ``last``; masked where a query does not see all of the keys."""
+    for start in range(first, last, BLOCK_M):
+        start = tl.multiple_of(start, BLOCK_M)
+        offs_m = start + tl.arange(0, BLOCK_M)
+        q_tile = _rows(q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start, N, D, True, BOXES, BLOCK_M, BLOCK_D)
+        # Beyond the last query lse is +inf, so that probabilities there are zero.
+        lse = tl.load(lse_ptr + offs_m, mask=offs_m < N, other=float("inf"))
+        delta = tl.load(delta_ptr + offs_m, mask=offs_m < N, other=0.0)
+        scores = _dot(k_tile, q_tile.T, tl.zeros((k_tile.shape[0], BLOCK_M), ACC), PRECISION)  # (BLOCK_N, BLOCK_M)
+        p = tl.math.exp2(scores * scale - lse[None, :])
+        if MASKED:
+            p = tl.where(offs_n[:, None] <= offs_m[None, :] + diagonal, p, 0.0)
+        do_tile = _rows(
+            do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N, D, True, BOXES, BLOCK_M, BLOCK_D
+        )
+        dp = _dot(v_tile, do_tile.T, tl.zeros((v_tile.shape[0], BLOCK_M), ACC), PRECISION)  # (BLOCK_N, BLOCK_M)
+        dv = _dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = _dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+def _flash_attention_bwd_dkdv_kernel(
+    q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
+    k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
+    v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
+    do, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) gradient of the output
+    lse_ptr, delta_ptr,  # (B, H, n_padded) from the forward pass; rowsum(o * do)
+    dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,  # (B, H / GROUP, S, D)
+    dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd,  # (B, H / GROUP, S, D)
+    B, H, N, S, n_padded, section,
+    scale,  # with log2(e)
+    dk_scale,  # without
+    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid_n, head_kv = _place(tl.program_id(0), tl.cdiv(S, BLOCK_N), B * (H // GROUP), section, False)
+    b, h_kv = head_kv // (H // GROUP), head_kv % (H // GROUP)
+    start_n = pid_n * BLOCK_N
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    k_tile = _rows(k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start_n, S, D, True, BOXES, BLOCK_N, BLOCK_D)
+    v_tile = _rows(v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start_n, S, D, True, BOXES, BLOCK_N, BLOCK_D)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+
+    # No query before ``first`` sees any of these keys; those from ``full`` on see all of them.
+    diagonal = S - N
+    first = 0
+    full = 0
+    if CAUSAL:
+        first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M
+        full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
+    for member in range(GROUP):
+        h = h_kv * GROUP + member
+        rows = (b.to(tl.int64) * H + h) * n_padded
+        if CAUSAL:
+            dk, dv = _flash_attention_bwd_dkdv_steps(
+                dk, dv, k_tile, v_tile,
+                q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
+                lse_ptr + rows, delta_ptr + rows, b, h, offs_n, first, tl.minimum(full, N), diagonal, N, scale,
+                D, True, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+        dk, dv = _flash_attention_bwd_dkdv_steps(
+            dk, dv, k_tile, v_tile,
+            q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
+            lse_ptr + rows, delta_ptr + rows, b, h, offs_n, full, N, diagonal, N, scale,
+            D, False, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    _store_rows(
+        dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd, dk * dk_scale, b, h_kv, start_n, S, D, BLOCK_N, BLOCK_D
+    )
+    _store_rows(dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd, dv, b, h_kv, start_n, S, D, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def _flash_attention_bwd_dq_steps(
+    dq, q_tile, do_tile,  # (BLOCK_M, BLOCK_D) each
+    lse, delta,  # (BLOCK_M,) each
+    k, stride_kb, stride_kh, stride_kn, stride_kd,
+    v, stride_vb, stride_vh, stride_vn, stride_vd,
+    b, h_kv, offs_m, first, last, diagonal, S, scale,
+    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
+    for start in range(first, last, BLOCK_N):
+        k_tile = _rows(
+            k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
+        )
+        v_tile = _rows(
+            v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
+        )
+        scores = _dot(q_tile, k_tile.T, tl.zeros((q_tile.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        p = tl.math.exp2(scores * scale - lse[:, None])
+        if MASKED:
+            offs_n = start + tl.arange(0, BLOCK_N)
+            seen = (offs_n < S)[None, :]
+            if CAUSAL:
+                seen = seen & (offs_n[None, :] <= offs_m[:, None] + diagonal)
+            p = tl.where(seen, p, 0.0)
+        dp = _dot(do_tile, v_tile.T, tl.zeros((do_tile.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        ds = p * (dp - delta[:, None])
+        dq = _dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+def _flash_attention_bwd_dq_kernel(
+    q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
+    k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
+    v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
+    do, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) gradient of the output
+    lse_ptr, delta_ptr,  # (B, H, n_padded) from the forward pass; rowsum(o * do)
+    dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd,  # (B, H, N, D)
+    B, H, N, S, n_padded, section,
+    scale,  # with log2(e)
+    dq_scale,  # without
+    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid_m, head = _place(tl.program_id(0), tl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
+    b, h = head // H, head % H
+    start_m = pid_m * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    rows = head.to(tl.int64) * n_padded
+    q_tile = _rows(q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D)
+    do_tile = _rows(
+        do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D
+    )
+    lse = tl.load(lse_ptr + rows + offs_m, mask=offs_m < N, other=float("inf"))
+    delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < N, other=0.0)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+
+    diagonal = S - N
+    if CAUSAL:
+        last = tl.maximum(tl.minimum(start_m + BLOCK_M + diagonal, S), 0)
+        full = tl.maximum(tl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N * BLOCK_N
+    else:
+        last = S
+        full = S // BLOCK_N * BLOCK_N
+    dq = _flash_attention_bwd_dq_steps(
+        dq, q_tile, do_tile, lse, delta,
+        k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+        b, h // GROUP, offs_m, 0, full, diagonal, S, scale,
+        D, False, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    dq = _flash_attention_bwd_dq_steps(
+        dq, q_tile, do_tile, lse, delta,
+        k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+        b, h // GROUP, offs_m, full, last, diagonal, S, scale,
+        D, True, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    _store_rows(
+        dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, dq * dq_scale, b, h, start_m, N, D, BLOCK_M, BLOCK_D
+    )
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+KERNELS = ("fwd", "dkdv", "dq")
+DELTA_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """BLOCK_M queries, BLOCK_N keys."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+# By kernel and BLOCK_D, for 16 bits an element. On Hopper, where tensor descriptors copy the tiles: the fastest of some 25
+# tiles a kernel on an H200, at 4,096 queries.
+HOPPER_TILES = {
+    "fwd": {
+        16: _Tiles(64, 128, 4, 2),
+        32: _Tiles(64, 128, 4, 2),
+        64: _Tiles(64, 128, 4, 2),
+        128: _Tiles(64, 64, 4, 3),
+        256: _Tiles(128, 64, 8, 2),
+    },
+    "dkdv": {
+        16: _Tiles(64, 64, 4, 2),
+        32: _Tiles(64, 64, 4, 2),
+        64: _Tiles(128, 64, 4, 2),
+        128: _Tiles(64, 64, 4, 2),
+        256: _Tiles(32, 64, 8, 2),
+    },
+    "dq": {
+        16: _Tiles(64, 64, 4, 2),
+        32: _Tiles(64, 64, 4, 2),
+        64: _Tiles(64, 64, 4, 2),
+        128: _Tiles(128, 64, 8, 3),
+        256: _Tiles(64, 32, 4, 2),
+    },
+}
+# Elsewhere, and where ordinary loads take registers for addresses and masks: as large as fits into registers.
+TILES = {
+    "fwd": {
+        16: _Tiles(64, 64, 4, 3),
+        32: _Tiles(64, 64, 4, 3),
+        64: _Tiles(64, 64, 4, 3),
+        128: _Tiles(64, 64, 8, 2),
+        256: _Tiles(64, 32, 8, 2),
+    },
+    "dkdv": {
+        16: _Tiles(32, 64, 8, 2),
+        32: _Tiles(32, 64, 8, 2),
+        64: _Tiles(32, 64, 8, 2),
+        128: _Tiles(32, 32, 8, 2),
+        256: _Tiles(32, 32, 8, 2),
+    },
+    "dq": {
+        16: _Tiles(64, 32, 4, 2),
+        32: _Tiles(64, 32, 4, 2),
+        64: _Tiles(64, 32, 4, 2),
+        128: _Tiles(64, 32, 8, 2),
+        256: _Tiles(64, 32, 8, 2),
+    },
+}
+
+
+def has_boxes(properties: runtime.DeviceProperties) -> bool:
+    """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
+    arch = properties.arch
+    return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
+
+
+def _shared_bytes(kernel: str, tiles: _Tiles, width: int, itemsize: int, amd: bool) -> int:
+    """The tiles that a program keeps in shared memory."""
+    owned, moved = (tiles.m, tiles.n) if kernel != "dkdv" else (tiles.n, tiles.m)
+    kept = {"fwd": 1, "dkdv": 2, "dq": 2}[kernel] * owned
+    # A stage is one tile of each operand that the loop reads; AMD's pipeline keeps the newest in registers.
+    return (kept + 2 * moved * (tiles.stages - amd)) * width * itemsize
+
+
+def block_d(d: int) -> int:
+    """The width of a tile of rows: the tensor cores take no less than 16."""
+    return max(16, triton.next_power_of_2(d))
+
+
+@functools.lru_cache(maxsize=1024)
+def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> triton.Config:
+    """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
+    width = block_d(d)
+    hopper = boxes and properties.arch in ("sm_90", "interpreter")
+    tiles = (HOPPER_TILES if hopper else TILES)[kernel][width]
+    if itemsize > 2:
+        # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
+        wide = kernel == "fwd" and itemsize == 4 and width <= 64 and boxes
+        tiles = _Tiles(64, 32, 8, 2) if wide else _Tiles(16, 16, 4, 2)
+    # Ordinary loads that feed the tensor cores and, turned, registers too are not pipelined (see sparse_linear).
+    stages = 1 if itemsize > 2 and not boxes else tiles.stages
+    amd = properties.arch.startswith("gfx")
+    while stages > 1:
+        tiles = dataclasses.replace(tiles, stages=stages)
+        if _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program:
+            break
+        stages -= 1
+    blocks = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_D": width}
+    return triton.Config(blocks, num_warps=tiles.warps, num_stages=stages)
+
+
+def section(length: int, d: int, itemsize: int, causal: bool, properties: runtime.DeviceProperties) -> int:
+    """How many heads to work on at a time.
+
+    Where programs differ in length, many heads, so that all long programs come first; but two (length, d) tensors of each
+    shall fit in half the L2 cache. Where they do not, one head after the other.
+    """
+    return max(1, properties.l2_bytes // 2 // (2 * length * d * itemsize)) if causal else 1

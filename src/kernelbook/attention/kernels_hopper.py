@@ -1,0 +1,705 @@
+"""The kernels for Hopper GPUs, in Gluon: the algorithms of ``kernels.py`` with the overlap written out by hand.
+
+A program has one producer warp and two or three consumer warpgroups. The producer copies tiles into a ring of buffers in
+shared memory; barriers there say which buffer is full and which is free. Each consumer owns 64 rows and never waits for
+another's arithmetic, so that one's exponentials run beside another's matrix products. In addition, where registers allow
+it, a consumer of the forward pass starts the product for the next tile's scores before it takes the softmax of this one
+(Shah et al., "FlashAttention-3" (2024), section 3).
+
+    forward  a consumer owns 64 queries; two take turns with the tensor cores, or three run free
+    dkdv     a consumer owns 64 keys, on transposed tiles
+    dq       a consumer owns 64 queries
+
+Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``forward_config`` and
+``backward_config`` leave to the plain kernels.
+"""
+
+import functools
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import triton
+import triton.experimental.gluon as gluon
+import triton.experimental.gluon.language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = 64  # queries of one warpgroup
+
+
+@gluon.jit
+def _place(pid, num_blocks, num_heads, section, REVERSED: gl.constexpr):
+    """As in ``kernels.py``: -> block, head."""
+    first = pid // (section * num_blocks) * section
+    within = pid % (section * num_blocks)
+    heads = gl.minimum(section, num_heads - first)
+    block = within // heads
+    if REVERSED:
+        block = num_blocks - 1 - block
+    return block, first + within % heads
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _produce(
+    q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
+    b, h, h_kv, start_m, count,
+    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    q_bytes: gl.constexpr = ROWS * BLOCK_D * 2
+    bytes: gl.constexpr = BLOCK_N * BLOCK_D * 2
+    for w in gl.static_range(WARPGROUPS):
+        mbarrier.expect(q_full.index(w), q_bytes)
+        tma.async_copy_global_to_shared(q, [b, h, start_m + w * ROWS, 0], q_full.index(w), q_smem.index(w))
+    for i in range(count):
+        slot = i % STAGES
+        # A buffer is free from the start: waiting for the phase before the first returns at once.
+        phase = (i // STAGES) & 1
+        start = (count - 1 - i) * BLOCK_N
+        mbarrier.wait(k_free.index(slot), phase ^ 1)
+        mbarrier.expect(k_full.index(slot), bytes)
+        tma.async_copy_global_to_shared(k, [b, h_kv, start, 0], k_full.index(slot), k_smem.index(slot))
+        mbarrier.wait(v_free.index(slot), phase ^ 1)
+        mbarrier.expect(v_full.index(slot), bytes)
+        tma.async_copy_global_to_shared(v, [b, h_kv, start, 0], v_full.index(slot), v_smem.index(slot))
+
+
+@gluon.jit
+def _softmax(scores, m, start, rows, diagonal, S, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """-> p, row sums of p, m, alpha: by what earlier sums are scaled down."""
+    if MASKED:
+        columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+        offs_n = start + gl.arange(0, scores.shape[1], layout=columns)
+        seen = gl.expand_dims(offs_n < S, 0)
+        if CAUSAL:
+            seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(rows, 1) + diagonal)
+        else:
+            seen = seen & (gl.expand_dims(rows, 1) >= 0)
+        scores = gl.where(seen, scores, float("-inf"))
+    m_new = gl.maximum(m, gl.max(scores, axis=1) * scale)
+    shift = m_new
+    if MASKED:
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
+    alpha = gl.exp2(m - shift)
+    return p, gl.sum(p, axis=1), m_new, alpha
+
+
+@gluon.jit
+def _step_alone(
+    i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
+    count, rows, diagonal, S, scale,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
+    slot = i % STAGES
+    phase = (i // STAGES) & 1
+    mbarrier.wait(k_full.index(slot), phase)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    scores = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_free.index(slot))
+    p, sums, m, alpha = _softmax(scores, m, (count - 1 - i) * BLOCK_N, rows, diagonal, S, scale, MASKED, CAUSAL)
+    l = l * alpha + sums
+    left = gl.convert_layout(p.to(q.dtype), LEFT)
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
+    mbarrier.wait(v_full.index(slot), phase)
+    out = warpgroup_mma(left, v_smem.index(slot), acc, is_async=True)
+    acc, left = warpgroup_mma_wait(0, deps=[out, left])
+    mbarrier.arrive(v_free.index(slot))
+    return acc, l, m
+
+
+@gluon.jit
+def _step(
+    i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
+    count, rows, diagonal, S, scale,
+    W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """The scores and softmax of tile i; the product with the values of tile i - 1."""
+    slot, before = i % STAGES, (i - 1) % STAGES
+    mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
+    # The first one's first turn has no one before it.
+    if W == 0:
+        mbarrier.wait(turn.index(W), i & 1)
+    else:
+        mbarrier.wait(turn.index(W), (i & 1) ^ 1)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    scores = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # Probabilities go from step to step in float32: as pairs of 16 bits they would be taken apart and packed again.
+    left = gl.convert_layout(p.to(q.dtype), LEFT)
+    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    out = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
+    mbarrier.arrive(turn.index((W + 1) % WARPGROUPS))
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_free.index(slot))
+    p, sums, m, alpha = _softmax(scores, m, (count - 1 - i) * BLOCK_N, rows, diagonal, S, scale, MASKED, CAUSAL)
+    l = l * alpha + sums
+    acc, left = warpgroup_mma_wait(0, deps=[out, left])
+    mbarrier.arrive(v_free.index(before))
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
+    return acc, l, m, p
+
+
+@gluon.jit
+def _consume(
+    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
+    b, h, head, start_m, count, masked, diagonal, N, S, scale,
+    W: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    q = q_smem.index(W)
+    m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+
+    mbarrier.wait(q_full.index(W), 0)
+    if OVERLAP:
+        mbarrier.wait(k_full.index(0), 0)
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+        scores = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(0))
+        p, l, m, _alpha = _softmax(scores, m, (count - 1) * BLOCK_N, rows, diagonal, S, scale, True, CAUSAL)
+        for i in range(1, masked):
+            acc, l, m, p = _step(
+                i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn, count, rows, diagonal, S, scale,
+                W, WARPGROUPS, STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            )  # fmt: skip
+        for i in range(masked, count):
+            acc, l, m, p = _step(
+                i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn, count, rows, diagonal, S, scale,
+                W, WARPGROUPS, STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            )  # fmt: skip
+        last = count - 1
+        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+        left = gl.convert_layout(p.to(q.dtype), LEFT)
+        acc = warpgroup_mma(left, v_smem.index(last % STAGES), acc, is_async=True)
+        acc, left = warpgroup_mma_wait(0, deps=[acc, left])
+    else:
+        l = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, SCORES))
+        for i in range(masked):
+            acc, l, m = _step_alone(
+                i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free, count, rows, diagonal, S, scale,
+                STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            )  # fmt: skip
+        for i in range(masked, count):
+            acc, l, m = _step_alone(
+                i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free, count, rows, diagonal, S, scale,
+                STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            )  # fmt: skip
+
+    seen = l > 0.0
+    l = gl.where(seen, l, 1.0)
+    lse = gl.where(seen, m + gl.log2(l), float("inf"))
+    gl.store(lse_ptr + head.to(gl.int64) * N + rows, lse, mask=rows < N)
+    acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, OUT)), 1)
+    # The queries are not needed any more.
+    q.store(acc.to(q.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o, [b, h, start_m + W * ROWS, 0], q)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section"])
+def _flash_attention_fwd_hopper_kernel(
+    q, k, v, o,  # tensor descriptors: (B, H, N, D), (B, H / GROUP, S, D) twice, (B, H, N, D)
+    lse_ptr,  # (B, H, N), contiguous
+    B, H, N, S, section,
+    scale,  # with log2(e)
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = WARPGROUPS * ROWS
+    block, head = _place(gl.program_id(0), gl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
+    b, h = head // H, head % H
+    start_m = block * BLOCK_M
+
+    diagonal = S - N
+    if CAUSAL:
+        last = gl.maximum(gl.minimum(start_m + BLOCK_M + diagonal, S), 0)
+        full = gl.maximum(gl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N
+    else:
+        last = S
+        full = S // BLOCK_N
+    count = gl.maximum(gl.cdiv(last, BLOCK_N), 1)
+    masked = gl.maximum(count - full, 1)
+
+    dtype: gl.constexpr = q.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, BLOCK_D], Q_TILE)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], TILE)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], TILE)
+    q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
+    turn = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for w in gl.static_range(WARPGROUPS):
+        mbarrier.init(q_full.index(w), count=1)
+        mbarrier.init(turn.index(w), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=WARPGROUPS)
+        mbarrier.init(v_free.index(s), count=WARPGROUPS)
+    fence_async_shared()
+
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
+                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
+                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                )),
+                (_consume, (
+                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
+                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
+                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                )),
+                (_produce, (
+                    q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
+                    b, h, h // GROUP, start_m, count,
+                    WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
+                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
+                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                )),
+                (_consume, (
+                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
+                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
+                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                )),
+                (_consume, (
+                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
+                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
+                    2, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                )),
+                (_produce, (
+                    q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
+                    b, h, h // GROUP, start_m, count,
+                    WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
+                )),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _dkdv_produce(
+    q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
+    kv_full, q_full, q_free, do_full, do_free,
+    b, h_kv, H, start_n, first, count, n_padded,
+    GROUP: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    own_bytes: gl.constexpr = 2 * ROWS * BLOCK_D * 2
+    bytes: gl.constexpr = BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4
+    for w in gl.static_range(WARPGROUPS):
+        mbarrier.expect(kv_full.index(w), own_bytes)
+        tma.async_copy_global_to_shared(k, [b, h_kv, start_n + w * ROWS, 0], kv_full.index(w), k_smem.index(w))
+        tma.async_copy_global_to_shared(v, [b, h_kv, start_n + w * ROWS, 0], kv_full.index(w), v_smem.index(w))
+    for i in range(GROUP * count):
+        h = h_kv * GROUP + i // count
+        start = first + i % count * BLOCK_M
+        row = (b * H + h) * n_padded + start
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(q_free.index(slot), phase ^ 1)
+        mbarrier.expect(q_full.index(slot), bytes)
+        tma.async_copy_global_to_shared(q, [b, h, start, 0], q_full.index(slot), q_smem.index(slot))
+        tma.async_copy_global_to_shared(lse, [row], q_full.index(slot), lse_smem.index(slot))
+        mbarrier.wait(do_free.index(slot), phase ^ 1)
+        mbarrier.expect(do_full.index(slot), bytes)
+        tma.async_copy_global_to_shared(do, [b, h, start, 0], do_full.index(slot), do_smem.index(slot))
+        tma.async_copy_global_to_shared(delta, [row], do_full.index(slot), delta_smem.index(slot))
+
+
+@gluon.jit
+def _dkdv_step(
+    i, start, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free,
+    columns, diagonal, scale,
+    STAGES: gl.constexpr, MASKED: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    slot = i % STAGES
+    phase = (i // STAGES) & 1
+    q, do = q_smem.index(slot), do_smem.index(slot)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    mbarrier.wait(q_full.index(slot), phase)
+    scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(slot), phase)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = lse_smem.index(slot).load(gl.SliceLayout(0, SCORES))
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    # Beyond the last query lse is +inf, so that probabilities there are zero.
+    p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
+    if MASKED:
+        rows = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
+        p = gl.where(gl.expand_dims(columns, 1) <= gl.expand_dims(rows, 0) + diagonal, p, 0.0)
+    left = gl.convert_layout(p.to(do.dtype), LEFT)
+    delta = delta_smem.index(slot).load(gl.SliceLayout(0, SCORES))
+    dv = warpgroup_mma(left, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = p * (dp - gl.expand_dims(delta, 0))
+    right = gl.convert_layout(ds.to(q.dtype), LEFT)
+    dk = warpgroup_mma(right, q, dk, is_async=True)
+    dv, left = warpgroup_mma_wait(1, deps=[dv, left])
+    mbarrier.arrive(do_free.index(slot))
+    dk, right = warpgroup_mma_wait(0, deps=[dk, right])
+    mbarrier.arrive(q_free.index(slot))
+    return dk, dv
+
+
+@gluon.jit
+def _dkdv_consume(
+    dk_out, dv_out, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_full, q_full, q_free, do_full, do_free,
+    b, h_kv, start_n, first, masked, count, diagonal, scale, dk_scale,
+    W: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    k, v = k_smem.index(W), v_smem.index(W)
+    columns = start_n + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    mbarrier.wait(kv_full.index(W), 0)
+    for member in range(GROUP):
+        for i in range(masked):
+            dk, dv = _dkdv_step(
+                member * count + i, first + i * BLOCK_M, dk, dv, k, v,
+                q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free, columns, diagonal, scale,
+                STAGES, True, ROWS, BLOCK_M, SCORES, LEFT,
+            )  # fmt: skip
+        for i in range(masked, count):
+            dk, dv = _dkdv_step(
+                member * count + i, first + i * BLOCK_M, dk, dv, k, v,
+                q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free, columns, diagonal, scale,
+                STAGES, False, ROWS, BLOCK_M, SCORES, LEFT,
+            )  # fmt: skip
+    # This warpgroup's keys and values are not needed any more.
+    k.store((dk * dk_scale).to(k.dtype))
+    v.store(dv.to(v.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_out, [b, h_kv, start_n + W * ROWS, 0], k)
+    tma.async_copy_shared_to_global(dv_out, [b, h_kv, start_n + W * ROWS, 0], v)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+def _flash_attention_bwd_dkdv_hopper_kernel(
+    q, k, v, do, dk, dv,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for the others
+    lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
+    B, H, N, S, n_padded, section,
+    scale,  # with log2(e)
+    dk_scale,  # without
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    BLOCK_N: gl.constexpr = 2 * ROWS
+    block, head = _place(gl.program_id(0), gl.cdiv(S, BLOCK_N), B * (H // GROUP), section, False)
+    b, h_kv = head // (H // GROUP), head % (H // GROUP)
+    start_n = block * BLOCK_N
+    diagonal = S - N
+    first = 0
+    full = 0
+    if CAUSAL:
+        first = gl.minimum(gl.maximum(start_n - diagonal, 0), N) // BLOCK_M * BLOCK_M
+        full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
+    count = gl.cdiv(gl.maximum(N - first, 0), BLOCK_M)
+    masked = gl.minimum(gl.cdiv(gl.maximum(full - first, 0), BLOCK_M), count)
+
+    dtype: gl.constexpr = q.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
+    VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], OWN)
+    v_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], OWN)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], TILE)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], TILE)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for w in gl.static_range(2):
+        mbarrier.init(kv_full.index(w), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(do_full.index(s), count=1)
+        mbarrier.init(q_free.index(s), count=2)
+        mbarrier.init(do_free.index(s), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_dkdv_consume, (
+                dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
+                kv_full, q_full, q_free, do_full, do_free,
+                b, h_kv, start_n, first, masked, count, diagonal, scale, dk_scale,
+                0, GROUP, STAGES, ROWS, BLOCK_M, BLOCK_D,
+            )),
+            (_dkdv_consume, (
+                dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
+                kv_full, q_full, q_free, do_full, do_free,
+                b, h_kv, start_n, first, masked, count, diagonal, scale, dk_scale,
+                1, GROUP, STAGES, ROWS, BLOCK_M, BLOCK_D,
+            )),
+            (_dkdv_produce, (
+                q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
+                kv_full, q_full, q_free, do_full, do_free,
+                b, h_kv, H, start_n, first, count, n_padded,
+                GROUP, 2, STAGES, ROWS, BLOCK_M, BLOCK_D,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _dq_produce(
+    q, k, v, do, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
+    b, h, h_kv, start_m, count,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    own_bytes: gl.constexpr = 2 * ROWS * BLOCK_D * 2
+    bytes: gl.constexpr = BLOCK_N * BLOCK_D * 2
+    for w in gl.static_range(2):
+        mbarrier.expect(q_full.index(w), own_bytes)
+        tma.async_copy_global_to_shared(q, [b, h, start_m + w * ROWS, 0], q_full.index(w), q_smem.index(w))
+        tma.async_copy_global_to_shared(do, [b, h, start_m + w * ROWS, 0], q_full.index(w), do_smem.index(w))
+    for i in range(count):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        start = (count - 1 - i) * BLOCK_N
+        mbarrier.wait(k_free.index(slot), phase ^ 1)
+        mbarrier.expect(k_full.index(slot), bytes)
+        tma.async_copy_global_to_shared(k, [b, h_kv, start, 0], k_full.index(slot), k_smem.index(slot))
+        mbarrier.wait(v_free.index(slot), phase ^ 1)
+        mbarrier.expect(v_full.index(slot), bytes)
+        tma.async_copy_global_to_shared(v, [b, h_kv, start, 0], v_full.index(slot), v_smem.index(slot))
+
+
+@gluon.jit
+def _dq_step(
+    i, start, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free, rows, diagonal, S, scale,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    slot = i % STAGES
+    phase = (i // STAGES) & 1
+    k, v = k_smem.index(slot), v_smem.index(slot)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    mbarrier.wait(k_full.index(slot), phase)
+    scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(slot), phase)
+    dp = warpgroup_mma(do, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    p = gl.exp2(scores * scale - gl.expand_dims(lse, 1))
+    if MASKED:
+        offs_n = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+        seen = gl.expand_dims(offs_n < S, 0)
+        if CAUSAL:
+            seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(rows, 1) + diagonal)
+        else:
+            seen = seen & (gl.expand_dims(rows, 1) >= 0)
+        p = gl.where(seen, p, 0.0)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    mbarrier.arrive(v_free.index(slot))
+    ds = p * (dp - gl.expand_dims(delta, 1))
+    left = gl.convert_layout(ds.to(q.dtype), LEFT)
+    dq = warpgroup_mma(left, k, dq, is_async=True)
+    dq, left = warpgroup_mma_wait(0, deps=[dq, left])
+    mbarrier.arrive(k_free.index(slot))
+    return dq
+
+
+@gluon.jit
+def _dq_consume(
+    dq_out, lse_ptr, delta_ptr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
+    b, h, head, start_m, count, masked, diagonal, n_padded, S, scale, dq_scale,
+    W: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    base = head.to(gl.int64) * n_padded
+    lse = gl.load(lse_ptr + base + rows)
+    delta = gl.load(delta_ptr + base + rows)
+    q, do = q_smem.index(W), do_smem.index(W)
+    dq = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    mbarrier.wait(q_full.index(W), 0)
+    for i in range(masked):
+        dq = _dq_step(
+            i, (count - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free,
+            rows, diagonal, S, scale, STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT,
+        )  # fmt: skip
+    for i in range(masked, count):
+        dq = _dq_step(
+            i, (count - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free,
+            rows, diagonal, S, scale, STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT,
+        )  # fmt: skip
+    q.store((dq * dq_scale).to(q.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dq_out, [b, h, start_m + W * ROWS, 0], q)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+def _flash_attention_bwd_dq_hopper_kernel(
+    q, k, v, do, dq,  # tensor descriptors: (B, H, N, D) for q, do, dq, (B, H / GROUP, S, D) for k and v
+    lse_ptr, delta_ptr,  # (B, H, n_padded); +inf and 0 beyond N
+    B, H, N, S, n_padded, section,
+    scale,  # with log2(e)
+    dq_scale,  # without
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = 2 * ROWS
+    block, head = _place(gl.program_id(0), gl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
+    b, h = head // H, head % H
+    start_m = block * BLOCK_M
+    diagonal = S - N
+    if CAUSAL:
+        last = gl.maximum(gl.minimum(start_m + BLOCK_M + diagonal, S), 0)
+        full = gl.maximum(gl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N
+    else:
+        last = S
+        full = S // BLOCK_N
+    count = gl.cdiv(last, BLOCK_N)
+    masked = count - full
+
+    dtype: gl.constexpr = q.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], OWN)
+    do_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], OWN)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], TILE)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], TILE)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for w in gl.static_range(2):
+        mbarrier.init(q_full.index(w), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=2)
+        mbarrier.init(v_free.index(s), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_dq_consume, (
+                dq, lse_ptr, delta_ptr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
+                b, h, head, start_m, count, masked, diagonal, n_padded, S, scale, dq_scale,
+                0, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+            )),
+            (_dq_consume, (
+                dq, lse_ptr, delta_ptr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
+                b, h, head, start_m, count, masked, diagonal, n_padded, S, scale, dq_scale,
+                1, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+            )),
+            (_dq_produce, (
+                q, k, v, do, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
+                b, h, h // GROUP, start_m, count,
+                STAGES, ROWS, BLOCK_N, BLOCK_D,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+# By BLOCK_D: keys a tile, warpgroups of 64 queries, buffers, and whether a warpgroup overlaps one tile's softmax with
+# another tile's products; three warpgroups have no registers for that, and at 64 features gain more from one another.
+TILES = {
+    64: (128, 3, 2, False),
+    128: (128, 2, 2, True),
+    256: (64, 2, 2, True),
+}
+# By BLOCK_D and causal: with fewer keys the plain kernel is faster, of which several programs share a multiprocessor: one
+# begins or ends while another computes.
+SHORTEST = {(64, False): 2048, (64, True): 8192}
+# By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of that for dq, or None
+# where the plain kernel is faster.
+BACKWARD_TILES = {64: (64, 2, None), 128: (64, 3, (128, 2))}
+PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
+
+
+def _is_for(d: int, itemsize: int, properties: runtime.DeviceProperties) -> int | None:
+    """BLOCK_D, or None where these kernels are not for the GPU or the dtype."""
+    hopper = properties.arch in ("sm_90", "sm_90a") and itemsize == 2
+    return max(16, triton.next_power_of_2(d)) if hopper else None
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_config(
+    d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
+) -> triton.Config | None:
+    """The tiles for head size ``d`` and ``s`` keys; ``None`` where the plain kernel is to be used."""
+    width = _is_for(d, itemsize, properties)
+    if width not in TILES or s < SHORTEST.get((width, causal), 0):
+        return None
+    block_n, warpgroups, stages, overlap = TILES[width]
+    blocks = {"BLOCK_N": block_n, "BLOCK_D": width, "ROWS": ROWS}
+    return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "OVERLAP": overlap}, num_warps=4)
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_config(
+    d: int, itemsize: int, properties: runtime.DeviceProperties
+) -> tuple[triton.Config, triton.Config | None] | None:
+    """The tiles of the kernel for dk and dv, and of that for dq; ``None`` where the plain one is to be used."""
+    width = _is_for(d, itemsize, properties)
+    if width not in BACKWARD_TILES:
+        return None
+    block_m, stages, for_dq = BACKWARD_TILES[width]
+    blocks = {"BLOCK_D": width, "ROWS": ROWS}
+    dkdv = triton.Config({**blocks, "BLOCK_M": block_m, "STAGES": stages}, num_warps=4)
+    if for_dq is None:
+        return dkdv, None
+    return dkdv, triton.Config({**blocks, "BLOCK_N": for_dq[0], "STAGES": for_dq[1]}, num_warps=4)

@@ -1,0 +1,484 @@
+"""The public function, its custom operators, and the launches."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.attention import kernels
+
+# isort: split
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    from kernelbook.attention import kernels_hopper
+
+    HAS_GLUON = True
+except ImportError:
+    HAS_GLUON = False
+
+__all__ = ["flash_attention"]
+
+_TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
+MAX_D = 256
+LOG2_E = math.log2(math.e)
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
+) -> torch.Tensor:
+    """``softmax(scale q k^T) v`` without the score matrix; differentiable in q, k and v, bitwise reproducible.
+
+    Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), sections 2 and 3.
+    Softmax and sums are computed in float32 (float64 for float64 inputs), whatever the dtype of ``q``.
+
+    Args:
+        q: (B, H, N, D), float16, bfloat16, float32 or float64, any strides, D from 1 to 256.
+        k, v: (B, H_kv, S, D), the dtype of ``q``, any strides. H_kv divides H: query head ``h`` reads key and value head
+            ``h // (H / H_kv)`` (grouped-query attention).
+        causal: query ``i`` sees the keys up to ``i + S - N``: the last query sees all, also where N and S differ.
+            (``torch.nn.functional.scaled_dot_product_attention`` aligns the first query with the first key instead.)
+        scale: what scores are multiplied by; ``None``: 1 / sqrt(D).
+
+    Returns:
+        (B, H, N, D) in the dtype of ``q`` and, where that is dense, with its strides; under autocast in its dtype, as
+        PyTorch's own. A query that sees no key gets zeros, and gives none of its gradient on. float32 products use tf32
+        where ``torch.backends.cuda.matmul.allow_tf32`` says so.
+
+    Raises:
+        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``causal`` is not a bool.
+        ValueError: a shape, a device or ``scale`` is not as above.
+    """
+    op = "flash_attention"
+    q, k, v = _autocast(q, k, v)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        arguments.check_tensor(op, name, value)
+        if value.ndim != 4:
+            raise ValueError(f"{op}: {name} must have four dimensions, got shape {tuple(value.shape)}")
+        if value.dtype != q.dtype:
+            raise TypeError(f"{op}: {name} must have the dtype of q ({q.dtype}), got {value.dtype}")
+    arguments.check_same_device(op, q=q, k=k, v=v)
+    b, h, _, d = q.shape
+    if not 1 <= d <= MAX_D:
+        raise ValueError(f"{op}: q must have 1 to {MAX_D} features a head, got shape {tuple(q.shape)}")
+    h_kv, s = k.shape[1], k.shape[2]
+    arguments.check_shape(op, "k", k, (b, h_kv, s, d))
+    arguments.check_shape(op, "v", v, (b, h_kv, s, d))
+    if h % h_kv if h_kv else h:
+        raise ValueError(f"{op}: the heads of k and v must divide those of q ({h}), got {h_kv}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal must be a bool, got {type(causal).__name__}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not _finite(scale)):
+        raise ValueError(f"{op}: scale must be a finite number or None, got {scale!r}")
+    o: torch.Tensor = _forward(q, k, v, causal, 1 / math.sqrt(d) if scale is None else float(scale))[0]
+    return o
+
+
+def _finite(number: float) -> bool:
+    return -math.inf < number < math.inf
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors in autocast's dtype where it is on, as it does for PyTorch's own attention."""
+    first = tensors[0]
+    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )
+
+
+# --- custom operators -----------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("kernelbook::flash_attention", mutates_args=())
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> o like q, lse (B, H, N) in base 2."""
+    dtype = q.dtype
+    o = torch.empty_like(q, dtype=runtime.kernel_dtype(dtype))
+    lse = torch.empty(q.shape[:3], dtype=_accumulator(dtype), device=q.device)
+    if k.numel() == 0 or o.numel() == 0:
+        return o.zero_().to(dtype), lse.fill_(math.inf)
+    q, k, v = (_launchable(t) for t in (q, k, v))
+    sign, scale = _sign_and_size(scale)
+    _launch_forward(q if sign == 1 else q * sign, k, v, o, lse, causal, scale)
+    return o.to(dtype), lse
+
+
+@_forward.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=_accumulator(q.dtype), device=q.device)
+
+
+@torch.library.custom_op("kernelbook::flash_attention_backward", mutates_args=())
+def _backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> dq, dk, dv like q, k, v."""
+    dtype = q.dtype
+    dq, dk, dv = (torch.empty_like(t, dtype=runtime.kernel_dtype(dtype)) for t in (q, k, v))
+    if k.numel() == 0 or o.numel() == 0:
+        return dq.zero_().to(dtype), dk.zero_().to(dtype), dv.zero_().to(dtype)
+    do, q, k, v, o = (_launchable(t) for t in (do, q, k, v, o))
+    sign, scale = _sign_and_size(scale)
+    _launch_backward(do, q if sign == 1 else q * sign, k, v, o, lse, dq, dk, dv, causal, scale)
+    if sign != 1:
+        dq *= sign
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+@_backward.register_fake
+def _(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, ctx.causal, ctx.scale = inputs
+    o, lse = output
+    ctx.save_for_backward(q, k, v, o, lse)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, do: torch.Tensor | None, _lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if do is None:
+        return None, None, None, None, None
+    return *_backward(do, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+# --- launches -------------------------------------------------------------------------------------------------------
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _launchable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as kernels take it: float32 instead of bfloat16 in the interpreter, and rows in pieces of 16 elements.
+
+    A tensor that lies otherwise is copied. That costs far less than reading it element by element for each tile.
+    """
+    tensor = tensor.to(runtime.kernel_dtype(tensor.dtype))
+    steps = tensor.stride()[:3]
+    if tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps):
+        return tensor
+    d = tensor.shape[3]
+    copy = torch.empty(*tensor.shape[:3], triton.cdiv(d, 16) * 16, dtype=tensor.dtype, device=tensor.device)[..., :d]
+    return copy.copy_(tensor)
+
+
+def _sign_and_size(scale: float) -> tuple[int, float]:
+    """``scale`` as sign * size with a size above zero: the kernels find the largest score before they scale."""
+    return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
+
+
+def _precision(dtype: torch.dtype, properties: runtime.DeviceProperties) -> str:
+    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
+    if dtype != torch.float32 or properties.arch.startswith("gfx"):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def _in_boxes(*tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can read the tensors: contiguous rows, everything on a multiple of 16 bytes."""
+    if not kernels.has_boxes(runtime.properties(tensors[0].device)):
+        return False
+    for t in tensors:
+        steps = t.stride()[:3]
+        if t.stride(3) != 1 or t.data_ptr() % 16 or any(n <= 0 or n * t.element_size() % 16 for n in steps):
+            return False
+        if any(n * t.element_size() >= 2**40 for n in steps):
+            return False
+    return True
+
+
+def _argument(tensor: torch.Tensor, boxes: bool, rows: int, block_d: int) -> tuple[Any, ...]:
+    """A tensor as the kernels take it: with its strides, or as a descriptor of ``rows`` x ``block_d`` boxes."""
+    if not boxes:
+        return tensor, *tensor.stride()
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_d]), 0, 0, 0, 0
+
+
+def _constants(q: torch.Tensor, k: torch.Tensor, causal: bool, boxes: bool, config: triton.Config) -> dict[str, Any]:
+    return {
+        "D": q.shape[3], "GROUP": q.shape[1] // k.shape[1], "CAUSAL": causal, "BOXES": boxes,
+        "ACC": _TL_DTYPE[_accumulator(q.dtype)], "PRECISION": _precision(q.dtype, runtime.properties(q.device)), **config.kwargs,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Within the context the kernels that run on every GPU are used on Hopper too, to compare the two."""
+    global HAS_GLUON
+    before, HAS_GLUON = HAS_GLUON, False
+    try:
+        yield
+    finally:
+        HAS_GLUON = before
+
+
+def _gluon_argument(tensor: torch.Tensor, rows: int, block_d: int) -> Any:
+    layout = NVMMASharedLayout(min(128, 2 * block_d), 16, rank=4)
+    return GluonDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_d], layout)
+
+
+def _launch_forward_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+    config: triton.Config,
+) -> None:
+    b, h, n, d = q.shape
+    s = k.shape[2]
+    rows, block_n, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_N", "BLOCK_D"))
+    block_m = rows * config.kwargs["WARPGROUPS"]
+    kernels_hopper._flash_attention_fwd_hopper_kernel[(triton.cdiv(n, block_m) * b * h,)](
+        _gluon_argument(q, rows, block_d),
+        _gluon_argument(k, block_n, block_d),
+        _gluon_argument(v, block_n, block_d),
+        _gluon_argument(o, rows, block_d),
+        lse,
+        b, h, n, s, kernels.section(s, d, q.element_size(), causal, runtime.properties(q.device)),
+        scale * LOG2_E,
+        GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _launch_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
+) -> None:
+    b, h, n, d = q.shape
+    s = k.shape[2]
+    properties = runtime.properties(q.device)
+    boxes = _in_boxes(q, k, v)
+    if HAS_GLUON and boxes and _in_boxes(o):
+        hopper = kernels_hopper.forward_config(d, q.element_size(), s, causal, properties)
+        if hopper is not None:
+            with runtime.on_device_of(q):
+                _launch_forward_hopper(q, k, v, o, lse, causal, scale, hopper)
+            return
+    config = kernels.config("fwd", d, q.element_size(), boxes, properties)
+    block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    with runtime.on_device_of(q):
+        kernels._flash_attention_fwd_kernel[(triton.cdiv(n, block_m) * b * h,)](
+            *_argument(q, boxes, block_m, block_d),
+            *_argument(k, boxes, block_n, block_d),
+            *_argument(v, boxes, block_n, block_d),
+            o, *o.stride(),
+            lse,
+            b, h, n, s, kernels.section(s, d, q.element_size(), causal, properties),
+            scale * LOG2_E,
+            **_constants(q, k, causal, boxes, config),
+        )  # fmt: skip
+
+
+def _launch_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> None:
+    hopper = None
+    if HAS_GLUON and _in_boxes(q, k, v, do, dq, dk, dv):
+        hopper = kernels_hopper.backward_config(q.shape[3], q.element_size(), runtime.properties(q.device))
+    with runtime.on_device_of(q):
+        if hopper is not None:
+            lse, delta = _launch_delta(o, do, lse, kernels_hopper.PADDING)
+            _launch_dkdv_hopper(q, k, v, do, lse, delta, dk, dv, causal, scale, hopper[0])
+        else:
+            lse, delta = _launch_delta(o, do, lse)
+            _launch_dkdv(q, k, v, do, lse, delta, dk, dv, causal, scale)
+        if hopper is not None and hopper[1] is not None:
+            _launch_dq_hopper(q, k, v, do, lse, delta, dq, causal, scale, hopper[1])
+        else:
+            _launch_dq(q, k, v, do, lse, delta, dq, causal, scale)
+
+
+def _launch_delta(
+    o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> lse and rowsum(o * do), both (B, H, N rounded up to a multiple)."""
+    b, h, n, d = o.shape
+    n_padded = triton.cdiv(n, multiple) * multiple
+    delta = torch.empty(b, h, n_padded, dtype=lse.dtype, device=lse.device)
+    padded = torch.empty_like(delta) if multiple > 1 else lse
+    config = kernels.DELTA_CONFIG
+    kernels._flash_attention_bwd_delta_kernel[(triton.cdiv(n_padded, config.kwargs["BLOCK_M"]) * b * h,)](
+        o, *o.stride(),
+        do, *do.stride(),
+        lse,
+        delta,
+        padded,
+        h, n, n_padded,
+        d, _TL_DTYPE[delta.dtype], multiple > 1, **config.kwargs, BLOCK_D=kernels.block_d(d),
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return padded, delta
+
+
+def _launch_dkdv_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    causal: bool,
+    scale: float,
+    config: triton.Config,
+) -> None:
+    b, h, n, d = q.shape
+    h_kv, s = k.shape[1], k.shape[2]
+    rows, block_m, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_M", "BLOCK_D"))
+    vector = NVMMASharedLayout(0, 32, rank=1)
+    kernels_hopper._flash_attention_bwd_dkdv_hopper_kernel[(triton.cdiv(s, 2 * rows) * b * h_kv,)](
+        _gluon_argument(q, block_m, block_d),
+        _gluon_argument(k, rows, block_d),
+        _gluon_argument(v, rows, block_d),
+        _gluon_argument(do, block_m, block_d),
+        _gluon_argument(dk, rows, block_d),
+        _gluon_argument(dv, rows, block_d),
+        GluonDescriptor(lse, [lse.numel()], [1], [block_m], vector),
+        GluonDescriptor(delta, [delta.numel()], [1], [block_m], vector),
+        b, h, n, s, lse.shape[2],
+        kernels.section(n * (h // h_kv), d, q.element_size(), causal, runtime.properties(q.device)),
+        scale * LOG2_E, scale,
+        GROUP=h // h_kv, CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _launch_dq_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    causal: bool,
+    scale: float,
+    config: triton.Config,
+) -> None:
+    b, h, n, d = q.shape
+    s = k.shape[2]
+    rows, block_n, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_N", "BLOCK_D"))
+    kernels_hopper._flash_attention_bwd_dq_hopper_kernel[(triton.cdiv(n, 2 * rows) * b * h,)](
+        _gluon_argument(q, rows, block_d),
+        _gluon_argument(k, block_n, block_d),
+        _gluon_argument(v, block_n, block_d),
+        _gluon_argument(do, rows, block_d),
+        _gluon_argument(dq, rows, block_d),
+        lse, delta,
+        b, h, n, s, lse.shape[2], kernels.section(s, d, q.element_size(), causal, runtime.properties(q.device)),
+        scale * LOG2_E, scale,
+        GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _launch_dkdv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> None:
+    b, h, n, d = q.shape
+    h_kv, s = k.shape[1], k.shape[2]
+    properties = runtime.properties(q.device)
+    boxes = _in_boxes(q, k, v, do)
+    config = kernels.config("dkdv", d, q.element_size(), boxes, properties)
+    block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    kernels._flash_attention_bwd_dkdv_kernel[(triton.cdiv(s, block_n) * b * h_kv,)](
+        *_argument(q, boxes, block_m, block_d),
+        *_argument(k, boxes, block_n, block_d),
+        *_argument(v, boxes, block_n, block_d),
+        *_argument(do, boxes, block_m, block_d),
+        lse, delta,
+        dk, *dk.stride(),
+        dv, *dv.stride(),
+        b, h, n, s, lse.shape[2], kernels.section(n * (h // h_kv), d, q.element_size(), causal, properties),
+        scale * LOG2_E, scale,
+        **_constants(q, k, causal, boxes, config),
+    )  # fmt: skip
+
+
+def _launch_dq(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> None:
+    b, h, n, d = q.shape
+    s = k.shape[2]
+    properties = runtime.properties(q.device)
+    boxes = _in_boxes(q, k, v, do)
+    config = kernels.config("dq", d, q.element_size(), boxes, properties)
+    block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    kernels._flash_attention_bwd_dq_kernel[(triton.cdiv(n, block_m) * b * h,)](
+        *_argument(q, boxes, block_m, block_d),
+        *_argument(k, boxes, block_n, block_d),
+        *_argument(v, boxes, block_n, block_d),
+        *_argument(do, boxes, block_m, block_d),
+        lse, delta,
+        dq, *dq.stride(),
+        b, h, n, s, lse.shape[2], kernels.section(s, d, q.element_size(), causal, properties),
+        scale * LOG2_E, scale,
+        **_constants(q, k, causal, boxes, config),
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""PEFT's LoRA pairs on expert parameters, used as pairs.
+
+PEFT puts LoRA on a parameter (``LoraConfig(target_parameters=...)``) by wrapping the module that holds it: one
+``ParamWrapper`` a parameter, one around the other. In each forward pass a wrapper adds its pair to the **whole** weight,
+all experts, and lets the module read the sum. After :func:`use_factors` it hands the pair to the module instead, as long as
+the module's experts run on the kernels. Nothing else of PEFT changes: adapters are switched, disabled, merged, saved and
+loaded by PEFT's own code, on the same parameters.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import layer
+
+from kernelbook.interop.transformers import HANDED, NAME, _weight_names, expert_modules
+from kernelbook.nn.moe import LoRAPair
+
+__all__ = ["check_wrappers", "lora_pair", "use_factors"]
+
+
+def lora_pair(wrapper: Any, adapter: str) -> LoRAPair:
+    """The adapter's pair in the convention of :func:`kernelbook.moe_lora`, views of PEFT's parameters.
+
+    PEFT stores A (E r, in) with the expert slowest and B (out, r E) with the expert fastest. Which of the parameter's two
+    feature dimensions it calls "in" has changed between its versions; the wrapper says which it is.
+
+    Returns:
+        a (E, r, K), b (E, N, r) and the scaling, where the module computes ``x (., K) -> (., N)``.
+    """
+    experts = wrapper.num_experts
+    first = wrapper.lora_A[adapter].weight
+    second = wrapper.lora_B[adapter].weight
+    a = first.view(experts, -1, first.shape[1])  # (E, r, in)
+    b = second.view(second.shape[0], -1, experts).permute(2, 0, 1)  # (E, out, r)
+    # With "in" the last dimension of the stored (E, out, in), the pair adds b a to it; else a^T b^T to (E, in, out).
+    in_is_last = getattr(wrapper, "_did_swap_in_out_features", False)
+    k_is_last = not getattr(wrapper.get_base_layer(), "is_transposed", False)
+    if in_is_last != k_is_last:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    return LoRAPair(a, b, float(wrapper.scaling[adapter]))
+
+
+def _sum_of(pairs: list[LoRAPair], dtype: torch.dtype) -> LoRAPair:
+    """One pair that adds what all of them add: ranks side by side, each scaled as its own."""
+    if len(pairs) == 1:
+        return pairs[0]
+    a = torch.cat([pair.a.to(dtype) for pair in pairs], dim=1)
+    return LoRAPair(a, torch.cat([pair.b.to(dtype) * pair.scaling for pair in pairs], dim=2))
+
+
+class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
+    """PEFT's wrapper, except that it hands its pairs to experts that run on the kernels."""
+
+    @contextlib.contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        experts: Any = self.get_base_layer()
+        adapters = [name for name in active_adapters if name in self.lora_A]
+        if experts.config._experts_implementation != NAME or not adapters:
+            with super()._activate_lora(active_adapters):
+                yield
+            return
+        pairs = [lora_pair(self, name) for name in adapters]
+        handed = experts.__dict__.setdefault(HANDED, {})
+        handed[self.parameter_name] = _sum_of(pairs, pairs[0].a.dtype)
+        try:
+            yield
+        finally:
+            del handed[self.parameter_name]
+
+
+class _Holder(torch.nn.Module):
+    """Two small parameters for :func:`_probe`."""
+
+    def __init__(self, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.weight = torch.nn.Parameter(torch.zeros(2, 3, 5))
+
+
+class _Probe(torch.nn.Module):
+    def __init__(self, is_transposed: bool) -> None:
+        super().__init__()
+        self.inner = _Holder(is_transposed)
+
+
+@functools.cache
+def _probe() -> str | None:
+    """Asks the PEFT at hand what its pairs add to a parameter; in words what is not as expected."""
+    try:
+        for is_transposed in (False, True):
+            config = peft.LoraConfig(
+                r=2, lora_alpha=6, target_modules=[], target_parameters=["inner.weight"], init_lora_weights=False
+            )
+            with torch.random.fork_rng(devices=[]):
+                wrapper = peft.get_peft_model(_Probe(is_transposed), config).base_model.model.inner  # type: ignore
+            if type(wrapper) is not layer.ParamWrapper or wrapper.get_base_layer().is_transposed != is_transposed:
+                return "parameters are wrapped in another class"
+            if not hasattr(layer.ParamWrapper, "_activate_lora") or wrapper.parameter_name != "weight":
+                return "ParamWrapper has other methods"
+            a, b, scaling = lora_pair(wrapper, "default")
+            ours = scaling * b @ a
+            added = wrapper.get_delta_weight("default")
+            if not torch.allclose(ours.transpose(1, 2) if is_transposed else ours, added, atol=1e-6):
+                return "the pairs are stored in another layout"
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def check_wrappers(model: torch.nn.Module) -> list[Any]:
+    """The wrappers that PEFT put on the experts' weights of ``model``.
+
+    Raises:
+        ImportError: this version of PEFT keeps its pairs otherwise.
+        ValueError: LoRA on another parameter of an experts module, such as a bias, or on weights of another shape.
+    """
+    problem = _probe()
+    if problem:
+        raise ImportError(
+            f"kernelbook.interop.peft: LoRA on parameters must be stored as in PEFT 0.18 to 0.21, and in PEFT "
+            f"{peft.__version__} it is not: {problem}"
+        )
+    weights = {id(experts): _weight_names(experts) for _, experts in expert_modules(model)}
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, layer.ParamWrapper):
+            continue
+        experts = module.get_base_layer()
+        if id(experts) not in weights:
+            continue
+        if module.parameter_name not in weights[id(experts)]:
+            raise ValueError(
+                f"check_wrappers: LoRA must be on {' or '.join(weights[id(experts)])} of {type(experts).__name__}, "
+                f"got {module.parameter_name} ({name})"
+            )
+        found.append(module)
+    return found
+
+
+def use_factors(model: torch.nn.Module) -> int:
+    """Makes every wrapper of expert weights in ``model`` hand over its pairs; returns how many there are.
+
+    ``kernelbook.interop.transformers.use_kernels`` calls it. Call it again after adding wrappers.
+
+    Raises:
+        ImportError, ValueError: as :func:`check_wrappers`; then nothing has been changed.
+    """
+    wrappers = check_wrappers(model)
+    for wrapper in wrappers:
+        wrapper.__class__ = ParamWrapper
+    return len(wrappers)

@@ -1,0 +1,302 @@
+"""Mixture-of-experts models of transformers 5 on the kernels, and a callback that profiles its Trainer.
+
+transformers calls a model's experts through an interface of named implementations. :func:`use_kernels` checks the model,
+registers the name ``"kernelbook"`` and selects it::
+
+    from kernelbook.interop.transformers import quantize_experts, use_kernels
+
+    quantize_experts(model)  # where the experts are to be 4-bit
+    use_kernels(model)
+
+After :func:`register`, ``model.set_experts_implementation("kernelbook")`` selects it too. LoRA pairs that PEFT put on the
+experts are used as they are, see :mod:`kernelbook.interop.peft`.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.utils import parametrize
+
+from kernelbook import profiling
+from kernelbook.nf4 import NF4Tensor
+from kernelbook.nn.moe import Float8Tensor, LoRAPair, Weight, gated_experts, quantize_parameter, stored_weight
+
+__all__ = [
+    "NAME",
+    "ProfileCallback",
+    "check_experts",
+    "expert_modules",
+    "expert_parameters",
+    "experts_forward",
+    "quantize_experts",
+    "register",
+    "use_kernels",
+]
+
+NAME = "kernelbook"
+HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
+ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
+FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+
+# --- versions and models --------------------------------------------------------------------------------------------
+
+
+def _interface() -> Any:
+    """transformers' table of experts implementations; ``ImportError`` where it is not what we know."""
+    try:
+        from transformers.integrations import moe
+
+        table, known = moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
+        fitting = tuple(inspect.signature(known).parameters) == ARGUMENTS and callable(table.register)
+    except (ImportError, AttributeError):
+        fitting = False
+    if not fitting:
+        raise ImportError(
+            f"kernelbook.interop.transformers: the interface for experts (ExpertsInterface, its functions called with "
+            f"{', '.join(ARGUMENTS)}) must be there, as in transformers 5; it is not in transformers "
+            f"{transformers.__version__}"
+        )
+    return table
+
+
+def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of ``model`` that transformers' interface for experts calls, with their names."""
+    for name, module in model.named_modules():
+        if all(hasattr(module, flag) for flag in ("has_gate", "is_transposed", "_apply_gate")):
+            yield name, module
+
+
+def _weight_names(experts: Any) -> tuple[str, str]:
+    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
+
+
+def check_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The experts of ``model``, if all of them are of a kind that the kernels can run.
+
+    Raises:
+        ImportError: this version of transformers has another interface.
+        ValueError: the model has no experts on that interface, or some that are built otherwise.
+    """
+    _interface()
+    found = list(expert_modules(model))
+    if not found:
+        raise ValueError(
+            f"check_experts: the model must have experts on transformers' ExpertsInterface, got "
+            f"{type(model).__name__} without any"
+        )
+    for name, experts in found:
+        problem = _problem_of(experts)
+        if problem:
+            raise ValueError(f"check_experts: {name} ({type(experts).__name__}) {problem}")
+    return found
+
+
+def _problem_of(experts: Any) -> str | None:
+    """What keeps ``experts`` off the kernels, in words."""
+    missing = [flag for flag in FLAGS if not hasattr(experts, flag)]
+    if missing:
+        return f"must have the attributes {', '.join(FLAGS)}, it lacks {', '.join(missing)}"
+    first, second = _weight_names(experts)
+    if not all(hasattr(experts, name) for name in (first, second)):
+        return f"must have the parameters {first} and {second}"
+    if experts.has_bias and not all(hasattr(experts, f"{name}_bias") for name in (first, second)):
+        return f"must have the parameters {first}_bias and {second}_bias"
+    try:
+        up, down = (_stored(experts, name) for name in (first, second))
+    except (TypeError, ValueError) as error:
+        return f"must have weights in a form that is known: {error}"
+    if len(up.shape) != 3 or len(down.shape) != 3:
+        return f"must have weights with three dimensions, got {tuple(up.shape)} and {tuple(down.shape)}"
+    (num, out, hidden), (num2, hidden2, inner) = up.shape, down.shape
+    if experts.is_transposed:
+        out, hidden, hidden2, inner = hidden, out, inner, hidden2
+    if not num == num2 == experts.num_experts or hidden != hidden2 or out != (2 if experts.has_gate else 1) * inner:
+        return (
+            f"must have {experts.num_experts} experts that take and give the same number of features, got weights "
+            f"{tuple(up.shape)} and {tuple(down.shape)}"
+        )
+    return None
+
+
+def register() -> None:
+    """Adds ``"kernelbook"`` to transformers' experts implementations; a second call changes nothing.
+
+    Raises:
+        ImportError: this version of transformers has another interface.
+    """
+    _interface().register(NAME, experts_forward)
+    with contextlib.suppress(ImportError, AttributeError):
+        from transformers.integrations import finegrained_fp8
+
+        # Experts in float8 have a table of their own.
+        finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def use_kernels(model: Any) -> Any:
+    """Runs the experts of ``model``, and the LoRA pairs that PEFT put on them, on the kernels. Returns ``model``.
+
+    ``model.set_experts_implementation("eager")`` goes back. Call it after ``get_peft_model``, or again.
+
+    Args:
+        model: a ``PreTrainedModel`` or a ``PeftModel`` around one.
+
+    Raises:
+        ImportError, ValueError: versions or a model that this module does not know; then nothing has been changed.
+    """
+    check_experts(model)
+    wrappers = []
+    if any(hasattr(module, "parameter_name") and hasattr(module, "lora_A") for module in model.modules()):
+        from kernelbook.interop import peft
+
+        wrappers = peft.check_wrappers(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "set_experts_implementation"):
+        raise ValueError(f"use_kernels: model must be a transformers model, got {type(model).__name__}")
+    register()
+    base.set_experts_implementation(NAME)
+    if wrappers:
+        peft.use_factors(model)
+    return model
+
+
+# --- the implementation ---------------------------------------------------------------------------------------------
+
+
+def _stored(experts: torch.nn.Module, name: str) -> Weight:
+    """The weight in the form in which it is stored, whoever compressed it."""
+    if parametrize.is_parametrized(experts, name):
+        found = experts.parametrizations[name]  # type: ignore[index]
+        if len(found) == 1 and type(found[0]).__module__.startswith("bitsandbytes."):
+            from kernelbook.interop.bitsandbytes import parametrized_weight
+
+            return parametrized_weight(experts, name)
+    stored = stored_weight(experts, name)
+    if isinstance(stored, NF4Tensor) or stored.element_size() > 1:
+        return stored
+    scale = getattr(experts, f"{name}_scale_inv", None)
+    if scale is None:
+        raise ValueError(f"{name} is {stored.dtype} and there is no {name}_scale_inv")
+    block = getattr(experts, "block_size", None)
+    return Float8Tensor(stored.detach(), scale.detach(), None if block is None else tuple(block))
+
+
+def _activation(experts: Any) -> Any:
+    """What lies between the two products: our own where it is the ordinary SwiGLU."""
+    if not experts.has_gate:
+        return experts.act_fn
+    ordinary = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
+    if ordinary and isinstance(experts.act_fn, torch.nn.SiLU | transformers.activations.SiLUActivation):
+        return "silu"
+    return experts._apply_gate
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What transformers calls: hidden_states (T, H), top_k_index and top_k_weights (T, k) -> (T, H).
+
+    An experts module with an attribute ``kernelbook_active`` has its experts chosen in that way, see
+    :func:`kernelbook.nn.moe.choose_experts`.
+    """
+    first, second = _weight_names(self)
+    pairs: dict[str, LoRAPair] = self.__dict__.get(HANDED, {})
+    norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
+    return gated_experts(
+        hidden_states,
+        _stored(self, first),
+        _stored(self, second),
+        top_k_index,
+        top_k_weights,
+        activation=_activation(self),
+        gate_up_lora=pairs.get(first),
+        down_lora=pairs.get(second),
+        gate_up_bias=getattr(self, f"{first}_bias") if self.has_bias else None,
+        down_bias=getattr(self, f"{second}_bias") if self.has_bias else None,
+        transposed=self.is_transposed,
+        post_expert=norm,
+        active=self.__dict__.get("kernelbook_active", "auto"),
+    )
+
+
+# --- experts in 4 bits ----------------------------------------------------------------------------------------------
+
+
+def expert_parameters(model: torch.nn.Module) -> list[str]:
+    """The full names of the experts' weights: what PEFT's ``target_parameters`` wants, also of quantized experts.
+
+    They are the names in the transformers model, whatever PEFT has wrapped around it and in it.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return [
+        f"{name.replace('.base_layer', '')}.{weight}"
+        for name, experts in expert_modules(base)
+        for weight in _weight_names(experts)
+    ]
+
+
+def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_quant: bool = False) -> int:
+    """Replaces the experts' weights by their 4-bit form, frozen, one after the other; returns the bytes saved.
+
+    With PEFT, call it **after** ``get_peft_model``: around quantized parameters PEFT nests its wrappers in another order,
+    and an adapter that is saved so can be loaded only into a model that was quantized first as well.
+    Every implementation of the experts goes on working; all but ``"kernelbook"`` make all experts dense in each forward
+    pass and keep them for the backward pass.
+
+    Raises:
+        ImportError, ValueError: as :func:`check_experts`; or weights that are compressed already. Nothing is changed.
+    """
+    found = check_experts(model)
+    for name, experts in found:
+        for weight in _weight_names(experts):
+            if parametrize.is_parametrized(experts, weight) or getattr(experts, weight).element_size() == 1:
+                raise ValueError(f"quantize_experts: {name}.{weight} must be dense, but it is compressed already")
+    saved = 0
+    for _, experts in found:
+        for weight in _weight_names(experts):
+            before = getattr(experts, weight).nbytes
+            saved += (
+                before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
+            )
+    return saved
+
+
+# --- profiling ------------------------------------------------------------------------------------------------------
+
+
+class ProfileCallback(transformers.TrainerCallback):
+    """Profiles chosen steps of a ``transformers.Trainer``: a Chrome trace, a memory snapshot, the top kernels.
+
+    ::
+
+        trainer = Trainer(..., callbacks=[ProfileCallback("profile", first=10, last=12)])
+
+    A step is an optimizer step, gradient accumulation included; steps count from 1 as the Trainer's do.
+
+    Args:
+        out: the folder for ``trace.json``, ``memory.pickle`` and ``kernels.txt``.
+        first, last: the first and the last step that is recorded.
+        top: how many kernels the table has.
+    """
+
+    def __init__(self, out: str | Path = "profile", *, first: int = 3, last: int = 5, top: int = 15) -> None:
+        self.profiler = profiling.StepProfiler(out, first=first, last=last, top=top)
+
+    @property
+    def report(self) -> "profiling.Report | None":
+        """What was recorded, once the last step is over."""
+        return self.profiler.report
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.profiler.begin(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.profiler.end(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.profiler.close()

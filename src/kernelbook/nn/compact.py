@@ -1,0 +1,95 @@
+"""A sparse linear layer whose gradients hold the active rows only, for optimizers that leave the others alone."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kernelbook.sparse_linear import sparse_backward, sparse_dw
+
+__all__ = ["compact_sparse_linear"]
+
+
+def compact_sparse_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    active_chunks: torch.Tensor,
+    *,
+    chunk_size: int = 64,
+    mode: str = "sparse_dw",
+) -> torch.Tensor:
+    """:func:`kernelbook.sparse_linear` with gradients of weight and bias as ``torch.sparse_coo`` tensors of the active rows.
+
+    Zeros are neither written nor read, and an optimizer sees which rows have a gradient. The tensors have
+    ``A * chunk_size`` rows each, in the order of the ids, and are not coalesced.
+
+    Args:
+        x, weight, bias, active_chunks, chunk_size: as :func:`kernelbook.sparse_linear`; ``chunk_size`` divides the features.
+        mode: ``"sparse_dw"`` or ``"sparse_dw_dx"``.
+
+    Returns:
+        (..., d_out); under autocast in its dtype, while the gradients have the dtype of the weight.
+
+    Raises:
+        ValueError: ``chunk_size`` does not divide the features, or ``mode`` is another one; all else as ``sparse_linear``.
+    """
+    op = "compact_sparse_linear"
+    if mode not in ("sparse_dw", "sparse_dw_dx"):
+        raise ValueError(f"{op}: mode must be one of 'sparse_dw', 'sparse_dw_dx', got {mode!r}")
+    if weight.shape[0] % chunk_size:
+        raise ValueError(f"{op}: chunk_size must divide the features ({weight.shape[0]}), got {chunk_size}")
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    # Autocast would cast the weight outside, and its gradient back to all rows.
+    y: torch.Tensor = _CompactLinear.apply(x.to(dtype), weight, bias, active_chunks, chunk_size, mode, dtype)
+    return y
+
+
+class _CompactLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ids: torch.Tensor,
+        chunk_size: int,
+        mode: str,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        low = weight.to(dtype)
+        ctx.save_for_backward(x, low, ids)
+        ctx.chunk_size, ctx.mode, ctx.dtype = chunk_size, mode, weight.dtype
+        ctx.shapes = weight.shape, None if bias is None else bias.shape
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, low, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, ids = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        chunk = ctx.chunk_size
+        dx: torch.Tensor | None = None
+        db: torch.Tensor | None = None
+        if needs_dx and ctx.mode == "sparse_dw_dx":
+            dw, db, dx = sparse_backward(x, weight, dy, ids, chunk_size=chunk, compact=True)
+        else:
+            with torch.autocast(dy.device.type, enabled=False):
+                dw, db = sparse_dw(x, dy, ids, chunk_size=chunk, compact=True, with_bias=needs_db)
+                dx = dy @ weight if needs_dx else None
+        rows = (ids.long()[:, None] * chunk + torch.arange(chunk, device=ids.device)).reshape(1, -1)
+        weight_shape, bias_shape = ctx.shapes
+        return (
+            dx,
+            _by_rows(rows, dw.to(ctx.dtype), weight_shape) if needs_dw else None,
+            _by_rows(rows, db.to(ctx.dtype), bias_shape) if needs_db and db is not None else None,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _by_rows(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    # Checks would read the rows on the host; said so, or PyTorch warns that they are off.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        return torch.sparse_coo_tensor(rows, values, shape)

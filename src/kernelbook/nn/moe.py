@@ -1,0 +1,633 @@
+"""A mixture of gated expert networks whose frozen weights may be dense, float8 or 4-bit, with a LoRA pair per expert.
+
+``out[t] = sum_j gates[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t]))`` with ``e = expert_ids[t, j]``. Both products are
+:func:`kernelbook.moe_lora`. Rows are sorted by expert once: the first product leaves its rows in expert order, the
+activation takes them as they are, and the second product reads them so and writes tokens, weighted and summed.
+
+Compressed weights become dense ones just before each product, for the experts that the batch uses, and are dropped right
+after it. The backward pass does not keep them: it makes them again. :func:`choose_experts` says which experts these are
+and when that costs a host synchronisation.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import parametrize
+
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
+from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
+from kernelbook.nn import kernels
+
+# isort: split
+import triton
+import triton.language as tl
+
+__all__ = [
+    "Float8Tensor",
+    "GatedExperts",
+    "LoRAPair",
+    "MoELayer",
+    "NF4Parametrization",
+    "choose_experts",
+    "gated_experts",
+    "quantize_parameter",
+    "stored_weight",
+]
+
+ACTIVE = ("auto", "all", "bound", "count")
+NEARLY_ALL = 0.9  # with "count": a larger share of the experts than this is not worth a selection
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class LoRAPair(NamedTuple):
+    """What is added to an expert's matrix W (N, K): ``scaling * b[e] @ a[e]``.
+
+    ``a`` is (E, r, K) and ``b`` is (E, N, r), of any strides and floating-point dtype.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float8Tensor:
+    """Experts in float8 with scales: the element at (e, i, j) is ``values[e, i, j] * scale[e, i // bi, j // bj]``.
+
+    Attributes:
+        values: (E, rows, cols), float8_e4m3fn or float8_e5m2.
+        scale: (E, ceil(rows / bi), ceil(cols / bj)) floating point or float8_e8m0fnu; (E, 1, 1) is one scale an expert.
+        block: (bi, bj), the rows and columns that share a scale; ``None``: as many as the shape of ``scale`` says.
+
+    Raises:
+        TypeError, ValueError: the parts do not fit together.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    block: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        arguments.check_dtype("Float8Tensor", "values", self.values, FLOAT8)
+        arguments.check_dtype("Float8Tensor", "scale", self.scale, (*arguments.FLOATING, torch.float8_e8m0fnu))
+        for name, value in (("values", self.values), ("scale", self.scale)):
+            if value.ndim != 3:
+                raise ValueError(f"Float8Tensor: {name} must have three dimensions, got shape {tuple(value.shape)}")
+        num_experts, rows, cols = self.values.shape
+        bi, bj = self.tile
+        arguments.check_shape("Float8Tensor", "scale", self.scale, (num_experts, -(-rows // bi), -(-cols // bj)))
+        arguments.check_same_device("Float8Tensor", values=self.values, scale=self.scale)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        if self.block is not None:
+            return self.block
+        (_, rows, cols), (_, across, along) = self.values.shape, self.scale.shape
+        return max(-(-rows // max(across, 1)), 1), max(-(-cols // max(along, 1)), 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of values and scales."""
+        return self.values.nbytes + self.scale.nbytes
+
+    def dequantize(self, experts: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """The experts that are asked for (``None``: all), (A, rows, cols) in ``dtype``, rounded once."""
+        # Indexing is not there for float8; its bytes are as good.
+        values, scale = self.values, self.scale
+        if experts is not None:
+            values = values.view(torch.uint8).index_select(0, experts).view(values.dtype)
+            scale = scale.float().index_select(0, experts)
+        (bi, bj), (num, rows, cols) = self.tile, values.shape
+        out = values.to(dtype)
+        # Products are in float32 and rounded into place.
+        if rows % bi == 0 and cols % bj == 0:
+            tiles = out.view(num, rows // bi, bi, cols // bj, bj)
+            torch.mul(tiles, scale.float()[:, :, None, :, None], out=tiles)
+        else:
+            spread = scale.float().repeat_interleave(bi, 1)[:, :rows].repeat_interleave(bj, 2)[:, :, :cols]
+            torch.mul(out, spread, out=out)
+        return out
+
+
+Weight = torch.Tensor | NF4Tensor | Float8Tensor
+
+
+# --- which experts --------------------------------------------------------------------------------------------------
+
+
+def choose_experts(
+    expert_ids: torch.Tensor, num_experts: int, active: str = "auto"
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Which experts to make dense for this batch, and the ids that stand for them.
+
+    ``"all"``: every expert; nothing is computed. ``"bound"``: one place for each (token, slot) pair, in the pairs' order; no
+    batch needs more, and the host needs to know nothing. An expert that two pairs name becomes dense twice. ``"count"``:
+    each expert that is used, once; the host **waits for the device** to learn how many these are. ``"auto"``: ``"bound"``
+    where that is at most half of the experts, else ``"all"``: it never waits.
+
+    Args:
+        expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip.
+        num_experts: E.
+        active: see above.
+
+    Returns:
+        ``experts``, (A,) ids in [0, E), or ``None`` for all; and ``expert_ids`` renamed: ``i`` stands for ``experts[i]``
+        and ``A`` for a slot to skip.
+    """
+    arguments.check_choice("choose_experts", "active", active, ACTIVE)
+    pairs = expert_ids.numel()
+    if active == "auto":
+        active = "bound" if 2 * pairs <= num_experts else "all"
+    if active == "all" or (active == "bound" and pairs >= num_experts) or num_experts <= 1 or pairs == 0:
+        return None, expert_ids
+    ids = expert_ids.reshape(-1)
+    if active == "bound":
+        places = torch.arange(pairs, dtype=ids.dtype, device=ids.device)
+        return ids.clamp(max=num_experts - 1), torch.where(ids < num_experts, places, pairs).view_as(expert_ids)
+    used = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    used.scatter_(0, ids.long(), 1)
+    used = used[:num_experts]
+    size = int(used.sum())  # the wait
+    if size > NEARLY_ALL * num_experts:
+        return None, expert_ids
+    size = max(size, 1)  # every slot is to be skipped
+    experts = torch.argsort(used, descending=True, stable=True)[:size]
+    numbers = F.pad(used.cumsum(0, dtype=ids.dtype) - 1, (0, 1), value=size)
+    return experts, numbers[ids].view_as(expert_ids)
+
+
+def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(weight, NF4Tensor):
+        return nf4_dequantize(weight, experts=experts, dtype=dtype)
+    return weight.dequantize(experts, dtype)
+
+
+@contextlib.contextmanager
+def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """Autograd keeps nothing of ``w`` within the context: it is made again."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        yield
+        return
+    storage = w.untyped_storage().data_ptr()
+    # Hooks do not stack: the rest goes to those that were there, such as those
+    # of activation checkpointing.
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    keep, give = outer if outer is not None else (lambda t: t, lambda t: t)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() == storage:
+            return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        return _Kept(keep(tensor))
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Kept):
+            return give(packed.value)
+        return make().as_strided(*packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _Kept(NamedTuple):
+    value: Any
+
+
+# --- the block ------------------------------------------------------------------------------------------------------
+
+
+class _SwiGLU(torch.autograd.Function):
+    """h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        h = h.contiguous()
+        ctx.save_for_backward(h)
+        return _launch_swiglu(h, None)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _launch_swiglu(ctx.saved_tensors[0], dout.contiguous())
+
+
+def _launch_swiglu(h: torch.Tensor, dout: torch.Tensor | None) -> torch.Tensor:
+    """-> out (S, I), or with ``dout`` its gradient dh (S, 2 I)."""
+    dtype, rows, inner = h.dtype, h.shape[0], h.shape[1] // 2
+    h = h.to(runtime.kernel_dtype(dtype))
+    result = h.new_empty((rows, inner)) if dout is None else torch.empty_like(h)
+    if result.numel() > 0:
+        height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
+        grid = (triton.cdiv(rows, height), triton.cdiv(inner, kernels.BLOCK_I))
+        settings: dict[str, Any] = {
+            "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+            "ROWS": height,
+            "BLOCK_I": kernels.BLOCK_I,
+            "num_warps": kernels.WARPS,
+        }
+        with runtime.on_device_of(h):
+            if dout is None:
+                kernels._swiglu_fwd_kernel[grid](h, result, rows, inner, **settings)
+            else:
+                kernels._swiglu_bwd_kernel[grid](dout.to(h.dtype), h, result, rows, inner, **settings)
+    return result.to(dtype)
+
+
+def _swiglu(h: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    out: torch.Tensor = _SwiGLU.apply(h)
+    return out
+
+
+def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def apply(h: torch.Tensor) -> torch.Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return apply
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": _swiglu,
+    "gelu": _gated(F.gelu),
+    "relu": _gated(F.relu),
+}
+
+
+def gated_experts(
+    x: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    expert_ids: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    activation: str | Callable[[torch.Tensor], torch.Tensor] = "silu",
+    gate_up_lora: LoRAPair | None = None,
+    down_lora: LoRAPair | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    transposed: bool = False,
+    post_expert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    active: str = "auto",
+) -> torch.Tensor:
+    """``sum_j gates[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t]))``, ``e = expert_ids[t, j]``.
+
+    Gradients reach ``x``, ``gates``, both LoRA pairs, the biases, and dense weights that require one. With dense weights
+    the host never waits for the device. With compressed ones it waits only with ``active="count"``.
+
+    Args:
+        x: (T, H), float32, float16 or bfloat16.
+        gate_up: (E, 2 I, H), the gate's rows before the up projection's: a tensor in the dtype of ``x``, an
+            ``NF4Tensor`` or a ``Float8Tensor``.
+        down: (E, H, I), likewise.
+        expert_ids: (T, k) int64 or int32 in [0, E]; E marks a slot to skip.
+        gates: (T, k), the weight of each slot, floating point.
+        activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the gate; or a function from the first product's rows
+            (S, 2 I) to (S, I), for other gates and for experts without one.
+        gate_up_lora, down_lora: pairs for the two products, for (N, K) = (2 I, H) and (H, I).
+        gate_up_bias, down_bias: (E, 2 I) and (E, H).
+        transposed: the weights are stored the other way around, (E, H, 2 I) and (E, I, H).
+        post_expert: applied to the second product's rows (T k, H) before they are weighted.
+        active: which experts of compressed weights become dense, see :func:`choose_experts`.
+
+    Returns:
+        (T, H) in the dtype of ``x``.
+
+    Raises:
+        TypeError, ValueError: an argument is of another kind, shape or dtype.
+    """
+    op = "gated_experts"
+    arguments.check_tensor(op, "x", x, dtypes=arguments.FLOATING)
+    arguments.check_tensor(op, "expert_ids", expert_ids, dtypes=(torch.int64, torch.int32))
+    arguments.check_tensor(op, "gates", gates)
+    if x.ndim != 2:
+        raise ValueError(f"{op}: x must have shape (T, H), got {tuple(x.shape)}")
+    if expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
+        raise ValueError(f"{op}: expert_ids must have shape ({x.shape[0]}, k), got {tuple(expert_ids.shape)}")
+    arguments.check_shape(op, "gates", gates, expert_ids.shape)
+    arguments.check_choice(op, "active", active, ACTIVE)
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(weight, torch.Tensor | NF4Tensor | Float8Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, NF4Tensor or Float8Tensor, got {type(weight).__name__}")
+        if len(weight.shape) != 3 or weight.shape[0] != gate_up.shape[0]:
+            raise ValueError(f"{op}: {name} must have shape ({gate_up.shape[0]}, N, K), got {tuple(weight.shape)}")
+    k_dim, n_dim = (1, 2) if transposed else (2, 1)
+    if gate_up.shape[k_dim] != x.shape[1] or down.shape[n_dim] != x.shape[1]:
+        raise ValueError(
+            f"{op}: gate_up and down must take and give {x.shape[1]} features, got shapes {tuple(gate_up.shape)} and "
+            f"{tuple(down.shape)}{' (transposed)' if transposed else ''}"
+        )
+    if isinstance(activation, str):
+        arguments.check_choice(op, "activation", activation, tuple(ACTIVATIONS))
+        if gate_up.shape[n_dim] != 2 * down.shape[k_dim]:
+            raise ValueError(
+                f"{op}: gate_up must give twice the features that down takes ({down.shape[k_dim]}), "
+                f"got {gate_up.shape[n_dim]}"
+            )
+        activation = ACTIVATIONS[activation]
+
+    num_experts = gate_up.shape[0]
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    compressed = not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor))
+    chosen, ids = choose_experts(expert_ids, num_experts, active) if compressed else (None, expert_ids)
+    routing = route(ids, num_experts if chosen is None else chosen.shape[0])
+
+    def product(
+        rows: torch.Tensor, weight: Weight, lora: LoRAPair | None, bias: torch.Tensor | None, **how: Any
+    ) -> torch.Tensor:
+        return _product(rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, **how)
+
+    hidden = activation(product(x, gate_up, gate_up_lora, gate_up_bias, grouped_out=True))
+    if post_expert is None:
+        weights = gates if gates.dtype in (dtype, torch.float32) else gates.float()
+        return product(hidden, down, down_lora, down_bias, grouped_in=True, gates=weights).to(x.dtype)
+    rows = post_expert(product(hidden, down, down_lora, down_bias, grouped_in=True))
+    # A skipped slot is no part of the sum, whatever the function makes of its zeros.
+    weights = gates.masked_fill(expert_ids >= num_experts, 0)
+    return (rows.unflatten(0, gates.shape) * weights[..., None]).sum(1).to(x.dtype)
+
+
+def _product(
+    rows: torch.Tensor,
+    weight: Weight,
+    lora: LoRAPair | None,
+    bias: torch.Tensor | None,
+    routing: Routing,
+    chosen: torch.Tensor | None,
+    *,
+    transposed: bool,
+    **how: Any,
+) -> torch.Tensor:
+    """One grouped product with the chosen experts' weight, LoRA pair and bias."""
+
+    def chosen_of(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if chosen is None else tensor.index_select(0, chosen)
+
+    # One copy at most: into the dtype of the rows, each expert's matrix in one piece.
+    a, b, scaling = (None, None, 1.0) if lora is None else (chosen_of(lora.a), chosen_of(lora.b), lora.scaling)
+    if a is not None and b is not None:
+        a, b = (t.to(rows.dtype, memory_format=torch.contiguous_format) for t in (a, b))
+    if bias is not None:
+        bias = chosen_of(bias).to(rows.dtype)
+
+    if isinstance(weight, torch.Tensor):
+        # Beside a compressed weight a dense one has to follow the same renaming.
+        w = chosen_of(weight).to(rows.dtype) if torch.is_autocast_enabled(rows.device.type) else chosen_of(weight)
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    else:
+        compressed = weight
+
+        def make() -> torch.Tensor:
+            return _dequantize(compressed, chosen, rows.dtype)
+
+        w = make()
+        context = _made_again(w, make)
+    w = w if transposed else w.transpose(1, 2)
+    with context:
+        if a is not None and b is not None:
+            return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)
+        return _without_lora(rows, w, routing, bias, **how)
+
+
+def _without_lora(
+    rows: torch.Tensor,
+    w: torch.Tensor,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    gates: torch.Tensor | None = None,
+    **how: bool,
+) -> torch.Tensor:
+    """What :func:`moe_lora` gives, without a pair."""
+    y = scatter2scatter(rows, w, routing, **how)
+    if bias is not None:
+        # A slot to skip takes a row of zeros.
+        padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
+        pairs = routing.expert_ids.reshape(-1).long()
+        y = y + padded[pairs[routing.order.long()] if how.get("grouped_out") else pairs]
+    if gates is None:
+        return y
+    tokens, slots = gates.shape
+    return torch.bmm(gates.to(y.dtype)[:, None], y.view(tokens, slots, y.shape[1]))[:, 0]
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+class NF4Parametrization(torch.nn.Module):
+    """Keeps a 4-bit parameter's scales; as a parametrization it makes the parameter dense again where it is read.
+
+    The packed bytes are the parametrization's ``original``. Who wants the 4-bit form asks :func:`stored_weight`.
+    Conversions of the module to another dtype leave the scales as they are.
+    """
+
+    PARTS = ("absmax", "code", "nested_absmax", "nested_code", "nested_offset")
+
+    def __init__(self, q: NF4Tensor) -> None:
+        super().__init__()
+        self.shape, self.block_size, self.code_name, self.dtype = q.shape, q.block_size, q.code_name, q.dtype
+        for name in self.PARTS:
+            self.register_buffer(name, getattr(q, name))
+
+    def tensor(self, packed: torch.Tensor) -> NF4Tensor:
+        """The 4-bit tensor with these bytes; everything is shared."""
+        parts = {name: getattr(self, name) for name in self.PARTS}
+        return NF4Tensor(
+            packed=packed.detach(),
+            shape=self.shape,
+            block_size=self.block_size,
+            code_name=self.code_name,
+            dtype=self.dtype,
+            **parts,
+        )
+
+    def forward(self, packed: torch.Tensor) -> torch.Tensor:
+        """packed (ceil(n / 2),) -> the dense tensor."""
+        return nf4_dequantize(self.tensor(packed), dtype=self.dtype)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "NF4Parametrization":
+        def keep_dtype(t: torch.Tensor) -> torch.Tensor:
+            # Conversions change floating-point tensors only; as integers these pass unchanged.
+            return fn(t.view(torch.int32)).view(torch.float32) if t.dtype == torch.float32 else fn(t)
+
+        return super()._apply(keep_dtype, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, {self.code_name}, block_size={self.block_size}"
+
+
+def quantize_parameter(
+    module: torch.nn.Module, name: str, *, block_size: int = 64, double_quant: bool = False
+) -> NF4Tensor:
+    """Replaces the parameter ``module.name`` by its 4-bit form and freezes it; the dense one is given up.
+
+    ``module.name`` can be read as before and is dequantized at each reading.
+
+    Raises:
+        AttributeError: there is no such parameter.
+        TypeError: it is not floating point.
+        ValueError: it is parametrized already, for one because it is quantized.
+    """
+    if parametrize.is_parametrized(module, name):
+        raise ValueError(f"quantize_parameter: {name} must not be parametrized, but it is")
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise AttributeError(f"quantize_parameter: {type(module).__name__} has no parameter {name!r}")
+    q = nf4_quantize(parameter.detach(), block_size=block_size, double_quant=double_quant)
+    setattr(module, name, torch.nn.Parameter(q.packed, requires_grad=False))
+    parametrize.register_parametrization(module, name, NF4Parametrization(q), unsafe=True)
+    return q
+
+
+def stored_weight(module: torch.nn.Module, name: str) -> torch.Tensor | NF4Tensor:
+    """``module.name`` in the form in which it is stored: an ``NF4Tensor`` after :func:`quantize_parameter`."""
+    if parametrize.is_parametrized(module, name):
+        found: Any = module.parametrizations[name]  # type: ignore[index]
+        if len(found) == 1 and isinstance(found[0], NF4Parametrization):
+            return found[0].tensor(found.original)
+    return getattr(module, name)
+
+
+class GatedExperts(torch.nn.Module):
+    """The experts of a mixture-of-experts layer, on :func:`gated_experts`; a router is not part of it.
+
+    The parameters are ``gate_up`` (E, 2 I, H) and ``down`` (E, H, I), drawn as ``torch.nn.Linear``'s are.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: E, H, I.
+        activation: ``"silu"``, ``"gelu"`` or ``"relu"``.
+        device, dtype: of the parameters.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_a: torch.nn.Parameter | None
+    gate_up_b: torch.nn.Parameter | None
+    down_a: torch.nn.Parameter | None
+    down_b: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        arguments.check_choice("GatedExperts", "activation", activation, tuple(ACTIVATIONS))
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        self.activation, self.active, self.scaling = activation, "auto", 1.0
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        for name, (n, k) in self._sizes().items():
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(num_experts, n, k, **where)))
+            torch.nn.init.uniform_(getattr(self, name), -1 / math.sqrt(k), 1 / math.sqrt(k))
+            self.register_parameter(f"{name}_a", None)
+            self.register_parameter(f"{name}_b", None)
+
+    def _sizes(self) -> dict[str, tuple[int, int]]:
+        hidden, intermediate = self.hidden_size, self.intermediate_size
+        return {"gate_up": (2 * intermediate, hidden), "down": (hidden, intermediate)}
+
+    def add_lora(self, rank: int, alpha: float | None = None, dtype: torch.dtype | None = None) -> "GatedExperts":
+        """Freezes the weights and gives each expert a pair of ``rank``, scaled by ``alpha / rank`` (default 1).
+
+        ``gate_up_a`` (E, r, H), ``gate_up_b`` (E, 2 I, r), ``down_a`` (E, r, I), ``down_b`` (E, H, r); b starts at zero.
+        """
+        if rank < 1:
+            raise ValueError(f"GatedExperts.add_lora: rank must be at least 1, got {rank}")
+        self.scaling = 1.0 if alpha is None else alpha / rank
+        for name, (n, k) in self._sizes().items():
+            stored = stored_weight(self, name)
+            if isinstance(stored, torch.Tensor):
+                stored.requires_grad_(False)
+            where: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
+            a = torch.nn.Parameter(torch.empty(self.num_experts, rank, k, **where))
+            torch.nn.init.uniform_(a, -1 / math.sqrt(k), 1 / math.sqrt(k))
+            self.register_parameter(f"{name}_a", a)
+            self.register_parameter(f"{name}_b", torch.nn.Parameter(torch.zeros(self.num_experts, n, rank, **where)))
+        return self
+
+    def quantize(self, *, block_size: int = 64, double_quant: bool = False) -> "GatedExperts":
+        """Replaces both weights by their 4-bit form, frozen."""
+        for name in self._sizes():
+            quantize_parameter(self, name, block_size=block_size, double_quant=double_quant)
+        return self
+
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """x (..., H), expert_ids and gates (..., k) -> (..., H)."""
+
+        def pair(a: torch.Tensor | None, b: torch.Tensor | None) -> LoRAPair | None:
+            return None if a is None or b is None else LoRAPair(a, b, self.scaling)
+
+        out = gated_experts(
+            x.reshape(-1, x.shape[-1]),
+            stored_weight(self, "gate_up"),
+            stored_weight(self, "down"),
+            expert_ids.reshape(-1, expert_ids.shape[-1]),
+            gates.reshape(-1, gates.shape[-1]),
+            activation=self.activation,
+            gate_up_lora=pair(self.gate_up_a, self.gate_up_b),
+            down_lora=pair(self.down_a, self.down_b),
+            active=self.active,
+        )
+        return out.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, activation={self.activation!r}"
+        )
+
+
+class MoELayer(torch.nn.Module):
+    """A router and its experts: each token goes to the ``slots`` experts of the highest probability.
+
+    The router is a linear layer; its softmax is taken in float32 over all experts, and the weights of the chosen ones are
+    scaled to sum to 1, as in Mixtral and Qwen3-MoE.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: of the :class:`GatedExperts`.
+        slots: k, how many experts a token goes to.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        slots: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= slots <= num_experts:
+            raise ValueError(f"MoELayer: slots must be in [1, {num_experts}], got {slots}")
+        self.slots = slots
+        self.router = torch.nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
+        self.experts = GatedExperts(num_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., H)."""
+        probabilities = self.router(x).softmax(dim=-1, dtype=torch.float32)
+        gates, expert_ids = probabilities.topk(self.slots, dim=-1)
+        return self.experts(x, expert_ids, gates / gates.sum(dim=-1, keepdim=True))

@@ -1,0 +1,771 @@
+"""A feed-forward block by chosen rows of its weights: gather a product's rows, scatter its result.
+
+Up, ``gather_matmul``: h = act(x W[rows]^T). A program owns some of the listed rows and follows their ids: what it loads are
+whole stretches of rows, wherever they lie. With a gate it owns the same rows of two matrices, and h is act(gate) * up.
+
+Down: y = h W[rows], summed over the listed rows. A program owns some columns of y and all listed rows, or (SPLIT > 1) one
+share of them. Shares write partial sums; the program that takes the last ticket adds them up in their order. So nothing is
+added atomically, every sum has one order, and results are the same bits in every run.
+
+There are two of each: "vector" kernels multiply and add in registers, for very few tokens and exactly in float32; "tiles"
+kernels use tensor cores. With few tokens both are bound by reading 2 (gated: 3) rows a neuron, and the loads of as many
+rows as possible have to be under way at once: hence thin tiles, deep pipelines, and the second kernel starting before the
+first ends (PDL). Tensor cores want 16 tokens, which are padded, and one warp would multiply all of K one after another;
+SHARES warps each take a part of the reduction instead.
+
+Bytes: the listed rows of each weight once, x and y; h (M, L) is written and read once, and stays in the L2 cache.
+Operations: 4 M K L (gated: 6).
+
+Not handled: float16 and bfloat16 weights with rows that are not contiguous are read two bytes at a time. The index of a row
+that lies outside the matrix stands for a row of zeros.
+"""
+
+import dataclasses
+import functools
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows_at(rows_ptr, pos, last, N):
+    """The row ids (int64) at positions ``pos`` < last of the list, and whether there is such a row; 0 where not."""
+    rows = tl.load(rows_ptr + pos, mask=pos < last, other=-1).to(tl.int64)
+    exists = (rows >= 0) & (rows < N)
+    return tl.where(exists, rows, 0), exists
+
+
+@triton.jit
+def _activate(z, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu":
+        z = tl.where(z <= 0, 0.0, z)  # not a maximum, which would drop NaN
+    elif ACTIVATION == "leaky_relu":
+        z = tl.where(z <= 0, 0.01 * z, z)
+    elif ACTIVATION == "gelu":
+        z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (z + 0.044715 z^3)
+        z = z * tl.sigmoid(1.5957691216057308 * z * (1 + 0.044715 * z * z))
+    elif ACTIVATION == "silu":
+        z = z * tl.sigmoid(z)
+    return z
+
+
+@triton.jit
+def _slope(z, ACTIVATION: tl.constexpr):
+    """The derivative of ``_activate``."""
+    if ACTIVATION == "relu":
+        slope = tl.where(z <= 0, 0.0, 1.0).to(z.dtype)
+    elif ACTIVATION == "leaky_relu":
+        slope = tl.where(z <= 0, 0.01, 1.0).to(z.dtype)
+    elif ACTIVATION == "gelu":
+        density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        slope = 0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * density
+    elif ACTIVATION == "gelu_tanh":
+        s = tl.sigmoid(1.5957691216057308 * z * (1 + 0.044715 * z * z))
+        slope = s + z * s * (1 - s) * 1.5957691216057308 * (1 + 3 * 0.044715 * z * z)
+    elif ACTIVATION == "silu":
+        s = tl.sigmoid(z)
+        slope = s * (1 + z * (1 - s))
+    else:
+        slope = tl.full(z.shape, 1.0, z.dtype)
+    return slope
+
+
+@triton.jit
+def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
+    """Tile number -> (row, column) in groups of GROUP rows, which share their operands in the L2 cache."""
+    per_group = GROUP * num_cols
+    first = tile // per_group * GROUP
+    size = tl.minimum(num_rows - first, GROUP)
+    within = tile % per_group
+    return first + within % size, within // size
+
+
+@triton.jit
+def _total(sums, share, tile, partial_ptrs, stride_ps, tickets_ptr, mask, split):
+    """Keeps a share's partial sum. -> (the total over all shares in their order, True) in the program that comes last."""
+    tl.store(partial_ptrs + share.to(tl.int64) * stride_ps, sums, mask=mask)
+    # All threads' stores come before the ticket, and the last ticket comes after the stores of all other programs.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == split - 1
+    total = tl.zeros(sums.shape, sums.dtype)
+    if is_last:
+        for s in range(split):
+            # ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
+            total += tl.load(partial_ptrs + s * stride_ps, mask=mask, other=0.0, cache_modifier=".cg")
+    return total, is_last
+
+
+@triton.jit
+def _prefetch(ptrs, size, wanted):
+    """Asks for ``size`` bytes at each address to be brought into the L2 cache, and does not wait. Multiples of 16 only."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [ptrs.to(tl.int64), size, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _zero_tickets(tickets_ptr, TICKETS: tl.constexpr):
+    """The counters of the kernel that comes next, by the first program of this one: saves a launch."""
+    if TICKETS > 0 and tl.program_id(0) == 0:
+        offs = tl.arange(0, triton.next_power_of_2(TICKETS))
+        tl.store(tickets_ptr + offs, tl.zeros(offs.shape, tl.int32), mask=offs < TICKETS)
+
+
+@triton.jit
+def _row_values(ptr, rows, stride, exists, ACC: tl.constexpr, PRESENT: tl.constexpr):
+    """A bias at the chosen rows, or zeros."""
+    if PRESENT:
+        values = tl.load(ptr + rows * stride, mask=exists, other=0.0).to(ACC)
+    else:
+        values = tl.zeros(rows.shape, ACC)
+    return values
+
+
+# --- up: gathered rows ----------------------------------------------------------------------------------------------
+# L changes from call to call: a new list should not compile a kernel anew.
+
+
+@triton.jit(do_not_specialize=["L"])
+def _gather_matmul_fwd_vector_kernel(
+    rows_ptr,  # (L,) integers
+    x_ptr, stride_xm, stride_xk,  # (M, K), M <= TOKENS
+    w_ptr, stride_wn, stride_wk,  # (N, K)
+    b_ptr, stride_b,  # (N,), if HAS_BIAS
+    gate_ptr, stride_gn, stride_gk,  # (N, K), if GATED
+    bg_ptr, stride_bg,  # (N,), if HAS_GATE_BIAS
+    out_ptr, stride_om,  # (M, L_out), columns contiguous; those from L on become zero
+    tickets_ptr,  # (TICKETS,) int32
+    M, N, K, L, L_out,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
+    ACC: tl.constexpr, TICKETS: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()  # the next kernel may begin to load its weights; it waits for this one where it has to
+    _zero_tickets(tickets_ptr, TICKETS)
+    pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    rows, exists = _rows_at(rows_ptr, pos, L, N)
+    offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
+    w_ptrs = w_ptr + rows[:, None] * stride_wn + offs_k[None, :] * stride_wk
+    gate_ptrs = gate_ptr + rows[:, None] * stride_gn + offs_k[None, :] * stride_gk
+    x_ptrs = x_ptr + offs_k * stride_xk
+    up, gate = (), ()
+    for _ in tl.static_range(TOKENS):
+        up = up + (tl.zeros((BLOCK_L, BLOCK_K), ACC),)
+        gate = gate + (tl.zeros((BLOCK_L, BLOCK_K), ACC),)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        mask_k = k + tl.arange(0, BLOCK_K) < K
+        mask = exists[:, None] & mask_k[None, :]
+        # Weights are read once, so they should not push out what is read again.
+        w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)  # (BLOCK_L, BLOCK_K)
+        if GATED:
+            g = tl.load(gate_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
+        new_up, new_gate = (), ()
+        for t in tl.static_range(TOKENS):
+            x = tl.load(x_ptrs + t * stride_xm, mask=mask_k & (t < M), other=0.0).to(ACC)  # (BLOCK_K,)
+            new_up = new_up + (up[t] + w * x[None, :],)
+            if GATED:
+                new_gate = new_gate + (gate[t] + g * x[None, :],)
+            else:
+                new_gate = new_gate + (gate[t],)
+        up, gate = new_up, new_gate
+        w_ptrs += BLOCK_K * stride_wk
+        gate_ptrs += BLOCK_K * stride_gk
+        x_ptrs += BLOCK_K * stride_xk
+    bias = _row_values(b_ptr, rows, stride_b, exists, ACC, HAS_BIAS)
+    gate_bias = _row_values(bg_ptr, rows, stride_bg, exists, ACC, HAS_GATE_BIAS)
+    for t in tl.static_range(TOKENS):
+        h = tl.sum(up[t], axis=1) + bias
+        if GATED:
+            h *= _activate(tl.sum(gate[t], axis=1) + gate_bias, ACTIVATION)
+        else:
+            h = _activate(h, ACTIVATION)
+        out_ptrs = out_ptr + t * stride_om + pos
+        tl.store(out_ptrs, h.to(out_ptr.dtype.element_ty), mask=(pos < L_out) & (t < M))
+
+
+@triton.jit(do_not_specialize=["L", "split"])
+def _gather_matmul_fwd_tiles_kernel(
+    rows_ptr,  # (L,) integers
+    x_ptr, stride_xm, stride_xk,  # (M, K)
+    w_ptr, stride_wn, stride_wk,  # (N, K)
+    b_ptr, stride_b,  # (N,), if HAS_BIAS
+    gate_ptr, stride_gn, stride_gk,  # (N, K), if GATED
+    bg_ptr, stride_bg,  # (N,), if HAS_GATE_BIAS
+    out_ptr, stride_om,  # (M, L_out), columns contiguous; those from L on become zero
+    partial_ptr, stride_ps,  # (split, M, L_out) and as much again if GATED, if SPLIT
+    own_tickets_ptr,  # (tiles of out,) int32, zero, if SPLIT
+    tickets_ptr,  # (TICKETS,) int32
+    M, N, K, L, L_out, split,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, TICKETS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """SHARES tiles of BLOCK_K are multiplied at a time, by as many warps, and their products added at the end."""
+    if PDL:
+        gdc_launch_dependents()
+    _zero_tickets(tickets_ptr, TICKETS)
+    tile, share = tl.program_id(0), tl.program_id(1)
+    pid_m, pid_l = _grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(L_out, BLOCK_L), GROUP)
+    STEP: tl.constexpr = SHARES * BLOCK_K
+    low, high = 0, K
+    if SPLIT:
+        per_share = tl.cdiv(tl.cdiv(K, STEP), split) * STEP
+        low = share * per_share
+        high = tl.minimum(low + per_share, K)
+    pos = pid_l * BLOCK_L + tl.arange(0, BLOCK_L)
+    rows, exists = _rows_at(rows_ptr, pos, L, N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    if SHARES == 1:
+        offs_k = tl.arange(0, BLOCK_K)
+        wide_k = (low + offs_k).to(tl.int64)
+        x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm + wide_k[None, :] * stride_xk
+        w_ptrs = w_ptr + wide_k[:, None] * stride_wk + rows[None, :] * stride_wn
+        gate_ptrs = gate_ptr + wide_k[:, None] * stride_gk + rows[None, :] * stride_gn
+        up = tl.zeros((BLOCK_M, BLOCK_L), ACC)
+        gate = tl.zeros((BLOCK_M, BLOCK_L), ACC)
+        for k in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+            mask_k = k + offs_k < high
+            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_M, BLOCK_K)
+            mask_w = mask_k[:, None] & exists[None, :]
+            w = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_K, BLOCK_L)
+            up = tl.dot(x, w, up, input_precision=PRECISION, out_dtype=ACC)
+            if GATED:
+                g = tl.load(gate_ptrs, mask=mask_w, other=0.0)
+                gate = tl.dot(x, g, gate, input_precision=PRECISION, out_dtype=ACC)
+            x_ptrs += BLOCK_K * stride_xk
+            w_ptrs += BLOCK_K * stride_wk
+            gate_ptrs += BLOCK_K * stride_gk
+    else:
+        # (SHARES, BLOCK_K) indices, so that each share reads whole segments of memory
+        offs_k = tl.arange(0, SHARES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        wide_k = (low + offs_k).to(tl.int64)
+        x_ptrs = x_ptr + offs_m.to(tl.int64)[None, :, None] * stride_xm + wide_k[:, None, :] * stride_xk
+        w_ptrs = w_ptr + wide_k[:, :, None] * stride_wk + rows[None, None, :] * stride_wn
+        gate_ptrs = gate_ptr + wide_k[:, :, None] * stride_gk + rows[None, None, :] * stride_gn
+        ups = tl.zeros((SHARES, BLOCK_M, BLOCK_L), ACC)
+        gates = tl.zeros((SHARES, BLOCK_M, BLOCK_L), ACC)
+        for k in tl.range(low, high, STEP, num_stages=STAGES):
+            mask_k = k + offs_k < high
+            x = tl.load(
+                x_ptrs, mask=mask_m[None, :, None] & mask_k[:, None, :], other=0.0
+            )  # (SHARES, BLOCK_M, BLOCK_K)
+            mask_w = mask_k[:, :, None] & exists[None, None, :]
+            w = tl.load(w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")  # (SHARES, BLOCK_K, BLOCK_L)
+            ups = tl.dot(x, w, ups, input_precision=PRECISION, out_dtype=ACC)
+            if GATED:
+                g = tl.load(gate_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")
+                gates = tl.dot(x, g, gates, input_precision=PRECISION, out_dtype=ACC)
+            x_ptrs += STEP * stride_xk
+            w_ptrs += STEP * stride_wk
+            gate_ptrs += STEP * stride_gk
+        up = tl.sum(ups, axis=0)
+        gate = tl.sum(gates, axis=0)
+    offs_m = offs_m.to(tl.int64)
+    mask_out = mask_m[:, None] & (pos < L_out)[None, :]
+    is_last = True
+    if SPLIT:
+        partial_ptrs = partial_ptr + offs_m[:, None] * L_out + pos[None, :]
+        if GATED:
+            tl.store(partial_ptrs + (split + share).to(tl.int64) * stride_ps, gate, mask=mask_out)
+        up, is_last = _total(up, share, tile, partial_ptrs, stride_ps, own_tickets_ptr, mask_out, split)
+        if GATED:
+            gate = tl.zeros((BLOCK_M, BLOCK_L), ACC)
+            if is_last:
+                for s in range(split):
+                    gate += tl.load(
+                        partial_ptrs + (split + s).to(tl.int64) * stride_ps, mask=mask_out, other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+    if is_last:
+        h = up + _row_values(b_ptr, rows, stride_b, exists, ACC, HAS_BIAS)[None, :]
+        if GATED:
+            gate_bias = _row_values(bg_ptr, rows, stride_bg, exists, ACC, HAS_GATE_BIAS)
+            h *= _activate(gate + gate_bias[None, :], ACTIVATION)
+        else:
+            h = _activate(h, ACTIVATION)
+        out_ptrs = out_ptr + offs_m[:, None] * stride_om + pos[None, :]
+        tl.store(out_ptrs, h.to(out_ptr.dtype.element_ty), mask=mask_out)
+
+
+# --- down: rows that add up -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _store_share(
+    sums, share, tile, y_ptrs, bias, mask, partial_ptrs, stride_ps, tickets_ptr, split,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Stores the sums plus bias; of several shares, the program that comes last stores their total."""
+    if SPLIT:
+        sums, is_last = _total(sums, share, tile, partial_ptrs, stride_ps, tickets_ptr, mask, split)
+        if is_last:
+            tl.store(y_ptrs, (sums + bias).to(y_ptrs.dtype.element_ty), mask=mask)
+    else:
+        tl.store(y_ptrs, (sums + bias).to(y_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL: tl.constexpr):
+    """UNROLL tiles of rows, all on their way before the first is used."""
+    tiles = ()
+    for u in tl.static_range(UNROLL):
+        w_ptrs = w_columns + rows[u][:, None] * stride_wn
+        mask = exists[u][:, None] & mask_c[None, :]
+        # Weights are read once, so they should not push out what is read again.
+        tiles = tiles + (tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit
+def _load_ids(rows_ptr, start, offs_l, high, N, UNROLL: tl.constexpr, BLOCK_L: tl.constexpr):
+    rows, exists = (), ()
+    for u in tl.static_range(UNROLL):
+        found, present = _rows_at(rows_ptr, start + u * BLOCK_L + offs_l, high, N)
+        rows, exists = rows + (found,), exists + (present,)
+    return rows, exists
+
+
+@triton.jit(do_not_specialize=["L", "split"])
+def _scatter_ffn_fwd_down_vector_kernel(
+    rows_ptr,  # (L,) integers
+    h_ptr, stride_hm,  # (M, L_pad), zero from L on; M <= TOKENS
+    w_ptr, stride_wn, stride_wk,  # (N, K_out)
+    b_ptr, stride_b,  # (K_out,), if HAS_BIAS
+    y_ptr, stride_ym,  # (M, K_out), columns contiguous
+    partial_ptr, stride_ps,  # (split, M, K_out), if SPLIT
+    tickets_ptr,  # (columns of programs,) int32, zero, if SPLIT
+    M, N, K_out, L, split,
+    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    pid_c, share = tl.program_id(0), tl.program_id(1)
+    STEP: tl.constexpr = UNROLL * BLOCK_L
+    low, high = 0, L
+    if SPLIT:
+        per_share = tl.cdiv(tl.cdiv(L, STEP), split) * STEP
+        low = share * per_share
+        high = tl.minimum(low + per_share, L)
+    offs_l = tl.arange(0, BLOCK_L)
+    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < K_out
+    w_columns = w_ptr + offs_c.to(tl.int64)[None, :] * stride_wk
+    # One step's rows are loaded while the step before is summed up, and their ids a step before that. The first rows do not
+    # depend on h: they are on their way while the up kernel still runs.
+    rows, exists = _load_ids(rows_ptr, low, offs_l, high, N, UNROLL, BLOCK_L)
+    tiles = _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL)
+    rows, exists = _load_ids(rows_ptr, low + STEP, offs_l, high, N, UNROLL, BLOCK_L)
+    if PDL:
+        gdc_wait()
+    acc = ()
+    for _ in tl.static_range(TOKENS):
+        acc = acc + (tl.zeros((BLOCK_L, BLOCK_C), ACC),)
+    for l in tl.range(low, high, STEP, num_stages=1):
+        coming = _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL)
+        rows, exists = _load_ids(rows_ptr, l + 2 * STEP, offs_l, high, N, UNROLL, BLOCK_L)
+        for u in tl.static_range(UNROLL):
+            pos = l + u * BLOCK_L + offs_l
+            w = tiles[u].to(ACC)
+            summed = ()
+            for t in tl.static_range(TOKENS):
+                h = tl.load(h_ptr + t * stride_hm + pos, mask=(pos < high) & (t < M), other=0.0)
+                summed = summed + (acc[t] + h.to(ACC)[:, None] * w,)
+            acc = summed
+        tiles = coming
+    bias = tl.zeros((BLOCK_C,), ACC)
+    if HAS_BIAS:
+        bias = tl.load(b_ptr + offs_c.to(tl.int64) * stride_b, mask=mask_c, other=0.0).to(ACC)
+    tokens = tl.arange(0, TOKENS)
+    sums = tl.zeros((TOKENS, BLOCK_C), ACC)
+    for t in tl.static_range(TOKENS):
+        sums = tl.where((tokens == t)[:, None], tl.sum(acc[t], axis=0)[None, :], sums)
+    mask = (tokens < M)[:, None] & mask_c[None, :]
+    _store_share(
+        sums, share, pid_c, y_ptr + tokens[:, None] * stride_ym + offs_c[None, :], bias[None, :], mask,
+        partial_ptr + tokens[:, None] * K_out + offs_c[None, :], stride_ps, tickets_ptr, split, SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["L", "split"])
+def _scatter_ffn_fwd_down_tiles_kernel(
+    rows_ptr,  # (L,) integers
+    h_ptr, stride_hm,  # (M, L_pad), zero from L on
+    w_ptr, stride_wn, stride_wk,  # (N, K_out)
+    b_ptr, stride_b,  # (K_out,), if HAS_BIAS
+    y_ptr, stride_ym,  # (M, K_out), columns contiguous
+    partial_ptr, stride_ps,  # (split, M, K_out), if SPLIT
+    tickets_ptr,  # (tiles of y,) int32, zero, if SPLIT
+    M, N, K_out, L, L_pad, split,
+    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """SHARES tiles of BLOCK_L rows are multiplied at a time, by as many warps, and their products added at the end."""
+    tile, share = tl.program_id(0), tl.program_id(1)
+    pid_m, pid_c = _grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(K_out, BLOCK_C), GROUP)
+    STEP: tl.constexpr = SHARES * BLOCK_L
+    tl.static_assert(LISTED % STEP == 0)
+    low, high = 0, L
+    if SPLIT:
+        per_share = tl.cdiv(tl.cdiv(L, STEP), split) * STEP
+        low = share * per_share
+        high = tl.minimum(low + per_share, L)
+    offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < K_out
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    w_columns = w_ptr + offs_c.to(tl.int64) * stride_wk
+    h_rows = h_ptr + offs_m.to(tl.int64) * stride_hm
+    if AHEAD > 0:
+        # What does not depend on h is on its way into the L2 cache while the up kernel still runs.
+        first_rows, wanted = _rows_at(rows_ptr, low + tl.arange(0, AHEAD), high, N)
+        first = pid_c * BLOCK_C
+        size = tl.minimum(BLOCK_C, K_out - first) * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        _prefetch(w_ptr + first_rows * stride_wn + first, size, wanted)
+    if PDL:
+        gdc_wait()
+    # The ids of LISTED rows are loaded at once, and each step picks its own from them. Loaded in the step they would be a
+    # stage of the software pipeline, and waiting for the newest of its copies is waiting for all: no row would be early.
+    # The pipeline looks ahead beyond the last step, so places are clamped to the list: a gather reads without a mask.
+    # Beyond L, h is zero, and so are the rows, which the mask leaves out. h's own mask is by L_pad, a multiple of 16, so
+    # that its loads stay wide.
+    if SHARES == 1:
+        offs_l = tl.arange(0, BLOCK_L)
+        sums = tl.zeros((BLOCK_M, BLOCK_C), ACC)
+        for start in tl.range(low, high, LISTED, num_stages=1):
+            rows, exists = _rows_at(rows_ptr, start + tl.arange(0, LISTED), high, N)
+            listed = tl.where(exists, rows, -1).to(tl.int32)
+            for l in tl.range(start, tl.minimum(start + LISTED, high), BLOCK_L, num_stages=STAGES):
+                row = tl.gather(listed, tl.minimum(l - start + offs_l, LISTED - 1), 0)
+                w = tl.load(
+                    w_columns[None, :] + row.to(tl.int64)[:, None] * stride_wn,
+                    mask=(row >= 0)[:, None] & mask_c[None, :], other=0.0,
+                )  # (BLOCK_L, BLOCK_C)  # fmt: skip
+                h = tl.load(
+                    h_rows[:, None] + (l + offs_l)[None, :],
+                    mask=mask_m[:, None] & (l + offs_l < L_pad)[None, :], other=0.0,
+                )  # (BLOCK_M, BLOCK_L)  # fmt: skip
+                sums = tl.dot(h, w, sums, input_precision=PRECISION, out_dtype=ACC)
+    else:
+        offs_l = tl.arange(0, SHARES)[:, None] * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
+        acc = tl.zeros((SHARES, BLOCK_M, BLOCK_C), ACC)
+        for start in tl.range(low, high, LISTED, num_stages=1):
+            rows, exists = _rows_at(rows_ptr, start + tl.arange(0, LISTED), high, N)
+            listed = tl.where(exists, rows, -1).to(tl.int32)
+            for l in tl.range(start, tl.minimum(start + LISTED, high), STEP, num_stages=STAGES):
+                place = tl.minimum(l - start + tl.arange(0, STEP), LISTED - 1)
+                row = tl.reshape(tl.gather(listed, place, 0), (SHARES, BLOCK_L))
+                w = tl.load(
+                    w_columns[None, None, :] + row.to(tl.int64)[:, :, None] * stride_wn,
+                    mask=(row >= 0)[:, :, None] & mask_c[None, None, :], other=0.0, eviction_policy="evict_first",
+                )  # (SHARES, BLOCK_L, BLOCK_C)  # fmt: skip
+                h = tl.load(
+                    h_rows[None, :, None] + (l + offs_l)[:, None, :],
+                    mask=mask_m[None, :, None] & (l + offs_l < L_pad)[:, None, :], other=0.0,
+                )  # (SHARES, BLOCK_M, BLOCK_L)  # fmt: skip
+                acc = tl.dot(h, w, acc, input_precision=PRECISION, out_dtype=ACC)
+        sums = tl.sum(acc, axis=0)
+    bias = tl.zeros((BLOCK_C,), ACC)
+    if HAS_BIAS:
+        bias = tl.load(b_ptr + offs_c.to(tl.int64) * stride_b, mask=mask_c, other=0.0).to(ACC)
+    offs_m = offs_m.to(tl.int64)
+    _store_share(
+        sums, share, tile, y_ptr + offs_m[:, None] * stride_ym + offs_c[None, :], bias[None, :],
+        mask_m[:, None] & mask_c[None, :],
+        partial_ptr + offs_m[:, None] * K_out + offs_c[None, :], stride_ps, tickets_ptr, split, SPLIT,
+    )  # fmt: skip
+
+
+# --- all in one kernel, with atomic additions -----------------------------------------------------------------------
+# Not chosen by any rule: measured beside the others, because it is the obvious way to fuse the three steps.
+
+
+def fused_config(block_l: int) -> triton.Config:
+    """BLOCK_L neurons a program; 16 tokens, the fewest for tensor cores."""
+    small = block_l <= 32
+    blocks = {"BLOCK_M": 16, "BLOCK_L": block_l, "BLOCK_K": 128 if small else 64, "BLOCK_C": 256 if small else 64}
+    return triton.Config(blocks, num_warps=4, num_stages=3)
+
+
+@triton.jit(do_not_specialize=["L"])
+def _scatter_ffn_fwd_fused_kernel(
+    rows_ptr,  # (L,) integers
+    x_ptr, stride_xm, stride_xk,  # (M, K)
+    up_ptr, stride_un, stride_uk,  # (N, K)
+    down_ptr, stride_dn, stride_dk,  # (N, K_out)
+    y_ptr,  # (M, K_out) ACC, contiguous; zero, if ADD
+    M, N, K, K_out, L,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """y += act(x W_up[l]^T) W_down[l] for BLOCK_L neurons l; h stays in registers. Without ADD the sums are only stored,
+    over one another: a wrong result, whose time is that of everything but the additions."""
+    pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    rows, exists = _rows_at(rows_ptr, pos, L, N)
+    offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    mask_m = offs_m < M
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+    up_ptrs = up_ptr + offs_k.to(tl.int64)[:, None] * stride_uk + rows[None, :] * stride_un
+    acc = tl.zeros((BLOCK_M, BLOCK_L), ACC)
+    for k in range(0, K, BLOCK_K):
+        mask_k = k + offs_k < K
+        x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_M, BLOCK_K)
+        w = tl.load(up_ptrs, mask=mask_k[:, None] & exists[None, :], other=0.0)  # (BLOCK_K, BLOCK_L)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+        x_ptrs += BLOCK_K * stride_xk
+        up_ptrs += BLOCK_K * stride_uk
+    h = _activate(acc, ACTIVATION).to(x_ptr.dtype.element_ty)
+    offs_c = tl.arange(0, BLOCK_C)
+    down_ptrs = down_ptr + rows[:, None] * stride_dn + offs_c.to(tl.int64)[None, :] * stride_dk
+    y_ptrs = y_ptr + offs_m[:, None] * K_out + offs_c[None, :]
+    for c in range(0, K_out, BLOCK_C):
+        mask_c = c + offs_c < K_out
+        w = tl.load(down_ptrs, mask=exists[:, None] & mask_c[None, :], other=0.0)  # (BLOCK_L, BLOCK_C)
+        part = tl.dot(h, w, input_precision=PRECISION, out_dtype=ACC)
+        if ADD:
+            tl.atomic_add(y_ptrs, part, mask=mask_m[:, None] & mask_c[None, :], sem="relaxed")
+        else:
+            tl.store(y_ptrs, part, mask=mask_m[:, None] & mask_c[None, :])
+        down_ptrs += BLOCK_C * stride_dk
+        y_ptrs += BLOCK_C
+
+
+# --- rows copied together, for cuBLAS -------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["L", "L_pad"])
+def _scatter_ffn_pack_kernel(
+    rows_ptr,  # (L,) integers
+    w_ptr, stride_wn, stride_wk,  # (N, K)
+    out_ptr,  # (L_pad, K) contiguous; rows from L on become zero
+    N, K, L, L_pad,
+    BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    rows, exists = _rows_at(rows_ptr, pos, L, N)
+    offs_k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
+    mask_k = (offs_k < K)[None, :]
+    w_ptrs = w_ptr + rows[:, None] * stride_wn + offs_k[None, :] * stride_wk
+    w = tl.load(w_ptrs, mask=exists[:, None] & mask_k, other=0.0)  # (BLOCK_L, BLOCK_K)
+    tl.store(out_ptr + pos.to(tl.int64)[:, None] * K + offs_k[None, :], w, mask=(pos < L_pad)[:, None] & mask_k)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scatter_ffn_hidden_kernel(
+    u_ptr, stride_um,  # (M, L_pad) up products with their bias, zero from L on
+    g_ptr,  # (M, L_pad) gate products, if GATED
+    dh_ptr,  # (M, L_pad) gradient of h, if WITH_GRADIENTS; zero from L on
+    h_ptr, du_ptr, dg_ptr,  # (M, L_pad)
+    M, L_pad,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, WITH_GRADIENTS: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """h = act(u), or act(g) u; with dh also the gradients of u and g. All have u's strides. What is zero, as from L on, stays zero."""
+    pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    offsets = offs_m[:, None] * stride_um + pos[None, :]
+    mask = (offs_m < M)[:, None] & (pos < L_pad)[None, :]
+    u = tl.load(u_ptr + offsets, mask=mask, other=0.0).to(ACC)
+    if GATED:
+        g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(ACC)
+        gate = _activate(g, ACTIVATION)
+        h = gate * u
+    else:
+        h = _activate(u, ACTIVATION)
+    tl.store(h_ptr + offsets, h.to(h_ptr.dtype.element_ty), mask=mask)
+    if WITH_GRADIENTS:
+        dh = tl.load(dh_ptr + offsets, mask=mask, other=0.0).to(ACC)
+        if GATED:
+            dg = dh * u * _slope(g, ACTIVATION)
+            tl.store(dg_ptr + offsets, dg.to(dg_ptr.dtype.element_ty), mask=mask)
+            du = dh * gate
+        else:
+            du = dh * _slope(u, ACTIVATION)
+        tl.store(du_ptr + offsets, du.to(du_ptr.dtype.element_ty), mask=mask)
+
+
+# --- gradients of the weights ---------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["N"])
+def _scatter_ffn_place_kernel(
+    order_ptr,  # (L,) int64: places of the list, sorted by row
+    bounds_ptr,  # (N + 1,) int64: where the places of row n begin in that order, and end
+    source_ptr,  # (L, K) contiguous: a gradient for each place of the list
+    out_ptr,  # (N, K) contiguous
+    N, K,
+    ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of each row: the sum over its places in the list, in their order; zero for a row that is not listed."""
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    start = tl.load(bounds_ptr + offs_n, mask=mask_n, other=0)
+    count = tl.load(bounds_ptr + offs_n + 1, mask=mask_n, other=0) - start
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = (offs_k < K)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_K), ACC)
+    for i in range(tl.max(count, axis=0)):
+        mask_i = mask_n & (i < count)
+        place = tl.load(order_ptr + start + i, mask=mask_i, other=0)
+        source_ptrs = source_ptr + place[:, None] * K + offs_k[None, :]
+        acc += tl.load(source_ptrs, mask=mask_i[:, None] & mask_k, other=0.0).to(ACC)  # (BLOCK_N, BLOCK_K)
+    out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_k)
+
+
+# --- which kernels, and how they are cut ----------------------------------------------------------------------------
+
+PACKED_TOKENS = 2048  # from here on rows are copied together
+FEW, MANY = 512, 2500  # neurons
+EARLY = 8500  # neurons up to which the down kernel may start early; later programs of the up kernel would miss its room
+PAD = 64  # h has a multiple of so many columns; those that no neuron has are zero
+COPY_CONFIG = triton.Config({"BLOCK_L": 4, "BLOCK_K": 1024}, num_warps=4)
+HIDDEN_CONFIG = triton.Config({"BLOCK_M": 4, "BLOCK_L": 512}, num_warps=4)
+PLACE_CONFIG = triton.Config({"BLOCK_N": 4, "BLOCK_K": 1024}, num_warps=4)
+PLACE_VECTOR_CONFIG = triton.Config({"BLOCK_N": 1024, "BLOCK_K": 1}, num_warps=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call is computed: which kernels, with which tiles, and into how many shares their sums are split.
+
+    ``strategy``: ``"vector"``, ``"tiles"``, or ``"packed"``: rows copied together, and cuBLAS.
+    """
+
+    strategy: str
+    up: triton.Config | None
+    up_split: int
+    down: triton.Config | None
+    down_split: int
+
+
+def has_pdl(properties: runtime.DeviceProperties) -> bool:
+    """Whether a kernel can start before the one before it has ended (Hopper and later)."""
+    return properties.arch.startswith("sm_") and int(properties.arch[3:].rstrip("a")) >= 90
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    m: int, k: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
+) -> Plan:
+    """The rules: which kernels compute ``active`` neurons for ``m`` tokens, K inputs and K_out outputs.
+
+    ==================  ==================  =====================================================================
+    dtype               tokens              strategy
+    ==================  ==================  =====================================================================
+    float16, bfloat16   1                   ``vector``
+    float16, bfloat16   2 to 2047           ``tiles``: 16, 32, 64 or 128 tokens a tile
+    float16, bfloat16   2048 and more       ``packed``: copying the rows costs little beside so much arithmetic
+    float32             1 to 4              ``vector``: exact products
+    float32             5 and more          ``packed``: cuBLAS, with tf32 where PyTorch allows it
+    float64             any                 ``packed``
+    ==================  ==================  =====================================================================
+
+    Within a strategy the tiles grow with the number of neurons: few neurons have to be spread over all multiprocessors, many
+    should share what is read of x and h. The thresholds are where the measured order of the tiles changes on an H200.
+    """
+    narrow, m = dtype in ("float16", "bfloat16"), max(m, 1)
+    if (narrow and m == 1) or (dtype == "float32" and m <= 4):
+        return _vector_plan(m, k_out, active, dtype, gated, properties)
+    if narrow and m < PACKED_TOKENS:
+        return _tiles_plan(m, k_out, active, gated, properties)
+    return Plan("packed", None, 1, None, 1)
+
+
+def _vector_plan(
+    m: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
+) -> Plan:
+    tokens = triton.next_power_of_2(m)
+    # As many bytes in flight in each thread whatever the dtype; several tokens take registers for their sums.
+    size = 1 if dtype != "float32" else 2 * tokens
+    if active <= FEW:
+        up = triton.Config({"BLOCK_L": 2, "BLOCK_K": 4096 // size}, num_warps=4)
+        down = triton.Config({"BLOCK_L": 128, "BLOCK_C": 32, "UNROLL": max(1, 4 // size)}, num_warps=16)
+        split = 1
+    else:
+        up = triton.Config({"BLOCK_L": 2, "BLOCK_K": 2048 // size}, num_warps=4 if gated else 2)
+        down = triton.Config({"BLOCK_L": 16, "BLOCK_C": 64, "UNROLL": max(1, 8 // size)}, num_warps=4)
+        columns = -(-k_out // 64)
+        split = max(1, min(4 * properties.num_sms // max(columns, 1), active // 128, 64))
+    up.kwargs |= {"TOKENS": tokens, "STAGES": 1}
+    down.kwargs |= {"TOKENS": tokens}
+    return Plan("vector", up, 1, down, split)
+
+
+def _tiles_plan(m: int, k_out: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> Plan:
+    few, many = active <= FEW, active >= MANY
+    hopper, amd = has_pdl(properties), properties.arch.startswith("gfx")
+    split = 1
+    # BLOCK_M, BLOCK_L, BLOCK_K, SHARES, stages, warps; then BLOCK_M, BLOCK_L, BLOCK_C, stages, warps, and programs a tile
+    if m <= 16:
+        up = (16, 32, 128, 1, 4, 4)
+        if few and not amd:
+            up = (16, 8, 64, 8, 4, 8)
+        elif not many:
+            up = (16, 16, 64, 4, 6, 4)
+        elif active < 5000:
+            up = (16, 8, 128, 2, 4, 2)
+        down = (16, 64, 64, 5, 4, 2) if few else (16, 32, 128, 4, 4, 8) if many else (16, 64, 128, 4, 4, 4)
+    elif m <= 32:
+        up = (32, 32, 128, 1, 4, 4) if active >= 5000 else (32, 16, 64, 4, 4, 4)
+        down = (32, 64, 128, 3, 4, 8 if many else 4)
+    elif m <= 64:
+        up = (64, 32, 128, 1, 4, 4) if many else (64, 16, 128, 1, 5, 4)
+        down = (64, 64, 64, 5, 4, 4 if many else 2)
+    elif m <= 128:
+        up = (64, 32, 128, 1, 5, 4)
+        if many and not gated:
+            up = (64, 64, 64, 1, 6, 4)
+        elif active >= 5000:
+            up = (128, 64, 64, 1, 5, 4 if hopper else 8)
+        down = (128, 64, 128, 4, 8, 4) if many else (64, 64, 64, 5, 4, 1 if few else 2)
+    elif m <= 256:
+        up = (128, 128, 64, 1, 4, 8) if many else (128, 64, 64, 1, 5, 4)
+        split = 1 if many else 2
+        down = (128, 64, 128, 4, 8, 2)
+    else:
+        wide, square = (-(-m // 128) * -(-active // side) for side in (256, 128))
+        if wide >= 0.75 * properties.num_sms and hopper and not gated:
+            up = (128, 256, 64, 1, 3, 8)
+        else:
+            up = (128, 128, 64, 1, 4, 8) if square >= 0.5 * properties.num_sms else (128, 64, 64, 1, 4, 4)
+        down = (128, 64, 256, 3, 8, min(4, properties.num_sms // (-(-m // 128) * -(-k_out // 256) or 1)))
+    block_m, block_l, block_k, shares, stages, warps = up
+    blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_K": block_k, "SHARES": shares, "GROUP": 8}
+    stage_bytes = 2 * shares * block_k * (block_m + block_l * (2 if gated else 1))
+    up_config = triton.Config(blocks | {"STAGES": _stages(stages, stage_bytes, properties)}, num_warps=warps)
+    block_m, block_l, block_c, stages, warps, programs = down
+    blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_C": block_c, "SHARES": 1, "GROUP": 8}
+    blocks |= {"STAGES": _stages(stages, 2 * block_l * (block_m + block_c), properties)}
+    blocks |= {"LISTED": 1024, "AHEAD": 64 if m <= 256 else 0}
+    # The shares are for 4,096 outputs; of fewer outputs there are fewer tiles, so more programs share one.
+    columns = -(-k_out // block_c)
+    down_split = programs if m > 256 else programs * max(1, 4096 // block_c // max(columns, 1))
+    down_split = max(1, min(down_split, active // block_l, 64))
+    return Plan("tiles", up_config, split, triton.Config(blocks, num_warps=warps), down_split)
+
+
+def _stages(wanted: int, stage_bytes: int, properties: runtime.DeviceProperties) -> int:
+    """As many stages as fit; AMD's pipeline keeps the newest in registers."""
+    amd = properties.arch.startswith("gfx")
+    # The listed ids, and what changes its layout, lie in shared memory too.
+    room = properties.shared_memory_per_program - 12 * 1024
+    while wanted > 2 and (wanted - amd) * stage_bytes > room:
+        wanted -= 1
+    return wanted

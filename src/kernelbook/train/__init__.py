@@ -1,0 +1,45 @@
+"""Training with a sparse backward pass: data, schedulers, an optimizer, and the loop."""
+
+from kernelbook.train.chunks import (
+    Layout,
+    chunk_norms,
+    chunk_norms_reference,
+    knn_scores,
+    knn_scores_reference,
+    top_chunks,
+    top_chunks_reference,
+)
+from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer, make_data
+from kernelbook.train.optimizer import ChunkAdamW
+from kernelbook.train.schedulers import SCHEDULERS, Scheduler, make_scheduler, weight_features
+from kernelbook.train.synthetic import CopyData, PlantedTeacher, Score, score_chunks, score_scheduler
+from kernelbook.train.text import Corpus, TextData, book_encoding, get_encoding, train_ranks
+
+__all__ = [
+    "CONFIGS",
+    "SCHEDULERS",
+    "ChunkAdamW",
+    "CopyData",
+    "Corpus",
+    "Layout",
+    "PlantedTeacher",
+    "Scheduler",
+    "Score",
+    "TextData",
+    "TrainConfig",
+    "Trainer",
+    "book_encoding",
+    "chunk_norms",
+    "chunk_norms_reference",
+    "get_encoding",
+    "knn_scores",
+    "knn_scores_reference",
+    "make_data",
+    "make_scheduler",
+    "score_chunks",
+    "score_scheduler",
+    "top_chunks",
+    "top_chunks_reference",
+    "train_ranks",
+    "weight_features",
+]

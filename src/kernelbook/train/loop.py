@@ -1,0 +1,560 @@
+"""Training a small GPT with a sparse backward pass: the loop, its settings, its log and its checkpoints.
+
+The first ``dense_steps`` steps are dense. In the others a scheduler says which chunks of the sparse layers learn. Between
+two entries in the log the host never waits for the device, so a whole step can be captured in a CUDA graph.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from kernelbook import runtime
+from kernelbook.nn.gpt import GPT, GPTConfig
+from kernelbook.train.chunks import Layout, chunk_norms
+from kernelbook.train.optimizer import INACTIVE, ChunkAdamW
+from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
+from kernelbook.train.synthetic import CopyData, score_chunks
+from kernelbook.train.text import TextData
+
+__all__ = ["CONFIGS", "Data", "TrainConfig", "Trainer", "make_data"]
+
+MODES = ("dense", "sparse_dw", "sparse_dw_dx")
+TASKS = ("text", "copy", "recall")
+
+
+class Data(Protocol):
+    """What the loop trains on; all of it follows from seed and step."""
+
+    vocab_size: int
+    digest: str
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of a training step."""
+
+    def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and targets to evaluate on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """All that decides a run.
+
+    Attributes:
+        width, depth, heads, context, chunk_size, sparse_layers, attention: as in :class:`kernelbook.nn.GPTConfig`.
+        task: ``"text"``, ``"copy"`` or ``"recall"``. corpus, encoding, vocab_size: as in :class:`TextData`.
+        batch_size, steps, seed: as their names say.
+        mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``. scheduler, explore: see :mod:`kernelbook.train.schedulers`.
+        active: the share of active chunks. dense_steps: steps before the first sparse one.
+        refresh_every: steps after which a scheduler sees the weights again.
+        inactive: what the optimizer does with rows without gradient, ``"skip"`` or ``"decay"``.
+        sparse_lr: in sparse steps, what the learning rate of the sparse layers is multiplied with.
+        lr, min_lr, lr_warmup: the learning rate rises over ``lr_warmup`` steps, then falls by a cosine to ``min_lr``.
+        beta1, beta2, eps, weight_decay: of AdamW; vectors and embeddings do not decay. clip: largest gradient norm.
+        dtype: ``"float32"`` or, by autocast, ``"bfloat16"``.
+        log_every, eval_every, eval_batches, checkpoint_every: in steps; 0 for never (but at the end).
+        probe_every: steps after which the choice of chunks is scored against the dense gradient; 0 for never.
+        cuda_graph: capture the step in a CUDA graph (needs a GPU).
+        deterministic: ask PyTorch for deterministic algorithms, at a price, for runs that repeat bit by bit on a GPU.
+    """
+
+    width: int = 512
+    depth: int = 4
+    heads: int = 8
+    context: int = 512
+    chunk_size: int = 64
+    sparse_layers: str = "all"
+    attention: str = "kernelbook"
+    task: str = "text"
+    corpus: str = "stdlib"
+    encoding: str = "book"
+    vocab_size: int = 4096
+    batch_size: int = 16
+    steps: int = 1000
+    seed: int = 0
+    mode: str = "sparse_dw"
+    scheduler: str = "ema_topk"
+    active: float = 0.1
+    explore: float | None = None
+    dense_steps: int = 50
+    refresh_every: int = 50
+    inactive: str = "skip"
+    sparse_lr: float = 1.0
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    lr_warmup: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dtype: str = "bfloat16"
+    log_every: int = 20
+    eval_every: int = 100
+    eval_batches: int = 8
+    checkpoint_every: int = 200
+    probe_every: int = 0
+    cuda_graph: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("mode", MODES),
+            ("scheduler", tuple(SCHEDULERS)),
+            ("inactive", INACTIVE),
+            ("task", TASKS),
+            ("dtype", ("float32", "bfloat16")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"TrainConfig: {name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}"
+                )
+        for name in ("batch_size", "steps", "log_every", "eval_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("dense_steps", "refresh_every", "eval_every", "checkpoint_every", "probe_every", "lr_warmup"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"TrainConfig: {name} must not be negative, got {getattr(self, name)}")
+        if not 0 < self.active <= 1:
+            raise ValueError(f"TrainConfig: active must lie in (0, 1], got {self.active}")
+        if self.clip <= 0:
+            raise ValueError(f"TrainConfig: clip must be positive, got {self.clip}")
+
+    def is_sparse(self, step: int) -> bool:
+        """Whether a step (from 0) leaves chunks out."""
+        return self.mode != "dense" and self.scheduler != "all" and step >= self.dense_steps
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step (from 0)."""
+        if step < self.lr_warmup:
+            return self.lr * (step + 1) / self.lr_warmup
+        way = (step - self.lr_warmup) / max(1, self.steps - self.lr_warmup)
+        return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * min(way, 1.0)))
+
+    def model(self, vocab_size: int) -> GPTConfig:
+        """The shape of the model."""
+        return GPTConfig(
+            vocab_size=vocab_size,
+            context=self.context,
+            width=self.width,
+            depth=self.depth,
+            heads=self.heads,
+            chunk_size=self.chunk_size,
+            sparse_layers=self.sparse_layers,
+            attention=self.attention,
+        )
+
+
+# Sizes by name. "tiny" is for a machine without a GPU.
+CONFIGS: dict[str, TrainConfig] = {
+    "tiny": TrainConfig(
+        width=32, depth=1, heads=2, context=24, chunk_size=16, corpus="topics", vocab_size=512, batch_size=2,
+        steps=40, dense_steps=10, active=0.5, lr=2e-2, min_lr=4e-3, lr_warmup=5, refresh_every=20, dtype="float32",
+        log_every=10, eval_every=20, eval_batches=8, checkpoint_every=20,
+    ),
+    "small": TrainConfig(width=512, heads=8, lr=1e-3, min_lr=1e-4),
+    "medium": TrainConfig(width=1024, heads=8, lr=6e-4, min_lr=6e-5),
+    "large": TrainConfig(width=2048, heads=16, lr=3e-4, min_lr=3e-5),
+}  # fmt: skip
+
+
+def make_data(config: TrainConfig) -> Data:
+    """The data that a configuration asks for."""
+    shape: dict[str, Any] = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
+    if config.task != "text":
+        return CopyData(config.task, **shape)
+    return TextData(config.corpus, encoding=config.encoding, vocab_size=config.vocab_size, **shape)
+
+
+class Trainer:
+    """One run: ``Trainer(config, out=folder).run()``.
+
+    Args:
+        config: see :class:`TrainConfig`. data: default :func:`make_data`.
+        out: a folder for ``log.jsonl``, ``config.json`` and ``checkpoint.pt``; ``None`` keeps nothing.
+        resume: go on from the checkpoint in ``out``, or begin if there is none.
+        progress: show a progress bar.
+
+    Attributes:
+        model, scheduler: as trained so far. step: finished steps. seconds: time spent on them, evaluation left out.
+        records: the entries of the log.
+
+    Raises:
+        FileExistsError: ``out`` holds a run already and ``resume`` is not set.
+        ValueError: the checkpoint belongs to another configuration or corpus, or a CUDA graph is wanted without a GPU.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Data | None = None,
+        *,
+        out: Path | str | None = None,
+        resume: bool = False,
+        progress: bool = True,
+    ) -> None:
+        if config.cuda_graph and runtime.DEVICE.type != "cuda":
+            raise ValueError("Trainer: cuda_graph must be off where there is no GPU, got True")
+        self.config, self.progress = config, progress
+        self.out = None if out is None else Path(out)
+        checkpoint = self._checkpoint_path()
+        if (
+            checkpoint is not None
+            and not resume
+            and (checkpoint.exists() or checkpoint.with_name("log.jsonl").exists())
+        ):
+            raise FileExistsError(f"Trainer: {self.out} holds a run already; resume it, or choose another folder")
+        self.data: Data = make_data(config) if data is None else data
+        self.step, self.seconds = 0, 0.0
+        self.records: list[dict[str, Any]] = []
+        self._build()
+        if checkpoint is not None and checkpoint.exists():
+            self._load(checkpoint)
+        elif checkpoint is not None:
+            checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            self._write_text("config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+            self._write_text("log.jsonl", "")
+
+    # --- what a run is made of ---
+
+    def _build(self) -> None:
+        config, device = self.config, runtime.DEVICE
+        torch.manual_seed(config.seed)
+        with device:  # the weights are drawn where they live
+            self.model = GPT(config.model(self.data.vocab_size))
+        self.layers = self.model.sparse_layers()
+        for layer in self.layers.values():
+            layer.mode = config.mode
+        layout = Layout.of_fraction([layer.num_chunks for layer in self.layers.values()], config.active, device)
+        options = {} if config.explore is None else {"explore": config.explore}
+        self.scheduler = make_scheduler(config.scheduler, layout, seed=config.seed, **options)
+        self._lr, self._chunk_lr = torch.zeros((), device=device), torch.zeros((), device=device)
+        of_chunks = [p for layer in self.layers.values() for p in (layer.weight, layer.bias) if p is not None]
+        self._rest = list(self.model.parameters_but({id(p) for p in of_chunks}))
+        adam: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+        self._chunk_adam = ChunkAdamW(
+            of_chunks, lr=self._chunk_lr, weight_decay=config.weight_decay, chunk_size=config.chunk_size,
+            inactive=config.inactive, unique_rows=True, **adam,
+        )  # fmt: skip
+        groups = [
+            {"params": [p for p in self._rest if self._decays(p)], "weight_decay": config.weight_decay},
+            {"params": [p for p in self._rest if not self._decays(p)], "weight_decay": 0.0},
+        ]
+        how: dict[str, Any] = {"fused": True} if device.type == "cuda" else {"foreach": False}
+        self._rest_adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=self._lr, capturable=device.type == "cuda", **adam, **how
+        )
+        self._norms = torch.zeros(self.scheduler.layout.total, device=device)
+        self._active_norms = torch.zeros(self.scheduler.layout.total_active, device=device)
+        self._inputs, self._targets = (t.clone() for t in self.data.batch(0))
+        self._loss, self._grad_norm = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._eager_steps: dict[str, int] = {}
+        self._stream = torch.cuda.Stream() if config.cuda_graph else None
+
+    def _decays(self, parameter: torch.Tensor) -> bool:
+        embeddings = {id(self.model.tokens.weight), id(self.model.positions.weight)}
+        return parameter.ndim > 1 and id(parameter) not in embeddings
+
+    # --- a step, on the device alone ---
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        # No cache: each weight is cast once a step anyway, and a cache would outlive a captured graph.
+        enabled = self.config.dtype == "bfloat16"
+        return torch.autocast(runtime.DEVICE.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+    def _activate(self, ids: Iterable[torch.Tensor | None]) -> None:
+        for layer, chosen in zip(self.layers.values(), ids, strict=True):
+            layer.active_chunks = chosen
+
+    def _backward(self) -> None:
+        """Gradients of this batch for the chunks that are active."""
+        self.model.zero_grad(set_to_none=True)
+        with self._autocast():
+            loss = self.model(self._inputs, self._targets)
+        loss.backward()
+        self._loss.copy_(loss.detach())
+
+    def _measure(self, into: torch.Tensor, sizes: Iterable[int]) -> None:
+        """The norms of the gradients of the chunks that have one, layer by layer."""
+        chunk = self.config.chunk_size
+        for layer, out in zip(self.layers.values(), into.split(list(sizes)), strict=True):
+            grad = layer.weight.grad
+            assert grad is not None
+            chunk_norms(grad._values() if grad.is_sparse else grad, chunk_size=chunk, out=out)
+
+    def _update(self, norms: torch.Tensor) -> None:
+        """Clips, and moves the weights. ``norms`` of the chunks' gradients are a part of the whole norm."""
+        others = [p.grad for p in self._rest if p.grad is not None]
+        biases = [layer.bias.grad for layer in self.layers.values() if layer.bias is not None]
+        others_too = others + [b._values() if b.is_sparse else b for b in biases if b is not None]
+        parts = torch.stack([torch.linalg.vector_norm(norms), torch.nn.utils.get_total_norm(others_too)])
+        total = torch.linalg.vector_norm(parts)
+        self._grad_norm.copy_(total)
+        scale = (self.config.clip / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(others, scale)
+        self._chunk_adam.step(scale=scale)
+        self._rest_adam.step()
+
+    def _dense_step(self) -> None:
+        self._activate([None] * len(self.layers))
+        self._backward()
+        self._measure(self._norms, self.scheduler.layout.counts)
+        self.scheduler.observe_all(self._norms)
+        self._update(self._norms)
+
+    def _sparse_step(self) -> None:
+        if self.scheduler.needs_dense:
+            self._activate([None] * len(self.layers))
+            self._backward()
+            self._measure(self._norms, self.scheduler.layout.counts)
+            self.scheduler.observe_all(self._norms)
+        self.scheduler.select()
+        self._activate(self.scheduler.ids_of_layers())
+        self._backward()
+        self._measure(self._active_norms, self.scheduler.layout.active)
+        self.scheduler.observe(self._active_norms)
+        self._update(self._active_norms)
+
+    def _enqueue(self, step: int) -> None:
+        """Starts step number ``step`` (from 0), and waits for nothing."""
+        config = self.config
+        for mine, new in zip((self._inputs, self._targets), self.data.batch(step), strict=True):
+            mine.copy_(new)
+        sparse = config.is_sparse(step)
+        self._lr.fill_(config.lr_at(step))
+        self._chunk_lr.fill_(config.lr_at(step) * (config.sparse_lr if sparse else 1.0))
+        if sparse and self.scheduler.needs_weights:
+            since = step - config.dense_steps
+            if since == 0 or (config.refresh_every and since % config.refresh_every == 0):
+                self.scheduler.refresh([layer.weight for layer in self.layers.values()], config.chunk_size)
+        name = "sparse" if sparse else "dense"
+        body: Callable[[], None] = self._sparse_step if sparse else self._dense_step
+        if self._stream is None:
+            body()
+            return
+        # The first steps run as they are: kernels are compiled and the optimizer's states made.
+        if self._eager_steps.get(name, 0) < 3:
+            self._eager_steps[name] = self._eager_steps.get(name, 0) + 1
+            body()
+            return
+        if name not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._stream):
+                body()
+            self._graphs[name] = graph
+        self._graphs[name].replay()
+
+    # --- the run ---
+
+    def run(self, until: int | None = None) -> list[dict[str, Any]]:
+        """Trains to step ``until`` (default: the configured number) and returns :attr:`records`."""
+        config = self.config
+        end = config.steps if until is None else min(until, config.steps)
+        losses, norms = (torch.zeros(config.log_every, device=runtime.DEVICE) for _ in range(2))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_determinism(config.deterministic))
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
+                stack.enter_context(torch.cuda.stream(self._stream))
+            bar = stack.enter_context(
+                tqdm(total=config.steps, initial=self.step, disable=not self.progress, unit="step")
+            )
+            if self.step == 0 and end > 0 and not self.records:
+                self._evaluate()
+            _wait()
+            started, pending = time.perf_counter(), 0
+            while self.step < end:
+                self._enqueue(self.step)
+                losses[pending].copy_(self._loss)
+                norms[pending].copy_(self._grad_norm)
+                self.step += 1
+                pending += 1
+                if pending == config.log_every or self.step == end or self._pauses():
+                    values = zip(losses[:pending].tolist(), norms[:pending].tolist(), strict=True)
+                    took = time.perf_counter() - started
+                    self.seconds += took
+                    self._record_steps(list(values), took)
+                    bar.update(pending)
+                    bar.set_postfix(loss=f"{self.records[-1]['loss']:.3f}")
+                    self._pause(last=self.step == end)
+                    _wait()
+                    started, pending = time.perf_counter(), 0
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self.records
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _pauses(self) -> bool:
+        config = self.config
+        return any(self._due(every) for every in (config.eval_every, config.checkpoint_every, config.probe_every))
+
+    def _pause(self, last: bool) -> None:
+        """What is done between steps: scoring, evaluation, a checkpoint. Its time is not the run's."""
+        config = self.config
+        if self._due(config.probe_every) and config.is_sparse(self.step - 1):
+            self._record(self.probe())
+        if self._due(config.eval_every) or last:
+            self._evaluate()
+        if self._due(config.checkpoint_every) or last:
+            self.save()
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss over the validation batches."""
+        found = []
+        for inputs, targets in self.data.validation_batches(self.config.eval_batches):
+            with self._autocast():
+                found.append(self.model(inputs, targets))
+        return float(torch.stack(found).mean())
+
+    def _evaluate(self) -> None:
+        self._record({"step": self.step, "validation_loss": self.evaluate(), "seconds": round(self.seconds, 4)})
+
+    def probe(self) -> dict[str, Any]:
+        """Scores the chunks that the last step chose against the dense gradient of its batch; moves nothing."""
+        self._activate([None] * len(self.layers))
+        self._backward()
+        norms = torch.empty_like(self._norms)
+        self._measure(norms, self.scheduler.layout.counts)
+        parts = norms.split(list(self.scheduler.layout.counts))
+        scores = [score_chunks(ids, p) for ids, p in zip(self.scheduler.ids_of_layers(), parts, strict=True)]
+        self.model.zero_grad(set_to_none=True)
+        mean = {
+            name: sum(getattr(score, name) for score in scores) / len(scores)
+            for name in ("precision", "recall", "energy")
+        }
+        return {"step": self.step, **mean}
+
+    # --- the record ---
+
+    def _record_steps(self, values: list[tuple[float, float]], took: float) -> None:
+        count, first = len(values), self.step - len(values)
+        tokens = count * self._inputs.numel()
+        for i, (loss, norm) in enumerate(values):
+            entry = {"step": first + i + 1, "loss": loss, "grad_norm": norm, "lr": self.config.lr_at(first + i)}
+            if i == count - 1:
+                entry |= {"seconds": round(self.seconds, 4), "tokens_per_second": round(tokens / max(took, 1e-9), 1)}
+            self._record(entry)
+
+    def _record(self, entry: dict[str, Any]) -> None:
+        self.records.append(entry)
+        if self.out is not None:
+            with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def losses(self) -> list[float]:
+        """The training loss of every step so far."""
+        return [entry["loss"] for entry in self.records if "loss" in entry]
+
+    def validation_losses(self) -> list[float]:
+        """The validation losses so far; the first is that of the untrained model."""
+        return [entry["validation_loss"] for entry in self.records if "validation_loss" in entry]
+
+    # --- checkpoints ---
+
+    def _checkpoint_path(self) -> Path | None:
+        return None if self.out is None else self.out / "checkpoint.pt"
+
+    def save(self) -> None:
+        """Writes ``checkpoint.pt`` in one step: a run that is killed here leaves the one before."""
+        path = self._checkpoint_path()
+        if path is None:
+            return
+        state = {
+            "config": dataclasses.asdict(self.config),
+            "digest": self.data.digest,
+            "step": self.step,
+            "seconds": self.seconds,
+            "model": self.model.state_dict(),
+            "chunk_adam": self._chunk_adam.state_dict(),
+            "rest_adam": self._rest_adam.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+        with _replacing(path) as file:
+            torch.save(state, file)
+
+    def _load(self, path: Path) -> None:
+        state = torch.load(path, map_location=runtime.DEVICE, weights_only=True)
+        own = dataclasses.asdict(self.config)
+        # A longer or otherwise watched run may go on from here; one with other steps behind it may not.
+        free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph"}
+        for name, value in state["config"].items():
+            if name not in free and own.get(name) != value:
+                raise ValueError(
+                    f"Trainer: {name} must be that of the run in {path.parent} ({value!r}), got {own.get(name)!r}"
+                )
+        if state["digest"] != self.data.digest:
+            raise ValueError(
+                f"Trainer: the corpus must be that of the run in {path.parent} ({state['digest']}), got {self.data.digest}"
+            )
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.model.load_state_dict(state["model"])
+        for optimizer, name, lr in (
+            (self._chunk_adam, "chunk_adam", self._chunk_lr),
+            (self._rest_adam, "rest_adam", self._lr),
+        ):
+            optimizer.load_state_dict(state[name])
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        self.scheduler.load_state_dict(state["scheduler"])
+        log = path.with_name("log.jsonl")
+        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        self.records = [entry for entry in _entries(lines) if entry["step"] <= self.step]
+        # Entries of steps that the checkpoint does not have come again.
+        self._write_text("log.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.records))
+
+    def _write_text(self, name: str, text: str) -> None:
+        assert self.out is not None
+        with _replacing(self.out / name) as file:
+            file.write(text.encode())
+
+
+def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed while it wrote
+            yield json.loads(line)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Any]:
+    """A file that takes the place of ``path`` when all of it is on the disk, and never else."""
+    name = None
+    try:
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
+            name = file.name
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        raise
+
+
+@contextlib.contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _wait() -> None:
+    if runtime.DEVICE.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,148 @@
+"""AdamW for weights of which only some chunks of rows get a gradient.
+
+Loshchilov and Hutter, "Decoupled weight decay regularization" (2019), algorithm 2.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.train import kernels
+
+__all__ = ["INACTIVE", "ChunkAdamW"]
+
+INACTIVE = ("skip", "decay")
+
+
+class ChunkAdamW(torch.optim.Optimizer):
+    """AdamW; what it does with rows that have no gradient is yours to say.
+
+    A parameter's gradient is dense, or sparse in its rows (``torch.sparse_coo``), as
+    ``SparseLinear(compact_gradient=True)`` gives it: whole chunks, in any order.
+
+    - ``inactive="skip"``: such rows rest. Neither they nor their moments change, no weight decay, and each chunk counts its
+      own updates: it gets what AdamW would do with the sequence of its own gradients. Memory traffic falls with the
+      share of active chunks.
+    - ``inactive="decay"``: such rows have gradient zero. Their moments decay, they go on moving by them, and their weights
+      decay: what AdamW does with the zero-filled gradient, at its price.
+
+    Args:
+        params: float32 parameters of one or two dimensions, contiguous.
+        lr: a number, or a tensor of one element on the device, which may change between steps of a captured graph.
+        betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        chunk_size: rows in a chunk.
+        inactive: ``"skip"`` or ``"decay"``.
+        unique_rows: sparse gradients have no row twice (one backward pass between steps). Else they are coalesced first,
+            which costs a synchronisation.
+
+    Raises:
+        TypeError: a parameter is not float32.
+        ValueError: an argument is out of range, or a parameter is not contiguous.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        chunk_size: int = 64,
+        inactive: str = "skip",
+        unique_rows: bool = False,
+    ) -> None:
+        op = "ChunkAdamW"
+        arguments.check_choice(op, "inactive", inactive, INACTIVE)
+        if not (0 <= betas[0] < 1 and 0 < betas[1] < 1):
+            raise ValueError(f"{op}: betas must lie in [0, 1) and (0, 1), got {betas}")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not isinstance(value, torch.Tensor) and value < 0:
+                raise ValueError(f"{op}: {name} must not be negative, got {value}")
+        if chunk_size < 1:
+            raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "chunk_size": chunk_size,
+            "inactive": inactive,
+            "unique_rows": unique_rows,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for param in group["params"]:
+                arguments.check_tensor(op, "params", param, dtypes=(torch.float32,))
+                if param.ndim not in (1, 2) or not param.is_contiguous():
+                    raise ValueError(
+                        f"{op}: params must be contiguous and have one or two dimensions, got shape {tuple(param.shape)}"
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: torch.Tensor | None = None) -> Any:  # type: ignore[override]
+        """One update, of gradients multiplied by ``scale`` (1,) float32 on the device (gradient clipping)."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group, scale)
+        return loss
+
+    def _state_of(self, param: torch.Tensor, chunk: int) -> dict[str, torch.Tensor]:
+        state = self.state[param]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+            # Updates of each chunk; float32 counts exactly to 16 million.
+            state["counts"] = torch.zeros(-(-param.shape[0] // chunk), device=param.device)
+        return state
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any], scale: torch.Tensor | None) -> None:
+        grad, chunk = param.grad, group["chunk_size"]
+        assert grad is not None
+        state = self._state_of(param, chunk)
+        rows, chunks = param.shape[0], state["counts"].shape[0]
+        d = param.numel() // max(rows, 1)
+        sparse, decay = grad.is_sparse, group["inactive"] == "decay"
+        if sparse:
+            if not group["unique_rows"]:
+                grad = grad.coalesce()
+            indices, values = grad._indices()[0], grad._values().contiguous()
+            if values.shape[0] % chunk:
+                raise ValueError(
+                    f"ChunkAdamW: a sparse gradient must have whole chunks of {chunk} rows, got {values.shape[0]} rows"
+                )
+            active = values.shape[0] // chunk
+        else:
+            indices, values, active = grad, grad.contiguous(), chunks
+        if sparse and not decay:
+            state["counts"].index_add_(0, indices[::chunk] // chunk, state["counts"].new_ones(()).expand(active))
+        else:
+            state["counts"] += 1
+        programs = active if sparse and not decay else chunks
+        if programs == 0 or d == 0:
+            return
+        lr = group["lr"]
+        lr = lr if isinstance(lr, torch.Tensor) else torch.full((1,), float(lr), device=param.device)
+        scale = torch.ones(1, device=param.device) if scale is None else scale
+        beta1, beta2 = group["betas"]
+        config = kernels.ADAMW_CONFIG
+        with runtime.on_device_of(param):
+            kernels._adamw_chunks_kernel[(programs, -(-chunk * d // config.kwargs["BLOCK"]))](
+                indices, values,
+                param, state["exp_avg"], state["exp_avg_sq"],
+                state["counts"],
+                lr, scale,
+                rows, d, active,
+                BETA1=beta1, BETA2=beta2, EPS=group["eps"], WEIGHT_DECAY=group["weight_decay"],
+                LOG2_BETA1=math.log2(beta1) if beta1 else -1e4, LOG2_BETA2=math.log2(beta2),
+                CHUNK=chunk, SPARSE=sparse, DECAY=decay,
+                **config.kwargs, BLOCK_A=kernels.BLOCK_A, num_warps=config.num_warps,
+            )  # fmt: skip

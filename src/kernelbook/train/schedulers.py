@@ -1,0 +1,297 @@
+"""Which chunks are to learn in the next step? Schedulers are told the gradient norms of those that did in the last one.
+
+A scheduler serves all sparse layers of a model at once. Before a step :meth:`Scheduler.select` writes the ids of the
+chunks to activate into ``scheduler.ids``; after it :meth:`Scheduler.observe` takes the norms of their gradients. Both
+only enqueue work: neither waits for the device, and both can be captured in a CUDA graph. Random numbers come from a
+counter, so that a scheduler's whole state is a few tensors.
+
+================  =====================================================================================================
+``all``           every chunk: a dense step
+``random``        drawn anew in each step
+``round_robin``   one after the other
+``ema_topk``      the largest running means of the norms that were observed, and a share of exploration
+``knn``           the largest norms, observed or predicted from neighbours, and a share of exploration
+``oracle``        the largest norms of this very step, which somebody has to compute first: an upper bound
+================  =====================================================================================================
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kernelbook.train.chunks import Layout, knn_scores, top_chunks
+from kernelbook.train.seeds import generator
+
+__all__ = ["SCHEDULERS", "Scheduler", "make_scheduler", "weight_features"]
+
+
+def weight_features(
+    weights: Sequence[torch.Tensor], chunk_size: int, dims: int = 16, seed: int = 0
+) -> list[torch.Tensor]:
+    """A fixed random projection of the weight rows of each chunk.
+
+    Feature ``r`` of a chunk is the sum over its rows ``i`` of ``s[i, r] * (W[i] @ p[:, r])``, with random signs ``s`` and a
+    Gaussian ``p``: distances between chunks are kept in expectation, at the price of one thin product. Each layer's features
+    are scaled so that their mean squared length is 1.
+
+    Args:
+        weights: (N, D) for each layer. chunk_size: rows in a chunk. dims: features of a chunk.
+
+    Returns:
+        For each layer (dims, ceil(N / chunk_size)) float32.
+    """
+    found = []
+    for number, weight in enumerate(weights):
+        rows, columns = weight.shape
+        chunks = -(-rows // chunk_size)
+        chance = generator("features", seed, number)
+        p = torch.randn(columns, dims, generator=chance).to(weight.device)
+        signs = torch.randint(0, 2, (chunk_size, dims), generator=chance).to(weight.device) * 2.0 - 1.0
+        projected = weight.detach().float() @ p
+        projected = torch.nn.functional.pad(projected, (0, 0, 0, chunks * chunk_size - rows))
+        features = (projected.view(chunks, chunk_size, dims) * signs).sum(1)
+        features = features / features.square().sum(1).mean().sqrt().clamp_min(1e-12)
+        found.append(features.t().contiguous())
+    return found
+
+
+class Scheduler:
+    """What all schedulers share; by itself it activates every chunk, as ``all``.
+
+    Args:
+        layout: the chunks of all layers and how many may be active.
+        seed: of all that is drawn at random.
+        explore: the share of active chunks that are drawn at random among those not chosen; used by ``ema_topk`` and ``knn``.
+
+    Attributes:
+        ids: (total_active,) int64, ids within their layers; :meth:`select` writes here.
+        needs_dense: whether the norms of all chunks have to be observed before :meth:`select`.
+        needs_weights: whether :meth:`refresh` wants to see the weights now and then.
+    """
+
+    name = "all"
+    needs_dense = False
+    needs_weights = False
+
+    def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
+        if not 0 <= explore <= 1:
+            raise ValueError(f"Scheduler: explore must lie in [0, 1], got {explore!r}")
+        self.layout, self.seed, self.explore = layout, seed, explore
+        if self.name == "all":
+            layout = self.layout = Layout(layout.counts, layout.counts, layout.device)
+        device = layout.device
+        self._starts, self._slots = layout.starts(), layout.slots()
+        self._active = torch.tensor(layout.active, dtype=torch.int32, device=device)
+        self._longest = max(layout.counts)
+        self._base = self._starts[:-1].long()[layout.layer_of_slot()]
+        self.ids = torch.cat([torch.arange(a, device=device) for a in layout.active])
+        self._step = torch.zeros(1, dtype=torch.int32, device=device)
+        self._chosen, self._taken = (torch.zeros(layout.total, dtype=torch.int32, device=device) for _ in range(2))
+
+    # --- the interface ---
+
+    def select(self) -> torch.Tensor:
+        """Chooses the chunks of the next step: -> :attr:`ids`, the same tensor each time."""
+        self._select()
+        self._step += 1
+        return self.ids
+
+    def observe(self, norms: torch.Tensor) -> None:
+        """Takes the norms (total_active,) of the gradients of the chunks in :attr:`ids`."""
+        self._observe(self._base + self.ids, norms)
+
+    def observe_all(self, norms: torch.Tensor) -> None:
+        """Takes the norms (total,) of all chunks, after a dense step."""
+        self._observe(torch.arange(self.layout.total, device=norms.device), norms)
+
+    def refresh(self, weights: Sequence[torch.Tensor], chunk_size: int) -> None:
+        """Looks at the weights (N, D) of each layer, where :attr:`needs_weights`."""
+
+    def ids_of_layers(self) -> tuple[torch.Tensor, ...]:
+        """For each layer its part (A,) of :attr:`ids`: views that follow it."""
+        return self.layout.split(self.ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that changes, and what it belongs to."""
+        tensors = {name: value.clone() for name, value in self._tensors().items()}
+        return {"name": self.name, "counts": self.layout.counts, "active": self.layout.active, "tensors": tensors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state; ``ValueError`` if it is another scheduler's."""
+        for key, own in (("name", self.name), ("counts", self.layout.counts), ("active", self.layout.active)):
+            saved = state[key] if key == "name" else tuple(state[key])
+            if saved != own:
+                raise ValueError(f"Scheduler: {key} must be that of the saved state ({saved!r}), got {own!r}")
+        for name, value in self._tensors().items():
+            value.copy_(state["tensors"][name])
+
+    # --- for those that differ ---
+
+    def _select(self) -> None:
+        """Writes :attr:`ids`."""
+
+    def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
+        """``places``: positions among all chunks."""
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {"ids": self.ids, "step": self._step}
+
+    def _top(self, scores: torch.Tensor | None, *, explore: bool = False) -> None:
+        """Fills ids by ``scores`` (at random without), a share of them at random if ``explore``."""
+        shared: dict[str, Any] = {"longest": self._longest, "step": self._step, "seed": self.seed}
+        if not explore or self.explore == 0:
+            top_chunks(scores, self.ids, self._starts, self._slots, self._active, chosen=self._chosen, **shared)
+            return
+        top_chunks(scores, self.ids, self._starts, self._slots, self._exploit, chosen=self._taken, **shared)
+        top_chunks(
+            None, self.ids, self._starts, self._rest_slots, self._rest, taken=self._taken, chosen=self._chosen, **shared
+        )
+
+    def _share_out(self) -> None:
+        """How many of each layer's active chunks are chosen by score, and how many at random."""
+        rest = [
+            round(self.explore * a) if self.explore * a >= 1 else int(self.explore > 0 and a > 1)
+            for a in self.layout.active
+        ]
+        exploit = [a - r for a, r in zip(self.layout.active, rest, strict=True)]
+        device = self.layout.device
+        self._exploit, self._rest = (torch.tensor(v, dtype=torch.int32, device=device) for v in (exploit, rest))
+        self._rest_slots = self.layout.slots(exploit)
+
+
+class RandomScheduler(Scheduler):
+    """Chunks drawn at random, anew in each step: unbiased up to a factor, and blind."""
+
+    name = "random"
+
+    def _select(self) -> None:
+        self._top(None)
+
+
+class RoundRobinScheduler(Scheduler):
+    """One chunk after the other: each has its turn equally often."""
+
+    name = "round_robin"
+
+    def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
+        super().__init__(layout, seed=seed, explore=explore)
+        layer = layout.layer_of_slot()
+        device = layout.device
+        self._per_step = torch.tensor(layout.active, device=device)[layer]
+        self._modulus = torch.tensor(layout.counts, device=device)[layer]
+        self._within = torch.cat([torch.arange(a, device=device) for a in layout.active])
+
+    def _select(self) -> None:
+        torch.remainder(self._step * self._per_step + self._within, self._modulus, out=self.ids)
+
+
+class EmaTopkScheduler(Scheduler):
+    """The chunks with the largest running means of observed norms. Unseen ones come first.
+
+    Args:
+        decay: what a mean keeps of itself when its chunk is observed.
+    """
+
+    name = "ema_topk"
+
+    def __init__(
+        self, layout: Layout, *, seed: int = 0, explore: float = 0.1, decay: float = 0.8
+    ) -> None:  # fmt: skip
+        super().__init__(layout, seed=seed, explore=explore)
+        if not 0 <= decay < 1:
+            raise ValueError(f"Scheduler: decay must lie in [0, 1), got {decay!r}")
+        self.decay = decay
+        self._mean = torch.full((layout.total,), float("inf"), device=layout.device)
+        self._share_out()
+
+    def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
+        before = self._mean[places]
+        after = torch.lerp(norms, before, self.decay)
+        after = torch.where(before.isinf(), norms, after)
+        self._mean.index_copy_(0, places, after)
+
+    def _select(self) -> None:
+        self._top(self._mean, explore=True)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**super()._tensors(), "mean": self._mean}
+
+
+class KnnScheduler(Scheduler):
+    """The chunks whose gradients are largest, where that of a chunk not observed lately is its neighbours'.
+
+    Neighbours are chunks whose weights look alike (:func:`weight_features`).
+
+    Args:
+        k: how many neighbours predict. window: steps for which an observation counts as itself.
+        dims: features of a chunk.
+    """
+
+    name = "knn"
+    needs_weights = True
+
+    def __init__(
+        self, layout: Layout, *, seed: int = 0, explore: float = 0.2, k: int = 4, window: int = 10, dims: int = 16
+    ) -> None:
+        super().__init__(layout, seed=seed, explore=explore)
+        if k < 1 or window < 0 or dims < 1:
+            raise ValueError(f"Scheduler: k, window and dims must be at least 1, 0 and 1, got {k}, {window}, {dims}")
+        self.k, self.window, self.dims = k, window, dims
+        device, total = layout.device, layout.total
+        self._norms = torch.zeros(total, device=device)
+        self._seen = torch.full((total,), -1, dtype=torch.int32, device=device)
+        self._features = torch.zeros(dims, total, device=device)
+        self._scores = torch.empty(total, device=device)
+        self._share_out()
+
+    def refresh(self, weights: Sequence[torch.Tensor], chunk_size: int) -> None:
+        self._features.copy_(torch.cat(weight_features(weights, chunk_size, self.dims, self.seed), dim=1))
+
+    def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
+        self._norms.index_copy_(0, places, norms)
+        self._seen.index_copy_(0, places, self._step.expand(places.shape[0]))
+
+    def _select(self) -> None:
+        knn_scores(
+            self._features, self._norms, self._seen, self._step, self._starts,
+            longest=self._longest, window=self.window, k=self.k, out=self._scores,
+        )  # fmt: skip
+        self._top(self._scores, explore=True)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        own = {"norms": self._norms, "seen": self._seen, "features": self._features}
+        return {**super()._tensors(), **own}
+
+
+class OracleScheduler(Scheduler):
+    """The largest norms of this very step: whoever uses it computes the dense gradient first, and gains nothing."""
+
+    name = "oracle"
+    needs_dense = True
+
+    def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
+        super().__init__(layout, seed=seed, explore=explore)
+        self._norms = torch.zeros(layout.total, device=layout.device)
+
+    def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
+        self._norms.index_copy_(0, places, norms)
+
+    def _select(self) -> None:
+        self._top(self._norms)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**super()._tensors(), "norms": self._norms}
+
+
+SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
+    kind.name: kind
+    for kind in (Scheduler, RandomScheduler, RoundRobinScheduler, EmaTopkScheduler, KnnScheduler, OracleScheduler)
+}
+
+
+def make_scheduler(name: str, layout: Layout, **options: Any) -> Scheduler:
+    """The scheduler called ``name``, see the table at the top of this module; ``ValueError`` for another name."""
+    if name not in SCHEDULERS:
+        raise ValueError(f"make_scheduler: name must be one of {', '.join(map(repr, SCHEDULERS))}, got {name!r}")
+    return SCHEDULERS[name](layout, **options)

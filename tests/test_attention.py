@@ -1,0 +1,621 @@
+"""The room attention: every output and gradient by the rule of check.py, and everything around it."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kernelbook as kb
+from kernelbook import check, runtime, timing
+from kernelbook.attention import (
+    causal_mask_reference,
+    flash_attention_backward_reference,
+    flash_attention_reference,
+    kernels,
+    op,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _ids(value: Any) -> str:
+    return str(value).removeprefix("torch.").replace(" ", "")
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
+
+
+def _qkv(
+    b: int, h: int, h_kv: int, n: int, s: int, d: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _randn(b, h, n, d, dtype=dtype), _randn(b, h_kv, s, d, dtype=dtype), _randn(b, h_kv, s, d, dtype=dtype)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None) -> None:
+    given = {"causal": causal, "scale": scale}
+    # With a single key every probability is 1, and dq and dk are exactly zero. PyTorch's softmax finds that; from delta
+    # the difference of two rounded sums remains.
+    one_key = k.shape[2] == 1
+    check.check_op(
+        functools.partial(kb.flash_attention, **given),
+        functools.partial(flash_attention_reference, **given),
+        {"q": q, "k": k, "v": v},
+        grads=("v",) if one_key else ("q", "k", "v"),
+    )
+    if one_key:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        dq, dk, dv = torch.autograd.grad(kb.flash_attention(*leaves, **given).sum(), leaves)
+        scale = max(1.0, abs(scale or 1.0)) * float(dv.abs().max()) * k.shape[3]
+        epsilon = 10 * torch.finfo(torch.float32 if q.dtype == torch.float64 else q.dtype).eps
+        assert max(float(t.abs().max()) if t.numel() else 0.0 for t in (dq, dk)) <= epsilon * scale
+
+
+# B, H, H_kv, N, S, D: one query, one key, primes, more than one tile, fewer and more queries than keys, shared heads, head
+# sizes that are powers of two, and others.
+PROBLEMS = (
+    (1, 1, 1, 1, 1, 16),
+    (2, 3, 3, 7, 7, 32),
+    (1, 2, 1, 1, 113, 64),
+    (1, 2, 2, 113, 1, 64),
+    (1, 4, 2, 64, 64, 64),
+    (1, 2, 1, 150, 290, 64),
+    (1, 6, 2, 200, 70, 32),
+    (1, 2, 1, 130, 130, 128),
+    (1, 2, 2, 40, 113, 80),
+    (1, 2, 1, 70, 70, 96),
+    (1, 2, 1, 70, 40, 256),
+    (1, 1, 1, 20, 20, 200),
+    (1, 2, 1, 20, 20, 7),
+)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=_ids)
+def test_output_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
+    _check(*_qkv(*problem, dtype=dtype), causal)
+
+
+@given(
+    b=st.integers(1, 2),
+    h_kv=st.integers(1, 2),
+    group=st.integers(1, 3),
+    n=st.integers(0, 90),
+    s=st.integers(0, 90),
+    d=st.integers(1, 70),
+    causal=st.booleans(),
+    scale=st.sampled_from((None, 0.3, -0.2, 0.0)),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+)
+def test_any_shape(
+    b: int, h_kv: int, group: int, n: int, s: int, d: int, causal: bool, scale: float | None, dtype: torch.dtype
+) -> None:
+    _check(*_qkv(b, h_kv * group, h_kv, n, s, d, dtype=dtype), causal, scale)
+
+
+def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """PyTorch's own, in its plainest form; it aligns the first query with the first key unless given a mask."""
+    mask = causal_mask_reference(q.shape[2], k.shape[2], q.device) if causal else None
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(("h", "h_kv"), ((2, 2), (4, 2)))
+@pytest.mark.parametrize(("n", "s"), ((5, 5), (4, 9)))
+def test_reference_is_pytorchs(n: int, s: int, h: int, h_kv: int, causal: bool) -> None:
+    leaves = [t.double().requires_grad_() for t in _qkv(2, h, h_kv, n, s, 8)]
+    ours, theirs = flash_attention_reference(*leaves, causal=causal), _torch(*leaves, causal)
+    torch.testing.assert_close(ours, theirs)
+    do = torch.randn_like(theirs)
+    exact = torch.autograd.grad(theirs, leaves, do)
+    by_hand = flash_attention_backward_reference(do, *(t.detach() for t in leaves), causal=causal)
+    for grads in (torch.autograd.grad(ours, leaves, do), by_hand):
+        for a, b in zip(grads, exact, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("causal", (False, True))
+def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
+    """The rule again, with PyTorch's own attention as the baseline instead of the reference in 16 bits."""
+    check.check_op(
+        functools.partial(kb.flash_attention, causal=causal),
+        functools.partial(flash_attention_reference, causal=causal),
+        dict(zip("qkv", _qkv(1, 2, 2, 190, 190, 64, dtype=dtype), strict=True)),
+        grads=("q", "k", "v"),
+        baseline=functools.partial(F.scaled_dot_product_attention, is_causal=causal),
+    )
+
+
+def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:
+    blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": kernels.block_d(d)}
+    return kernels.triton.Config(blocks, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("boxes", (False, True))
+@pytest.mark.parametrize(("m", "n"), ((16, 16), (16, 64), (64, 16), (32, 32)))
+@pytest.mark.parametrize("causal", (False, True))
+def test_every_way_to_cut_the_work(causal: bool, m: int, n: int, boxes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small tiles, so that each kind of loop runs several times."""
+    if boxes and not kernels.has_boxes(runtime.properties()):
+        pytest.skip("no tensor descriptors here")
+    monkeypatch.setattr(kernels, "config", lambda kernel, d, *_: _tiles(m, n, d))
+    monkeypatch.setattr(kernels, "section", lambda *_: 2)
+    monkeypatch.setattr(op, "HAS_GLUON", False)
+    monkeypatch.setattr(op, "_in_boxes", lambda *tensors: boxes)
+    for problem in ((1, 3, 3, 80, 80, 16), (1, 4, 2, 50, 90, 40), (1, 1, 1, 90, 50, 16)):
+        dtype = torch.float16
+        if problem[-1] == 40 and boxes and runtime.DEVICE.type == "cuda":
+            continue
+        _check(*_qkv(*problem, dtype=dtype), causal)
+
+
+# --- what a query sees ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "s"), ((90, 90), (70, 130), (130, 70)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+def test_a_causal_query_sees_no_later_key(n: int, s: int, dtype: torch.dtype) -> None:
+    q, k, v = _qkv(1, 2, 1, n, s, 16, dtype=dtype)
+    first = kb.flash_attention(q, k, v, causal=True)
+    for changed in (s // 3, s - 1):
+        other_k, other_v = k.clone(), v.clone()
+        other_k[:, :, changed] = 1e4
+        other_v[:, :, changed] = -1e4
+        again = kb.flash_attention(q, other_k, other_v, causal=True)
+        sees = changed - (s - n)  # the first query that sees the changed key
+        assert torch.equal(first[:, :, : max(sees, 0)], again[:, :, : max(sees, 0)])
+        assert not torch.equal(first[:, :, max(sees, 0) :], again[:, :, max(sees, 0) :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+def test_queries_that_see_nothing_give_zeros(dtype: torch.dtype) -> None:
+    """With more queries than keys the first ones see none."""
+    q, k, v = (t.requires_grad_() for t in _qkv(1, 2, 1, 150, 40, 32, dtype=dtype))
+    with check.poisoned_empty():
+        o = kb.flash_attention(q, k, v, causal=True)
+        do = torch.randn_like(o)
+        dq, dk, dv = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+    assert not o[:, :, :110].any() and o[:, :, 110:].any() and not dq[:, :, :110].any()
+    assert all(bool(torch.isfinite(t).all()) for t in (o, dq, dk, dv))
+    do[:, :, :110] = 0
+    for a, b in zip(torch.autograd.grad(o, (q, k, v), do), (dq, dk, dv), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+def test_very_large_scores(dtype: torch.dtype, causal: bool) -> None:
+    """Scores of 1e5 and more: exp overflows from 89 on in float32."""
+    q, k, v = _qkv(1, 2, 2, 40, 100, 64, dtype=dtype)
+    q, k = q * 100, k * 100
+    o = kb.flash_attention(q, k, v, causal=causal)
+    assert torch.isfinite(o).all()
+    exact = flash_attention_reference(q.double(), k.double(), v.double(), causal=causal)
+    assert check.relative_error(o, exact) < 1e-2
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    grads = torch.autograd.grad(kb.flash_attention(*leaves, causal=causal).sum(), leaves)
+    assert all(bool(torch.isfinite(g).all()) for g in grads)
+
+
+def test_equal_scores_average_the_values() -> None:
+    q, k, v = _qkv(1, 1, 1, 9, 50, 16)
+    mean = v.mean(2, keepdim=True).expand(-1, -1, 9, -1)
+    torch.testing.assert_close(kb.flash_attention(q, k, v, scale=0.0), mean)
+    torch.testing.assert_close(kb.flash_attention(torch.zeros_like(q), k, v), mean)
+
+
+def _layouts() -> dict[str, Callable[..., torch.Tensor]]:
+    f16 = {"dtype": torch.float16}
+    return {
+        "(B, N, H, D)": lambda b, h, n, d: _randn(b, n, h, d, **f16).transpose(1, 2),
+        "packed": lambda b, h, n, d: _randn(b, n, h, 3, d, **f16)[:, :, :, 1].transpose(1, 2),
+        "transposed": lambda b, h, n, d: _randn(b, h, d, n, **f16).mT,
+        "every other feature": lambda b, h, n, d: _randn(b, h, n, 2 * d, **f16)[..., ::2],
+        "not aligned": lambda b, h, n, d: _randn(b, h, n, d + 1, **f16)[..., 1:],
+        "reversed batch": lambda b, h, n, d: _randn(n, h, b, d, **f16).permute(2, 1, 0, 3),
+        "expanded heads": lambda b, h, n, d: _randn(b, 1, n, d, **f16).expand(b, h, n, d),
+        "expanded": lambda b, h, n, d: _randn(1, 1, 1, 1, **f16).expand(b, h, n, d),
+    }
+
+
+@pytest.mark.parametrize("layout", _layouts())
+@pytest.mark.parametrize("causal", (False, True))
+def test_layouts(layout: str, causal: bool) -> None:
+    make = _layouts()[layout]
+    q, k, v = make(2, 4, 70, 48), make(2, 2, 90, 48), make(2, 2, 90, 48)
+    _check(q, k, v, causal)
+    _check(q.contiguous(), k, v.contiguous(), causal)
+    o = kb.flash_attention(q, k, v)
+    if layout == "(B, N, H, D)":
+        assert o.stride() == q.stride()
+
+
+@pytest.mark.parametrize("how", ("expanded", "transposed", "not aligned"))
+def test_layouts_of_the_upstream_gradient(how: str) -> None:
+    leaves = [t.requires_grad_() for t in _qkv(1, 2, 2, 40, 40, 32)]
+    o = kb.flash_attention(*leaves)
+    do = _layouts()[how](1, 2, 40, 32).float()
+    exact = flash_attention_backward_reference(do.double(), *(t.detach().double() for t in leaves))
+    for a, b in zip(torch.autograd.grad(o, leaves, do), exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("needed", ("q", "k", "v", "qv"))
+def test_only_the_gradients_that_are_needed(needed: str) -> None:
+    check.check_op(
+        kb.flash_attention,
+        flash_attention_reference,
+        dict(zip("qkv", _qkv(1, 2, 1, 20, 30, 16), strict=True)),
+        grads=tuple(needed),
+    )
+
+
+@pytest.mark.parametrize(
+    "problem", ((0, 2, 1, 4, 4, 16), (1, 0, 0, 4, 4, 16), (1, 2, 1, 0, 4, 16), (1, 2, 1, 4, 0, 16), (1, 2, 2, 0, 0, 16)),
+    ids=_ids,
+)  # fmt: skip
+@pytest.mark.parametrize("causal", (False, True))
+def test_zero_sizes(problem: tuple[int, ...], causal: bool) -> None:
+    leaves = [t.requires_grad_() for t in _qkv(*problem)]
+    with check.poisoned_empty():
+        o = kb.flash_attention(*leaves, causal=causal)
+        grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
+    assert o.shape == leaves[0].shape and not o.any()
+    for grad, leaf in zip(grads, leaves, strict=True):
+        assert grad.shape == leaf.shape and not grad.any()
+
+
+# --- PyTorch's machinery --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="in float64, which is for the interpreter")
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(("n", "s"), ((5, 5), (3, 6), (6, 3)))
+def test_gradcheck(n: int, s: int, causal: bool) -> None:
+    leaves = [t.double().requires_grad_() for t in _qkv(1, 2, 1, n, s, 4)]
+    torch.autograd.gradcheck(lambda *t: kb.flash_attention(*t, causal=causal, scale=0.7), leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+def test_opcheck(dtype: torch.dtype) -> None:
+    q, k, v = (t.requires_grad_() for t in _qkv(1, 4, 2, 20, 30, 16, dtype=dtype))
+    view = _randn(1, 20, 4, 16, dtype=dtype).transpose(1, 2)
+    for queries in (q, view):
+        torch.library.opcheck(torch.ops.kernelbook.flash_attention.default, (queries, k, v, True, 0.25))
+    o, lse = torch.ops.kernelbook.flash_attention(q.detach(), k.detach(), v.detach(), True, 0.25)
+    given = (torch.randn_like(o), q.detach(), k.detach(), v.detach(), o, lse, True, 0.25)
+    torch.library.opcheck(torch.ops.kernelbook.flash_attention_backward.default, given)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("causal", (False, True))
+def test_torch_compile(causal: bool, dynamic: bool) -> None:
+    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
+    compiled = torch.compile(
+        lambda q, k, v: kb.flash_attention(q * 2, k, v, causal=causal) + 1,
+        fullgraph=True, dynamic=dynamic, backend=backend,
+    )  # fmt: skip
+    for n in (20, 30):
+        leaves = [t.requires_grad_() for t in _qkv(1, 2, 2, n, n, 16)]
+        ours, plain = compiled(*leaves), _torch(leaves[0] * 2, *leaves[1:], causal) + 1
+        torch.testing.assert_close(ours, plain)
+        do = torch.randn_like(plain)
+        for a, b in zip(torch.autograd.grad(ours, leaves, do), torch.autograd.grad(plain, leaves, do), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_is_that_of_pytorchs_attention() -> None:
+    kind = runtime.DEVICE.type
+    leaves = [t.requires_grad_() for t in _qkv(1, 2, 2, 20, 20, 16)]
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        ours, plain = kb.flash_attention(*leaves), F.scaled_dot_product_attention(*leaves)
+    assert ours.dtype == plain.dtype == torch.bfloat16
+    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_under_vmap_free_checkpointing() -> None:
+    """Recomputed in the backward pass, the result is the same to the bit."""
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = [t.requires_grad_() for t in _qkv(1, 2, 2, 30, 30, 16)]
+    once = torch.autograd.grad(kb.flash_attention(*leaves, causal=True).square().sum(), leaves)
+    again = checkpoint(lambda *t: kb.flash_attention(*t, causal=True), *leaves, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(again.square().sum(), leaves), once, strict=True):
+        assert torch.equal(a, b)
+
+
+# --- edges ----------------------------------------------------------------------------------------------------------
+
+
+def _bad(**changes: Any) -> Callable[[], object]:
+    def call() -> object:
+        q, k, v = _qkv(1, 4, 2, 5, 6, 16)
+        given: dict[str, Any] = {"q": q, "k": k, "v": v}
+        return kb.flash_attention(
+            **{**given, **{key: make() if callable(make) else make for key, make in changes.items()}}
+        )
+
+    return call
+
+
+BAD = {
+    "q is a list": (_bad(q=[1.0]), TypeError, "flash_attention: q must be a torch.Tensor, got list"),
+    "q is integer": (
+        _bad(q=lambda: torch.ones(1, 4, 5, 16, dtype=torch.int64, device=runtime.DEVICE)),
+        TypeError,
+        "flash_attention: q must have dtype float16, bfloat16, float32, float64, got int64",
+    ),
+    "q has three dimensions": (
+        _bad(q=lambda: _randn(4, 5, 16)),
+        ValueError,
+        r"flash_attention: q must have four dimensions, got shape \(4, 5, 16\)",
+    ),
+    "k of another dtype": (
+        _bad(k=lambda: _randn(1, 2, 6, 16).half()),
+        TypeError,
+        r"flash_attention: k must have the dtype of q \(torch.float32\), got torch.float16",
+    ),
+    "k of another batch": (
+        _bad(k=lambda: _randn(2, 2, 6, 16)),
+        ValueError,
+        r"flash_attention: k must have shape \(1, 2, 6, 16\), got \(2, 2, 6, 16\)",
+    ),
+    "v of another length": (
+        _bad(v=lambda: _randn(1, 2, 7, 16)),
+        ValueError,
+        r"flash_attention: v must have shape \(1, 2, 6, 16\), got \(1, 2, 7, 16\)",
+    ),
+    "heads that do not divide": (
+        _bad(k=lambda: _randn(1, 3, 6, 16), v=lambda: _randn(1, 3, 6, 16)),
+        ValueError,
+        r"flash_attention: the heads of k and v must divide those of q \(4\), got 3",
+    ),
+    "no head of k": (
+        _bad(k=lambda: _randn(1, 0, 6, 16), v=lambda: _randn(1, 0, 6, 16)),
+        ValueError,
+        r"flash_attention: the heads of k and v must divide those of q \(4\), got 0",
+    ),
+    "large heads": (
+        _bad(q=lambda: _randn(1, 4, 5, 257)),
+        ValueError,
+        r"flash_attention: q must have 1 to 256 features a head, got shape \(1, 4, 5, 257\)",
+    ),
+    "empty heads": (
+        _bad(q=lambda: _randn(1, 4, 5, 0)),
+        ValueError,
+        r"flash_attention: q must have 1 to 256 features a head, got shape \(1, 4, 5, 0\)",
+    ),
+    "v elsewhere": (
+        _bad(v=lambda: torch.empty(1, 2, 6, 16, device="meta")),
+        ValueError,
+        r"flash_attention: v must be on the device of q \((cpu|cuda:0)\), got meta",
+    ),
+    "causal is a number": (_bad(causal=1), TypeError, "flash_attention: causal must be a bool, got int"),
+    "scale is text": (
+        _bad(scale="x"),
+        ValueError,
+        "flash_attention: scale must be a finite number or None, got 'x'",
+    ),
+    "scale is infinite": (
+        _bad(scale=math.inf),
+        ValueError,
+        "flash_attention: scale must be a finite number or None, got inf",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_says_what_is_wrong(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
+@pytest.mark.parametrize("boxes", (False, True))
+def test_offsets_are_64_bit(boxes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, heads and batches lie 2^31 elements and more apart (the memory is reserved, not touched)."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterOptions
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(debug=True))
+    monkeypatch.setattr(op, "_in_boxes", lambda *tensors: boxes)
+    far = 2**31 + 8
+    for step in ((far, 64, 16), (64, far, 16), (64, 128, far)):
+        dense = _qkv(2, 2, 2, 2, 2, 16)
+        size = sum(step) + 16
+        strided = [torch.empty(size).as_strided(t.shape, (*step, 1)).copy_(t).requires_grad_() for t in dense]
+        dense = [t.requires_grad_() for t in dense]
+        ours, plain = kb.flash_attention(*strided), kb.flash_attention(*dense)
+        assert torch.equal(ours, plain)
+        do = torch.empty(size).as_strided(plain.shape, (*step, 1)).copy_(torch.randn_like(plain))
+        for a, b in zip(
+            torch.autograd.grad(ours, strided, do), torch.autograd.grad(plain, dense, do.contiguous()), strict=True
+        ):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
+def test_every_head_size_has_tiles_that_fit(target: str) -> None:
+    properties = runtime.TARGETS[target]
+    amd = target.startswith("gfx")
+    for kernel in kernels.KERNELS:
+        for itemsize in (2, 4, 8):
+            for d in range(1, 257):
+                for boxes in {False, kernels.has_boxes(properties)}:
+                    config = kernels.config(kernel, d, itemsize, boxes, properties)
+                    kw = config.kwargs
+                    assert kw["BLOCK_D"] >= d and min(kw["BLOCK_M"], kw["BLOCK_N"]) >= 16
+                    tiles = kernels._Tiles(kw["BLOCK_M"], kw["BLOCK_N"], config.num_warps, config.num_stages)
+                    needs = kernels._shared_bytes(kernel, tiles, kw["BLOCK_D"], itemsize, amd)
+                    assert config.num_stages == 1 or needs <= properties.shared_memory_per_program
+
+
+def test_programs_visit_every_block_of_every_head_once() -> None:
+    """The order of programs is a permutation, and within a section the blocks with most work come first."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def places(out_ptr, num_blocks, num_heads, section, REVERSED: tl.constexpr):
+        block, head = kernels_place(tl.program_id(0), num_blocks, num_heads, section, REVERSED)
+        tl.store(out_ptr + 2 * tl.program_id(0), block)
+        tl.store(out_ptr + 2 * tl.program_id(0) + 1, head)
+
+    kernels_place = kernels._place
+    places.fn.__globals__["kernels_place"] = kernels_place
+    for num_blocks, num_heads, section in ((3, 5, 2), (4, 3, 8), (1, 4, 1)):
+        for backwards in (False, True):
+            out = torch.zeros(num_blocks * num_heads, 2, dtype=torch.int32, device=runtime.DEVICE)
+            places[(num_blocks * num_heads,)](out, num_blocks, num_heads, section, backwards)
+            found = [tuple(pair) for pair in out.tolist()]
+            assert sorted(found) == [(b, h) for b in range(num_blocks) for h in range(num_heads)]
+            assert found[0] == (num_blocks - 1 if backwards else 0, 0)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize(
+    "problem",
+    (
+        (2, 8, 8, 1024, 1024, 64), (1, 8, 2, 1000, 1000, 128), (1, 4, 4, 777, 1300, 64), (2, 4, 1, 1300, 777, 128),
+        (1, 4, 2, 513, 2049, 256), (1, 4, 2, 1025, 1025, 80), (1, 2, 2, 2048, 2048, 96), (1, 2, 2, 1000, 1000, 32),
+        (3, 2, 1, 1, 4096, 128), (1, 2, 2, 500, 500, 17),
+    ),
+    ids=_ids,
+)  # fmt: skip
+@pytest.mark.parametrize("plain", (False, True))
+def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype, causal: bool, plain: bool) -> None:
+    with op.plain_kernels() if plain else contextlib.nullcontext():
+        _check(*_qkv(*problem, dtype=dtype), causal)
+
+
+@pytest.mark.gpu
+def test_programs_of_any_length_do_not_wait_for_ever() -> None:
+    """The Hopper kernels pass tiles between warps through barriers: every count of tiles, once."""
+    for d in (64, 128, 256):
+        for n in (1, 63, 64, 65, 128, 129, 192, 193, 320, 385, 512, 700, 1025):
+            for s in (1, 64, 65, 129, 257, 400, 640, 1100):
+                for causal in (False, True):
+                    leaves = [t.requires_grad_() for t in _qkv(1, 2, 1, n, s, d, dtype=torch.bfloat16)]
+                    o = kb.flash_attention(*leaves, causal=causal)
+                    grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
+                    torch.cuda.synchronize()
+                    assert all(bool(torch.isfinite(t).all()) for t in (o, *grads))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tf32", (False, True))
+@pytest.mark.parametrize("d", (64, 128))
+def test_float32_follows_the_switch(d: int, tf32: bool) -> None:
+    q, k, v = _qkv(1, 2, 2, 500, 500, d)
+    with timing.allow_tf32(tf32):
+        _check(q, k, v, True)
+        error = check.relative_error(
+            kb.flash_attention(q, k, v), flash_attention_reference(q.double(), k.double(), v.double())
+        )
+    assert (error > 1e-5) == tf32
+
+
+@pytest.mark.gpu
+def test_float64_on_a_gpu() -> None:
+    _check(*_qkv(1, 2, 1, 70, 100, 48, dtype=torch.float64), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("how", ("hopper", "boxes", "pointers"))
+@pytest.mark.parametrize("d", (64, 128))
+def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is added atomically; a race between copies and tensor cores would show too."""
+    if how != "hopper":
+        monkeypatch.setattr(op, "HAS_GLUON", False)
+    if how == "pointers":
+        monkeypatch.setattr(op, "_in_boxes", lambda *tensors: False)
+    small = dtype == torch.float32
+    q, k, v = _qkv(1, 4, 2, 512 if small else 2048, 512 if small else 2048, d, dtype=dtype)
+    do = torch.randn_like(q)
+    with timing.allow_tf32(True):
+        o, lse = op._forward(q, k, v, True, d**-0.5)
+        first = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5))
+        for _ in range(250):
+            o, lse = op._forward(q, k, v, True, d**-0.5)
+            again = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5))
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", (False, True))
+def test_cuda_graph(causal: bool) -> None:
+    leaves = [t.requires_grad_() for t in _qkv(1, 4, 2, 512, 512, 64, dtype=torch.bfloat16)]
+    do = torch.randn_like(leaves[0])
+
+    def step() -> tuple[torch.Tensor, ...]:
+        o = kb.flash_attention(*leaves, causal=causal)
+        return o, *torch.autograd.grad(o, leaves, do)
+
+    step()  # compiles before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for t in (*leaves, do):
+            t.copy_(torch.randn_like(t))
+    graph.replay()
+    for ours, again in zip(captured, step(), strict=True):
+        assert torch.equal(ours, again)
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation() -> None:
+    leaves = [t.requires_grad_() for t in _qkv(1, 4, 2, 512, 512, 64, dtype=torch.bfloat16)]
+    for _ in range(2):  # the first call compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            kb.flash_attention(*leaves, causal=True).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    """The last head of the last batch lies behind 2^31 elements, as does the last row of a packed tensor."""
+    n, d = 2**13, 128
+    packed = torch.randn(n, 3, 700, d, dtype=torch.bfloat16, device=runtime.DEVICE)  # (N, 3, H, D): 2.2e9 elements
+    q, k, v = (packed[:, i].transpose(0, 1).unsqueeze(0)[:, -4:].requires_grad_() for i in range(3))
+    do = torch.randn(1, 4, n, d, dtype=torch.bfloat16, device=runtime.DEVICE)
+    grads = torch.autograd.grad(kb.flash_attention(q, k, v, causal=True), (q, k, v), do)
+    dense = [t.detach().contiguous().requires_grad_() for t in (q, k, v)]
+    exact = torch.autograd.grad(kb.flash_attention(*dense, causal=True), dense, do)
+    for a, b in zip(grads, exact, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_peak_memory_grows_with_the_sequence_not_its_square() -> None:
+    q, k, v = (t.requires_grad_() for t in _qkv(1, 2, 2, 2**15, 2**15, 64, dtype=torch.bfloat16))
+    do = torch.randn_like(q)
+
+    def step() -> object:
+        return torch.autograd.grad(kb.flash_attention(q, k, v, causal=True), (q, k, v), do)
+
+    step()
+    # o, dq, dk, dv; lse and delta; the score matrix alone would take 4,096 MiB.
+    assert timing.peak_mib(step) < 1.5 * (4 * q.nbytes + 2 * q.nbytes // 16) / 2**20

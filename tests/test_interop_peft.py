@@ -1,0 +1,275 @@
+"""PEFT's LoRA on expert parameters, used without merging, against PEFT's own way through the eager experts."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("peft")
+
+import peft
+import torch
+from peft.tuners.lora import layer
+from tiny_models import MODELS, assert_as_eager, dequantized, losses, tiny_model, tokens
+
+from kernelbook import runtime
+from kernelbook.interop import peft as interop_peft
+from kernelbook.interop import transformers as interop
+from kernelbook.nn import moe
+
+
+def _config(model: Any, rank: int = 3, **changes: Any) -> peft.LoraConfig:
+    """LoRA on all experts and on the attention's queries; its B is random too, else the adapter would do nothing."""
+    options: dict[str, Any] = {
+        "target_parameters": interop.expert_parameters(model),
+        "target_modules": ["q_proj"],
+        "init_lora_weights": False,
+        "lora_alpha": 6,
+    }
+    return peft.LoraConfig(r=rank, **{**options, **changes})
+
+
+def _with_lora(name: str, rank: int = 3, **changes: Any) -> Any:
+    model = tiny_model(name, num_hidden_layers=1)
+    return peft.get_peft_model(model, _config(model, rank, **changes))
+
+
+def _use_eager(model: Any) -> Any:
+    model.get_base_model().set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_pefts(name: str) -> None:
+    """Every LoRA parameter's gradient, and that of the input."""
+    model = _with_lora(name)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert sum("experts" in n for n in trained) == 4, "A and B of two parameters, for one wrapper around another"
+    assert_as_eager(model, interop.use_kernels)
+
+
+def test_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = interop.use_kernels(_with_lora("qwen3_moe"))
+    given = []
+    real = moe.moe_lora
+
+    def spy(x: Any, w: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        given.append((w.data_ptr(), None if a is None else tuple(a.shape)))
+        return real(x, w, a, b, *args, **kwargs)
+
+    monkeypatch.setattr(moe, "moe_lora", spy)
+    experts = next(interop.expert_modules(model))[1]
+    model(tokens())
+    assert given == [
+        (experts.gate_up_proj.data_ptr(), (5, 3, 32)),
+        (experts.down_proj.data_ptr(), (5, 3, 24)),
+    ]
+    assert not experts.__dict__[interop.HANDED], "handed over for the forward pass only"
+
+
+@pytest.mark.parametrize("rank_stabilized", (False, True))
+def test_rank_one_and_scaling(rank_stabilized: bool) -> None:
+    assert_as_eager(_with_lora("mixtral", 1, use_rslora=rank_stabilized, lora_alpha=5), interop.use_kernels)
+
+
+def test_one_parameter_only() -> None:
+    model = tiny_model("olmoe", num_hidden_layers=1)
+    names = [name for name in interop.expert_parameters(model) if name.endswith("down_proj")]
+    model = peft.get_peft_model(model, _config(model, target_parameters=names))
+    assert_as_eager(model, interop.use_kernels)
+
+
+def test_merged_and_unmerged_agree() -> None:
+    model, ids = interop.use_kernels(_with_lora("qwen3_moe")), tokens()
+    with torch.no_grad():
+        unmerged = model(ids).logits
+        model.merge_adapter()
+        merged = model(ids).logits
+        model.unmerge_adapter()
+        again = model(ids).logits
+        plain = model.merge_and_unload()(ids).logits
+    for other in (merged, again, plain):
+        torch.testing.assert_close(other, unmerged, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(unmerged, tiny_model("qwen3_moe", num_hidden_layers=1)(ids).logits, atol=1e-2)
+
+
+def test_switched_off_disabled_and_on_again() -> None:
+    model, ids = interop.use_kernels(_with_lora("olmoe")), tokens()
+    with torch.no_grad():
+        on = model(ids).logits
+        with model.disable_adapter():
+            off = model(ids).logits
+        assert torch.equal(model(ids).logits, on)
+        base = tiny_model("olmoe", num_hidden_layers=1)(ids).logits
+        torch.testing.assert_close(off, base, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(_use_eager(model)(ids).logits, on, rtol=1e-3, atol=1e-4)
+
+
+def test_two_adapters_and_both_at_once() -> None:
+    model = _with_lora("olmoe")
+    try:
+        model.add_adapter("other", _config(model.get_base_model(), rank=2, lora_alpha=1))
+    except ValueError as error:
+        pytest.skip(f"PEFT {peft.__version__}: {error}")
+    interop.use_kernels(model)
+    ids = tokens()
+    for active in ("other", "default", ["default", "other"]):
+        model.base_model.set_adapter(active)
+        model.base_model.model.set_experts_implementation(interop.NAME)
+        with torch.no_grad():
+            ours = model(ids).logits
+            torch.testing.assert_close(_use_eager(model)(ids).logits, ours, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_goes_the_same_way(name: str) -> None:
+    model, ids = _with_lora(name), tokens()
+    expected = losses(copy.deepcopy(model), ids)
+    assert losses(interop.use_kernels(model), ids) == pytest.approx(expected, rel=1e-4)
+
+
+def test_activation_checkpointing() -> None:
+    model = _with_lora("qwen3_moe")
+
+    def checkpointed(model: Any) -> Any:
+        interop.use_kernels(model).gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    assert_as_eager(model, checkpointed)
+
+
+def _in_4_bits(name: str, before: bool = True, **changes: Any) -> tuple[Any, Any]:
+    """A model with 4-bit experts and LoRA, and the same on the dequantized weights."""
+    changes = {"num_hidden_layers": 1, **changes}
+    model = tiny_model(name, **changes)
+    if before:
+        interop.quantize_experts(model, block_size=32)
+    model = peft.get_peft_model(model, _config(model))
+    if not before:
+        interop.quantize_experts(model, block_size=32)
+    dense = dequantized(name, model, **changes)
+    dense = peft.get_peft_model(dense, _config(dense))
+    ours, theirs = ({_place(m, w): w for w in m.modules() if hasattr(w, "lora_A")} for m in (model, dense))
+    for place, wrapper in theirs.items():
+        for part in ("lora_A", "lora_B"):
+            getattr(wrapper, part).load_state_dict(getattr(ours[place], part).state_dict())
+    return model, dense
+
+
+def _place(model: Any, wrapper: Any) -> tuple[str, str]:
+    """Where a LoRA wrapper is. PEFT nests those of quantized parameters in another order than those of dense ones."""
+    names = {id(module): name.replace(".base_layer", "") for name, module in model.named_modules()}
+    return names[id(wrapper)], getattr(wrapper, "parameter_name", "weight")
+
+
+@pytest.mark.parametrize("before", (True, False), ids=("quantized before", "quantized after"))
+def test_4_bit_experts_with_lora(before: bool) -> None:
+    model, dense = _in_4_bits("qwen3_moe", before)
+    interop.use_kernels(model)
+    ids = tokens()
+    assert losses(model, ids) == pytest.approx(losses(dense, ids), rel=1e-4)
+
+
+@pytest.mark.parametrize("length", (1, 4))
+def test_4_bit_experts_under_checkpointing_with_a_few_active(length: int) -> None:
+    """Made again in the backward pass, inside of what checkpointing makes again."""
+    model, dense = _in_4_bits("qwen3_moe", num_experts=16)
+    interop.use_kernels(model).gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    ids = tokens(1, length)
+    for each in (model.train(), dense):
+        each(ids).logits.square().sum().backward()
+    ours, theirs = ({_place(m, w): w for w in m.modules() if hasattr(w, "lora_A")} for m in (model, dense))
+    assert len(ours) == 3
+    for place, wrapper in ours.items():
+        for part in ("lora_A", "lora_B"):
+            grads = [getattr(w, part)["default"].weight.grad for w in (wrapper, theirs[place])]
+            torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("quantize", (False, True), ids=("dense", "4-bit"))
+def test_checkpoint_loads_back(quantize: bool, tmp_path: Path) -> None:
+    """Also into a model that is quantized, as long as it is after PEFT has wrapped it."""
+    model, ids = interop.use_kernels(_with_lora("qwen3_moe")), tokens()
+    losses(model, ids, steps=2)
+    model.save_pretrained(tmp_path)
+    if quantize:
+        interop.quantize_experts(model, block_size=32)
+    with torch.no_grad():
+        expected = model(ids).logits
+    for use in (interop.use_kernels,) if quantize else (interop.use_kernels, _use_eager):
+        again = peft.PeftModel.from_pretrained(tiny_model("qwen3_moe", num_hidden_layers=1), tmp_path)
+        if quantize:
+            interop.quantize_experts(again, block_size=32)
+        with torch.no_grad():
+            torch.testing.assert_close(use(again)(ids).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_generation() -> None:
+    model, ids = _with_lora("mixtral").eval(), tokens(2, 4)
+    options: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(**options)
+    assert torch.equal(interop.use_kernels(model).generate(**options), expected)
+
+
+def test_lora_weights_in_float32_beside_16_bit_experts() -> None:
+    """PEFT keeps adapters in float32 beside a bfloat16 model."""
+    model = peft.get_peft_model(base := tiny_model("olmoe", num_hidden_layers=1).bfloat16(), _config(base))
+    experts = next(interop.expert_modules(model))[1]
+    interop.use_kernels(model)
+    loss = model(tokens(), labels=tokens()).loss
+    loss.backward()
+    trained = [p for n, p in model.named_parameters() if "experts" in n and p.requires_grad]
+    assert experts.down_proj.dtype == torch.bfloat16 and loss.isfinite()
+    assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() and p.grad.any() for p in trained)
+
+
+# --- what it does not know ------------------------------------------------------------------------------------------
+
+
+def _wrappers(model: Any) -> list[type]:
+    return [type(module) for module in model.modules() if isinstance(module, layer.ParamWrapper)]
+
+
+def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PEFT at hand is asked what its pairs add, so that a version that lays them out otherwise is found out."""
+    model = _with_lora("olmoe")
+    real = layer.ParamWrapper.get_delta_weight
+    monkeypatch.setattr(layer.ParamWrapper, "get_delta_weight", lambda self, name: 2 * real(self, name))
+    interop_peft._probe.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"as in PEFT 0\.18 to 0\.21, and in PEFT .* another layout"):
+            interop.use_kernels(model)
+    finally:
+        interop_peft._probe.cache_clear()
+    assert model.get_base_model().config._experts_implementation == "eager"
+    assert set(_wrappers(model)) == {layer.ParamWrapper}
+
+
+def test_the_probe_leaves_the_random_state_alone() -> None:
+    interop_peft._probe.cache_clear()
+    before = torch.random.get_rng_state()
+    assert interop_peft._probe() is None
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_lora_on_another_parameter_is_refused() -> None:
+    model = tiny_model("olmoe", num_hidden_layers=1)
+    name, experts = next(interop.expert_modules(model))
+    experts.extra = torch.nn.Parameter(torch.randn(4, 3, 5, device=runtime.DEVICE))
+    model = peft.get_peft_model(model, _config(model, target_parameters=[f"{name}.extra"]))
+    with pytest.raises(ValueError, match="LoRA must be on gate_up_proj or down_proj of OlmoeExperts, got extra"):
+        interop.use_kernels(model)
+    assert model.get_base_model().config._experts_implementation == "eager"
+
+
+def test_other_wrapped_parameters_are_left_alone() -> None:
+    """A router's weight, for one, is PEFT's business."""
+    model = tiny_model("olmoe", num_hidden_layers=1)
+    names = [*interop.expert_parameters(model), "model.layers.0.mlp.gate.weight"]
+    model = peft.get_peft_model(model, _config(model, target_parameters=names))
+    assert_as_eager(model, interop.use_kernels)
+    interop.use_kernels(model)
+    assert _wrappers(model).count(layer.ParamWrapper) == 1

@@ -1,0 +1,293 @@
+"""transformers' mixture-of-experts models on the kernels, against their own eager implementation."""
+
+import copy
+import types
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+
+import torch
+import transformers
+from tiny_models import MODELS, assert_as_eager, dequantized, losses, tiny_model, tokens
+from transformers.integrations import moe as hf_moe
+
+from kernelbook import check, runtime
+from kernelbook.interop import transformers as interop
+from kernelbook.nf4 import NF4Tensor
+from kernelbook.nn import moe
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_is_as_eager(name: str) -> None:
+    """All parameters train here, the experts' dense weights too."""
+    assert_as_eager(tiny_model(name), interop.use_kernels)
+
+
+def test_registering_is_enough_for_transformers_own_switch() -> None:
+    interop.register()
+    model, ids = tiny_model("olmoe"), tokens()
+    expected = model(ids).logits
+    model.set_experts_implementation(interop.NAME)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    model.set_experts_implementation("eager")
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_the_kernels_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = interop.use_kernels(tiny_model("mixtral"))
+    calls = []
+    real = moe.scatter2scatter
+    monkeypatch.setattr(moe, "scatter2scatter", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    with torch.no_grad():
+        model(tokens())
+    assert len(calls) == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_goes_the_same_way(name: str) -> None:
+    model, ids = tiny_model(name), tokens()
+    expected = losses(copy.deepcopy(model), ids)
+    assert expected[-1] < expected[0]
+    assert losses(interop.use_kernels(model), ids) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_with_a_cache(name: str) -> None:
+    model, ids = tiny_model(name), tokens(2, 5)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids, **options)
+    assert torch.equal(interop.use_kernels(model).generate(ids, **options), expected)
+
+
+def _experts(name: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> Any:
+    return dict(interop.expert_modules(tiny_model(name, num_hidden_layers=1)))["model.layers.0.mlp.experts"].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("ids", ("all", "one", "skipped"))
+def test_experts_with_given_routing(dtype: torch.dtype, ids: str) -> None:
+    """Where routing is given, rounding cannot change it: the 16-bit types are compared here."""
+    experts = _experts(dtype=dtype)
+    chosen = torch.stack([torch.randperm(5, device=runtime.DEVICE)[:2] for _ in range(7)])
+    if ids == "one":
+        chosen = torch.full_like(chosen, 3)
+    elif ids == "skipped":
+        chosen[2:5, 0] = chosen[6, 1] = chosen[0, :] = 5
+    inputs = {
+        "x": torch.randn(7, 32, dtype=dtype, device=runtime.DEVICE),
+        "gates": torch.rand(7, 2, dtype=dtype, device=runtime.DEVICE),
+        "up": experts.gate_up_proj.detach(),
+        "down": experts.down_proj.detach(),
+    }
+
+    def with_implementation(name: str) -> Any:
+        def run(x: torch.Tensor, gates: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+            module = copy.copy(experts)
+            module._parameters = {}
+            object.__setattr__(module, "gate_up_proj", up)
+            object.__setattr__(module, "down_proj", down)
+            if name == interop.NAME:
+                return interop.experts_forward(module, x, chosen, gates)
+            # Not every version's eager experts know slots to skip; to the result a weight of zero is the same.
+            skipped = chosen == 5
+            eager = type(experts).forward.__wrapped__
+            return eager(module, x, chosen.masked_fill(skipped, 0), gates.masked_fill(skipped, 0))
+
+        return run
+
+    check.check_op(
+        with_implementation(interop.NAME), with_implementation("eager"), inputs, grads=("x", "gates", "up", "down")
+    )
+
+
+def test_no_tokens() -> None:
+    experts = _experts()
+    x = torch.randn(0, 32, device=runtime.DEVICE)
+    ids = torch.zeros(0, 2, dtype=torch.int64, device=runtime.DEVICE)
+    assert interop.experts_forward(experts, x, ids, torch.zeros(0, 2, device=runtime.DEVICE)).shape == (0, 32)
+
+
+# --- other kinds of experts -----------------------------------------------------------------------------------------
+
+
+class _OtherExperts(torch.nn.Module):
+    """Experts as gpt-oss (transposed, with biases, another gate) and Nemotron-H (no gate) have them, and a norm at the end."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(config.up))
+        self.up_proj = self.gate_up_proj
+        self.down_proj = torch.nn.Parameter(torch.randn(config.down))
+        self.gate_up_proj_bias = self.up_proj_bias = torch.nn.Parameter(torch.randn(4, max(config.up[1:])))
+        self.down_proj_bias = torch.nn.Parameter(torch.randn(4, 12))
+        self.act_fn = torch.nn.GELU()
+        self.post_expert_norm = torch.nn.RMSNorm(12)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Interleaved(_OtherExperts):
+    def _apply_gate(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(h[:, ::2]) * (h[:, 1::2] + 1)
+
+
+@pytest.mark.parametrize(
+    ("base", "flags"),
+    (
+        (_Interleaved, {"is_transposed": True, "has_bias": True, "is_concatenated": False}),
+        (_OtherExperts, {"has_gate": False}),
+        (_OtherExperts, {}),
+        (_OtherExperts, {"has_post_expert_norm": True}),
+    ),
+    ids=("transposed, biases, own gate", "no gate", "gelu", "norm"),
+)
+def test_other_experts_are_as_batched_mm(base: type, flags: dict[str, bool]) -> None:
+    """The flags that the interface has for models are followed: batched_mm is transformers' own reading of them."""
+    try:
+        kind = hf_moe.use_experts_implementation(type("Experts", (base,), {}), **flags)
+    except TypeError:
+        pytest.skip(f"transformers {transformers.__version__} has no {', '.join(flags)}")
+    inner = 10
+    up, down = (4, (1 if flags.get("has_gate") is False else 2) * inner, 12), (4, 12, inner)
+    if flags.get("is_transposed"):
+        up, down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
+    experts = kind(types.SimpleNamespace(up=up, down=down)).to(runtime.DEVICE)
+    assert interop._problem_of(experts) is None
+    x = torch.randn(6, 12, device=runtime.DEVICE, requires_grad=True)
+    ids = torch.stack([torch.randperm(4, device=runtime.DEVICE)[:2] for _ in range(6)])
+    gates = torch.rand(6, 2, device=runtime.DEVICE)
+    grads = []
+    for forward in (hf_moe.batched_mm_experts_forward, interop.experts_forward):
+        out = forward(experts, x, ids, gates)
+        parameters = [experts.gate_up_proj, experts.down_proj]
+        grads.append([out, *torch.autograd.grad(out.square().sum(), [x, *parameters])])
+    for ours, theirs in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+def test_float8_experts() -> None:
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    config = types.SimpleNamespace(
+        hidden_size=32, moe_intermediate_size=48, num_experts=4, hidden_act="silu", num_local_experts=4
+    )
+    kind = hf_moe.use_experts_implementation(
+        type("Experts", (finegrained.FP8Experts,), {}), experts_interface=finegrained.ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    experts = kind(config, block_size=(16, 16)).to(runtime.DEVICE)
+    dense = {}
+    for name in ("gate_up_proj", "down_proj"):
+        values, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
+        values.data.copy_(torch.randn(values.shape))
+        scale.data.uniform_(0.1, 2.0)
+        spread = scale.data.repeat_interleave(16, 1).repeat_interleave(16, 2)
+        dense[name] = values.data.float() * spread
+    x, ids = torch.randn(6, 32, device=runtime.DEVICE), torch.randint(0, 4, (6, 2), device=runtime.DEVICE)
+    gates = torch.rand(6, 2, device=runtime.DEVICE)
+    interop.register()
+    config._experts_implementation = interop.NAME
+    expected = moe.gated_experts(x, dense["gate_up_proj"], dense["down_proj"], ids, gates)
+    torch.testing.assert_close(experts(x, ids, gates), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- 4 bits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("double_quant", (False, True), ids=("plain", "double"))
+def test_4_bit_experts_are_as_dequantized_ones(name: str, double_quant: bool) -> None:
+    model = tiny_model(name, num_hidden_layers=1)
+    interop.quantize_experts(model, block_size=32, double_quant=double_quant)
+    assert_as_eager(dequantized(name, model, num_hidden_layers=1), lambda _: interop.use_kernels(model))
+
+
+def test_quantizing_saves_memory_and_keeps_the_model_usable() -> None:
+    model, ids = tiny_model("qwen3_moe"), tokens()
+    before = sum(p.nbytes for p in model.parameters())
+    saved = interop.quantize_experts(model, block_size=32)
+    after = sum(p.nbytes for p in model.parameters())
+    scales = sum(buffer.nbytes for name, buffer in model.named_buffers() if "parametrizations" in name)
+    assert saved == before - after - scales > 0.7 * before * 0.5
+    eager = model(ids).logits
+    assert eager.isfinite().all()
+    torch.testing.assert_close(interop.use_kernels(model)(ids).logits, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantized_model_saves_and_loads() -> None:
+    model, ids = tiny_model("mixtral", num_hidden_layers=1), tokens()
+    interop.quantize_experts(model, block_size=32, double_quant=True)
+    other = tiny_model("mixtral", num_hidden_layers=1, initializer_range=0.1)
+    interop.quantize_experts(other, block_size=32, double_quant=True)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_conversions_leave_the_scales_alone() -> None:
+    model = tiny_model("olmoe", num_hidden_layers=1)
+    interop.quantize_experts(model)
+    stored = [moe.stored_weight(experts, "down_proj") for _, experts in interop.expert_modules(model.to(torch.float16))]
+    assert all(isinstance(q, NF4Tensor) and q.absmax.dtype == torch.float32 for q in stored)
+
+
+# --- what it does not know ------------------------------------------------------------------------------------------
+
+
+def _state(model: Any) -> tuple[Any, ...]:
+    return model.config._experts_implementation, [type(m) for m in model.modules()], list(model.state_dict())
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    before = _state(model)
+    for call in (interop.use_kernels, interop.quantize_experts, interop.check_experts):
+        with pytest.raises(
+            ValueError, match="must have experts on transformers' ExpertsInterface, got LlamaForCausalLM"
+        ):
+            call(model)
+    assert _state(model) == before
+
+
+def test_experts_of_another_shape_are_refused() -> None:
+    model = tiny_model("olmoe")
+    last = list(interop.expert_modules(model))[-1][1]
+    last.down_proj = torch.nn.Parameter(torch.zeros(4, 32, 17, device=runtime.DEVICE))
+    before = _state(model)
+    for call in (interop.use_kernels, interop.quantize_experts):
+        with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts \(OlmoeExperts\) must have 4 experts"):
+            call(model)
+    assert _state(model) == before
+
+
+def test_quantizing_twice_is_refused() -> None:
+    model = tiny_model("olmoe")
+    interop.quantize_experts(model)
+    before = _state(model)
+    with pytest.raises(ValueError, match="must be dense, but it is compressed already"):
+        interop.quantize_experts(model)
+    assert _state(model) == before
+
+
+def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("olmoe")
+    before = _state(model)
+
+    def with_another_signature(self: Any, hidden_states: torch.Tensor, routing: Any) -> None: ...
+
+    monkeypatch.setattr(hf_moe, "grouped_mm_experts_forward", with_another_signature)
+    for call in (interop.register, lambda: interop.use_kernels(model), lambda: interop.quantize_experts(model)):
+        with pytest.raises(ImportError, match=r"as in transformers 5; it is not in transformers \d"):
+            call()
+    assert _state(model) == before
+    monkeypatch.undo()
+    monkeypatch.delattr(hf_moe, "ALL_EXPERTS_FUNCTIONS")
+    with pytest.raises(ImportError, match="ExpertsInterface"):
+        interop.use_kernels(model)
+    assert _state(model) == before

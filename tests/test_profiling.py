@@ -1,0 +1,161 @@
+"""Profiling: chosen steps, the command, and the callback in transformers' Trainer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernelbook import cli, profiling, runtime
+
+GPU = runtime.DEVICE.type == "cuda"
+
+
+def _matmuls(profiler: profiling.StepProfiler, steps: int, size: int = 64) -> None:
+    a = torch.randn(size, size, device=runtime.DEVICE)
+    for step in range(1, steps + 1):
+        profiler.begin(step)
+        for _ in range(step):
+            a = torch.tanh(a)
+        profiler.end(step)
+
+
+def _calls(report: profiling.Report, name: str) -> float:
+    return sum(calls for kernel, calls, *_ in report.rows if name in kernel)
+
+
+@pytest.mark.parametrize(("first", "last", "expected"), ((1, 1, 1), (2, 3, 2.5), (1, 4, 2.5), (4, 4, 4)))
+def test_only_the_chosen_steps_are_recorded(first: int, last: int, expected: float, tmp_path: Path) -> None:
+    """Step i calls tanh i times."""
+    profiler = profiling.StepProfiler(tmp_path / "made", first=first, last=last)
+    _matmuls(profiler, 5)
+    report = profiler.report
+    assert report is not None and report.steps == last - first + 1
+    assert _calls(report, "tanh") == expected
+    assert sum(row[3] for row in report.rows) == pytest.approx(1)
+    assert sum(row[2] for row in report.rows) == pytest.approx(report.total_ms)
+    assert [row[2] for row in report.rows] == sorted((row[2] for row in report.rows), reverse=True)
+
+
+def test_the_files(tmp_path: Path) -> None:
+    profiler = profiling.StepProfiler(tmp_path, first=2, last=2, top=3)
+    _matmuls(profiler, 3)
+    report = profiler.report
+    assert report is not None
+    events = json.loads(report.trace.read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::tanh" for event in events) == 2
+    text = report.table_file.read_text()
+    assert "tanh" in text and "1 steps recorded" in text
+    if GPU:
+        assert report.snapshot is not None and report.snapshot.stat().st_size > 0 and report.peak_mib
+    else:
+        assert report.snapshot is None and report.peak_mib is None and not (tmp_path / "memory.pickle").exists()
+
+
+def test_a_run_that_ends_early_is_recorded_as_far_as_it_went(tmp_path: Path) -> None:
+    profiler = profiling.StepProfiler(tmp_path, first=2, last=9)
+    _matmuls(profiler, 4)
+    assert profiler.report is None
+    report = profiler.close()
+    assert report is not None and report.steps == 3 and _calls(report, "tanh") == 3
+    assert profiler.close() is report
+
+
+def test_a_run_that_never_gets_there_records_nothing(tmp_path: Path) -> None:
+    profiler = profiling.StepProfiler(tmp_path, first=5, last=6)
+    _matmuls(profiler, 4)
+    assert profiler.close() is None and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("first", "last"), ((0, 1), (3, 2)))
+def test_steps_that_make_no_sense(first: int, last: int) -> None:
+    with pytest.raises(ValueError, match=f"1 <= first <= last, got {first} and {last}"):
+        profiling.StepProfiler("unused", first=first, last=last)
+
+
+def test_long_names_are_cut() -> None:
+    report = profiling.Report(Path("t"), None, Path("k"), 1, [("x" * 100, 1.0, 2.0, 1.0, 3.0)], 2.0, None)
+    assert max(len(line) for line in report.table(width=20).splitlines()) < 80
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def _command(tmp_path: Path, *arguments: str) -> int:
+    return cli.main(["profile", "--out", str(tmp_path / "out"), *arguments])
+
+
+@pytest.mark.parametrize("more", ((), ("--lora", "2", "--nf4")), ids=("all parameters", "lora"))
+def test_command_with_our_own_layer(more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("num_experts=3", "hidden_size=32", "intermediate_size=16", "slots=1")
+    assert (
+        _command(tmp_path, "--length", "4", "--steps", "2", "--first", "2", "--last", "2", "--set", *sizes, *more) == 0
+    )
+    out = capsys.readouterr().out
+    assert "moe_lora" in out and str(tmp_path / "out" / "trace.json") in out
+    assert ("nf4" in out) == bool(more)
+
+
+@pytest.mark.parametrize("experts", ("kernelbook", "eager"))
+def test_command_with_a_config_of_transformers(
+    experts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    from tiny_models import tiny_model
+
+    tiny_model("olmoe").config.save_pretrained(tmp_path / "config")
+    arguments = ("--config", str(tmp_path / "config"), "--set", "num_hidden_layers=1", "num_experts=3")
+    code = _command(
+        tmp_path, *arguments, "--lora", "2", "--length", "4", "--experts", experts, "--top", "500",
+        "--steps", "2", "--first", "2", "--last", "2",
+    )  # fmt: skip
+    assert code == 0
+    assert ("moe_lora" in capsys.readouterr().out) == (experts == "kernelbook")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (("--nf4",), "there must be --lora"),
+        (("--steps", "2"), "--steps must be at least --last (4), got 2"),
+        (("--set", "slots"), "--set must have the form NAME=VALUE, got 'slots'"),
+        (("--set", "colour=3"), "--set must name sizes of MoELayer"),
+        (("--first", "9", "--last", "3"), "1 <= first <= last"),
+        (("--config", "/there/is/nothing"), "/there/is/nothing"),
+    ),
+)
+def test_command_that_cannot_be_run(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command(tmp_path, *arguments) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+# --- the Trainer ----------------------------------------------------------------------------------------------------
+
+
+def test_callback_in_the_real_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("accelerate")
+    import transformers
+    from tiny_models import tiny_model, tokens
+
+    from kernelbook.interop.transformers import ProfileCallback, use_kernels
+
+    model = use_kernels(tiny_model("mixtral", num_hidden_layers=1))
+    rows: list[dict[str, Any]] = [{"input_ids": row, "labels": row} for row in tokens(8, 6).cpu()]
+    callback = ProfileCallback(tmp_path / "profile", first=2, last=3)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+        report_to=[], save_strategy="no", use_cpu=not GPU, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback])
+    trainer.train()
+    report = callback.report
+    assert report is not None and report.steps == 2 and trainer.state.global_step == 4
+    names = {event.get("name") for event in json.loads(report.trace.read_text())["traceEvents"]}
+    assert {"kernelbook::route", "kernelbook::moe_lora"} & names
+    # Two batches a step, one block each.
+    routes = [calls for kernel, calls, *_ in report.rows if kernel == "kernelbook::route"]
+    assert GPU or routes == [2]

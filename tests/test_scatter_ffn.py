@@ -1,0 +1,837 @@
+"""The room scatter_ffn: every output and gradient by the rule of check.py, and everything around it."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kernelbook as kb
+from kernelbook import arguments, check, runtime, timing
+from kernelbook.nn import SparseFFN
+from kernelbook.scatter_ffn import (
+    ACTIVATIONS,
+    activation_reference,
+    dense_ffn,
+    gather_matmul_reference,
+    kernels,
+    scatter_ffn_reference,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Tensors = dict[str, torch.Tensor]
+
+
+def _ids(value: Any) -> str:
+    return str(value).removeprefix("torch.").replace(" ", "")
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
+
+
+def _network(
+    m: int, k: int, n: int, k_out: int, dtype: torch.dtype = torch.float32, *, gated: bool = False, bias: bool = False
+) -> Tensors:
+    """Random arguments of scatter_ffn, with weights of the size that keeps products near one."""
+    found = {
+        "x": _randn(m, k, dtype=dtype),
+        "w_up": _randn(n, k, dtype=dtype) / max(k, 1) ** 0.5,
+        "w_down": _randn(n, k_out, dtype=dtype) / max(n, 1) ** 0.5,
+    }
+    if gated:
+        found["w_gate"] = _randn(n, k, dtype=dtype) / max(k, 1) ** 0.5
+    if bias:
+        found |= {"b_up": _randn(n, dtype=dtype), "b_down": _randn(k_out, dtype=dtype)}
+        if gated:
+            found["b_gate"] = _randn(n, dtype=dtype)
+    return found
+
+
+def _neurons(n: int, count: int) -> torch.Tensor:
+    """``count`` different neurons, unsorted."""
+    return torch.randperm(n, device=runtime.DEVICE)[:count]
+
+
+def _check_ffn(network: Tensors, neurons: torch.Tensor, activation: str = "relu", *, grads: bool = True) -> None:
+    how = {"neurons": neurons, "activation": activation}
+    check.check_op(
+        functools.partial(kb.scatter_ffn, **how),
+        functools.partial(scatter_ffn_reference, **how),
+        network,
+        grads=tuple(network) if grads else (),
+    )
+
+
+def _check_gather(network: Tensors, rows: torch.Tensor, activation: str | None = None, *, grads: bool = True) -> None:
+    inputs = {"x": network["x"], "weight": network["w_up"]}
+    if "b_up" in network:
+        inputs["bias"] = network["b_up"]
+    how = {"rows": rows, "activation": activation}
+    check.check_op(
+        functools.partial(kb.gather_matmul, **how),
+        functools.partial(gather_matmul_reference, **how),
+        inputs,
+        grads=tuple(inputs) if grads else (),
+    )
+
+
+# --- every way to compute it ----------------------------------------------------------------------------------------
+
+
+def _up(**changes: int) -> kernels.triton.Config:
+    blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_K": 16, "SHARES": 1, "GROUP": 2, "STAGES": 2} | changes
+    return kernels.triton.Config(blocks, num_warps=4)
+
+
+def _down(**changes: int) -> kernels.triton.Config:
+    blocks = {
+        "BLOCK_M": 16,
+        "BLOCK_L": 16,
+        "BLOCK_C": 16,
+        "SHARES": 1,
+        "GROUP": 2,
+        "STAGES": 2,
+        "LISTED": 32,
+        "AHEAD": 16,
+    }
+    return kernels.triton.Config(blocks | changes, num_warps=4)
+
+
+VECTOR_UP = kernels.triton.Config({"TOKENS": 4, "BLOCK_L": 16, "BLOCK_K": 32, "STAGES": 1}, num_warps=4)
+VECTOR_DOWN = kernels.triton.Config({"TOKENS": 4, "BLOCK_L": 8, "BLOCK_C": 16, "UNROLL": 2}, num_warps=4)
+PLANS = {
+    "vector": kernels.Plan("vector", VECTOR_UP, 1, VECTOR_DOWN, 1),
+    "vector, shared": kernels.Plan("vector", VECTOR_UP, 1, VECTOR_DOWN, 3),
+    "tiles": kernels.Plan("tiles", _up(), 1, _down(), 1),
+    "tiles, shared": kernels.Plan("tiles", _up(), 2, _down(), 3),
+    "tiles, by warps": kernels.Plan("tiles", _up(SHARES=2), 1, _down(SHARES=2), 1),
+    "tiles, by warps, shared": kernels.Plan("tiles", _up(SHARES=2), 2, _down(SHARES=2), 2),
+    "packed": kernels.Plan("packed", _up(), 1, _down(), 1),
+}
+
+
+@contextlib.contextmanager
+def _planned(plan: kernels.Plan) -> Iterator[None]:
+    """Within the context every call takes this plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "plan", lambda *args: plan)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("gated", "dtype"), ((False, torch.float16), (True, torch.float64)), ids=("plain-float16", "gated-float64")
+)
+@pytest.mark.parametrize("name", PLANS)
+def test_every_way_to_compute_it(name: str, gated: bool, dtype: torch.dtype) -> None:
+    if runtime.DEVICE.type == "cuda" and dtype == torch.float64 and name != "packed":
+        pytest.skip("on a GPU float64 goes through cuBLAS")
+    network = _network(3 if "vector" in name else 18, 40, 60, 20, dtype, gated=gated, bias=True)
+    neurons = torch.cat([_neurons(60, 32), _neurons(60, 3)])  # three of them may come twice
+    how = {"neurons": neurons, "activation": "silu" if gated else "gelu"}
+    with _planned(PLANS[name]):
+        check.check_op(
+            functools.partial(kb.scatter_ffn, **how),
+            functools.partial(scatter_ffn_reference, **how),
+            network,
+            grads=("x", "w_down"),
+        )
+        _check_gather(network, neurons, "gelu_tanh", grads=False)
+
+
+def test_the_rules_name_every_way() -> None:
+    found = set()
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        for m in (1, 2, 16, 17, 128, 1024, 2**20):
+            for active in (1, 100, 16384):
+                for target in runtime.TARGETS.values():
+                    plan = kernels.plan(m, 4096, 4096, active, dtype, bool(active % 3), target)
+                    found.add(plan.strategy)
+                    assert plan.up_split >= 1 and plan.down_split >= 1
+    assert found == {"vector", "tiles", "packed"}
+
+
+# --- values and gradients -------------------------------------------------------------------------------------------
+
+
+# (M, K, N, K_out, L): one of everything, sizes that are no powers of two, more than one tile, all neurons.
+PROBLEMS = ((1, 1, 1, 1, 1), (1, 40, 100, 33, 17), (2, 72, 130, 24, 70), (16, 64, 96, 40, 96), (37, 17, 50, 70, 9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+@pytest.mark.parametrize("problem", PROBLEMS, ids=_ids)
+def test_outputs_and_gradients(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
+    m, k, n, k_out, count = problem
+    network = _network(m, k, n, k_out, dtype, gated=gated, bias=gated)
+    _check_ffn(network, _neurons(n, count), "silu" if gated else "relu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
+    network = _network(5, 24, 40, 16, dtype, gated=gated, bias=True)
+    _check_ffn(network, _neurons(40, 20), activation)
+    if not gated:
+        _check_gather(network, _neurons(40, 20), activation)
+
+
+def test_activations_are_those_of_pytorch_also_far_out() -> None:
+    z = torch.tensor([-1e4, -50.0, -3.0, -0.0, 0.0, 1e-3, 3.0, 50.0, 1e4, float("nan")], device=runtime.DEVICE)
+    one = torch.ones(1, 1, device=runtime.DEVICE)
+    for activation in ACTIVATIONS:
+        # One row for each value: the product is that value.
+        ours = kb.gather_matmul(one, z[:, None], torch.arange(len(z), device=z.device), activation=activation)
+        torch.testing.assert_close(ours[0], activation_reference(z, activation), equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+@given(
+    m=st.integers(1, 40),
+    k=st.integers(1, 70),
+    n=st.integers(1, 90),
+    k_out=st.integers(1, 70),
+    share=st.floats(0, 1.2),
+    gated=st.booleans(),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+    index=st.sampled_from((torch.int64, torch.int32)),
+    activation=st.sampled_from(ACTIVATIONS),
+)
+def test_any_shape(
+    m: int,
+    k: int,
+    n: int,
+    k_out: int,
+    share: float,
+    gated: bool,
+    dtype: torch.dtype,
+    index: torch.dtype,
+    activation: str,
+) -> None:
+    neurons = torch.randint(0, n, (round(share * n),), device=runtime.DEVICE).to(index)  # some come twice
+    network = _network(m, k, n, k_out, dtype, gated=gated, bias=bool(m % 2))
+    _check_ffn(network, neurons, activation)
+    _check_gather(network, neurons, activation)
+
+
+@pytest.mark.parametrize(
+    "needed", (("x",), ("w_up",), ("w_down",), ("w_gate", "b_gate"), ("x", "b_up"), ("b_down",)), ids=_ids
+)
+def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
+    network = _network(5, 24, 40, 16, gated=True, bias=True)
+    how = {"neurons": _neurons(40, 20), "activation": "silu"}
+    check.check_op(
+        functools.partial(kb.scatter_ffn, **how), functools.partial(scatter_ffn_reference, **how), network, grads=needed
+    )
+    rows = how["neurons"]
+    for name in ("x", "weight", "bias"):
+        check.check_op(
+            functools.partial(kb.gather_matmul, rows=rows),
+            functools.partial(gather_matmul_reference, rows=rows),
+            {"x": network["x"], "weight": network["w_up"], "bias": network["b_up"]},
+            grads=(name,),
+        )
+
+
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+def test_no_neuron_and_none_given(gated: bool) -> None:
+    """No neuron: what is left is the bias. ``None``: a dense network."""
+    network = _network(4, 24, 40, 16, gated=gated, bias=True)
+    nothing = _neurons(40, 0)
+    _check_ffn(network, nothing)
+    y = kb.scatter_ffn(**network, neurons=nothing)
+    assert torch.equal(y, network["b_down"].expand(4, 16))
+    assert not kb.scatter_ffn(*(network[name] for name in ("x", "w_up", "w_down")), nothing).any()
+    assert kb.gather_matmul(network["x"], network["w_up"], nothing).shape == (4, 0)
+    for activation in ACTIVATIONS:
+        leaves = {name: t.clone().requires_grad_() for name, t in network.items()}
+        ours = kb.scatter_ffn(**leaves, neurons=None, activation=activation)
+        theirs = dense_ffn(**leaves, activation=activation)
+        assert torch.equal(ours, theirs)
+        by_list = kb.scatter_ffn(**leaves, neurons=_neurons(40, 40), activation=activation)
+        torch.testing.assert_close(by_list, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_zero_sizes() -> None:
+    for m, k, n, k_out in ((0, 8, 40, 6), (4, 0, 40, 6), (4, 8, 40, 0), (4, 8, 0, 6)):
+        network = _network(m, k, n, k_out, bias=True)
+        _check_ffn(network, _neurons(n, min(n, 3)))
+        _check_gather(network, _neurons(n, min(n, 3)))
+
+
+@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=_ids)
+def test_leading_shapes(leading: tuple[int, ...]) -> None:
+    network = _network(1, 20, 40, 12)
+    network["x"] = _randn(*leading, 20)
+    if len(leading) == 3:
+        network["x"] = network["x"].transpose(0, 2)
+    _check_ffn(network, _neurons(40, 11))
+    _check_gather(network, _neurons(40, 11))
+
+
+def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
+    return {
+        "transposed": lambda m, n: _randn(n, m, dtype=torch.float16).T,
+        "every other row": lambda m, n: _randn(2 * m, n, dtype=torch.float16)[::2],
+        "every other column": lambda m, n: _randn(m, 2 * n, dtype=torch.float16)[:, ::2],
+        "expanded rows": lambda m, n: _randn(1, n, dtype=torch.float16).expand(m, n),
+        "offset": lambda m, n: _randn(m, n + 1, dtype=torch.float16)[:, 1:],
+    }
+
+
+@pytest.mark.parametrize("layout", _layouts())
+@pytest.mark.parametrize("m", (1, 20))
+def test_layouts(m: int, layout: str) -> None:
+    make = _layouts()[layout]
+    network = {"x": make(m, 40), "w_up": make(50, 40), "w_down": make(50, 24), "w_gate": make(50, 40)}
+    network |= {"b_up": _randn(100, dtype=torch.float16)[::2], "b_down": _randn(48, dtype=torch.float16)[::2]}
+    neurons = torch.randint(0, 50, (60,), device=runtime.DEVICE)[::2]  # the list itself has strides
+    _check_ffn(network, neurons, "silu")
+    _check_gather(network, neurons)
+
+
+# --- what is not listed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("m", (1, 16, 40))
+def test_rows_that_are_not_listed_are_never_read(m: int, dtype: torch.dtype) -> None:
+    network = _network(m, 40, 90, 24, dtype, gated=True, bias=True)
+    neurons = _neurons(90, 30)
+    clean = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
+    gathered = kb.gather_matmul(network["x"], network["w_up"], neurons)
+    others = torch.ones(90, dtype=torch.bool, device=runtime.DEVICE).index_fill_(0, neurons, False)
+    poisoned = {name: t.clone() for name, t in network.items()}
+    for name in ("w_up", "w_gate", "w_down", "b_up", "b_gate"):
+        poisoned[name][others] = torch.nan
+    leaves = {name: t.requires_grad_() for name, t in poisoned.items()}
+    with check.poisoned_empty():
+        y = kb.scatter_ffn(**leaves, neurons=neurons, activation="silu")
+        grads = dict(zip(leaves, torch.autograd.grad(y.sum(), tuple(leaves.values())), strict=True))
+    assert torch.equal(y, clean)
+    assert torch.equal(kb.gather_matmul(poisoned["x"], poisoned["w_up"], neurons), gathered)
+    for name, grad in grads.items():
+        assert torch.isfinite(grad).all(), name
+        if grad.shape[0] == 90:
+            assert not grad[others].any() and grad[~others].any(), name
+
+
+@pytest.mark.parametrize("m", (1, 20))
+def test_the_order_of_the_list_does_not_matter(m: int) -> None:
+    network = _network(m, 40, 90, 24, torch.float16)
+    neurons = _neurons(90, 50)
+    y = kb.scatter_ffn(**network, neurons=neurons)
+    again = kb.scatter_ffn(**network, neurons=neurons.flip(0))
+    exact = scatter_ffn_reference(**{k: v.double() for k, v in network.items()}, neurons=neurons)
+    for result in (y, again):
+        check.compare("y", result, exact, scatter_ffn_reference(**network, neurons=neurons)).require()
+
+
+def test_a_neuron_that_is_listed_twice_counts_twice() -> None:
+    network = _network(3, 24, 40, 16)
+    once = torch.tensor([5, 7, 9], device=runtime.DEVICE)
+    twice = torch.tensor([5, 7, 7, 9, 7], device=runtime.DEVICE)
+    only = torch.tensor([7], device=runtime.DEVICE)
+    y = kb.scatter_ffn(**network, neurons=twice)
+    expected = kb.scatter_ffn(**network, neurons=once) + 2 * kb.scatter_ffn(**network, neurons=only)
+    torch.testing.assert_close(y, expected)
+    _check_ffn(network, twice)
+    _check_gather(network, twice)
+
+
+BAD_IDS = {"too large": [1, 40], "negative": [-1, 2]}
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
+    ids = torch.tensor(BAD_IDS[name], device=runtime.DEVICE)
+    network = _network(2, 8, 40, 8)
+    with pytest.raises(ValueError, match=r"scatter_ffn: neurons must lie in \[0, 40\)"):
+        kb.scatter_ffn(**network, neurons=ids)
+    with pytest.raises(ValueError, match=r"gather_matmul: rows must lie in \[0, 40\)"):
+        kb.gather_matmul(network["x"], network["w_up"], ids)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_ids_out_of_range_count_as_no_neuron(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU such ids are not looked for: nothing is read or written for them."""
+    monkeypatch.setattr(arguments, "check_index_values", lambda *args, **kwargs: None)
+    network = _network(3, 24, 40, 16, torch.float16, gated=True, bias=True)
+    good = torch.tensor([3, 39, 0], device=runtime.DEVICE)
+    bad = torch.tensor([-1, 3, 40, 10**12, 39, -(10**12), 0], device=runtime.DEVICE)
+    real_empty, guards = torch.empty, []
+
+    def guarded_empty(*size: Any, **kwargs: Any) -> torch.Tensor:
+        """Every buffer lies between two stretches of memory that must not change."""
+        shape = real_empty(*size, device="meta").shape
+        pad = 4096
+        whole = torch.full((shape.numel() + 2 * pad,), 7, dtype=kwargs["dtype"], device=kwargs["device"])
+        guards.append((whole[:pad], whole[pad + shape.numel() :]))
+        return whole[pad : pad + shape.numel()].view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    results = []
+    with _planned(PLANS[name]):
+        for ids in (good, bad):
+            leaves = {key: t.clone().requires_grad_() for key, t in network.items()}
+            y = kb.scatter_ffn(**leaves, neurons=ids, activation="silu")
+            gathered = kb.gather_matmul(leaves["x"], leaves["w_up"], ids, bias=leaves["b_up"])
+            columns = [i for i, j in enumerate(ids.tolist()) if 0 <= j < 40]
+            assert (
+                len(columns) == 3
+                and not gathered.detach().clone().index_fill_(1, torch.tensor(columns, device=y.device), 0).any()
+            )
+            gathered = gathered[:, columns]
+            results.append((y, gathered, *torch.autograd.grad(y.sum() + gathered.sum(), tuple(leaves.values()))))
+    monkeypatch.undo()
+    assert guards and all(bool((g == 7).all()) for pair in guards for g in pair)
+    for ours, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-3, atol=2e-3)
+
+
+# --- PyTorch's machinery --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gated", "activation"), ((False, "gelu"), (False, "gelu_tanh"), (True, "silu"), (True, "leaky_relu"))
+)
+def test_gradcheck(gated: bool, activation: str) -> None:
+    network = {k: t.double().requires_grad_() for k, t in _network(3, 5, 12, 4, gated=gated, bias=True).items()}
+    neurons = torch.tensor([1, 11, 5, 5], device=runtime.DEVICE)
+
+    def ffn(*tensors: torch.Tensor) -> torch.Tensor:
+        return kb.scatter_ffn(**dict(zip(network, tensors, strict=True)), neurons=neurons, activation=activation)
+
+    torch.autograd.gradcheck(ffn, tuple(network.values()), fast_mode=True)
+    if not gated:
+        inputs = tuple(network[name] for name in ("x", "w_up", "b_up"))
+        torch.autograd.gradcheck(
+            lambda x, w, b: kb.gather_matmul(x, w, neurons, bias=b, activation=activation), inputs, fast_mode=True
+        )
+
+
+def test_opcheck() -> None:
+    dtype = torch.bfloat16
+    ops = torch.ops.kernelbook
+    network = {k: t.requires_grad_() for k, t in _network(3, 24, 40, 16, dtype, gated=True, bias=True).items()}
+    x, w_up, w_down, w_gate, b_up, b_down, b_gate = network.values()
+    ids = _neurons(40, 9)
+    torch.library.opcheck(ops.gather_matmul.default, (x, w_up, b_up, ids, "gelu"))
+    torch.library.opcheck(ops.gather_matmul.default, (x, w_up, None, ids, "none"))
+    torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, w_down, w_gate, b_up, b_gate, b_down, ids, "silu", False))
+    torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, w_down, None, None, None, None, ids, "relu", True))
+    given_up = [t.detach() for t in (x, w_up, w_down, w_gate, b_up, b_gate)]
+    dy = _randn(3, 16, dtype=dtype)
+    torch.library.opcheck(
+        ops.scatter_ffn_backward.default, (dy, *given_up, ids, "silu", [True, False, True, True, False, True, True])
+    )
+    dout = _randn(3, 9, dtype=dtype)
+    backward = (dout, x.detach(), w_up.detach(), b_up.detach(), ids, "gelu", [True, True, False])
+    torch.library.opcheck(ops.gather_matmul_backward.default, backward)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+def test_torch_compile(gated: bool, dynamic: bool) -> None:
+    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
+    names = tuple(_network(1, 24, 40, 16, gated=gated))
+
+    def block(ids: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(names, tensors, strict=True))
+        h = kb.gather_matmul(given["x"] * 2, given["w_up"], ids, activation="gelu")
+        return kb.scatter_ffn(**given, neurons=ids, activation="silu") + h.sum(-1, keepdim=True)
+
+    def plain(ids: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(names, tensors, strict=True))
+        h = gather_matmul_reference(given["x"] * 2, given["w_up"], ids, activation="gelu")
+        return scatter_ffn_reference(**given, neurons=ids, activation="silu") + h.sum(-1, keepdim=True)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=backend)
+    for m, count in ((4, 9), (6, 17)):
+        leaves = [t.requires_grad_() for t in _network(m, 24, 40, 16, gated=gated).values()]
+        ids = _neurons(40, count)
+        ours, expected = compiled(ids, *leaves), plain(ids, *leaves)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        dy = torch.randn_like(expected)
+        pairs = zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_is_that_of_linear() -> None:
+    kind = runtime.DEVICE.type
+    network = {k: t.requires_grad_() for k, t in _network(5, 24, 40, 16, gated=True, bias=True).items()}
+    leaves = tuple(network.values())
+    ids = _neurons(40, 40)
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        ours, plain = kb.scatter_ffn(**network, neurons=ids, activation="silu"), dense_ffn(**network, activation="silu")
+        assert kb.gather_matmul(network["x"], network["w_up"], ids).dtype == torch.bfloat16
+    assert ours.dtype == plain.dtype == torch.bfloat16
+    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    outside, again = (kb.scatter_ffn(**network, neurons=ids, activation="silu") for _ in range(2))
+    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
+        grads = torch.autograd.grad(outside.sum(), leaves)
+    for a, b in zip(grads, torch.autograd.grad(again.sum(), leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_always_the_same_bits(deterministic: bool) -> None:
+    network = {k: t.requires_grad_() for k, t in _network(3, 40, 90, 24, torch.float16, gated=True).items()}
+    neurons = torch.cat([_neurons(90, 50), _neurons(90, 10)])
+
+    def run() -> list[torch.Tensor]:
+        y = kb.scatter_ffn(**network, neurons=neurons, activation="silu", deterministic=deterministic)
+        return [y, *torch.autograd.grad(y.sum(), tuple(network.values()))]
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --- the module -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+def test_a_module_computes_and_trains_its_neurons(gated: bool) -> None:
+    block = SparseFFN(24, 40, 16, gated=gated, bias=True, activation="silu", device=runtime.DEVICE)
+    other = SparseFFN(24, 40, 16, gated=gated, bias=True, activation="silu", device=runtime.DEVICE)
+    other.load_state_dict(block.state_dict())
+    x = _randn(2, 3, 24)
+    dense = block(x)
+    assert dense.shape == (2, 3, 16) and torch.equal(other(x), dense)
+    assert f"gated={gated}" in repr(block) and "'silu'" in repr(block)
+    block.neurons = torch.tensor([7, 3], device=runtime.DEVICE)
+    other.router = lambda x: torch.tensor([3, 7], device=x.device)
+    torch.testing.assert_close(other(x), block(x))
+    before = block.w_up.detach().clone()
+    block(x).square().sum().backward()
+    torch.optim.SGD(block.parameters(), lr=0.1).step()
+    assert set((block.w_up != before).any(1).nonzero().flatten().tolist()) <= {3, 7}
+    with pytest.raises(ValueError, match="SparseFFN: activation must be one of 'relu'"):
+        SparseFFN(24, 40, activation="tanh")
+
+
+def test_a_router_that_is_a_module_belongs_to_the_block() -> None:
+    class Router(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = torch.nn.Linear(24, 40, device=runtime.DEVICE)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scores(x).flatten(0, -2).mean(0).topk(10).indices
+
+    block = SparseFFN(24, 40, router=Router(), device=runtime.DEVICE)
+    x = _randn(3, 24)
+    assert "router.scores.weight" in block.state_dict()
+    torch.testing.assert_close(block(x), kb.scatter_ffn(x, block.w_up, block.w_down, block.router(x)))
+
+
+def _sequential(activation: torch.nn.Module) -> torch.nn.Module:
+    up, down = torch.nn.Linear(24, 40), torch.nn.Linear(40, 16)
+    return torch.nn.Sequential(up, activation, torch.nn.Dropout(0.0), down)
+
+
+def _gpt2() -> torch.nn.Module:
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    block = GPT2MLP(40, GPT2Config(n_embd=24, resid_pdrop=0.0))
+    for parameter in block.parameters():  # its biases begin as zeros
+        torch.nn.init.normal_(parameter, std=0.3)
+    return block
+
+
+def _llama(mlp_bias: bool = False) -> torch.nn.Module:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return LlamaMLP(LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4, mlp_bias=mlp_bias))
+
+
+BLOCKS: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "Sequential, relu": (lambda: _sequential(torch.nn.ReLU()), "relu"),
+    "Sequential, leaky_relu": (lambda: _sequential(torch.nn.LeakyReLU()), "leaky_relu"),
+    "Sequential, gelu": (lambda: _sequential(torch.nn.GELU()), "gelu"),
+    "Sequential, gelu_tanh": (lambda: _sequential(torch.nn.GELU(approximate="tanh")), "gelu_tanh"),
+    "GPT-2": (_gpt2, "gelu_tanh"),
+    "Llama": (_llama, "silu"),
+    "Llama with biases": (lambda: _llama(True), "silu"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_module_from_another(name: str) -> None:
+    make, activation = BLOCKS[name]
+    if "GPT" in name or "Llama" in name:
+        pytest.importorskip("transformers")
+    theirs = make().to(runtime.DEVICE)
+    ours = SparseFFN.from_dense(theirs)
+    assert ours.activation == activation
+    x = _randn(2, 5, 24)
+    for neurons in (None, _neurons(40, 40)):
+        ours.neurons = neurons
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    for weight in (ours.w_up, ours.w_down, ours.w_gate):
+        assert weight is None or (weight.is_contiguous() and weight.shape[0] == 40)
+    pointers = {p.data_ptr() for p in theirs.parameters()}
+    assert not pointers & {p.data_ptr() for p in ours.parameters()}
+    ours.neurons = _neurons(40, 10)
+    leaves = dict(ours.named_parameters())
+    expected = scatter_ffn_reference(x, **leaves, neurons=ours.neurons, activation=activation)
+    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_from_what_is_none() -> None:
+    with pytest.raises(TypeError, match=r"SparseFFN.from_dense: block must be .*; got Linear"):
+        SparseFFN.from_dense(torch.nn.Linear(3, 4))
+    with pytest.raises(ValueError, match=r"the block's activation must be one of relu, .*, got Tanh\(\)"):
+        SparseFFN.from_dense(_sequential(torch.nn.Tanh()))
+    assert SparseFFN.from_dense(_sequential(torch.nn.Tanh()), activation="relu").activation == "relu"
+
+
+# --- edges ----------------------------------------------------------------------------------------------------------
+
+
+def _bad(**changes: Any) -> Callable[[], object]:
+    def call() -> object:
+        arguments_given: dict[str, Any] = {**_network(4, 8, 40, 6), "neurons": torch.tensor([1], device=runtime.DEVICE)}
+        return kb.scatter_ffn(**{**arguments_given, **{k: v() if callable(v) else v for k, v in changes.items()}})
+
+    return call
+
+
+BAD = {
+    "x is a list": (_bad(x=[1.0]), TypeError, "scatter_ffn: x must be a torch.Tensor, got list"),
+    "x is a scalar": (_bad(x=_randn), ValueError, "scatter_ffn: x must have at least one dimension, got a scalar"),
+    "w_up is a vector": (
+        _bad(w_up=lambda: _randn(8)),
+        ValueError,
+        r"scatter_ffn: w_up must have two dimensions, got shape \(8,\)",
+    ),
+    "w_up of another width": (
+        _bad(w_up=lambda: _randn(40, 9)),
+        ValueError,
+        r"scatter_ffn: w_up must have shape \(40, 8\), got \(40, 9\)",
+    ),
+    "w_down the other way round": (
+        _bad(w_down=lambda: _randn(6, 40)),
+        ValueError,
+        r"scatter_ffn: w_down must have shape \(40, K_out\), one row a neuron, got \(6, 40\)",
+    ),
+    "w_gate of another shape": (
+        _bad(w_gate=lambda: _randn(40, 9)),
+        ValueError,
+        r"scatter_ffn: w_gate must have shape \(40, 8\), got \(40, 9\)",
+    ),
+    "w_down of another dtype": (
+        _bad(w_down=lambda: _randn(40, 6).half()),
+        TypeError,
+        r"scatter_ffn: w_down must have the dtype of x \(torch.float32\), got torch.float16",
+    ),
+    "bias of another length": (
+        _bad(b_down=lambda: _randn(7)),
+        ValueError,
+        r"scatter_ffn: b_down must have shape \(6,\), got \(7,\)",
+    ),
+    "a gate's bias without a gate": (
+        _bad(b_gate=lambda: _randn(40)),
+        ValueError,
+        "scatter_ffn: b_gate must be None where w_gate is None, got a tensor",
+    ),
+    "weight elsewhere": (
+        _bad(w_down=lambda: torch.empty(40, 6, device="meta")),
+        ValueError,
+        r"scatter_ffn: w_down must be on the device of x \((cpu|cuda:0)\), got meta",
+    ),
+    "neurons are floats": (
+        _bad(neurons=lambda: _randn(2)),
+        TypeError,
+        "scatter_ffn: neurons must have dtype int64, int32, got float32",
+    ),
+    "neurons are a matrix": (
+        _bad(neurons=lambda: torch.zeros(1, 1, dtype=torch.int64, device=runtime.DEVICE)),
+        ValueError,
+        r"scatter_ffn: neurons must have one dimension, got shape \(1, 1\)",
+    ),
+    "unknown activation": (
+        _bad(activation="tanh"),
+        ValueError,
+        "scatter_ffn: activation must be one of 'relu', 'leaky_relu', 'gelu', 'gelu_tanh', 'silu', got 'tanh'",
+    ),
+    "unknown activation of the product": (
+        lambda: kb.gather_matmul(
+            _randn(2, 8), _randn(4, 8), torch.tensor([1], device=runtime.DEVICE), activation="tanh"
+        ),
+        ValueError,
+        "gather_matmul: activation must be one of 'relu'",
+    ),
+    "rows missing": (
+        lambda: kb.gather_matmul(_randn(2, 8), _randn(4, 8), None),  # type: ignore[arg-type]
+        TypeError,
+        "gather_matmul: rows must be a torch.Tensor, got NoneType",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_says_what_is_wrong(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
+@pytest.mark.parametrize("name", ("vector, shared", "tiles, shared", "tiles, by warps", "packed"))
+def test_offsets_are_64_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the weights lie 2^26 elements apart, 40 of them, and the two rows of x 2^31 elements."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterOptions
+
+    dense = _network(2, 24, 40, 16, torch.float16)
+    far, step = 2**31 + 8, 2**26 + 8
+    spread = {
+        key: torch.empty(stride * (t.shape[0] - 1) + t.shape[1], dtype=t.dtype)
+        .as_strided(t.shape, (stride, 1))
+        .copy_(t)
+        for (key, t), stride in zip(dense.items(), (far, step, step), strict=True)
+    }
+    neurons = torch.tensor([39, 0, 38])
+    with _planned(PLANS[name]):
+        expected = kb.scatter_ffn(**dense, neurons=neurons)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(debug=True))
+        torch.testing.assert_close(kb.scatter_ffn(**spread, neurons=neurons), expected)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+# (M, K, N, K_out, L): both sides of every threshold of the rules, sizes that are not aligned, few and many neurons.
+REAL = (
+    (1, 4096, 4096, 4096, 400),
+    (3, 1000, 3000, 520, 700),
+    (16, 4096, 11008, 4096, 1100),
+    (17, 4100, 3000, 4090, 1500),
+    (33, 1024, 4096, 1024, 4096),
+    (64, 2048, 8192, 2048, 100),
+    (100, 4096, 4096, 4096, 1),
+    (128, 4096, 4096, 4096, 2000),
+    (300, 1024, 4096, 1000, 900),
+    (1024, 1024, 4096, 1024, 2500),
+    (4096, 512, 2048, 512, 1024),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+@pytest.mark.parametrize("problem", REAL, ids=_ids)
+def test_real_sizes(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
+    m, k, n, k_out, count = problem
+    network = _network(m, k, n, k_out, dtype, gated=gated, bias=True)
+    neurons = torch.cat([_neurons(n, count - count // 10), _neurons(n, count // 10)])
+    # PyTorch does not use tf32 for a single neuron, so there is nothing to compare with.
+    for tf32 in (False, True) if dtype == torch.float32 and count > 1 else (False,):
+        with timing.allow_tf32(tf32):
+            _check_ffn(network, neurons, "silu" if gated else "relu")
+            if not gated:
+                _check_gather(network, neurons, "gelu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", (1, 8, 16, 32, 64, 128, 256, 1024))
+def test_bitwise_reproducible(m: int) -> None:
+    network = _network(m, 4096, 16384, 4096, torch.bfloat16)
+    for count in (330, 1638, 8192) if m <= 128 else (1638,):
+        neurons = _neurons(16384, count)
+        first = kb.scatter_ffn(**network, neurons=neurons, deterministic=True)
+        junk = torch.empty(2**24, device=runtime.DEVICE)
+        for i in range(250):
+            if i % 10 == 0:
+                junk.random_()  # other work in the caches
+            assert torch.equal(kb.scatter_ffn(**network, neurons=neurons, deterministic=True), first)
+
+
+@pytest.mark.gpu
+def test_gradients_are_bitwise_reproducible() -> None:
+    network = {k: t.requires_grad_() for k, t in _network(64, 1024, 4096, 1024, torch.bfloat16, gated=True).items()}
+    neurons = torch.randint(0, 4096, (1000,), device=runtime.DEVICE)
+
+    def run() -> list[torch.Tensor]:
+        y = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
+        return [y, *torch.autograd.grad(y.float().square().sum(), tuple(network.values()))]
+
+    first = run()
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", (1, 16, 128, 1024))
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+def test_cuda_graph_with_new_neurons(m: int, gated: bool) -> None:
+    """The list may change between replays."""
+    network = _network(m, 1024, 4096, 1024, torch.bfloat16, gated=gated)
+    neurons = _neurons(4096, 500)
+    kb.scatter_ffn(**network, neurons=neurons)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kb.scatter_ffn(**network, neurons=neurons)
+    for _ in range(20):
+        neurons.copy_(_neurons(4096, 500))
+        network["x"].normal_()
+        graph.replay()
+        assert torch.equal(y, kb.scatter_ffn(**network, neurons=neurons))
+
+
+@pytest.mark.gpu
+def test_calls_follow_each_other_closely() -> None:
+    """Kernels that start early must not overtake what they wait for, also when calls share their buffers."""
+    network = _network(1, 2048, 8192, 2048, torch.bfloat16)
+    lists = [_neurons(8192, count) for count in (200, 1000, 3000)]
+    expected = [kb.scatter_ffn(**network, neurons=ids).clone() for ids in lists]
+    torch.cuda.synchronize()
+    x = network["x"].clone()
+    for _ in range(200):
+        # The input comes from a kernel right before, and each output goes into one right after.
+        results = [kb.scatter_ffn(**{**network, "x": x * 1.0}, neurons=ids) + 0 for ids in lists]
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_first_call_is_short() -> None:
+    from kernelbook.scatter_ffn import bench
+
+    for case in bench.cases():
+        if case.mode == "first_call":
+            problem = case.build()
+            assert isinstance(problem, timing.FirstCall)
+            for code in problem.providers.values():
+                assert timing.first_call_ms(code) < 10_000
+
+
+@pytest.mark.gpu
+def test_dense_from_the_list_of_all() -> None:
+    network = _network(8, 1024, 4096, 1024, torch.bfloat16)
+    everything = torch.arange(4096, device=runtime.DEVICE)
+    ours = kb.scatter_ffn(**network, neurons=everything)
+    exact = dense_ffn(**{k: v.double() for k, v in network.items()})
+    check.compare("y", ours, exact, dense_ffn(**network)).require()
+    assert torch.equal(
+        kb.scatter_ffn(**network, neurons=None),
+        F.linear(F.linear(network["x"], network["w_up"]).relu(), network["w_down"].t()),
+    )

@@ -1,0 +1,406 @@
+"""The model, the loop, its log and its checkpoints."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kernelbook import cli, runtime, timing
+from kernelbook.nn import GPT, GPTConfig, SparseLinear
+from kernelbook.train import CONFIGS, CopyData, TrainConfig, Trainer, make_data, study
+from kernelbook.train.chunks import chunk_norms, top_chunks_reference
+
+CURVE_KEY = ("mode", "scheduler", "active", "inactive", "sparse_lr", "width", "seed", "steps")
+
+# A run of a second: 16 tokens a step.
+SMALL = dataclasses.replace(
+    CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=1, steps=6, dense_steps=2, log_every=2,
+    eval_every=0, eval_batches=1, checkpoint_every=0, lr_warmup=1, refresh_every=2,
+)  # fmt: skip
+
+
+def _trainer(out: Path | None = None, resume: bool = False, **changes: Any) -> Trainer:
+    return Trainer(dataclasses.replace(SMALL, **changes), out=out, resume=resume, progress=False)
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+class _Plain(nn.Module):
+    """The same transformer in PyTorch's own modules."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        model = self.model
+        x = model.tokens(tokens) + model.positions.weight[: tokens.shape[1]]
+        for block in model.blocks:
+            d = x.shape[-1]
+
+            def norm(layer: nn.LayerNorm, x: torch.Tensor, d: int = d) -> torch.Tensor:
+                return nn.functional.layer_norm(x, (d,), layer.weight, layer.bias)
+
+            q, k, v = (
+                (norm(block.norm_attention, x) @ layer.weight.t()).unflatten(-1, (block.heads, -1)).transpose(1, 2)
+                for layer in (block.q, block.k, block.v)
+            )
+            scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+            causal = torch.ones_like(scores[0, 0]).tril().bool()
+            mixed = scores.masked_fill(~causal, float("-inf")).softmax(-1) @ v
+            x = x + mixed.transpose(1, 2).flatten(2) @ block.attention_out.weight.t()
+            hidden = nn.functional.gelu(norm(block.norm_mlp, x) @ block.up.weight.t(), approximate="tanh")
+            x = x + hidden @ block.down.weight.t()
+        x = nn.functional.layer_norm(x, x.shape[-1:], model.norm.weight, model.norm.bias)
+        return x @ model.head.weight.t()
+
+
+def test_gpt_is_the_textbooks(device: torch.device) -> None:
+    model = GPT(GPTConfig(vocab_size=11, context=8, width=32, depth=2, heads=2, chunk_size=16)).to(device)
+    tokens = torch.randint(11, (2, 6), device=device)
+    ours, plain = model(tokens), _Plain(model)(tokens)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    ours.square().sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    plain.square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-3, atol=1e-5)
+    loss = model(tokens, tokens)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(ours.flatten(0, 1), tokens.flatten()))
+    # The future does not reach the past.
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 11
+    torch.testing.assert_close(model(changed)[:, :-1], ours[:, :-1])
+
+
+def test_which_layers_are_sparse() -> None:
+    shape: dict[str, Any] = {"vocab_size": 5, "width": 32, "depth": 2, "heads": 2, "chunk_size": 16}
+    few, many = GPT(GPTConfig(**shape)), GPT(GPTConfig(**shape, sparse_layers="all"))
+    assert [name.split(".")[-1] for name in few.sparse_layers()] == ["up", "down"] * 2
+    assert len(many.sparse_layers()) == 12
+    assert all(isinstance(layer, SparseLinear) for layer in many.sparse_layers().values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        ({"heads": 3}, r"width must be a multiple of heads \(3\), got 32"),
+        ({"chunk_size": 24}, r"chunk_size must be at least 16 and divide the width \(32\), got 24"),
+        ({"sparse_layers": "none"}, "sparse_layers must be one of 'mlp', 'all', got 'none'"),
+        ({"depth": 0}, "depth must be at least 1, got 0"),
+    ),
+)
+def test_a_bad_shape_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"GPTConfig: {message}"):
+        GPTConfig(**{"vocab_size": 5, "width": 32, "heads": 2, "chunk_size": 16, **changes})
+
+
+def test_a_sequence_that_is_too_long_is_refused(device: torch.device) -> None:
+    model = GPT(GPTConfig(vocab_size=5, context=4, width=32, heads=2, chunk_size=16, depth=1)).to(device)
+    with pytest.raises(ValueError, match="GPT: tokens must have at most 4 columns, got 5"):
+        model(torch.zeros(1, 5, dtype=torch.long, device=device))
+
+
+# --- synthetic sequences --------------------------------------------------------------------------------------------
+
+
+def test_what_is_to_be_copied(device: torch.device) -> None:
+    data = CopyData("copy", symbols=9, batch_size=4, context=10)
+    inputs, targets = data.batch(3)
+    assert inputs.shape == targets.shape and inputs.shape[1] <= 10
+    assert (inputs == 9).sum(1).tolist() == [1] * 4  # the mark
+    assert torch.equal(targets[:, 5:], inputs[:, :5]) and bool((targets[:, :5] == -100).all())
+    assert torch.equal(inputs, data.batch(3)[0]) and not torch.equal(inputs, data.batch(4)[0])
+    assert not torch.equal(inputs, next(iter(data.validation_batches(1)))[0])
+
+
+def test_what_is_to_be_recalled() -> None:
+    data = CopyData("recall", symbols=9, batch_size=4, context=16)
+    inputs, targets = data.batch(0)
+    for row, target in zip(inputs.tolist(), targets.tolist(), strict=True):
+        told = dict(zip(row[0:8:2], row[1:8:2], strict=True))
+        assert len(told) == 4 and row[8] == 9
+        counted = [i for i, t in enumerate(target) if t != -100]
+        assert len(counted) == 4
+        assert all(target[i] == told[row[i]] for i in counted)
+    with pytest.raises(ValueError, match="symbols must be at least 4"):
+        CopyData("recall", symbols=3, batch_size=1, context=16)
+    with pytest.raises(ValueError, match="task must be one of 'copy', 'recall', got 'sort'"):
+        CopyData("sort", batch_size=1, context=16)
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        ({"mode": "sparse"}, "mode must be one of 'dense', 'sparse_dw', 'sparse_dw_dx', got 'sparse'"),
+        ({"scheduler": "best"}, "scheduler must be one of .*'knn'.*, got 'best'"),
+        ({"active": 0.0}, r"active must lie in \(0, 1\], got 0.0"),
+        ({"clip": 0.0}, "clip must be positive, got 0.0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"dense_steps": -1}, "dense_steps must not be negative, got -1"),
+    ),
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"TrainConfig: {message}"):
+        TrainConfig(**changes)
+
+
+def test_the_learning_rate() -> None:
+    config = TrainConfig(lr=1.0, min_lr=0.1, lr_warmup=4, steps=104)
+    assert [config.lr_at(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert (
+        config.lr_at(4) == 1.0 and config.lr_at(54) == pytest.approx(0.55) and config.lr_at(104) == pytest.approx(0.1)
+    )
+
+
+# --- the loop -------------------------------------------------------------------------------------------------------
+
+
+def test_real_text_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The issue's sign of life: the sizes called tiny learn; half of their steps are enough to see it."""
+    out = tmp_path / "run"
+    command = ["train", "--config", "tiny", "--out", str(out), "--steps", "16", "--quiet"]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "topics" in printed and "training loss" in printed
+    entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    validation = [entry["validation_loss"] for entry in entries if "validation_loss" in entry]
+    assert len(losses) == 16 and sum(losses[-4:]) / 4 < losses[0] - 0.4
+    assert validation[-1] < validation[0] - 0.3
+    assert json.loads((out / "config.json").read_text())["width"] == CONFIGS["tiny"].width
+    # A second run does not write over the first; --resume finds that all is done.
+    assert cli.main(command) == 2 and "holds a run already" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0 and "going on after step 16" in capsys.readouterr().out
+    assert cli.main([*command[:4], str(tmp_path / "b"), "--width", "33"]) == 2
+    assert "width must be a multiple of heads" in capsys.readouterr().err
+    assert cli.main([*command[:4], str(tmp_path / "b"), "--text", str(tmp_path / "none.txt")]) == 2
+    assert "none.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mode", "scheduler"),
+    (("dense", "all"), ("sparse_dw", "knn"), ("sparse_dw_dx", "ema_topk"), ("sparse_dw_dx", "oracle")),
+)
+def test_every_mode_takes_its_steps(mode: str, scheduler: str) -> None:
+    trainer = _trainer(mode=mode, scheduler=scheduler, steps=3)
+    before = [layer.weight.detach().clone() for layer in trainer.layers.values()]
+    trainer.run(until=2)
+    middle = [layer.weight.detach().clone() for layer in trainer.layers.values()]
+    assert all(not torch.equal(a, b) for a, b in zip(before, middle, strict=True))
+    trainer.run()
+    assert len(trainer.losses()) == 3 and all(torch.tensor(trainer.losses()).isfinite())
+    chunk = trainer.config.chunk_size
+    for layer, old, ids in zip(trainer.layers.values(), middle, trainer.scheduler.ids_of_layers(), strict=True):
+        moved = (layer.weight != old).view(-1, chunk * old.shape[1]).any(1).nonzero().flatten()
+        expected = range(layer.num_chunks) if mode == "dense" else sorted(ids.tolist())
+        assert moved.tolist() == list(expected)
+
+
+def test_rows_without_gradient_can_go_on_moving() -> None:
+    trainer = _trainer(inactive="decay", steps=3)
+    trainer.run(until=2)
+    before = [layer.weight.detach().clone() for layer in trainer.layers.values()]
+    trainer.run()
+    for layer, old in zip(trainer.layers.values(), before, strict=True):
+        assert bool((layer.weight != old).view(-1, trainer.config.chunk_size * old.shape[1]).any(1).all())
+
+
+def test_the_oracle_knows() -> None:
+    trainer = _trainer(scheduler="oracle", steps=3)
+    trainer.run(until=2)
+    trainer._activate([None] * len(trainer.layers))
+    for mine, new in zip((trainer._inputs, trainer._targets), trainer.data.batch(2), strict=True):
+        mine.copy_(new)
+    trainer._backward()
+    norms = torch.cat([chunk_norms(layer.weight.grad, chunk_size=16) for layer in trainer.layers.values()])
+    layout = trainer.scheduler.layout
+    trainer.run()
+    assert torch.equal(trainer.scheduler.ids, top_chunks_reference(norms, layout.counts, layout.active))
+
+
+def test_clipping_and_the_whole_norm() -> None:
+    trainer = _trainer(mode="sparse_dw", steps=4, clip=1e-3)
+    trainer.run()
+    trainer._backward()  # the gradients of the last batch, at other weights: only their norm is wanted
+    trainer._measure(trainer._active_norms, trainer.scheduler.layout.active)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    grads = [g.coalesce().values() if g.is_sparse else g.clone() for g in (p.grad for p in trainer.model.parameters())]
+    trainer._update(trainer._active_norms)
+    total = torch.stack([g.norm() for g in grads]).norm()
+    torch.testing.assert_close(trainer._grad_norm, total)
+    clipped = torch.stack([p.grad.norm() for p in trainer._rest]).norm()
+    assert float(clipped) <= 1e-3 and float(total) > 1e-2
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", ("knn", "ema_topk"))
+def test_a_resumed_run_is_the_uninterrupted_one(scheduler: str, tmp_path: Path) -> None:
+    settings = {"scheduler": scheduler, "checkpoint_every": 3, "eval_every": 3}
+    whole = _trainer(**settings)
+    whole.run()
+    out = tmp_path / "run"
+    killed = _trainer(out, **settings)
+    enqueue = killed._enqueue
+
+    def dies(step: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+        enqueue(step)
+
+    killed._enqueue = dies  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    with (out / "log.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # killed while it wrote
+    resumed = _trainer(out, resume=True, **settings)
+    assert resumed.step == 3 and len(resumed.losses()) == 3
+    resumed.run()
+    assert resumed.losses() == whole.losses()  # to the last bit
+    assert resumed.validation_losses() == whole.validation_losses()
+    logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [entry["loss"] for entry in logged if "loss" in entry] == whole.losses()
+    for mine, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_half_a_checkpoint_is_never_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _trainer(tmp_path / "run", steps=1)
+    trainer.run()
+    path = tmp_path / "run" / "checkpoint.pt"
+    before = path.read_bytes()
+
+    def half(state: object, file: Any) -> None:
+        file.write(before[: len(before) // 2])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="no space"):
+        trainer.save()
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in path.parent.iterdir()) == ["checkpoint.pt", "config.json", "log.jsonl"]
+
+
+def test_a_checkpoint_belongs_to_its_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    _trainer(out, steps=1).run()
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        _trainer(out, steps=1)
+    with pytest.raises(ValueError, match=r"seed must be that of the run in .* \(0\), got 1"):
+        _trainer(out, resume=True, steps=1, seed=1)
+    other = make_data(dataclasses.replace(SMALL, steps=1))
+    other.digest = "another"
+    with pytest.raises(ValueError, match=r"corpus must be that of the run in .* \(synthetic\), got another"):
+        Trainer(dataclasses.replace(SMALL, steps=1), other, out=out, resume=True, progress=False)
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+def test_a_graph_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="cuda_graph must be off where there is no GPU"):
+        _trainer(cuda_graph=True)
+
+
+def test_the_probe_moves_nothing() -> None:
+    trainer = _trainer(steps=4, probe_every=1)
+    trainer.run()
+    probes = [entry for entry in trainer.records if "recall" in entry]
+    assert [entry["step"] for entry in probes] == [3, 4]
+    assert all(0 <= entry[name] <= 1 for entry in probes for name in ("precision", "recall", "energy"))
+    unprobed = _trainer(steps=4)
+    unprobed.run()
+    assert unprobed.losses() == trainer.losses()
+
+
+# --- the study ------------------------------------------------------------------------------------------------------
+
+
+def test_operations_are_counted_from_the_model() -> None:
+    config = TrainConfig(width=128, depth=2, heads=2, context=16, batch_size=3, mode="dense")
+    model = GPT(config.model(50))
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    tokens = 3 * 16
+    products = 3 * sum(2 * tokens * m.weight.numel() for m in linear)
+    attention = 3.5 * 2 * (2 * 3 * 16 * 16 * 128) * 2 / 2  # two products a block, half of them masked
+    assert study.step_gflop(config, 50) == pytest.approx((products + attention) / 1e9)
+    sparse = dataclasses.replace(config, mode="sparse_dw_dx", active=0.5)
+    layers = sum(m.weight.numel() for m in model.sparse_layers().values())
+    saved = study.step_gflop(config, 50) - study.step_gflop(sparse, 50)
+    assert layers == 2 * 12 * 128 * 128 and saved == pytest.approx(2 * tokens * 2 * 0.5 * layers / 1e9)
+    only_dw = dataclasses.replace(sparse, mode="sparse_dw", sparse_layers="mlp")
+    saved = study.step_gflop(config, 50) - study.step_gflop(only_dw, 50)
+    assert saved == pytest.approx(2 * tokens * 0.5 * 2 * 8 * 128 * 128 / 1e9)
+
+
+def test_recorded_curves_keep_their_shape() -> None:
+    for path in timing.results_dir().glob("*/sparse_training_curves.jsonl"):
+        runs = [json.loads(line) for line in path.read_text().splitlines()]
+        keys = [tuple(run[name] for name in CURVE_KEY) for run in runs]
+        assert len(set(keys)) == len(keys)
+        for run in runs:
+            assert set(timing.ENVIRONMENT) <= set(run)
+            for what in ("steps", "seconds", "loss"):
+                assert len(run[f"validation_{what}"]) == len(run["validation_steps"])
+            assert run["validation_steps"][-1] == run["steps"] and run["validation_seconds"] == sorted(
+                run["validation_seconds"]
+            )
+            assert len(run["train_loss"]) == len(run["train_steps"])
+
+
+def test_kernels_belong_to_a_part() -> None:
+    assert study.part_of("_sparse_linear_bwd_tiles_kernel") == "sparse products"
+    assert study.part_of("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN") == "dense products"
+    assert study.part_of("_adamw_chunks_kernel") == "optimizer"
+    assert study.part_of("_layer_norm_bwd_sum_kernel") == "layer norm"
+    assert study.part_of("vectorized_elementwise_kernel<bfloat16_copy>") == "casts, sums, copies"
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+def test_the_study_refuses_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main(["--out", str(tmp_path)]) == 2
+    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+GPU = TrainConfig(
+    width=256, depth=2, heads=4, context=64, batch_size=8, steps=24, dense_steps=8, task="recall", lr_warmup=2,
+    checkpoint_every=0, eval_every=0, eval_batches=1, log_every=8, deterministic=True,
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ("dense", "sparse_dw", "sparse_dw_dx"))
+def test_a_captured_step_is_the_step(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config = dataclasses.replace(GPU, mode=mode, scheduler="knn", task="copy")
+    eager = Trainer(config, progress=False)
+    eager.run()
+    captured = Trainer(dataclasses.replace(config, cuda_graph=True), out=tmp_path / "run", progress=False)
+    captured.run(until=15)
+    resumed = Trainer(dataclasses.replace(config, cuda_graph=True), out=tmp_path / "run", resume=True, progress=False)
+    resumed.run()
+    assert captured.losses() == eager.losses()[:15]
+    assert resumed.losses() == eager.losses()
+
+
+@pytest.mark.gpu
+def test_copying_is_learnt() -> None:
+    config = TrainConfig(
+        width=256, depth=2, heads=4, context=32, batch_size=64, steps=400, dense_steps=100, task="copy", active=0.25,
+        lr=2e-3, checkpoint_every=0, eval_every=0, cuda_graph=True, log_every=50,
+    )  # fmt: skip
+    trainer = Trainer(config, progress=False)
+    trainer.run()
+    assert trainer.validation_losses()[-1] < 0.3 * trainer.validation_losses()[0]

@@ -1,0 +1,213 @@
+"""ChunkAdamW against torch.optim.AdamW, and the compact gradients that it takes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernelbook import check, sparse_linear
+from kernelbook.nn import SparseLinear, compact_sparse_linear
+from kernelbook.train import ChunkAdamW
+
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+CHUNK = 16
+
+
+def _rows(ids: list[int], device: torch.device) -> torch.Tensor:
+    return (torch.tensor(ids, device=device)[:, None] * CHUNK + torch.arange(CHUNK, device=device)).flatten()
+
+
+def _sparse(rows: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, like.shape, check_invariants=True)
+
+
+def _pair(shape: tuple[int, ...], device: torch.device, **how: Any) -> tuple[Any, ...]:
+    start = torch.randn(shape, device=device)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    return ours, ChunkAdamW([ours], chunk_size=CHUNK, **SETTINGS, **how), theirs
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ((64, 40), (50, 33), (48,), (20, 700)))
+def test_dense_gradients_are_adamw(shape: tuple[int, ...], device: torch.device) -> None:
+    ours, adam, theirs = _pair(shape, device)
+    torchs = torch.optim.AdamW([theirs], **SETTINGS)
+    for _ in range(3):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = 0.5 * ours.grad
+        adam.step(scale=torch.tensor([0.5], device=device))
+        torchs.step()
+    _close(ours, theirs)
+
+
+SEQUENCE = ([3, 0], [1], [0, 2, 1], [0])
+
+
+@pytest.mark.parametrize("shape", ((64, 40), (64,)))
+def test_decay_is_adamw_on_zeros(shape: tuple[int, ...], device: torch.device) -> None:
+    ours, adam, theirs = _pair(shape, device, inactive="decay", unique_rows=True)
+    torchs = torch.optim.AdamW([theirs], **SETTINGS)
+    for ids in SEQUENCE:
+        rows = _rows(ids, device)
+        values = torch.randn(len(rows), *shape[1:], device=device)
+        ours.grad = _sparse(rows, values, ours)
+        theirs.grad = torch.zeros_like(theirs).index_copy_(0, rows, values)
+        adam.step()
+        torchs.step()
+    _close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", ((64, 40), (64,)))
+def test_skip_is_adamw_on_each_chunks_own_gradients(shape: tuple[int, ...], device: torch.device) -> None:
+    ours, adam, theirs = _pair(shape, device, inactive="skip", unique_rows=True)
+    pieces = [torch.nn.Parameter(piece.detach().clone()) for piece in theirs.split(CHUNK)]
+    torchs = [torch.optim.AdamW([piece], **SETTINGS) for piece in pieces]
+    for ids in SEQUENCE:
+        rows = _rows(ids, device)
+        values = torch.randn(len(rows), *shape[1:], device=device)
+        ours.grad = _sparse(rows, values, ours)
+        before = ours.detach().clone()
+        adam.step()
+        for chunk, value in zip(ids, values.split(CHUNK), strict=True):
+            pieces[chunk].grad = value
+            torchs[chunk].step()
+        rest = _rows([c for c in range(4) if c not in ids], device)
+        assert torch.equal(ours[rest], before[rest])
+    _close(ours, torch.cat([piece.detach() for piece in pieces]))
+    assert adam.state[ours]["counts"].tolist() == [3, 2, 1, 1]
+
+
+def test_dense_and_sparse_steps_mix(device: torch.device) -> None:
+    ours, adam, theirs = _pair((64, 8), device, unique_rows=True)
+    torchs = torch.optim.AdamW([theirs], **SETTINGS)
+    everything = _rows([2, 0, 3, 1], device)
+    for step in range(4):
+        theirs.grad = torch.randn_like(theirs)
+        ours.grad = theirs.grad.clone() if step % 2 else _sparse(everything, theirs.grad[everything], ours)
+        adam.step()
+        torchs.step()
+    _close(ours, theirs)
+
+
+def test_rows_that_come_twice_are_added(device: torch.device) -> None:
+    ours, adam, theirs = _pair((32, 8), device)
+    rows = _rows([1, 1], device)
+    values = torch.randn(32, 8, device=device)
+    ours.grad = _sparse(rows, values, ours)
+    adam.step()
+    twin = ChunkAdamW([theirs], chunk_size=CHUNK, unique_rows=True, **SETTINGS)
+    theirs.grad = _sparse(_rows([1], device), values[:CHUNK] + values[CHUNK:], theirs)
+    twin.step()
+    _close(ours, theirs)
+
+
+def test_a_learning_rate_on_the_device_and_a_saved_state(device: torch.device) -> None:
+    ours, adam, theirs = _pair((32, 8), device)
+    lr = torch.tensor([1e-2], device=device)
+    other = ChunkAdamW([theirs], chunk_size=CHUNK, **{**SETTINGS, "lr": lr})
+    ours.grad = torch.randn_like(ours)
+    theirs.grad = ours.grad.clone()
+    adam.step(), other.step()
+    assert torch.equal(ours, theirs)
+    assert adam.step(lambda: 7) == 7  # a closure, as every optimizer takes
+    fresh = ChunkAdamW([ours], chunk_size=CHUNK, **SETTINGS)
+    fresh.load_state_dict(copy.deepcopy(adam.state_dict()))
+    theirs.data.copy_(ours)
+    adam.step()
+    expected = ours.detach().clone()
+    ours.data.copy_(theirs)
+    fresh.step()
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    (
+        ({"inactive": "freeze"}, ValueError, "inactive must be one of 'skip', 'decay', got 'freeze'"),
+        ({"betas": (1.0, 0.9)}, ValueError, "betas must lie in"),
+        ({"lr": -1.0}, ValueError, "lr must not be negative, got -1.0"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"params": [torch.nn.Parameter(torch.zeros(2, 2).half())]}, TypeError, "params must have dtype float32"),
+        ({"params": [torch.nn.Parameter(torch.zeros(2, 3).t())]}, ValueError, "params must be contiguous"),
+    ),
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str, device: torch.device) -> None:
+    given = {"params": [torch.nn.Parameter(torch.zeros(2, 2, device=device))], **arguments}
+    if device.type == "cuda":
+        given["params"] = [torch.nn.Parameter(p.detach().to(device)) for p in given["params"]]
+    with pytest.raises(error, match=f"ChunkAdamW: {message}"):
+        ChunkAdamW(**given)
+
+
+def test_half_a_chunk_is_refused(device: torch.device) -> None:
+    ours, adam, _ = _pair((32, 8), device, unique_rows=True)
+    ours.grad = _sparse(torch.arange(8, device=device), torch.zeros(8, 8, device=device), ours)
+    with pytest.raises(ValueError, match="must have whole chunks of 16 rows, got 8 rows"):
+        adam.step()
+
+
+# --- compact gradients ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ("sparse_dw", "sparse_dw_dx"))
+@pytest.mark.parametrize("bias", (True, False))
+def test_compact_gradients_are_those_of_sparse_linear(mode: str, bias: bool, device: torch.device) -> None:
+    ids = torch.tensor([2, 0], device=device)
+    inputs = {"x": torch.randn(3, 5, 24, device=device), "weight": torch.randn(64, 24, device=device)}
+    inputs["bias"] = torch.randn(64, device=device) if bias else None  # type: ignore[assignment]
+    up = torch.randn(3, 5, 64, device=device)
+
+    def run(layer: Any) -> list[Any]:
+        leaves = {n: None if t is None else t.clone().requires_grad_() for n, t in inputs.items()}
+        y = layer(*leaves.values(), ids, chunk_size=CHUNK, mode=mode)
+        y.backward(up)
+        return [y.detach(), *(leaf.grad for leaf in leaves.values() if leaf is not None)]
+
+    ours, theirs = run(compact_sparse_linear), run(sparse_linear)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.is_sparse == (mine.shape[0] == 64)
+        torch.testing.assert_close(mine.to_dense() if mine.is_sparse else mine, other)
+    assert ours[2]._values().shape == (32, 24)
+    assert torch.equal(ours[2]._indices()[0], _rows([2, 0], device))
+
+
+def test_compact_gradients_under_autocast(device: torch.device) -> None:
+    layer = SparseLinear(24, 64, chunk_size=CHUNK, compact_gradient=True).to(device)
+    layer.active_chunks = torch.tensor([3, 1], device=device)
+    x = torch.randn(40, 24, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    grad = layer.weight.grad
+    assert grad is not None and grad.is_sparse and grad.dtype == torch.float32
+    rows = _rows([3, 1], device)
+    truth = 2 * F.linear(x.double(), layer.weight.detach().double(), layer.bias.detach().double()).t() @ x.double()
+    with torch.autocast(device.type, torch.bfloat16):
+        plain = F.linear(x, layer.weight, layer.bias)
+        (baseline,) = torch.autograd.grad(plain.float().square().sum(), [layer.weight])
+    check.compare(
+        "dW", grad._values(), truth[rows], baseline[rows], factor=check.GRADIENT_FACTOR, floor=2**-8
+    ).require()
+
+
+def test_a_layer_without_ids_has_dense_gradients(device: torch.device) -> None:
+    layer = SparseLinear(8, 32, chunk_size=CHUNK, compact_gradient=True).to(device)
+    layer(torch.randn(4, 8, device=device)).sum().backward()
+    assert layer.weight.grad is not None and not layer.weight.grad.is_sparse
+
+
+def test_compact_gradients_refuse_what_they_cannot(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"SparseLinear: out_features must be a multiple of chunk_size \(16\)"):
+        SparseLinear(8, 40, chunk_size=16, compact_gradient=True)
+    x, weight = torch.randn(4, 8, device=device), torch.randn(40, 8, device=device)
+    ids = torch.tensor([0], device=device)
+    with pytest.raises(ValueError, match=r"chunk_size must divide the features \(40\), got 16"):
+        compact_sparse_linear(x, weight, None, ids, chunk_size=16)
+    with pytest.raises(ValueError, match="mode must be one of 'sparse_dw', 'sparse_dw_dx', got 'dense'"):
+        compact_sparse_linear(x, weight, None, ids, chunk_size=8, mode="dense")

@@ -1,0 +1,93 @@
+"""Small random mixture-of-experts models of transformers, for the tests of interop."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+from kernelbook import check, runtime
+from kernelbook.interop import transformers as interop
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,  # weak weights would make every block look the same
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[type, Any, dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 5, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+    ),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 4, "intermediate_size": 16}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 3, "intermediate_size": 24}),
+}
+
+
+def tiny_model(name: str, **changes: Any) -> Any:
+    """A random model of this kind with transformers' own eager experts, in float32, without dropout."""
+    model_class, config_class, own = MODELS[name]
+    torch.manual_seed(0)
+    model = model_class(config_class(**{**COMMON, **own, **changes})).to(runtime.DEVICE).eval()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
+    """Random token ids (batch, length)."""
+    return torch.randint(1, COMMON["vocab_size"], (batch, length), device=runtime.DEVICE)
+
+
+def _outputs(model: Any, embeddings: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+    """Logits, the gradient of the embeddings, and those of all parameters that require one."""
+    embeddings = embeddings.detach().clone().requires_grad_()
+    model.zero_grad()
+    logits = model(inputs_embeds=embeddings, use_cache=False).logits
+    (logits * upstream).sum().backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    return [logits.detach(), embeddings.grad, *(torch.zeros(()) if grad is None else grad for grad in grads)]
+
+
+def assert_as_eager(model: Any, use: Any) -> None:
+    """``use(copy)`` gives the logits and gradients of ``model``, by the rule of correctness with float64 as the truth."""
+    embeddings = torch.randn(2, 9, model.config.hidden_size, device=runtime.DEVICE)
+    upstream = torch.randn(2, 9, model.config.vocab_size, device=runtime.DEVICE)
+    truth = _outputs(copy.deepcopy(model).double(), embeddings.double(), upstream.double())
+    baseline = _outputs(model, embeddings, upstream)
+    ours = _outputs(use(copy.deepcopy(model)), embeddings, upstream)
+    names = ["logits", "dembeddings", *(f"d{name}" for name, p in model.named_parameters() if p.requires_grad)]
+    for i, (name, out, ref, base) in enumerate(zip(names, ours, truth, baseline, strict=True)):
+        factor = check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR
+        check.compare(name, out, ref, base, factor=factor).require()
+
+
+def losses(model: Any, ids: torch.Tensor, steps: int = 3) -> list[float]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def dequantized(name: str, quantized: Any, **changes: Any) -> Any:
+    """The model with ordinary, frozen weights of the values that the 4-bit experts of ``quantized`` stand for."""
+    dense = tiny_model(name, **changes)
+    for (_, ours), (_, theirs) in zip(interop.expert_modules(dense), interop.expert_modules(quantized), strict=True):
+        for weight in ("gate_up_proj", "down_proj"):
+            getattr(ours, weight).requires_grad_(False).copy_(getattr(theirs, weight))
+    return dense
