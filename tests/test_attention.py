@@ -536,6 +536,11 @@ def test_float32_follows_the_switch(d: int, tf32: bool) -> None:
 
 
 @pytest.mark.gpu
+def test_float64_on_a_gpu() -> None:
+    _check(*_qkv(1, 2, 1, 70, 100, 48, dtype=torch.float64), True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
 @pytest.mark.parametrize("how", ("hopper", "boxes", "pointers"))
 @pytest.mark.parametrize("d", (64, 128))

@@ -112,8 +112,8 @@ def _forward(
     if k.numel() == 0 or o.numel() == 0:
         return o.zero_().to(dtype), lse.fill_(math.inf)
     q, k, v = (_launchable(t) for t in (q, k, v))
-    sign, scale = _sign_and_size(scale)
-    _launch_forward(q if sign == 1 else q * sign, k, v, o, lse, causal, scale)
+    q, scale2, _, _, _ = _scaled(q, scale)
+    _launch_forward(q, k, v, o, lse, causal, scale2)
     return o.to(dtype), lse
 
 
@@ -141,10 +141,12 @@ def _backward(
     if k.numel() == 0 or o.numel() == 0:
         return dq.zero_().to(dtype), dk.zero_().to(dtype), dv.zero_().to(dtype)
     do, q, k, v, o = (_launchable(t) for t in (do, q, k, v, o))
-    sign, scale = _sign_and_size(scale)
-    _launch_backward(do, q if sign == 1 else q * sign, k, v, o, lse, dq, dk, dv, causal, scale)
-    if sign != 1:
-        dq *= sign
+    q, scale2, scale, dq_factor, dk_factor = _scaled(q, scale)
+    _launch_backward(do, q, k, v, o, lse, dq, dk, dv, causal, scale2, scale)
+    if dq_factor != 1:
+        dq *= dq_factor
+    if dk_factor != 1:
+        dk *= dk_factor
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
@@ -200,9 +202,18 @@ def _launchable(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
-def _sign_and_size(scale: float) -> tuple[int, float]:
-    """``scale`` as sign * size with a size above zero: the kernels find the largest score before they scale."""
-    return (1, scale) if scale > 0 else (-1, -scale) if scale < 0 else (0, 1.0)
+def _scaled(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float, float, float]:
+    """-> q, the scale of the scores in base 2, that of the gradients, and what dq and dk are multiplied by afterwards.
+
+    Kernels find the largest score before they scale, so they are given a scale above zero; and they take it in float32,
+    so that for float64 it goes into ``q``.
+    """
+    if q.dtype == torch.float64:
+        return q * (scale * LOG2_E), 1.0, 1.0, scale, 1 / LOG2_E
+    if scale > 0:
+        return q, scale * LOG2_E, scale, 1.0, 1.0
+    sign, size = (-1.0, -scale) if scale < 0 else (0.0, 1.0)
+    return q * sign, size * LOG2_E, size, sign, 1.0
 
 
 def _precision(dtype: torch.dtype, properties: runtime.DeviceProperties) -> str:
@@ -263,7 +274,7 @@ def _launch_forward_hopper(
     o: torch.Tensor,
     lse: torch.Tensor,
     causal: bool,
-    scale: float,
+    scale2: float,
     config: triton.Config,
 ) -> None:
     b, h, n, d = q.shape
@@ -277,13 +288,13 @@ def _launch_forward_hopper(
         _gluon_argument(o, rows, block_d),
         lse,
         b, h, n, s, kernels.section(s, d, q.element_size(), causal, runtime.properties(q.device)),
-        scale * LOG2_E,
+        scale2,
         GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
 
 
 def _launch_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool, scale2: float
 ) -> None:
     b, h, n, d = q.shape
     s = k.shape[2]
@@ -293,7 +304,7 @@ def _launch_forward(
         hopper = kernels_hopper.forward_config(d, q.element_size(), s, causal, properties)
         if hopper is not None:
             with runtime.on_device_of(q):
-                _launch_forward_hopper(q, k, v, o, lse, causal, scale, hopper)
+                _launch_forward_hopper(q, k, v, o, lse, causal, scale2, hopper)
             return
     config = kernels.config("fwd", d, q.element_size(), boxes, properties)
     block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
@@ -305,7 +316,7 @@ def _launch_forward(
             o, *o.stride(),
             lse,
             b, h, n, s, kernels.section(s, d, q.element_size(), causal, properties),
-            scale * LOG2_E,
+            scale2,
             **_constants(q, k, causal, boxes, config),
         )  # fmt: skip
 
@@ -321,6 +332,7 @@ def _launch_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     causal: bool,
+    scale2: float,
     scale: float,
 ) -> None:
     hopper = None
@@ -329,14 +341,14 @@ def _launch_backward(
     with runtime.on_device_of(q):
         if hopper is not None:
             lse, delta = _launch_delta(o, do, lse, kernels_hopper.PADDING)
-            _launch_dkdv_hopper(q, k, v, do, lse, delta, dk, dv, causal, scale, hopper[0])
+            _launch_dkdv_hopper(q, k, v, do, lse, delta, dk, dv, causal, scale2, scale, hopper[0])
         else:
             lse, delta = _launch_delta(o, do, lse)
-            _launch_dkdv(q, k, v, do, lse, delta, dk, dv, causal, scale)
+            _launch_dkdv(q, k, v, do, lse, delta, dk, dv, causal, scale2, scale)
         if hopper is not None and hopper[1] is not None:
-            _launch_dq_hopper(q, k, v, do, lse, delta, dq, causal, scale, hopper[1])
+            _launch_dq_hopper(q, k, v, do, lse, delta, dq, causal, scale2, scale, hopper[1])
         else:
-            _launch_dq(q, k, v, do, lse, delta, dq, causal, scale)
+            _launch_dq(q, k, v, do, lse, delta, dq, causal, scale2, scale)
 
 
 def _launch_delta(
@@ -371,6 +383,7 @@ def _launch_dkdv_hopper(
     dk: torch.Tensor,
     dv: torch.Tensor,
     causal: bool,
+    scale2: float,
     scale: float,
     config: triton.Config,
 ) -> None:
@@ -389,7 +402,7 @@ def _launch_dkdv_hopper(
         GluonDescriptor(delta, [delta.numel()], [1], [block_m], vector),
         b, h, n, s, lse.shape[2],
         kernels.section(n * (h // h_kv), d, q.element_size(), causal, runtime.properties(q.device)),
-        scale * LOG2_E, scale,
+        scale2, scale,
         GROUP=h // h_kv, CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -403,6 +416,7 @@ def _launch_dq_hopper(
     delta: torch.Tensor,
     dq: torch.Tensor,
     causal: bool,
+    scale2: float,
     scale: float,
     config: triton.Config,
 ) -> None:
@@ -417,7 +431,7 @@ def _launch_dq_hopper(
         _gluon_argument(dq, rows, block_d),
         lse, delta,
         b, h, n, s, lse.shape[2], kernels.section(s, d, q.element_size(), causal, runtime.properties(q.device)),
-        scale * LOG2_E, scale,
+        scale2, scale,
         GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -432,6 +446,7 @@ def _launch_dkdv(
     dk: torch.Tensor,
     dv: torch.Tensor,
     causal: bool,
+    scale2: float,
     scale: float,
 ) -> None:
     b, h, n, d = q.shape
@@ -449,7 +464,7 @@ def _launch_dkdv(
         dk, *dk.stride(),
         dv, *dv.stride(),
         b, h, n, s, lse.shape[2], kernels.section(n * (h // h_kv), d, q.element_size(), causal, properties),
-        scale * LOG2_E, scale,
+        scale2, scale,
         **_constants(q, k, causal, boxes, config),
     )  # fmt: skip
 
@@ -463,6 +478,7 @@ def _launch_dq(
     delta: torch.Tensor,
     dq: torch.Tensor,
     causal: bool,
+    scale2: float,
     scale: float,
 ) -> None:
     b, h, n, d = q.shape
@@ -479,6 +495,6 @@ def _launch_dq(
         lse, delta,
         dq, *dq.stride(),
         b, h, n, s, lse.shape[2], kernels.section(s, d, q.element_size(), causal, properties),
-        scale * LOG2_E, scale,
+        scale2, scale,
         **_constants(q, k, causal, boxes, config),
     )  # fmt: skip
