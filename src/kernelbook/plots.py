@@ -239,7 +239,8 @@ def speedup_figure(
     ax.axhline(1.0, color=styles[over]["color"], linewidth=1, linestyle=(0, (4, 3)), label=f"{over} = 1")
     _x_axis(ax, x_label or str(everything["x_name"].iloc[0]), everything["x"])
     ax.set_ylabel(f"times faster than {over}")
-    ax.set_ylim(bottom=0)
+    if ax.get_yscale() == "linear":  # the axes given may be logarithmic
+        ax.set_ylim(bottom=0)
     ax.set_title(title)
     ax.legend()
     return finish(figure, rows, own=own) if own_figure else figure
