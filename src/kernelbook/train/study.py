@@ -186,6 +186,14 @@ class _PlainLayerNorm(torch.nn.LayerNorm):
         return torch.nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
+def _fresh_peak() -> int:
+    """Starts the peak of memory anew; the bytes that earlier experiments still hold, which are not this one's."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
 def _plain_step(width: int, data: Data) -> Callable[[int], object]:
     """The step as PyTorch alone takes it: its LayerNorm, linear layers, attention, clipping and fused AdamW, in a CUDA graph."""
     config = CONFIGS[SIZES[width]]
@@ -301,10 +309,10 @@ class Study:
         config = Variant().config(self.width)
         if self._recorded(STEM, provider="torch", shape=_shape(config)):
             return "recorded already"
+        before = _fresh_peak()
         enqueue = _plain_step(self.width, self.data)
-        torch.cuda.reset_peak_memory_stats()
         found = _step_times(enqueue, 5, 30)
-        self._write_step("torch", config, found, torch.cuda.max_memory_allocated() / 2**20, math.nan)
+        self._write_step("torch", config, found, (torch.cuda.max_memory_allocated() - before) / 2**20, math.nan)
         return f"{found.ms:.3f} ms"
 
     def _step(self, variant: Variant) -> str:
@@ -317,12 +325,11 @@ class Study:
             if key not in self._ratios:
                 self._ratios[key] = _error_ratio(variant, self.width, self.data)
             ratio = self._ratios[key]
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        before = _fresh_peak()
         trainer = _trainer(variant, self.width, self.data)
         found = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 6, 30))
-        self._write_step(variant.provider, config, found, torch.cuda.max_memory_allocated() / 2**20, ratio)
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        self._write_step(variant.provider, config, found, peak, ratio)
         return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
 
     def _write_step(self, provider: str, config: TrainConfig, found: timing.Timing, peak: float, ratio: float) -> None:
