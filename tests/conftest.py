@@ -4,6 +4,7 @@ import kernelbook  # noqa: F401
 
 # isort: split
 import os
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -44,3 +45,15 @@ def _settled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 def device() -> torch.device:
     """Where kernels run in this process."""
     return runtime.DEVICE
+
+
+@pytest.fixture
+def overflow_raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Once called, an integer that overflows in a kernel is an error, as long as the test runs (interpreter only)."""
+    from triton.runtime import interpreter
+
+    def switch() -> None:
+        options = interpreter.InterpreterOptions(debug=True)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+
+    return switch

@@ -1,5 +1,6 @@
 """The room layer_norm: every output and gradient by the rule of check.py, and everything around it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -294,12 +295,9 @@ def test_too_many_columns() -> None:
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_offsets_are_64_bit(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_are_64_bit(backward: str, overflow_raises: Callable[[], None]) -> None:
     """Row 1 lies 2^31 + 8 elements after row 0 (the memory is reserved, not touched)."""
-    from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterOptions
-
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(debug=True))
+    overflow_raises()
     n, stride = 24, 2**31 + 8
     storage = torch.empty(stride + n)
     x = storage.as_strided((2, n), (stride, 1))

@@ -721,11 +721,8 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
 @pytest.mark.parametrize("strategy", ("fused", "split"))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=_ids)
-def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, overflow_raises: Callable[[], None]) -> None:
     """Rows of x and the matrices of experts lie 2^31 + 8 elements apart."""
-    from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterOptions
-
     ids = torch.tensor([[0, 1], [1, 0]])
     inputs = _inputs(ids, 2, 24, 32, 3, dtype)
     routing = kb.route(ids, 2)
@@ -743,7 +740,7 @@ def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, monkeypatch: pyte
 
     expected = run(inputs)
     spread = {name: far(t) for name, t in inputs.items()}
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(debug=True))
+    overflow_raises()
     for a, b in zip(run(spread), expected, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -772,7 +769,7 @@ def test_batches_of_like_size_share_their_tiles() -> None:
 def test_tensor_cores_do_not_wait_for_each_instruction() -> None:
     """ptxas serializes all of a kernel's tensor core instructions where one of them does not fit its rules.
 
-    It did so for dX, by a fifth of its time, as long as the low-rank product came behind the loop (C7515); with B copied
+    It did so for dX as long as the low-rank product came behind the loop (C7515); with B copied
     the fused form is free of it too.
     """
     code = """

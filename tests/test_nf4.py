@@ -461,13 +461,11 @@ def test_compiles_without_a_graph_break():
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="needs the interpreter's overflow check")
 @pytest.mark.parametrize("words", [True, False])
-def test_offsets_are_64_bit(words, monkeypatch):
+def test_offsets_are_64_bit(words, overflow_raises):
     """Offsets far beyond 32 bits, without the memory: a negative size masks off every load and store."""
-    from triton.runtime import interpreter
-
     from kernelbook.nf4 import kernels
 
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
+    overflow_raises()
     q = quantized((2, 64), double_quant=True)
     experts, out = torch.tensor([3, 1_000_000, 0, 0]), torch.zeros(64)
     nested = (q.nested_absmax, q.nested_code, q.nested_offset)

@@ -538,11 +538,8 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=_ids)
-def test_offsets_are_64_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_are_64_bit(dtype: torch.dtype, overflow_raises: Callable[[], None]) -> None:
     """Two rows of x and dY lie 2^31 + 8 elements apart, the last row of W as far from the first."""
-    from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterOptions
-
     d_in, d_out, chunk = 24, 48, 16
     far, step = 2**31 + 8, 2**26 + 8
     ids = torch.tensor([2, 0])
@@ -553,7 +550,7 @@ def test_offsets_are_64_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     )
     expected = kb.sparse_backward(dense[0], dense[2], dense[1], ids, chunk_size=chunk)
     y = kb.sparse_forward(dense[0], dense[2], None, ids, chunk_size=chunk)
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(debug=True))
+    overflow_raises()
     for a, b in zip(kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk), expected, strict=True):
         torch.testing.assert_close(a, b)
     torch.testing.assert_close(kb.sparse_forward(x, weight, None, ids, chunk_size=chunk), y)

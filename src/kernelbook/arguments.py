@@ -1,6 +1,7 @@
 """Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ __all__ = [
     "check_same_device",
     "check_shape",
     "check_tensor",
+    "in_autocast_dtype",
 ]
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -94,3 +96,18 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, u
         ids, counts = value.unique(return_counts=True)
         if ids.numel() != value.numel():
             raise ValueError(f"{op}: {name} must not repeat an entry, got {int(ids[counts > 1][0])} more than once")
+
+
+def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
+    """``tensors`` in autocast's dtype where it is on for the first one's device, as PyTorch's own operators take them.
+
+    float64 tensors, integers and what is no tensor come back as they are.
+    """
+    first = tensors[0]
+    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )

@@ -58,7 +58,7 @@ def flash_attention(
         ValueError: a shape, a device or ``scale`` is not as above.
     """
     op = "flash_attention"
-    q, k, v = _autocast(q, k, v)
+    q, k, v = arguments.in_autocast_dtype(q, k, v)
     for name, value in (("q", q), ("k", k), ("v", v)):
         arguments.check_tensor(op, name, value)
         if value.ndim != 4:
@@ -84,18 +84,6 @@ def flash_attention(
 
 def _finite(number: float) -> bool:
     return -math.inf < number < math.inf
-
-
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype where it is on, as it does for PyTorch's own attention."""
-    first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
 
 
 # --- custom operators -----------------------------------------------------------------------------------------------
