@@ -94,7 +94,6 @@ def _down(**changes: int) -> kernels.triton.Config:
         "BLOCK_M": 16,
         "BLOCK_L": 16,
         "BLOCK_C": 16,
-        "SHARES": 1,
         "GROUP": 2,
         "STAGES": 2,
         "LISTED": 32,
@@ -110,8 +109,8 @@ PLANS = {
     "vector, shared": kernels.Plan("vector", VECTOR_UP, 1, VECTOR_DOWN, 3),
     "tiles": kernels.Plan("tiles", _up(), 1, _down(), 1),
     "tiles, shared": kernels.Plan("tiles", _up(), 2, _down(), 3),
-    "tiles, by warps": kernels.Plan("tiles", _up(SHARES=2), 1, _down(SHARES=2), 1),
-    "tiles, by warps, shared": kernels.Plan("tiles", _up(SHARES=2), 2, _down(SHARES=2), 2),
+    "tiles, by warps": kernels.Plan("tiles", _up(SHARES=2), 1, _down(), 1),
+    "tiles, by warps, shared": kernels.Plan("tiles", _up(SHARES=2), 2, _down(), 2),
     "packed": kernels.Plan("packed", _up(), 1, _down(), 1),
 }
 
