@@ -475,8 +475,8 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     if AHEAD > 0:
         # What does not depend on h is on its way into the L2 cache while the
         # up kernel still runs.
-        places = low + tl.arange(0, AHEAD)
-        first_rows, wanted = _rows_at(rows_ptr, places, high, N)
+        early = low + tl.arange(0, AHEAD)
+        first_rows, wanted = _rows_at(rows_ptr, early, high, N)
         first = pid_c * BLOCK_C
         itemsize: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
         size = tl.minimum(BLOCK_C, K_out - first) * itemsize
