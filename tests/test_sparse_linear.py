@@ -570,6 +570,23 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
     assert not packed
 
 
+@pytest.mark.parametrize(("limit", "chunk"), (("UNBOXED_FLOP", 16), ("UNBOXED_FLOP", 40), ("SMALL_FLOP", 17)))
+def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of dY end with their chunk; a product that takes no part of dY from a chunk is left as it is."""
+    packed, run = [], op._run_packed
+    monkeypatch.setattr(op, "_run_packed", lambda *args: (packed.append(args), run(*args)))
+    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((9, 24), (136, 24), (9, 136)))
+    ids = _chunks(136, chunk, 3)
+    kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
+    assert not packed
+    monkeypatch.setattr(kernels, limit, 0.0)
+    kb.sparse_backward(x, weight, dy, _chunks(136, 64, 2), chunk_size=64)
+    kb.sparse_forward(x, weight, None, ids, chunk_size=chunk)
+    assert not packed
+    _check_all(x, weight, randn(136, dtype=torch.float16), dy, ids, chunk)
+    assert packed
+
+
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 

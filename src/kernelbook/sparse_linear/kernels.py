@@ -12,8 +12,9 @@ Backward is one launch: tiles of dW, tiles of dX, and programs that write the ze
 tiles come first, so that the shorter ones fill the multiprocessors that would idle at the end; the zeros are strewn among
 them, so that memory writes run beside the arithmetic. db is the sum over dY of those dW tiles that read it first.
 
-Where tensor cores cannot read the operands as they lie (float32) the active features are copied together
-(``_sparse_linear_pack_kernel``), multiplied by cuBLAS and put in place (``_sparse_linear_place_kernel``).
+Where tensor cores cannot read the operands as they lie (float32), and where a large problem would be read by narrow loads or
+chunks do not fit the boxes of tensor descriptors, the active features are copied together (``_sparse_linear_pack_kernel``),
+multiplied by cuBLAS and put in place (``_sparse_linear_place_kernel``).
 
 Operations: 2 M d_in A CHUNK for each product. Bytes: x, the active columns of dY and rows of W once, dX and dW once.
 
@@ -606,7 +607,11 @@ TILES = {
     4: (_Tiles(math.inf, 64, 64, 32, 4, 3, 8),),
     8: (_Tiles(math.inf, 32, 32, 16, 4, 2, 8),),
 }
+# From so many operations a product on, copying the active features for cuBLAS is faster than reading them in place: where
+# loads are narrower than 16 bytes, and where they are ordinary ones because a box would reach over the end of a chunk.
+# Measured on an H200 with chunks of 16 to 100 features.
 SMALL_FLOP = TILES[2][0].flop
+UNBOXED_FLOP = TILES[2][1].flop
 # Ordinary loads take registers for addresses and masks. The tile for large problems is for Hopper and later, whose
 # tensor cores read both operands from shared memory.
 POINTER_TILES = (

@@ -44,7 +44,7 @@ def sparse_linear(
         active_chunks: (A,) int64 or int32, different ids in [0, ceil(d_out / chunk_size)) in any order; ``None``: all. On
             the CPU and under ``KERNELBOOK_DEBUG=1`` the ids are checked; on a GPU without it an id out of range counts
             as no chunk, and ids that repeat, or as many ids as chunks that are not all different, give wrong gradients.
-        chunk_size: features in a chunk, at least 16; the last chunk may be shorter.
+        chunk_size: features in a chunk, at least 16; the last chunk may be shorter. Multiples of 64 are fastest.
         mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``.
 
     Returns:
@@ -497,17 +497,27 @@ class _Problem:
         return {"CHUNK": self.chunk, "ALIGN": kernels.alignment(self.chunk)}
 
 
-def _strategy(problem: _Problem, dtype: torch.dtype, m: int, d_in: int, *operands: torch.Tensor | None) -> str:
-    """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place."""
+def _strategy(
+    problem: _Problem, dtype: torch.dtype, m: int, d_in: int, *operands: torch.Tensor | None, by_chunk: bool = False
+) -> str:
+    """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place.
+
+    ``by_chunk``: an operand's contiguous dimension is that of the chunks, so that no load is longer than a chunk.
+    """
     compact = problem.y_compact or problem.w_compact or problem.dw_compact
     if problem.count == problem.num_chunks and not compact:
         return "dense"
     # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow.
     if dtype in (torch.float32, torch.float64):
         return "packed"
-    # Rows that begin anywhere are loaded two bytes at a time; a large problem is better off with a copy and cuBLAS.
-    large = 2.0 * m * d_in * problem.active > kernels.SMALL_FLOP
-    return "packed" if large and not all(t is None or _wide(t) for t in operands) else "tiles"
+    wide = all(t is None or _wide(t) for t in operands)
+    most = math.inf
+    if by_chunk and problem.chunk % BOX:
+        wide = wide and kernels.alignment(problem.chunk) * dtype.itemsize % 16 == 0
+        most = kernels.UNBOXED_FLOP
+    if not wide:
+        most = kernels.SMALL_FLOP
+    return "packed" if 2.0 * m * d_in * problem.active > most else "tiles"
 
 
 def _wide(tensor: torch.Tensor) -> bool:
@@ -540,7 +550,7 @@ def _backward(
         dy = launching.matrix(dy)
         x = launching.matrix(x) if x is not None and needs_dw else None
         weight = launching.matrix(weight) if weight is not None and needs_dx else None
-        strategy = _strategy(problem, dtype, m, d_in, dy, x, weight)
+        strategy = _strategy(problem, dtype, m, d_in, dy, x, weight, by_chunk=not problem.y_compact)
         if strategy == "dense":
             with launching.without_autocast(dy):
                 if weight is not None:
