@@ -165,7 +165,7 @@ def _bench_extras(module: Any, folder: Path) -> list[str]:
         tables: Iterable[tuple[str, Extra]] = found.items() if isinstance(found, Mapping) else found
         for stem, (table, key) in tables:
             timing.write_results(folder / f"{stem}.csv", table, key=key)
-            print(tabulate(table, headers="keys", showindex=False), flush=True)
+            print(tabulate(table.to_dict("records"), headers="keys"), flush=True)
     except Exception as error:  # the room's own rows are written already and count
         return [f"{module.__name__}.extras: {type(error).__name__}: {error}"]
     return []
