@@ -78,7 +78,8 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
         raise TypeError(f"{op}: num_experts must be an integer, got {type(num_experts).__name__}")
     if num_experts < 1:
         raise ValueError(f"{op}: num_experts must be at least 1, got {num_experts}")
-    order, inverse, offsets, tiles = _route(expert_ids, num_experts)
+    sort = _route_now if launching.is_plain(expert_ids) else _route
+    order, inverse, offsets, tiles = sort(expert_ids, num_experts)
     return Routing(expert_ids, order, inverse, offsets, tiles)
 
 
@@ -109,18 +110,14 @@ def scatter2scatter(
     op = "scatter2scatter"
     x, w = _autocast(x, w)
     _check_rows(op, x, w, routing, grouped_in)
-    y, _ = _forward(
-        x, w, None, None, None, None, routing.expert_ids, routing.order, routing.offsets, routing.tiles,
-        1.0, "split", grouped_in, grouped_out,
-    )  # fmt: skip
-    return y
+    return _product(x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
 
 
 def moe_lora(
     x: torch.Tensor,
     w: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
     routing: Routing,
     *,
     scaling: float = 1.0,
@@ -137,8 +134,8 @@ def moe_lora(
     Args:
         x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
         w: (E, K, N), the dtype of ``x``, any strides. Its gradient is computed only if it requires one.
-        lora_a: (E, r, K), the dtype of ``x``, any strides.
-        lora_b: (E, N, r), the dtype of ``x``, any strides.
+        lora_a: (E, r, K), the dtype of ``x``, any strides; or ``None``, then there is no low-rank update.
+        lora_b: (E, N, r), the dtype of ``x``, any strides; ``None`` with ``lora_a`` and only with it.
         routing: of T tokens to k of E experts, from :func:`route`.
         scaling: of the low-rank update.
         bias: (E, N), the dtype of ``x``, or ``None``.
@@ -160,15 +157,19 @@ def moe_lora(
     x, w, lora_a, lora_b, bias = _autocast(x, w, lora_a, lora_b, bias)
     _check_rows(op, x, w, routing, grouped_in)
     experts, k, n = w.shape
-    for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
-        arguments.check_tensor(op, name, value)
-        if value.ndim != 3:
-            raise ValueError(f"{op}: {name} must have three dimensions, got shape {tuple(value.shape)}")
-    rank = lora_a.shape[1]
-    if rank < 1:
-        raise ValueError(f"{op}: lora_a must have a rank of at least 1, got shape {tuple(lora_a.shape)}")
-    arguments.check_shape(op, "lora_a", lora_a, (experts, rank, k))
-    arguments.check_shape(op, "lora_b", lora_b, (experts, n, rank))
+    if lora_a is not None and lora_b is not None:
+        for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
+            arguments.check_tensor(op, name, value)
+            if value.ndim != 3:
+                raise ValueError(f"{op}: {name} must have three dimensions, got shape {tuple(value.shape)}")
+        rank = lora_a.shape[1]
+        if rank < 1:
+            raise ValueError(f"{op}: lora_a must have a rank of at least 1, got shape {tuple(lora_a.shape)}")
+        arguments.check_shape(op, "lora_a", lora_a, (experts, rank, k))
+        arguments.check_shape(op, "lora_b", lora_b, (experts, n, rank))
+    elif lora_a is not None or lora_b is not None:
+        missing, there = ("lora_a", "lora_b") if lora_a is None else ("lora_b", "lora_a")
+        raise TypeError(f"{op}: {missing} must be a tensor where {there} is one, got None")
     if bias is not None:
         arguments.check_tensor(op, "bias", bias)
         arguments.check_shape(op, "bias", bias, (experts, n))
@@ -180,10 +181,22 @@ def moe_lora(
             raise ValueError(f"{op}: grouped_out must be False with gates, whose sum over the slots is in token order")
     arguments.check_same_device(op, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias, gates=gates)
     arguments.check_choice(op, "strategy", strategy, STRATEGIES)
-    y, _ = _forward(
-        x, w, lora_a, lora_b, bias, gates, routing.expert_ids, routing.order, routing.offsets, routing.tiles,
-        float(scaling), strategy, grouped_in, grouped_out,
-    )  # fmt: skip
+    return _product(x, w, lora_a, lora_b, bias, gates, routing, float(scaling), strategy, grouped_in, grouped_out)
+
+
+def _product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    routing: Routing,
+    *settings: Any,
+) -> torch.Tensor:
+    given = (x, w, lora_a, lora_b, bias, gates)
+    forward = _forward_now if launching.is_plain(*given) else _forward
+    y, _ = forward(*given, routing.expert_ids, routing.order, routing.offsets, routing.tiles, *settings)
     return y
 
 
@@ -293,8 +306,9 @@ def _capacity(rows: int, experts: int, height: int) -> int:
     return rows // height + min(experts + 1, rows)
 
 
-@torch.library.custom_op("kernelbook::route", mutates_args=())
-def _route(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _route_now(
+    expert_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> order, inverse, offsets, tiles."""
     arguments.check_index_values("route", "expert_ids", expert_ids, num_experts + 1)
     slots, rows = expert_ids.shape[1], expert_ids.numel()
@@ -306,16 +320,19 @@ def _route(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     programs, block_e, block_p = kernels.route_blocks(rows, num_experts)
     block = kernels.ROUTE_BLOCK
     per_program = triton.cdiv(triton.cdiv(rows, programs), block) * block
-    counts = torch.empty((programs, block_e), dtype=torch.int32, device=expert_ids.device)
     given = (expert_ids, *expert_ids.stride())
+    counts = order  # any tensor: one program counts by itself
     with runtime.on_device_of(expert_ids):
-        kernels._route_fwd_count_kernel[(programs,)](
-            *given, counts, rows, slots, num_experts, per_program, BLOCK=block, BLOCK_E=block_e,
-            num_warps=kernels.ROUTE_WARPS,
-        )  # fmt: skip
+        if programs > 1:
+            counts = torch.empty((programs, block_e), dtype=torch.int32, device=expert_ids.device)
+            kernels._route_fwd_count_kernel[(programs,)](
+                *given, counts, rows, slots, num_experts, per_program, BLOCK=block, BLOCK_E=block_e,
+                num_warps=kernels.ROUTE_WARPS,
+            )  # fmt: skip
         kernels._route_fwd_place_kernel[(programs,)](
             *given, counts, order, inverse, offsets, tiles, rows, slots, num_experts, per_program,
-            HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block_p, num_warps=kernels.ROUTE_WARPS,
+            COUNTED=programs > 1, HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block_p,
+            num_warps=kernels.ROUTE_WARPS,
         )  # fmt: skip
     return order, inverse, offsets, tiles
 
@@ -325,6 +342,9 @@ def _empty_routing(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Te
     tiles = sum(_capacity(rows, num_experts, height) for height in kernels.HEIGHTS)
     shapes = ((rows,), (rows,), (num_experts + 1,), (tiles, 3))
     return tuple(torch.empty(shape, dtype=torch.int32, device=expert_ids.device) for shape in shapes)
+
+
+_route = torch.library.custom_op("kernelbook::route", mutates_args=())(_route_now)
 
 
 @_route.register_fake
@@ -338,8 +358,7 @@ def _(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
 # --- custom operators -----------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kernelbook::moe_lora", mutates_args=())
-def _forward(
+def _forward_now(
     x: torch.Tensor,
     w: torch.Tensor,
     lora_a: Optional[torch.Tensor],  # noqa: UP045
@@ -360,7 +379,6 @@ def _forward(
     routed = _Routed(order, offsets, tiles, expert_ids.shape[1])
     x, w, lora_a, lora_b, bias = _kernel_dtype(x, w, lora_a, lora_b, bias)
     u = x.new_empty(_u_shape(routed.rows, lora_a))
-    y = x.new_empty((routed.rows, n))
     if routed.rows > 0 and n > 0:
         with runtime.on_device_of(x):
             lora = _Lora.of(lora_a, lora_b, u, scaling)
@@ -368,11 +386,13 @@ def _forward(
             y = _launch_rows(routed, rows, w, lora, bias, grouped_out, strategy)
             if gates is not None:
                 y, _ = _launch_slots(routed, y, gates, None, False)
-    elif gates is not None:
-        y = y.new_empty((expert_ids.shape[0], n)).zero_()
-    if n == 0:
+    else:
+        y = x.new_zeros((routed.rows if gates is None else expert_ids.shape[0], n))
         u.zero_()
     return y.to(dtype), u.to(dtype)
+
+
+_forward = torch.library.custom_op("kernelbook::moe_lora", mutates_args=())(_forward_now)
 
 
 @_forward.register_fake
@@ -647,9 +667,8 @@ def _launch_rows(
     x = rows.tensor
     experts, k, n = w.shape
     if not _wide(x) and k * x.element_size() % 16 == 0:
-        x = (
-            x.contiguous()
-        )  # a gradient may come expanded; to copy it takes less time than to read it an element at a time
+        # A gradient may come expanded; a copy takes less time than to read it an element at a time.
+        x = x.contiguous()
         rows = dataclasses.replace(rows, tensor=x)
     how = "none"
     if lora is not None:
