@@ -39,8 +39,8 @@ def test_registering_is_enough_for_transformers_own_switch() -> None:
 def test_the_kernels_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = interop.use_kernels(tiny_model("mixtral"))
     calls = []
-    real = moe.scatter2scatter
-    monkeypatch.setattr(moe, "scatter2scatter", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    real = moe.moe_lora
+    monkeypatch.setattr(moe, "moe_lora", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
     with torch.no_grad():
         model(tokens())
     assert len(calls) == 2 * model.config.num_hidden_layers
