@@ -2,6 +2,7 @@
 
 import copy
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,15 @@ def test_registering_is_enough_for_transformers_own_switch() -> None:
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
     model.set_experts_implementation("eager")
     assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_saved_model_is_loaded_onto_the_kernels(tmp_path: Path) -> None:
+    interop.register()
+    model, ids = interop.use_kernels(tiny_model("qwen3_moe")), tokens()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, experts_implementation=interop.NAME).to(runtime.DEVICE)
+    assert again.config._experts_implementation == interop.NAME
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_the_kernels_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
