@@ -721,6 +721,7 @@ def recompute_tiles(rank: int, itemsize: int) -> Tiles:
     return tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)
 
 
+@functools.lru_cache(maxsize=4096)
 def slots_tiles(slots: int, columns: int) -> Tiles:
     """The tiles of sums over slots: 8 elements a thread and slot."""
     block_c = max(16, min(1024, triton.next_power_of_2(columns)))

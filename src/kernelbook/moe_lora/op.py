@@ -615,10 +615,12 @@ def _launch_rows(
     """-> Y (R, N) of rows and w (E, K, N); fills lora's U."""
     x = rows.tensor
     experts, k, n = w.shape
-    if not launching.has_aligned_rows(x) and k * x.element_size() % 16 == 0:
+    x_aligned = launching.has_aligned_rows(x)
+    if not x_aligned and k * x.element_size() % 16 == 0:
         # A gradient may come expanded; a copy takes less time than to read it an element at a time.
         x = x.contiguous()
         rows = dataclasses.replace(rows, tensor=x)
+        x_aligned = launching.has_aligned_rows(x)
     how = "none"
     if lora is not None:
         how = strategy
@@ -633,10 +635,12 @@ def _launch_rows(
             lora = dataclasses.replace(lora, b=lora.b.contiguous())
     properties = runtime.properties()
     rank = kernels.padded_rank(lora.rank) if lora is not None else 0
-    by_row = not _in_boxes(w.transpose(1, 2))
-    matrix = w if by_row else w.transpose(1, 2)
+    matrix = w.transpose(1, 2)
+    by_row = not _in_boxes(matrix)
+    if by_row:
+        matrix = w
     access = "narrow"
-    if _in_boxes(matrix) and launching.has_aligned_rows(x):
+    if x_aligned and (not by_row or _in_boxes(w)):
         access = "boxes" if kernels.has_boxes(properties) else "wide"
     tiles = tiles or kernels.rows_tiles(
         routed.rows, experts, rank if how == "fused" else 0, x.element_size(), access, properties
@@ -648,7 +652,7 @@ def _launch_rows(
     if access == "boxes":
         sides = [blocks["BLOCK_K"], blocks["BLOCK_N"]]
         w_box = launching.box(matrix, 1, *(sides if by_row else sides[::-1]))
-        if rows.grouped and _in_boxes(x):
+        if rows.grouped:
             x_box = launching.box(x, tiles.height, blocks["BLOCK_K"])
     # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
     block_r = max(32 if tiles.height < 64 else 16, rank) if how == "fused" else max(16, min(rank, 32))
