@@ -1,6 +1,8 @@
 """PEFT's LoRA on expert parameters, used without merging, against PEFT's own way through the eager experts."""
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,25 @@ def test_copies_are_independent() -> None:
                 parameter.zero_()
         assert not torch.allclose(other(ids).logits, expected, atol=1e-3)
         assert torch.equal(model(ids).logits, expected)
+
+
+def test_the_lines_that_the_chapter_gives_run_as_they_are() -> None:
+    chapter = json.loads((Path(__file__).parents[1] / "notebooks" / "together.ipynb").read_text())
+    [lines] = [
+        code
+        for cell in chapter["cells"]
+        if cell["cell_type"] == "markdown"
+        for code in re.findall(r"```python\n(.*?)```", "".join(cell["source"]), re.DOTALL)
+        if "get_peft_model(" in code
+    ]
+    given: dict[str, Any] = {"get_peft_model": peft.get_peft_model, "LoraConfig": peft.LoraConfig}
+    given["model"] = tiny_model("qwen3_moe", num_hidden_layers=1)
+    exec(lines, given)  # noqa: S102  the chapter's own lines
+    ids = tokens()
+    found = losses(given["model"], ids, steps=4)
+    assert found[-1] < found[0]
+    trained = [name for name, p in given["model"].named_parameters() if p.grad is not None]
+    assert sum("experts" in name for name in trained) == 4
 
 
 def test_switched_off_disabled_and_on_again() -> None:
