@@ -13,7 +13,9 @@ __all__ = [
     "check_dtype",
     "check_index_values",
     "check_indices",
+    "check_linear",
     "check_same_device",
+    "check_same_dtype",
     "check_shape",
     "check_tensor",
     "in_autocast_dtype",
@@ -64,6 +66,31 @@ def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
             raise ValueError(
                 f"{op}: {name} must be on the device of {first} ({present[first].device}), got {present[name].device}"
             )
+
+
+def check_same_dtype(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raises a ``TypeError`` unless all tensors (``None`` aside) have the dtype of the first."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, *others = present
+    for name in others:
+        if present[name].dtype != present[first].dtype:
+            raise TypeError(
+                f"{op}: {name} must have the dtype of {first} ({present[first].dtype}), got {present[name].dtype}"
+            )
+
+
+def check_linear(op: str, x: object, name: str, weight: object) -> None:
+    """Raises unless ``x`` (..., K) and the matrix ``weight`` (N, K), called ``name``, have one dtype and one device."""
+    check_tensor(op, "x", x)
+    check_tensor(op, name, weight)
+    assert isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    if weight.ndim != 2:
+        raise ValueError(f"{op}: {name} must have two dimensions, got shape {tuple(weight.shape)}")
+    check_shape(op, name, weight, (weight.shape[0], x.shape[-1]))
+    check_same_dtype(op, x=x, **{name: weight})
+    check_same_device(op, x=x, **{name: weight})
 
 
 def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:

@@ -1,0 +1,90 @@
+"""What the launches of several rooms have in common: tensors as kernels take them, and the dtypes of their sums."""
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = [
+    "accumulator",
+    "box",
+    "cdiv",
+    "has_aligned_rows",
+    "in_kernel_dtype",
+    "matrix",
+    "precision",
+    "strided",
+    "tl_accumulator",
+    "without_autocast",
+]
+
+
+def cdiv(a: int, b: int) -> int:
+    """``triton.cdiv``, without the wrapper that lets kernels call it too: the host's time counts for small problems."""
+    return -(-a // b)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of ``dtype`` are summed: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tl_accumulator(dtype: torch.dtype) -> tl.dtype:
+    """:func:`accumulator` as a kernel's ``ACC`` takes it."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def precision() -> str:
+    """How kernels multiply float32 (``input_precision`` of ``tl.dot``): as PyTorch is set to, in tf32 or exactly."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context without autocast on the tensor's device.
+
+    Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it.
+    """
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def in_kernel_dtype(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """``tensors`` in the dtypes that kernels are given, see :func:`runtime.kernel_dtype`; ``None`` stays ``None``."""
+    return tuple(None if t is None else t.to(runtime.kernel_dtype(t.dtype)) for t in tensors)
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """(M, N) for (..., N), a view where the strides allow it, in the dtype that kernels are given."""
+    if x.ndim == 2 and not runtime.INTERPRET:
+        return x
+    return x.to(runtime.kernel_dtype(x.dtype)).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor) -> tuple[Any, ...]:
+    """The tensor and its ``dims`` strides, as a kernel's arguments.
+
+    Without a tensor it is ``stand_in`` and zeros: the kernel wants a pointer, and won't touch it.
+    """
+    return (stand_in, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
+
+
+def has_aligned_rows(tensor: torch.Tensor) -> bool:
+    """Whether the last dimension is contiguous and all rows begin on 16 bytes, one after the other.
+
+    Then rows are loaded in pieces of 16 bytes, and a tensor descriptor can read them.
+    """
+    *steps, within = tensor.stride()
+    size = tensor.element_size()
+    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps) and tensor.data_ptr() % 16 == 0
+
+
+def box(tensor: torch.Tensor, *sides: int) -> TensorDescriptor:
+    """A tensor descriptor that reads ``tensor`` in boxes of this shape."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(sides))
