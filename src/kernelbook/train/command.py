@@ -62,7 +62,9 @@ _HELP = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """An option for each field of :class:`TrainConfig`, and those of a run."""
     parser.add_argument(
-        "--config", choices=sorted(CONFIGS), help="a set of sizes (default: tiny, or with --resume the run's own settings)"
+        "--config",
+        choices=sorted(CONFIGS),
+        help="a set of sizes (default: tiny, or with --resume the run's own settings)",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for log.jsonl, config.json and checkpoint.pt")
     parser.add_argument(
@@ -99,7 +101,9 @@ def _settings(given: argparse.Namespace) -> TrainConfig:
         try:
             base = TrainConfig(**json.loads(saved.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{saved} must hold the settings of a run ({error}); say --config and the settings") from None
+            raise ValueError(
+                f"{saved} must hold the settings of a run ({error}); say --config and the settings"
+            ) from None
     else:
         base = CONFIGS[given.config or "tiny"]
         changes.setdefault("cuda_graph", runtime.DEVICE.type == "cuda")

@@ -516,7 +516,9 @@ class Trainer:
         try:
             state = torch.load(path, map_location=runtime.DEVICE, weights_only=True)
         except Exception as error:  # torch.load raises many things for a file that is not its own
-            raise ValueError(f"Trainer: {path} must be a checkpoint of a run, got a file that cannot be read") from error
+            raise ValueError(
+                f"Trainer: {path} must be a checkpoint of a run, got a file that cannot be read"
+            ) from error
         own = dataclasses.asdict(self.config)
         # A run that is watched otherwise may go on from here; one with other steps behind it or before it may not.
         free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph"}
