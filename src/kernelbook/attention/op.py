@@ -260,14 +260,15 @@ def _launch_forward_hopper(
     b, h, n, d = q.shape
     s = k.shape[2]
     rows, block_n, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_N", "BLOCK_D"))
-    blocks = cdiv(n, rows * config.kwargs["WARPGROUPS"]) * b * h
-    kernels_hopper._flash_attention_fwd_hopper_kernel[(blocks,)](
+    blocks, properties = cdiv(n, rows * config.kwargs["WARPGROUPS"]), runtime.properties(q.device)
+    programs, paired = kernels_hopper.forward_grid(blocks, b * h, block_d, causal, properties.num_sms)
+    kernels_hopper._flash_attention_fwd_hopper_kernel[(programs,)](
         _gluon_argument(q, rows, block_d),
         _gluon_argument(k, block_n, block_d),
         _gluon_argument(v, block_n, block_d),
         _gluon_argument(o, rows, block_d),
         lse,
-        b, h, n, s, kernels.section(s, d, q.element_size(), causal, runtime.properties(q.device)),
+        b, h, n, s, kernels.section(s, d, q.element_size(), causal, properties), int(paired),
         scale2,
         GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
