@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels
 from kernelbook.launching import accumulator, box, cdiv, has_aligned_rows, tl_accumulator
 
@@ -203,7 +203,7 @@ def _precision(dtype: torch.dtype, properties: runtime.DeviceProperties) -> str:
     """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
     if dtype != torch.float32 or properties.arch.startswith("gfx"):
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if launching.allows_tf32() else "tf32x3"
 
 
 def _in_boxes(*tensors: torch.Tensor) -> bool:
