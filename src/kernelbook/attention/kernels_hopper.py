@@ -4,7 +4,8 @@ A program has one producer warp and two or three consumer warpgroups. The produc
 shared memory; barriers there say which buffer is full and which is free. Each consumer owns 64 rows and never waits for
 another's arithmetic, so that one's exponentials run beside another's matrix products. In addition, where registers allow
 it, a consumer of the forward pass starts the product for the next tile's scores before it takes the softmax of this one
-(Shah et al., "FlashAttention-3" (2024), section 3).
+(Shah et al., "FlashAttention-3" (2024), section 3). A program of the forward pass may stay for many blocks of queries:
+then the producer loads the next block's tiles while the consumers finish this one, see ``forward_grid``.
 
     forward  a consumer owns 64 queries; two take turns with the tensor cores, or three run free
     dkdv     a consumer owns 64 keys, on transposed tiles
@@ -92,25 +93,29 @@ def _produce(
     bytes: gl.constexpr = BLOCK_N * BLOCK_D * 2
     before = 0  # tiles of keys of earlier rounds
     for round in range(rounds):
-        head, start_m, count, _masked = _block(round, B, H, N, S, section, paired, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
+        head, start_m, count, _ = _block(
+            round, B, H, N, S, section, paired, CAUSAL, WARPGROUPS * ROWS, BLOCK_N
+        )  # fmt: skip
         b, h = head // H, head % H
         h_kv = h // GROUP
         for i in range(count):
             slot = (before + i) % STAGES
-            # A buffer is free from the start: waiting for the phase before the first returns at once.
+            # A buffer is free from the start: a wait for the phase before the first returns at once.
             phase = ((before + i) // STAGES) & 1
             start = (count - 1 - i) * BLOCK_N
             mbarrier.wait(k_free.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), bytes)
-            tma.async_copy_global_to_shared(k, [b, h_kv, start, 0], k_full.index(slot), k_smem.index(slot))
+            at = [b, h_kv, start, 0]
+            tma.async_copy_global_to_shared(k, at, k_full.index(slot), k_smem.index(slot))
             if i == 0:
                 for w in gl.static_range(WARPGROUPS):
                     mbarrier.wait(q_free.index(w), (round & 1) ^ 1)
                     mbarrier.expect(q_full.index(w), q_bytes)
-                    tma.async_copy_global_to_shared(q, [b, h, start_m + w * ROWS, 0], q_full.index(w), q_smem.index(w))
+                    own = [b, h, start_m + w * ROWS, 0]
+                    tma.async_copy_global_to_shared(q, own, q_full.index(w), q_smem.index(w))
             mbarrier.wait(v_free.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), bytes)
-            tma.async_copy_global_to_shared(v, [b, h_kv, start, 0], v_full.index(slot), v_smem.index(slot))
+            tma.async_copy_global_to_shared(v, at, v_full.index(slot), v_smem.index(slot))
         before += count
 
 
@@ -183,8 +188,10 @@ def _step(
     else:
         mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ 1)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    scores = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    # Probabilities go from step to step in float32: as pairs of 16 bits they would be taken apart and packed again.
+    k = k_smem.index(slot).permute((1, 0))
+    scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    # Probabilities go from step to step in float32: as pairs of 16 bits they would be taken apart
+    # and packed again.
     left = gl.convert_layout(p.to(q.dtype), LEFT)
     mbarrier.wait(v_full.index(slot_v), ((before + i - 1) // STAGES) & 1)
     out = warpgroup_mma(left, v_smem.index(slot_v), acc, is_async=True)
@@ -196,8 +203,8 @@ def _step(
             scores = _masked(scores, (count - 1 - i) * BLOCK_N, rows, diagonal, S, CAUSAL)
     p, sums, m, alpha = _softmax(scores, m, scale, CAUSAL)
     l = l * alpha + sums
-    # The compiler would take the exponentials after the product. It does not move them across a branch: a wait for a
-    # barrier is one, also where it returns at once.
+    # The compiler would take the exponentials after the product. It does not move them across a
+    # branch: a wait for a barrier is one, also where it returns at once.
     p, l = warpgroup_mma_wait(1, deps=[p, l])
     mbarrier.wait(v_full.index(slot_v), ((before + i - 1) // STAGES) & 1)
     acc, left = warpgroup_mma_wait(0, deps=[out, left])
@@ -220,7 +227,9 @@ def _consume(
     diagonal = S - N
     before = 0  # tiles of keys of earlier rounds
     for round in range(rounds):
-        head, start_m, count, masked = _block(round, B, H, N, S, section, paired, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
+        head, start_m, count, masked = _block(
+            round, B, H, N, S, section, paired, CAUSAL, WARPGROUPS * ROWS, BLOCK_N
+        )  # fmt: skip
         rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
