@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
-from kernelbook import check, runtime, timing
+from kernelbook import check, compiled, runtime, timing
 from kernelbook.attention import (
     causal_mask_reference,
     flash_attention_backward_reference,
@@ -134,7 +135,7 @@ def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
         functools.partial(flash_attention_reference, causal=causal),
         dict(zip("qkv", _qkv(1, 2, 2, 190, 190, 64, dtype=dtype), strict=True)),
         grads=("q", "k", "v"),
-        baseline=functools.partial(F.scaled_dot_product_attention, is_causal=causal),
+        baseline=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
     )
 
 
@@ -216,7 +217,11 @@ def test_extreme_scales(dtype: torch.dtype, sign: int) -> None:
     q, k, v = _qkv(1, 2, 1, 40, 50, 16, dtype=dtype)
     tolerance = 4 * torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
     mean = v.double().mean(dim=2, keepdim=True).expand(q.shape)
-    torch.testing.assert_close(kb.flash_attention(q, k, v, scale=sign * 1e-37).double(), mean, rtol=0, atol=tolerance)
+    for scale in (1e-37, 1e-44, 1e-300):
+        o = kb.flash_attention(q, k, v, scale=sign * scale)
+        torch.testing.assert_close(o.double(), mean, rtol=0, atol=tolerance)
+    seen = kb.flash_attention(q, k, v, causal=True, scale=sign * 1e-44)
+    torch.testing.assert_close(seen[0, 0, 0].double(), v[0, 0, :11].double().mean(dim=0), rtol=0, atol=tolerance)
     scores = sign * (q.double() @ k.double().mT)
     assert scores.topk(2).values.diff().abs().min() > 1e-4  # no draws
     picked = v.double()[0, 0, scores.argmax(dim=-1)]
@@ -508,6 +513,40 @@ def test_every_head_size_has_tiles_that_fit(target: str) -> None:
                     assert config.num_stages == 1 or needs <= properties.shared_memory_per_program
 
 
+def test_causal_programs_stay_only_where_they_are_equally_long() -> None:
+    hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
+    assert hopper.forward_grid(32, 64, 128, False, 132) == (132, False)
+    assert hopper.forward_grid(32, 64, 128, True, 132) == (132, True)  # 1024 pairs: 8 rounds, the last almost full
+    assert hopper.forward_grid(32, 9, 128, True, 132) == (
+        288,
+        False,
+    )  # 144 pairs: 12 programs would have twice the work
+    assert hopper.forward_grid(33, 64, 128, True, 132) == (33 * 64, False)  # one block of each head would be left over
+    assert hopper.forward_grid(4, 20, 128, False, 132) == (80, False)  # fewer blocks than multiprocessors
+    assert hopper.forward_grid(32, 64, 256, False, 132) == (32 * 64, False)
+
+
+def test_exponentials_run_beside_the_product() -> None:
+    """In a step for Hopper GPUs the exponentials come between the wait for the scores and that for the product."""
+    code = """
+import torch, kernelbook as kb
+for causal in (False, True):
+    q = torch.empty(1, 4, 1024, 128, dtype=torch.bfloat16)
+    kb.flash_attention(q, q, q, causal=causal)
+"""
+    for kernel in compiled.compile_calls(code, ("sm_90",), asm=("sass",)):
+        found, beside, count = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x[01]", kernel.asm["sass"]), [], 0
+        for instruction in found:
+            if instruction.startswith("MUFU"):
+                count += 1
+            elif instruction.endswith("0x0"):
+                beside.append(count)
+            elif instruction == "HGMMA":
+                count = 0
+        # 64 queries, 128 keys and 128 threads: 64 exponentials a thread and tile, in the step of each of two warpgroups.
+        assert sum(number >= 64 for number in beside) == 2, beside
+
+
 def test_programs_visit_every_block_of_every_head_once() -> None:
     """The order of programs is a permutation, and within a section the blocks with most work come first."""
     import triton
@@ -549,6 +588,15 @@ def test_programs_visit_every_block_of_every_head_once() -> None:
 def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype, causal: bool, plain: bool) -> None:
     with op.plain_kernels() if plain else contextlib.nullcontext():
         _check(*_qkv(*problem, dtype=dtype), causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(
+    "problem", ((2, 160, 80, 256, 256, 64), (1, 150, 50, 500, 1100, 128), (2, 70, 70, 600, 300, 128))
+)
+def test_programs_that_stay_for_many_blocks(problem: tuple[int, ...], causal: bool) -> None:
+    _check(*_qkv(*problem, dtype=torch.bfloat16), causal)
 
 
 @pytest.mark.gpu

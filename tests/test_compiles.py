@@ -18,8 +18,8 @@ CALLS = {
     "attention": """
 import torch, kernelbook as kb
 from kernelbook.attention import op
-def step(d, dtype, causal=True, aligned=True, plain=False):
-    q, k, v = (torch.empty(1, h, 1024, d if aligned else d + 1, dtype=dtype)[..., :d] for h in (4, 2, 2))
+def step(d, dtype, causal=True, aligned=True, n=1024):
+    q, k, v = (torch.empty(1, h, n, d if aligned else d + 1, dtype=dtype)[..., :d] for h in (4, 2, 2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     o = kb.flash_attention(*leaves, causal=causal)
     o.backward(torch.empty_like(o))
@@ -31,7 +31,8 @@ for d in HEADS:
 for d in FLOAT32_HEADS:
     step(d, torch.float32)
     step(d, torch.float32, aligned=False)
-step(64, torch.float16, causal=False)
+step(64, torch.float16, causal=False, n=2048)
+step(64, torch.bfloat16, n=10000)
 """,
     "layer_norm": """
 import torch, kernelbook as kb
@@ -208,6 +209,10 @@ SPILLS_ALLOWED = {
     ("_flash_attention_bwd_dkdv_hopper_kernel", "sm_90"): (
         32,
         "128 features: four registers outside the loop; with smaller tiles tensor cores would wait for shared memory.",
+    ),
+    ("_flash_attention_fwd_hopper_kernel", "sm_90"): (
+        32,
+        "128 and 256 features: some registers outside the loop over the tiles.",
     ),
     ("_flash_attention_fwd_kernel", "sm_100"): (
         32,

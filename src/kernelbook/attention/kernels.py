@@ -36,23 +36,27 @@ import triton.language as tl
 
 @triton.jit
 def _rows(
-    x, stride_b, stride_h, stride_n, stride_d,  # (B, H, N, D): a pointer with strides, or a tensor descriptor
+    x, stride_b, stride_h, stride_n, stride_d,  # (B, H, N, D): pointer and strides, or a descriptor
     b, h, start, N, D: tl.constexpr,
     MASKED: tl.constexpr, BOXES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of a head from ``start`` on, as a (BLOCK, BLOCK_D) tile; zeros beyond N (if MASKED) and D."""
+    """BLOCK rows of a head from ``start`` on: (BLOCK, BLOCK_D), zeros beyond N (if MASKED) and D."""
     if BOXES:
         tile = x.load([b, h, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
         offs_n = tl.arange(0, BLOCK)
         offs_d = tl.arange(0, BLOCK_D)
-        # The first row's address is one number; a tile of addresses that moves would take two registers an element.
-        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + (start + tl.zeros((), tl.int64)) * stride_n
-        ptrs = base + (offs_n.to(tl.int64)[:, None] * stride_n + offs_d.to(tl.int64)[None, :] * stride_d)
+        # The first row's address is one number; a tile of addresses that moves would take two
+        # registers an element.
+        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        base += (start + tl.zeros((), tl.int64)) * stride_n
+        offsets = offs_n.to(tl.int64)[:, None] * stride_n + offs_d.to(tl.int64)[None, :] * stride_d
+        ptrs = base + offsets
         if MASKED and D == BLOCK_D:
             tile = tl.load(ptrs, mask=(start + offs_n < N)[:, None], other=0.0)
         elif MASKED:
-            tile = tl.load(ptrs, mask=(start + offs_n < N)[:, None] & (offs_d < D)[None, :], other=0.0)
+            mask = (start + offs_n < N)[:, None] & (offs_d < D)[None, :]
+            tile = tl.load(ptrs, mask=mask, other=0.0)
         elif D == BLOCK_D:
             tile = tl.load(ptrs)
         else:
@@ -87,10 +91,11 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _place(pid, num_blocks, num_heads, section, REVERSED: tl.constexpr):
-    """-> block, head of a program. ``section`` heads are worked on at a time: their keys and values stay in the L2 cache.
+    """-> block, head of a program.
 
-    Within a section all heads' first blocks come first (the last blocks, if REVERSED): those with most work, so that the
-    short ones fill the multiprocessors that would idle at the end.
+    ``section`` heads are worked on at a time: their keys and values stay in the L2 cache. Within a
+    section all heads' first blocks come first (the last ones, if REVERSED): those with most work, so
+    that the short ones fill the multiprocessors that would idle at the end.
     """
     first = pid // (section * num_blocks) * section
     within = pid % (section * num_blocks)
@@ -117,9 +122,11 @@ def _flash_attention_fwd_steps(
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
     for start in range(first, last, BLOCK_N):
         k_tile = _rows(
-            k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
-        )
-        scores = _dot(q, k_tile.T, tl.zeros((q.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+            k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        zeros = tl.zeros((q.shape[0], BLOCK_N), ACC)
+        scores = _dot(q, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
         if MASKED:
             offs_n = start + tl.arange(0, BLOCK_N)
             seen = (offs_n < S)[None, :]
@@ -135,8 +142,9 @@ def _flash_attention_fwd_steps(
         acc = acc * alpha[:, None]
         m = m_new
         v_tile = _rows(
-            v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
-        )
+            v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
         acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, l, m
 
@@ -158,12 +166,16 @@ def _flash_attention_fwd_kernel(
     b, h = head // H, head % H
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q_tile = _rows(q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D)
+    q_tile = _rows(
+        q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N,
+        D, True, BOXES, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     l = tl.zeros((BLOCK_M,), ACC)
     m = tl.full((BLOCK_M,), float("-inf"), ACC)
 
-    # Query i sees the keys up to i + diagonal. All queries of the block see those before ``full``, none those from ``last``.
+    # Query i sees the keys up to i + diagonal. All queries of the block see those before ``full``,
+    # none those from ``last``.
     diagonal = S - N
     if CAUSAL:
         last = tl.maximum(tl.minimum(start_m + BLOCK_M + diagonal, S), 0)
@@ -188,7 +200,10 @@ def _flash_attention_fwd_kernel(
     acc = acc / tl.where(seen, l, 1.0)[:, None]
     lse = tl.where(seen, m + tl.math.log2(tl.where(seen, l, 1.0)), float("inf"))
     tl.store(lse_ptr + head.to(tl.int64) * N + offs_m, lse, mask=offs_m < N)
-    _store_rows(o_ptr, stride_ob, stride_oh, stride_on, stride_od, acc, b, h, start_m, N, D, BLOCK_M, BLOCK_D)
+    _store_rows(
+        o_ptr, stride_ob, stride_oh, stride_on, stride_od, acc, b, h, start_m, N,
+        D, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -207,10 +222,14 @@ def _flash_attention_bwd_delta_kernel(
     num_blocks = tl.cdiv(n_padded, BLOCK_M)
     head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
     b, h = head // H, head % H
-    o = _rows(o_ptr, stride_ob, stride_oh, stride_on, stride_od, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D)
+    o = _rows(
+        o_ptr, stride_ob, stride_oh, stride_on, stride_od, b, h, start_m, N,
+        D, True, False, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     do = _rows(
-        do_ptr, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D
-    )
+        do_ptr, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N,
+        D, True, False, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     offs_m = start_m + tl.arange(0, BLOCK_M)
     out = head.to(tl.int64) * n_padded + offs_m
     delta = tl.sum(o.to(ACC) * do.to(ACC), axis=1)
@@ -235,18 +254,24 @@ def _flash_attention_bwd_dkdv_steps(
     for start in range(first, last, BLOCK_M):
         start = tl.multiple_of(start, BLOCK_M)
         offs_m = start + tl.arange(0, BLOCK_M)
-        q_tile = _rows(q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start, N, D, True, BOXES, BLOCK_M, BLOCK_D)
+        q_tile = _rows(
+            q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start, N,
+            D, True, BOXES, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
         # Beyond the last query lse is +inf, so that probabilities there are zero.
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < N, other=float("inf"))
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < N, other=0.0)
-        scores = _dot(k_tile, q_tile.T, tl.zeros((k_tile.shape[0], BLOCK_M), ACC), PRECISION)  # (BLOCK_N, BLOCK_M)
+        zeros = tl.zeros((k_tile.shape[0], BLOCK_M), ACC)
+        scores = _dot(k_tile, q_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
         p = tl.math.exp2(scores * scale - lse[None, :])
         if MASKED:
             p = tl.where(offs_n[:, None] <= offs_m[None, :] + diagonal, p, 0.0)
         do_tile = _rows(
-            do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N, D, True, BOXES, BLOCK_M, BLOCK_D
-        )
-        dp = _dot(v_tile, do_tile.T, tl.zeros((v_tile.shape[0], BLOCK_M), ACC), PRECISION)  # (BLOCK_N, BLOCK_M)
+            do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N,
+            D, True, BOXES, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        zeros = tl.zeros((v_tile.shape[0], BLOCK_M), ACC)
+        dp = _dot(v_tile, do_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
         dv = _dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
         ds = p * (dp - delta[None, :])
         dk = _dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
@@ -273,8 +298,14 @@ def _flash_attention_bwd_dkdv_kernel(
     b, h_kv = head_kv // (H // GROUP), head_kv % (H // GROUP)
     start_n = pid_n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    k_tile = _rows(k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start_n, S, D, True, BOXES, BLOCK_N, BLOCK_D)
-    v_tile = _rows(v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start_n, S, D, True, BOXES, BLOCK_N, BLOCK_D)
+    k_tile = _rows(
+        k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start_n, S,
+        D, True, BOXES, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    v_tile = _rows(
+        v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start_n, S,
+        D, True, BOXES, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
     dk = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     dv = tl.zeros((BLOCK_N, BLOCK_D), ACC)
 
@@ -302,9 +333,13 @@ def _flash_attention_bwd_dkdv_kernel(
             D, False, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     _store_rows(
-        dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd, dk * dk_scale, b, h_kv, start_n, S, D, BLOCK_N, BLOCK_D
-    )
-    _store_rows(dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd, dv, b, h_kv, start_n, S, D, BLOCK_N, BLOCK_D)
+        dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd, dk * dk_scale, b, h_kv, start_n, S,
+        D, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    _store_rows(
+        dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd, dv, b, h_kv, start_n, S,
+        D, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -321,12 +356,15 @@ def _flash_attention_bwd_dq_steps(
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
     for start in range(first, last, BLOCK_N):
         k_tile = _rows(
-            k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
-        )
+            k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
         v_tile = _rows(
-            v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D
-        )
-        scores = _dot(q_tile, k_tile.T, tl.zeros((q_tile.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+            v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        zeros = tl.zeros((q_tile.shape[0], BLOCK_N), ACC)
+        scores = _dot(q_tile, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
         p = tl.math.exp2(scores * scale - lse[:, None])
         if MASKED:
             offs_n = start + tl.arange(0, BLOCK_N)
@@ -334,7 +372,8 @@ def _flash_attention_bwd_dq_steps(
             if CAUSAL:
                 seen = seen & (offs_n[None, :] <= offs_m[:, None] + diagonal)
             p = tl.where(seen, p, 0.0)
-        dp = _dot(do_tile, v_tile.T, tl.zeros((do_tile.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        zeros = tl.zeros((do_tile.shape[0], BLOCK_N), ACC)
+        dp = _dot(do_tile, v_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
         ds = p * (dp - delta[:, None])
         dq = _dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
     return dq
@@ -360,10 +399,14 @@ def _flash_attention_bwd_dq_kernel(
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     rows = head.to(tl.int64) * n_padded
-    q_tile = _rows(q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D)
+    q_tile = _rows(
+        q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N,
+        D, True, BOXES, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     do_tile = _rows(
-        do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D
-    )
+        do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N,
+        D, True, BOXES, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     lse = tl.load(lse_ptr + rows + offs_m, mask=offs_m < N, other=float("inf"))
     delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < N, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), ACC)
@@ -388,8 +431,9 @@ def _flash_attention_bwd_dq_kernel(
         D, True, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     _store_rows(
-        dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, dq * dq_scale, b, h, start_m, N, D, BLOCK_M, BLOCK_D
-    )
+        dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, dq * dq_scale, b, h, start_m, N,
+        D, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

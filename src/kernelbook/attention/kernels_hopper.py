@@ -4,7 +4,8 @@ A program has one producer warp and two or three consumer warpgroups. The produc
 shared memory; barriers there say which buffer is full and which is free. Each consumer owns 64 rows and never waits for
 another's arithmetic, so that one's exponentials run beside another's matrix products. In addition, where registers allow
 it, a consumer of the forward pass starts the product for the next tile's scores before it takes the softmax of this one
-(Shah et al., "FlashAttention-3" (2024), section 3).
+(Shah et al., "FlashAttention-3" (2024), section 3). A program of the forward pass may stay for many blocks of queries:
+then the producer loads the next block's tiles while the consumers finish this one, see ``forward_grid``.
 
     forward  a consumer owns 64 queries; two take turns with the tensor cores, or three run free
     dkdv     a consumer owns 64 keys, on transposed tiles
@@ -49,41 +50,90 @@ def _place(pid, num_blocks, num_heads, section, REVERSED: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
-    b, h, h_kv, start_m, count,
-    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    q_bytes: gl.constexpr = ROWS * BLOCK_D * 2
-    bytes: gl.constexpr = BLOCK_N * BLOCK_D * 2
-    for w in gl.static_range(WARPGROUPS):
-        mbarrier.expect(q_full.index(w), q_bytes)
-        tma.async_copy_global_to_shared(q, [b, h, start_m + w * ROWS, 0], q_full.index(w), q_smem.index(w))
-    for i in range(count):
-        slot = i % STAGES
-        # A buffer is free from the start: waiting for the phase before the first returns at once.
-        phase = (i // STAGES) & 1
-        start = (count - 1 - i) * BLOCK_N
-        mbarrier.wait(k_free.index(slot), phase ^ 1)
-        mbarrier.expect(k_full.index(slot), bytes)
-        tma.async_copy_global_to_shared(k, [b, h_kv, start, 0], k_full.index(slot), k_smem.index(slot))
-        mbarrier.wait(v_free.index(slot), phase ^ 1)
-        mbarrier.expect(v_full.index(slot), bytes)
-        tma.async_copy_global_to_shared(v, [b, h_kv, start, 0], v_full.index(slot), v_smem.index(slot))
+def _rounds(num_blocks, paired):
+    """How many of the ``num_blocks`` blocks of queries this program computes, one after the other."""
+    width = gl.num_programs(0)
+    units = num_blocks // (1 + paired)
+    return (units // width + (gl.program_id(0) < units % width).to(gl.int32)) * (1 + paired)
 
 
 @gluon.jit
-def _softmax(scores, m, start, rows, diagonal, S, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """-> p, row sums of p, m, alpha: by what earlier sums are scaled down."""
-    if MASKED:
-        columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-        offs_n = start + gl.arange(0, scores.shape[1], layout=columns)
-        seen = gl.expand_dims(offs_n < S, 0)
-        if CAUSAL:
-            seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(rows, 1) + diagonal)
-        else:
-            seen = seen & (gl.expand_dims(rows, 1) >= 0)
-        scores = gl.where(seen, scores, float("-inf"))
+def _block(
+    round, B, H, N, S, section, paired,
+    CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """-> head, its first query, tiles of keys to visit, how many of these to mask, from the last on.
+
+    Paired: two rounds take a block and its mirror image, so that causal programs are equally long.
+    """
+    num_blocks = gl.cdiv(N, BLOCK_M)
+    unit = round // (1 + paired) * gl.num_programs(0) + gl.program_id(0)
+    block, head = _place(unit, num_blocks // (1 + paired), B * H, section, CAUSAL)
+    if CAUSAL:
+        block = gl.where(paired * (1 - round % 2) == 1, num_blocks - 1 - block, block)
+    start_m = block * BLOCK_M
+    if CAUSAL:
+        last = gl.maximum(gl.minimum(start_m + BLOCK_M + S - N, S), 0)
+        full = gl.maximum(gl.minimum(start_m + 1 + S - N, S), 0) // BLOCK_N
+    else:
+        last = S
+        full = S // BLOCK_N
+    count = gl.maximum(gl.cdiv(last, BLOCK_N), 1)
+    return head, start_m, count, gl.maximum(count - full, 1)
+
+
+@gluon.jit
+def _produce(
+    q, k, v, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+    B, H, N, S, section, paired, rounds,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    q_bytes: gl.constexpr = ROWS * BLOCK_D * 2
+    bytes: gl.constexpr = BLOCK_N * BLOCK_D * 2
+    before = 0  # tiles of keys of earlier rounds
+    for round in range(rounds):
+        head, start_m, count, _ = _block(
+            round, B, H, N, S, section, paired, CAUSAL, WARPGROUPS * ROWS, BLOCK_N
+        )  # fmt: skip
+        b, h = head // H, head % H
+        h_kv = h // GROUP
+        for i in range(count):
+            slot = (before + i) % STAGES
+            # A buffer is free from the start: a wait for the phase before the first returns at once.
+            phase = ((before + i) // STAGES) & 1
+            start = (count - 1 - i) * BLOCK_N
+            mbarrier.wait(k_free.index(slot), phase ^ 1)
+            mbarrier.expect(k_full.index(slot), bytes)
+            at = [b, h_kv, start, 0]
+            tma.async_copy_global_to_shared(k, at, k_full.index(slot), k_smem.index(slot))
+            if i == 0:
+                for w in gl.static_range(WARPGROUPS):
+                    mbarrier.wait(q_free.index(w), (round & 1) ^ 1)
+                    mbarrier.expect(q_full.index(w), q_bytes)
+                    own = [b, h, start_m + w * ROWS, 0]
+                    tma.async_copy_global_to_shared(q, own, q_full.index(w), q_smem.index(w))
+            mbarrier.wait(v_free.index(slot), phase ^ 1)
+            mbarrier.expect(v_full.index(slot), bytes)
+            tma.async_copy_global_to_shared(v, at, v_full.index(slot), v_smem.index(slot))
+        before += count
+
+
+@gluon.jit
+def _masked(scores, start, rows, diagonal, S, CAUSAL: gl.constexpr):
+    """The scores of the keys from ``start`` on, -inf where a query does not see the key."""
+    offs_n = start + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+    seen = gl.expand_dims(offs_n < S, 0)
+    if CAUSAL:
+        seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(rows, 1) + diagonal)
+    else:
+        seen = seen & (gl.expand_dims(rows, 1) >= 0)
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _softmax(scores, m, scale, MASKED: gl.constexpr):
+    """-> p, row sums of p, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing."""
     m_new = gl.maximum(m, gl.max(scores, axis=1) * scale)
     shift = m_new
     if MASKED:
@@ -96,19 +146,21 @@ def _softmax(scores, m, start, rows, diagonal, S, scale, MASKED: gl.constexpr, C
 @gluon.jit
 def _step_alone(
     i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
-    count, rows, diagonal, S, scale,
+    before, count, rows, diagonal, S, scale,
     STAGES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
-    slot = i % STAGES
-    phase = (i // STAGES) & 1
+    slot = (before + i) % STAGES
+    phase = ((before + i) // STAGES) & 1
     mbarrier.wait(k_full.index(slot), phase)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     scores = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_free.index(slot))
-    p, sums, m, alpha = _softmax(scores, m, (count - 1 - i) * BLOCK_N, rows, diagonal, S, scale, MASKED, CAUSAL)
+    if MASKED:
+        scores = _masked(scores, (count - 1 - i) * BLOCK_N, rows, diagonal, S, CAUSAL)
+    p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
     l = l * alpha + sums
     left = gl.convert_layout(p.to(q.dtype), LEFT)
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
@@ -122,123 +174,137 @@ def _step_alone(
 @gluon.jit
 def _step(
     i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
-    count, rows, diagonal, S, scale,
+    before, turns, masked, count, rows, diagonal, S, scale,
     W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product with the values of tile i - 1."""
-    slot, before = i % STAGES, (i - 1) % STAGES
-    mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
+    slot, slot_v = (before + i) % STAGES, (before + i - 1) % STAGES
+    mbarrier.wait(k_full.index(slot), ((before + i) // STAGES) & 1)
     # The first one's first turn has no one before it.
     if W == 0:
-        mbarrier.wait(turn.index(W), i & 1)
+        mbarrier.wait(turn.index(W), (turns + i) & 1)
     else:
-        mbarrier.wait(turn.index(W), (i & 1) ^ 1)
+        mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ 1)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    scores = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    # Probabilities go from step to step in float32: as pairs of 16 bits they would be taken apart and packed again.
+    k = k_smem.index(slot).permute((1, 0))
+    scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    # Probabilities go from step to step in float32: as pairs of 16 bits they would be taken apart
+    # and packed again.
     left = gl.convert_layout(p.to(q.dtype), LEFT)
-    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-    out = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
+    mbarrier.wait(v_full.index(slot_v), ((before + i - 1) // STAGES) & 1)
+    out = warpgroup_mma(left, v_smem.index(slot_v), acc, is_async=True)
     mbarrier.arrive(turn.index((W + 1) % WARPGROUPS))
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(slot))
-    p, sums, m, alpha = _softmax(scores, m, (count - 1 - i) * BLOCK_N, rows, diagonal, S, scale, MASKED, CAUSAL)
+    if CAUSAL:  # noqa: SIM102 (known to the compiler; else only the first tile needs it)
+        if i < masked:
+            scores = _masked(scores, (count - 1 - i) * BLOCK_N, rows, diagonal, S, CAUSAL)
+    p, sums, m, alpha = _softmax(scores, m, scale, CAUSAL)
     l = l * alpha + sums
+    # The compiler would take the exponentials after the product. It does not move them across a
+    # branch: a wait for a barrier is one, also where it returns at once.
+    p, l = warpgroup_mma_wait(1, deps=[p, l])
+    mbarrier.wait(v_full.index(slot_v), ((before + i - 1) // STAGES) & 1)
     acc, left = warpgroup_mma_wait(0, deps=[out, left])
-    mbarrier.arrive(v_free.index(before))
+    mbarrier.arrive(v_free.index(slot_v))
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
     return acc, l, m, p
 
 
 @gluon.jit
 def _consume(
-    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
-    b, h, head, start_m, count, masked, diagonal, N, S, scale,
+    o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+    B, H, N, S, section, paired, rounds, scale,
     W: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    q = q_smem.index(W)
-    m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    q, out = q_smem.index(W), o_smem.index(W)
+    diagonal = S - N
+    before = 0  # tiles of keys of earlier rounds
+    for round in range(rounds):
+        head, start_m, count, masked = _block(
+            round, B, H, N, S, section, paired, CAUSAL, WARPGROUPS * ROWS, BLOCK_N
+        )  # fmt: skip
+        rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+        mbarrier.wait(q_full.index(W), round & 1)
+        if OVERLAP:
+            mbarrier.wait(k_full.index(before % STAGES), (before // STAGES) & 1)
+            zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+            scores = warpgroup_mma(
+                q, k_smem.index(before % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_free.index(before % STAGES))
+            scores = _masked(scores, (count - 1) * BLOCK_N, rows, diagonal, S, CAUSAL)
+            p, l, m, _alpha = _softmax(scores, m, scale, True)
+            turns = before - round  # each round's first tile had no turn
+            for i in range(1, count):
+                acc, l, m, p = _step(
+                    i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
+                    before, turns, masked, count, rows, diagonal, S, scale,
+                    W, WARPGROUPS, STAGES, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+                )  # fmt: skip
+            if not SHARED:
+                mbarrier.arrive(q_free.index(W))
+            last = before + count - 1
+            mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+            left = gl.convert_layout(p.to(q.dtype), LEFT)
+            acc = warpgroup_mma(left, v_smem.index(last % STAGES), acc, is_async=True)
+            acc, left = warpgroup_mma_wait(0, deps=[acc, left])
+            mbarrier.arrive(v_free.index(last % STAGES))
+        else:
+            l = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, SCORES))
+            for i in range(masked):
+                acc, l, m = _step_alone(
+                    i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
+                    before, count, rows, diagonal, S, scale,
+                    STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+                )  # fmt: skip
+            for i in range(masked, count):
+                acc, l, m = _step_alone(
+                    i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
+                    before, count, rows, diagonal, S, scale,
+                    STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+                )  # fmt: skip
+            if not SHARED:
+                mbarrier.arrive(q_free.index(W))
+        before += count
 
-    mbarrier.wait(q_full.index(W), 0)
-    if OVERLAP:
-        mbarrier.wait(k_full.index(0), 0)
-        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-        scores = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_free.index(0))
-        p, l, m, _alpha = _softmax(scores, m, (count - 1) * BLOCK_N, rows, diagonal, S, scale, True, CAUSAL)
-        for i in range(1, masked):
-            acc, l, m, p = _step(
-                i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn, count, rows, diagonal, S, scale,
-                W, WARPGROUPS, STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
-            )  # fmt: skip
-        for i in range(masked, count):
-            acc, l, m, p = _step(
-                i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn, count, rows, diagonal, S, scale,
-                W, WARPGROUPS, STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
-            )  # fmt: skip
-        last = count - 1
-        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-        left = gl.convert_layout(p.to(q.dtype), LEFT)
-        acc = warpgroup_mma(left, v_smem.index(last % STAGES), acc, is_async=True)
-        acc, left = warpgroup_mma_wait(0, deps=[acc, left])
-    else:
-        l = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, SCORES))
-        for i in range(masked):
-            acc, l, m = _step_alone(
-                i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free, count, rows, diagonal, S, scale,
-                STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
-            )  # fmt: skip
-        for i in range(masked, count):
-            acc, l, m = _step_alone(
-                i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free, count, rows, diagonal, S, scale,
-                STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
-            )  # fmt: skip
-
-    seen = l > 0.0
-    l = gl.where(seen, l, 1.0)
-    lse = gl.where(seen, m + gl.log2(l), float("inf"))
-    gl.store(lse_ptr + head.to(gl.int64) * N + rows, lse, mask=rows < N)
-    acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, OUT)), 1)
-    # The queries are not needed any more.
-    q.store(acc.to(q.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(o, [b, h, start_m + W * ROWS, 0], q)
+        seen = l > 0.0
+        l = gl.where(seen, l, 1.0)
+        lse = gl.where(seen, m + gl.log2(l), float("inf"))
+        gl.store(lse_ptr + head.to(gl.int64) * N + rows, lse, mask=rows < N)
+        acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, OUT)), 1)
+        if not SHARED:
+            tma.store_wait(0)  # the block before has been read
+        out.store(acc.to(q.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o, [head // H, head % H, start_m + W * ROWS, 0], out)
+        if SHARED:
+            tma.store_wait(0)
+            mbarrier.arrive(q_free.index(W))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section", "paired"])
 def _flash_attention_fwd_hopper_kernel(
     q, k, v, o,  # tensor descriptors: (B, H, N, D), (B, H / GROUP, S, D) twice, (B, H, N, D)
     lse_ptr,  # (B, H, N), contiguous
-    B, H, N, S, section,
+    B, H, N, S, section, paired,
     scale,  # with log2(e)
     GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_M: gl.constexpr = WARPGROUPS * ROWS
-    block, head = _place(gl.program_id(0), gl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
-    b, h = head // H, head % H
-    start_m = block * BLOCK_M
-
-    diagonal = S - N
-    if CAUSAL:
-        last = gl.maximum(gl.minimum(start_m + BLOCK_M + diagonal, S), 0)
-        full = gl.maximum(gl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N
-    else:
-        last = S
-        full = S // BLOCK_N
-    count = gl.maximum(gl.cdiv(last, BLOCK_N), 1)
-    masked = gl.maximum(count - full, 1)
+    rounds = _rounds(gl.cdiv(N, WARPGROUPS * ROWS) * B * H, paired)
+    SHARED: gl.constexpr = BLOCK_D > 128  # the output lies where the queries lay: there is no room for both
 
     dtype: gl.constexpr = q.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
@@ -247,7 +313,12 @@ def _flash_attention_fwd_hopper_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, BLOCK_D], Q_TILE)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], TILE)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], TILE)
+    if SHARED:
+        o_smem = q_smem
+    else:
+        o_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, BLOCK_D], Q_TILE)
     q_full = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
     turn = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -255,6 +326,7 @@ def _flash_attention_fwd_hopper_kernel(
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for w in gl.static_range(WARPGROUPS):
         mbarrier.init(q_full.index(w), count=1)
+        mbarrier.init(q_free.index(w), count=1)
         mbarrier.init(turn.index(w), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
@@ -267,19 +339,19 @@ def _flash_attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
-                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+                    B, H, N, S, section, paired, rounds, scale,
+                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_consume, (
-                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
-                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+                    B, H, N, S, section, paired, rounds, scale,
+                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_produce, (
-                    q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
-                    b, h, h // GROUP, start_m, count,
-                    WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
+                    q, k, v, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                    B, H, N, S, section, paired, rounds,
+                    GROUP, CAUSAL, WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
                 )),
             ],
             [4, 1],
@@ -289,24 +361,24 @@ def _flash_attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
-                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+                    B, H, N, S, section, paired, rounds, scale,
+                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_consume, (
-                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
-                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+                    B, H, N, S, section, paired, rounds, scale,
+                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_consume, (
-                    o, lse_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn,
-                    b, h, head, start_m, count, masked, diagonal, N, S, scale,
-                    2, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
+                    o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
+                    B, H, N, S, section, paired, rounds, scale,
+                    2, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_produce, (
-                    q, k, v, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
-                    b, h, h // GROUP, start_m, count,
-                    WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
+                    q, k, v, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
+                    B, H, N, S, section, paired, rounds,
+                    GROUP, CAUSAL, WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
                 )),
             ],
             [4, 4, 1],
@@ -654,19 +726,20 @@ def _flash_attention_bwd_dq_hopper_kernel(
 
 # --- configurations -------------------------------------------------------------------------------------------------
 
-# By BLOCK_D: keys a tile, warpgroups of 64 queries, buffers, and whether a warpgroup overlaps one tile's softmax with
-# another tile's products; three warpgroups have no registers for that, and at 64 features gain more from one another.
+# By BLOCK_D and causal: from how many keys on, what tiles: keys a tile, warpgroups of 64 queries, buffers, and whether a
+# warpgroup overlaps one tile's softmax with another tile's products. Three warpgroups have no registers for that, and at
+# 64 features gain more from one another, but end later than two. With fewer keys the plain kernel is faster.
 TILES = {
-    64: (128, 3, 2, False),
-    128: (128, 2, 2, True),
-    256: (64, 2, 2, True),
+    (64, False): ((2048, (128, 3, 2, False)),),
+    (64, True): ((1024, (128, 2, 2, True)), (8193, (128, 3, 2, False))),
+    (128, False): ((0, (128, 2, 2, True)),),
+    (128, True): ((0, (128, 2, 2, True)),),
+    (256, False): ((0, (64, 2, 2, True)),),
+    (256, True): ((0, (64, 2, 2, True)),),
 }
-# By BLOCK_D and causal: with fewer keys the plain kernel is faster, of which several programs share a multiprocessor: one
-# begins or ends while another computes.
-SHORTEST = {(64, False): 2048, (64, True): 8192}
 # By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of that for dq, or None
 # where the plain kernel is faster.
-BACKWARD_TILES = {64: (64, 2, None), 128: (64, 3, (128, 2))}
+BACKWARD_TILES = {64: (64, 2, None), 128: (64, 3, (64, 4))}
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
 
@@ -682,11 +755,32 @@ def forward_config(
 ) -> triton.Config | None:
     """The tiles for head size ``d`` and ``s`` keys; ``None`` where the plain kernel is to be used."""
     width = _is_for(d, itemsize, properties)
-    if width not in TILES or s < SHORTEST.get((width, causal), 0):
+    found = None
+    for shortest, tiles in TILES.get((width, causal), ()) if width else ():
+        found = tiles if s >= shortest else found
+    if found is None:
         return None
-    block_n, warpgroups, stages, overlap = TILES[width]
+    block_n, warpgroups, stages, overlap = found
     blocks = {"BLOCK_N": block_n, "BLOCK_D": width, "ROWS": ROWS}
     return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "OVERLAP": overlap}, num_warps=4)
+
+
+def forward_grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, bool]:
+    """How many programs share ``num_blocks`` blocks of queries a head, and whether they take them in pairs.
+
+    A program that stays for many blocks loads the next one's tiles while it stores this one's output: that counts most
+    where a block has few tiles. But work is given out beforehand, so that programs have to be equally long: causal ones
+    in pairs of a long block and a short one, where few programs have one pair less. Else each block is a program, the
+    long ones first. With heads of 256 numbers queries and output share a buffer, and nothing is gained.
+    """
+    units = num_blocks * heads
+    if width > 128 or units <= num_sms:
+        return units, False
+    if not causal:
+        return num_sms, False
+    pairs = units // 2
+    even = num_blocks % 2 == 0 and pairs >= 0.9 * num_sms * -(-pairs // num_sms)
+    return (min(pairs, num_sms), True) if even else (units, False)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -28,7 +28,8 @@ __all__ = ["flash_attention"]
 
 MAX_D = 256
 LOG2_E = math.log2(math.e)
-MAX_SCALE = torch.finfo(torch.float32).max / LOG2_E  # kernels take the scale in base 2, in float32
+# Kernels take the scale in base 2, in float32. What is smaller is zero.
+MAX_SCALE, MIN_SCALE = torch.finfo(torch.float32).max / LOG2_E, torch.finfo(torch.float32).tiny
 
 
 def flash_attention(
@@ -193,9 +194,9 @@ def _scaled(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float, 
     """
     if q.dtype == torch.float64:
         return q * (scale * LOG2_E), 1.0, 1.0, scale, 1 / LOG2_E
-    if scale > 0:
+    if scale * LOG2_E >= MIN_SCALE:
         return q, scale * LOG2_E, scale, 1.0, 1.0
-    sign, size = (-1.0, -scale) if scale < 0 else (0.0, 1.0)
+    sign, size = (-1.0, -scale) if -scale * LOG2_E >= MIN_SCALE else (0.0, 1.0)
     return q * sign, size * LOG2_E, size, sign, 1.0
 
 
@@ -260,14 +261,15 @@ def _launch_forward_hopper(
     b, h, n, d = q.shape
     s = k.shape[2]
     rows, block_n, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_N", "BLOCK_D"))
-    blocks = cdiv(n, rows * config.kwargs["WARPGROUPS"]) * b * h
-    kernels_hopper._flash_attention_fwd_hopper_kernel[(blocks,)](
+    blocks, properties = cdiv(n, rows * config.kwargs["WARPGROUPS"]), runtime.properties(q.device)
+    programs, paired = kernels_hopper.forward_grid(blocks, b * h, block_d, causal, properties.num_sms)
+    kernels_hopper._flash_attention_fwd_hopper_kernel[(programs,)](
         _gluon_argument(q, rows, block_d),
         _gluon_argument(k, block_n, block_d),
         _gluon_argument(v, block_n, block_d),
         _gluon_argument(o, rows, block_d),
         lse,
-        b, h, n, s, kernels.section(s, d, q.element_size(), causal, runtime.properties(q.device)),
+        b, h, n, s, kernels.section(s, d, q.element_size(), causal, properties), int(paired),
         scale2,
         GROUP=h // k.shape[1], CAUSAL=causal, **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip

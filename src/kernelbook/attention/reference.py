@@ -19,8 +19,16 @@ def causal_mask_reference(n: int, s: int, device: torch.device | None = None) ->
     return torch.ones(n, s, dtype=torch.bool, device=device).tril(s - n)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
-    """(B, H, N, S): softmax of the scaled scores; rows with no key to see are zero. ``k`` has as many heads as ``q``."""
+def _probabilities(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """(B, H, N, S): softmax of the scaled scores; rows with no key to see are zero.
+
+    ``k`` has as many heads as ``q``.
+    """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = q @ k.mT * scale
     if causal:
