@@ -108,7 +108,6 @@ ROUTES = {
     "every expert": lambda: (_experts(40, 4, 4), 4),
     "many experts": lambda: (_experts(30, 270, 3), 270),
     "several programs": lambda: (_experts(400, 13, 3, 0.3), 13),
-    "one program in steps": lambda: (_experts(90, 40, 5, 0.1), 40),
     "one expert has all, several programs": lambda: (torch.full((700, 1), 3, device=runtime.DEVICE), 9),
     "slots to skip": lambda: (_experts(60, 6, 3, 0.4), 6),
     "nothing but slots to skip": lambda: (_experts(20, 6, 2, 2.0), 6),
