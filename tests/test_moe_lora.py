@@ -623,6 +623,15 @@ def test_torch_compile(dynamic: bool, gated: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_gradients_of_gradients_are_an_error() -> None:
+    ids = _experts(4, 3, 2)
+    inputs = {name: t.requires_grad_() for name, t in _inputs(ids, 3, 16, 16, 2, torch.float32).items()}
+    y = kb.moe_lora(**inputs, routing=kb.route(ids, 3))
+    [dx] = torch.autograd.grad(y.square().sum(), inputs["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="kernelbook::moe_lora_backward cannot be differentiated"):
+        dx.sum().backward()
+
+
 def test_autocast() -> None:
     kind = runtime.DEVICE.type
     ids = _experts(9, 4, 2)
