@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
     "accumulator",
+    "allows_tf32",
     "box",
     "cdiv",
     "has_aligned_rows",
@@ -26,6 +27,7 @@ __all__ = [
     "matrix",
     "operator",
     "precision",
+    "reshaped",
     "strided",
     "tl_accumulator",
     "without_autocast",
@@ -114,9 +116,26 @@ def tl_accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+def allows_tf32() -> bool:
+    """Whether PyTorch is set to multiply float32 matrices in tf32, by any of its switches.
+
+    ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
+    can be read either way.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def precision() -> str:
     """How kernels multiply float32 (``input_precision`` of ``tl.dot``): as PyTorch is set to, in tf32 or exactly."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if allows_tf32() else "ieee"
+
+
+def reshaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An operator's result in another shape, on the same memory.
+
+    It is no view to autograd, which forbids ``y += residual`` on a view that an operator returned.
+    """
+    return torch.ops.aten._unsafe_view.default(result, shape)
 
 
 def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:

@@ -137,7 +137,7 @@ def choose_experts(
     where that is at most half of the experts, else ``"all"``: it never waits.
 
     Args:
-        expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip.
+        expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip, and so does every id out of range.
         num_experts: E.
         active: see above.
 
@@ -154,7 +154,9 @@ def choose_experts(
     ids = expert_ids.reshape(-1)
     if active == "bound":
         places = torch.arange(pairs, dtype=ids.dtype, device=ids.device)
-        return ids.clamp(max=num_experts - 1), torch.where(ids < num_experts, places, pairs).view_as(expert_ids)
+        experts = ids.clamp(0, num_experts - 1)
+        return experts, torch.where(ids == experts, places, pairs).view_as(expert_ids)
+    ids = torch.where(ids == ids.clamp(0, num_experts), ids, num_experts)
     used = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
     used.scatter_(0, ids.long(), 1)
     used = used[:num_experts]
@@ -293,7 +295,7 @@ def gated_experts(
         gate_up: (E, 2 I, H), the gate's rows before the up projection's: a tensor in the dtype of ``x``, an
             ``NF4Tensor`` or a ``Float8Tensor``.
         down: (E, H, I), likewise.
-        expert_ids: (T, k) int64 or int32 in [0, E]; E marks a slot to skip.
+        expert_ids: (T, k) int64 or int32 in [0, E]; E marks a slot to skip. Checked as by :func:`kernelbook.route`.
         gates: (T, k), the weight of each slot, floating point.
         activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the gate; or a function from the first product's rows
             (S, 2 I) to (S, I), for other gates and for experts without one.
@@ -343,6 +345,8 @@ def gated_experts(
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     compressed = not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor))
+    if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
+        arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
     chosen, ids = choose_experts(expert_ids, num_experts, active) if compressed else (None, expert_ids)
     routing = route(ids, num_experts if chosen is None else chosen.shape[0])
 
@@ -357,7 +361,7 @@ def gated_experts(
         return product(hidden, down, down_lora, down_bias, grouped_in=True, gates=weights).to(x.dtype)
     rows = post_expert(product(hidden, down, down_lora, down_bias, grouped_in=True))
     # A skipped slot is no part of the sum, whatever the function makes of its zeros.
-    weights = gates.masked_fill(expert_ids >= num_experts, 0)
+    weights = gates.masked_fill((expert_ids < 0) | (expert_ids >= num_experts), 0)
     return (rows.unflatten(0, gates.shape) * weights[..., None]).sum(1).to(x.dtype)
 
 
