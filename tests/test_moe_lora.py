@@ -741,6 +741,11 @@ BAD = {
         ValueError,
         "moe_lora: strategy must be one of 'auto', 'fused', 'split', got 'both'",
     ),
+    "scaling is a word": (
+        _bad(scaling="half"),
+        TypeError,
+        "moe_lora: scaling must be a number, got 'half'",
+    ),
     "ids instead of a routing": (
         _bad(routing=lambda: torch.zeros(2, 2)),
         TypeError,

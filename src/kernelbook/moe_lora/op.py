@@ -172,6 +172,10 @@ def moe_lora(
         arguments.check_shape(op, "gates", gates, routing.expert_ids.shape)
         if grouped_out:
             raise ValueError(f"{op}: grouped_out must be False with gates, whose sum over the slots is in token order")
+    try:
+        scaling = float(scaling)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: scaling must be a number, got {scaling!r}") from None
     arguments.check_same_device(op, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias, gates=gates)
     arguments.check_choice(op, "strategy", strategy, STRATEGIES)
     return _product(x, w, lora_a, lora_b, bias, gates, routing, float(scaling), strategy, grouped_in, grouped_out)
