@@ -1,5 +1,8 @@
 """What launches have in common: tensors, strides and dtypes as kernels take them."""
 
+import functools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -132,3 +135,53 @@ def test_a_call_that_is_traced_is_not_plain() -> None:
     assert torch.equal(make_fx(look)(x)(x), x - 1)
     assert torch.equal(torch.jit.trace(look, (x,), check_trace=False)(x), x - 1)
     assert not any(found)
+
+
+FIRST_CALL = """
+import sys, torch
+import kernelbook as kb
+device = kb.runtime.DEVICE
+ids = torch.tensor([[0, 1], [2, 0]], device=device)
+x, a, b = (torch.randn(s, device=device, requires_grad=True) for s in ((2, 8), (3, 2, 8), (3, 6, 2)))
+kb.moe_lora(x, torch.randn(3, 8, 6, device=device), a, b, kb.route(ids, 3)).sum().backward()
+assert x.grad.any()
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_first_call_does_not_import_the_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False"]
+
+
+def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+def _scaled_fake(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.factor = inputs[1]
+
+
+@functools.cache
+def _operators() -> tuple[Any, Any]:
+    return (
+        launching.operator("test_scaled", _scaled, _scaled_fake, lambda ctx, dy: (dy * ctx.factor, None), _keep),
+        launching.operator("test_scaled_once", _scaled, _scaled_fake),
+    )
+
+
+def test_an_operator_is_one_of_pytorchs() -> None:
+    scaled, once = _operators()
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.library.opcheck(scaled, (x, 3.0))
+    torch.library.opcheck(once, (x.detach(), 3.0))
+    [dx] = torch.autograd.grad(scaled(x, 3.0).sum(), x)
+    assert torch.equal(dx, torch.full_like(x, 3.0))
+    compiled = torch.compile(lambda x: scaled(x, 2.0) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), 2 * x + 1)
+    with pytest.raises(RuntimeError, match="kernelbook::test_scaled_once cannot be differentiated"):
+        once(x, 3.0).sum().backward()

@@ -108,7 +108,6 @@ ROUTES = {
     "every expert": lambda: (_experts(40, 4, 4), 4),
     "many experts": lambda: (_experts(30, 270, 3), 270),
     "several programs": lambda: (_experts(400, 13, 3, 0.3), 13),
-    "one program in steps": lambda: (_experts(90, 40, 5, 0.1), 40),
     "one expert has all, several programs": lambda: (torch.full((700, 1), 3, device=runtime.DEVICE), 9),
     "slots to skip": lambda: (_experts(60, 6, 3, 0.4), 6),
     "nothing but slots to skip": lambda: (_experts(20, 6, 2, 2.0), 6),
@@ -624,6 +623,15 @@ def test_torch_compile(dynamic: bool, gated: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_gradients_of_gradients_are_an_error() -> None:
+    ids = _experts(4, 3, 2)
+    inputs = {name: t.requires_grad_() for name, t in _inputs(ids, 3, 16, 16, 2, torch.float32).items()}
+    y = kb.moe_lora(**inputs, routing=kb.route(ids, 3))
+    [dx] = torch.autograd.grad(y.square().sum(), inputs["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="kernelbook::moe_lora_backward cannot be differentiated"):
+        dx.sum().backward()
+
+
 def test_autocast() -> None:
     kind = runtime.DEVICE.type
     ids = _experts(9, 4, 2)
@@ -732,6 +740,11 @@ BAD = {
         _bad(strategy="both"),
         ValueError,
         "moe_lora: strategy must be one of 'auto', 'fused', 'split', got 'both'",
+    ),
+    "scaling is a word": (
+        _bad(scaling="half"),
+        TypeError,
+        "moe_lora: scaling must be a number, got 'half'",
     ),
     "ids instead of a routing": (
         _bad(routing=lambda: torch.zeros(2, 2)),

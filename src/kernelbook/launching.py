@@ -1,7 +1,10 @@
 """What the launches of several rooms have in common: tensors as kernels take them, and the dtypes of their sums."""
 
 import contextlib
+import functools
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ __all__ = [
     "in_kernel_dtype",
     "is_plain",
     "matrix",
+    "operator",
     "precision",
     "reshaped",
     "strided",
@@ -61,6 +65,45 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
         ):
             return False
     return True
+
+
+def operator(
+    name: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Any:
+    """Registers the operator ``kernelbook::name`` and returns it.
+
+    It is what ``torch.library.custom_op`` makes, but for one thing: the first call of such an operator imports all of
+    ``torch.compile``, which takes seconds that a process without it never needs.
+
+    Args:
+        name: of the operator.
+        implementation: from tensors to new tensors; its annotations are the operator's schema.
+        fake: from fake tensors to empty ones of the right shapes.
+        backward, setup_context: as for ``torch.library.register_autograd``. ``None``: to differentiate it is an error.
+    """
+    qualified = f"kernelbook::{name}"
+
+    @functools.cache
+    def untraced() -> Callable[..., Any]:
+        return torch.compiler.disable(implementation)
+
+    def run(*args: Any) -> Any:
+        # Only where the compiler has been imported can it be at work on what calls this.
+        return (untraced() if "torch._dynamo" in sys.modules else implementation)(*args)
+
+    def cannot(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(f"{qualified} cannot be differentiated")
+
+    schema = torch.library.infer_schema(implementation, mutates_args=())
+    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", run)
+    torch.library.register_fake(qualified, fake)
+    torch.library.register_autograd(qualified, backward or cannot, setup_context=setup_context)
+    return getattr(torch.ops.kernelbook, name).default
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

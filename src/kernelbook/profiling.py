@@ -96,6 +96,7 @@ class StepProfiler:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._gpu:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
+                torch.cuda.synchronize()
             # Warming up: events of the step before the first are taken and thrown away.
             steps = self.last - self.first + 1
             schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1) if step < self.first else None
@@ -115,6 +116,8 @@ class StepProfiler:
         if step >= self.last:
             self.close()
         else:
+            if self._gpu and step < self.first:
+                torch.cuda.synchronize()  # kernels still to run would count to the step that comes
             self._profile.step()
 
     def close(self) -> Report | None:

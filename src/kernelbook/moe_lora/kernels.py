@@ -5,8 +5,8 @@ position s holds pair order[s], and the positions of expert e are offsets[e] to 
 BLOCK_M positions of one expert; it multiplies with one W[e], and no row is computed that is not there but in an expert's
 last tile. Rows are read through ``order`` and written through it ("scatter to scatter"), or lie in sorted order already.
 
-    route    order, offsets, and for each tile height the list of tiles: a counting sort, in one launch for few rows
-             (one program sees them all) and in two for more
+    route    order, offsets, and for each tile height the list of tiles: a counting sort in two launches, or in one where
+             one program sees all rows
     rows     Y = X W[e] + U B[e]^T + bias[e], a tile (BLOCK_M, BLOCK_N) a program; also dX = dY W[e]^T + D A[e]
     thin     U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order
     gram     sums over the rows of an expert: dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
@@ -93,11 +93,9 @@ def _route_fwd_place_kernel(
             total += tl.sum(counts, axis=0)  # of (BLOCK_P, BLOCK_E)
             counts = tl.where((offs_p < pid)[:, None], counts, 0)
             before += tl.sum(counts, axis=0)
-    else:
-        for start in range(low, high, BLOCK):  # all: one program
-            offs = start + within
-            group = _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E)
-            total += tl.histogram(group, BLOCK_E)
+    else:  # one program, and one step
+        group = _groups(ids_ptr, stride_it, stride_ik, within, R, slots, E)
+        total += tl.histogram(group, BLOCK_E)
     first = tl.cumsum(total, axis=0) - total
     # Past the end pairs were counted as slots to skip, which come last.
     total = tl.where(offs_e == E, R - first, total)
@@ -730,15 +728,13 @@ def slots_tiles(slots: int, columns: int) -> Tiles:
 
 ROUTE_WARPS = 4
 ROUTE_BLOCK = 128  # pairs in a step
-ROUTE_ALONE = 512  # pairs up to which one program counts and places, in one launch
 
 
 @functools.lru_cache(maxsize=4096)
 def route_blocks(rows: int, experts: int) -> tuple[int, int, int]:
     """Programs, padded groups, and how many programs' counts are read in a step of some 4,096 numbers."""
     block_e = triton.next_power_of_2(experts + 1)
-    programs = 1 if rows <= ROUTE_ALONE else min(64, triton.cdiv(rows, ROUTE_BLOCK))
-    return programs, block_e, max(1, min(64, 4096 // block_e))
+    return max(1, min(64, triton.cdiv(rows, ROUTE_BLOCK))), block_e, max(1, min(64, 4096 // block_e))
 
 
 def padded_rank(rank: int) -> int:

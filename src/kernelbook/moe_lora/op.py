@@ -172,6 +172,10 @@ def moe_lora(
         arguments.check_shape(op, "gates", gates, routing.expert_ids.shape)
         if grouped_out:
             raise ValueError(f"{op}: grouped_out must be False with gates, whose sum over the slots is in token order")
+    try:
+        scaling = float(scaling)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: scaling must be a number, got {scaling!r}") from None
     arguments.check_same_device(op, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias, gates=gates)
     arguments.check_choice(op, "strategy", strategy, STRATEGIES)
     return _product(x, w, lora_a, lora_b, bias, gates, routing, float(scaling), strategy, grouped_in, grouped_out)
@@ -319,16 +323,14 @@ def _empty_routing(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Te
     return tuple(torch.empty(shape, dtype=torch.int32, device=expert_ids.device) for shape in shapes)
 
 
-_route = torch.library.custom_op("kernelbook::route", mutates_args=())(_route_now)
-
-
-@_route.register_fake
-def _(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
+def _route_fake(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
     rows = expert_ids.numel()
     tiles = sum(rows // height + torch.sym_min(num_experts + 1, rows) for height in kernels.HEIGHTS)
     shapes: Any = ((rows,), (rows,), (num_experts + 1,), (tiles, 3))
     return tuple(torch.empty(shape, dtype=torch.int32, device=expert_ids.device) for shape in shapes)
 
+
+_route = launching.operator("route", _route_now, _route_fake)
 
 # --- custom operators -----------------------------------------------------------------------------------------------
 
@@ -367,11 +369,7 @@ def _forward_now(
     return y.to(dtype), u.to(dtype)
 
 
-_forward = torch.library.custom_op("kernelbook::moe_lora", mutates_args=())(_forward_now)
-
-
-@_forward.register_fake
-def _(
+def _forward_fake(
     x: torch.Tensor,
     w: torch.Tensor,
     lora_a: torch.Tensor | None,
@@ -391,8 +389,7 @@ def _(
     return x.new_empty((rows, w.shape[2])), x.new_empty(_u_shape(order.shape[0], lora_a))
 
 
-@torch.library.custom_op("kernelbook::moe_lora_backward", mutates_args=())
-def _backward(
+def _backward_now(
     dy: torch.Tensor,
     x: torch.Tensor,
     w: torch.Tensor,
@@ -480,8 +477,7 @@ def _settle(found: dict[str, torch.Tensor], like: torch.Tensor, dtype: torch.dty
     return tuple(settled)
 
 
-@_backward.register_fake
-def _(
+def _backward_fake(
     dy: torch.Tensor,
     x: torch.Tensor,
     w: torch.Tensor,
@@ -523,7 +519,8 @@ def _autograd(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tupl
     return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 8
 
 
-_forward.register_autograd(_autograd, setup_context=_setup)
+_forward = launching.operator("moe_lora", _forward_now, _forward_fake, _autograd, _setup)
+_backward = launching.operator("moe_lora_backward", _backward_now, _backward_fake)
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
