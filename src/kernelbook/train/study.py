@@ -146,7 +146,7 @@ def _step_times(enqueue: Callable[[int], object], warm: int, count: int, *, grap
     for step in range(warm):
         enqueue(step)
     cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate  # which is in kHz
-    for head_start_ms in (200, 800, 2400) if graph else (0,):
+    for head_start_ms in (150, 600) if graph else (0,):
         torch.cuda.synchronize()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         if head_start_ms:
