@@ -1,74 +1,124 @@
-"""The checks of arguments that rooms share."""
+"""What all public functions have in common: how they take tensors of any kind, and what may be done with their results."""
 
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from kernelbook import arguments, runtime
+import kernelbook
+from kernelbook import arguments, launching, runtime
 
-
-def _tensor(*shape: int, **how: Any) -> torch.Tensor:
-    return torch.zeros(shape, **{"device": runtime.DEVICE, **how})
-
-
-def test_dtypes_are_compared_with_the_first_tensor_there_is() -> None:
-    x, half = _tensor(2), _tensor(2, dtype=torch.float16)
-    arguments.check_same_dtype("op", x=x, w=None, b=x)
-    arguments.check_same_dtype("op", x=None, w=half, b=half)
-    with pytest.raises(TypeError, match=r"op: b must have the dtype of x \(torch.float32\), got torch.float16"):
-        arguments.check_same_dtype("op", x=x, w=None, b=half)
-    with pytest.raises(TypeError, match=r"op: b must have the dtype of w \(torch.float16\), got torch.float32"):
-        arguments.check_same_dtype("op", x=None, w=half, b=x)
+Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-@pytest.mark.parametrize("leading", ((), (3,), (2, 0)))
-def test_a_linear_layer_takes_rows_of_any_shape(leading: tuple[int, ...]) -> None:
-    arguments.check_linear("op", _tensor(*leading, 8), "w", _tensor(5, 8))
+def _draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=runtime.DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("x", "w", "error", "message"),
-    [
-        ([1.0], _tensor(5, 8), TypeError, "op: x must be a torch.Tensor, got list"),
-        (_tensor(8), None, TypeError, "op: w must be a torch.Tensor, got NoneType"),
-        (_tensor(), _tensor(5, 8), ValueError, "op: x must have at least one dimension, got a scalar"),
-        (_tensor(8), _tensor(8), ValueError, r"op: w must have two dimensions, got shape \(8,\)"),
-        (_tensor(3, 8), _tensor(5, 9), ValueError, r"op: w must have shape \(5, 8\), got \(5, 9\)"),
-        (
-            _tensor(3, 8), _tensor(5, 8, dtype=torch.float64),
-            TypeError, r"op: w must have the dtype of x \(torch.float32\), got torch.float64",
-        ),
-        (_tensor(3, 8), _tensor(5, 8, device="meta"), ValueError, r"op: w must be on the device of x \(.*\), got meta"),
-    ],
-)  # fmt: skip
-def test_what_is_no_linear_layer(x: Any, w: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        arguments.check_linear("op", x, "w", w)
+def _ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device=runtime.DEVICE)
 
 
-def test_autocast_lowers_what_pytorch_would_lower() -> None:
-    kind = runtime.DEVICE.type
-    single, double, ids = _tensor(2), _tensor(2, dtype=torch.float64), _tensor(2, dtype=torch.int64)
-    given = (single, double, ids, None)
-    assert all(a is b for a, b in zip(arguments.in_autocast_dtype(*given), given, strict=True))
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        lowered, *others = arguments.in_autocast_dtype(*given)
-        assert lowered.dtype == torch.bfloat16
-        assert all(a is b for a, b in zip(others, given[1:], strict=True))
-        assert arguments.in_autocast_dtype([1.0], single) == ([1.0], single)  # no tensor: the checks complain later
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    return kernelbook.gather_matmul(x, _draw(9, 32), _ids(1, 4))
 
 
-def test_index_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERNELBOOK_DEBUG", "1")  # on a GPU the entries are looked at only then
-    ids = torch.tensor([0, 3, 3], device=runtime.DEVICE)
-    arguments.check_indices("op", "ids", ids)
-    arguments.check_index_values("op", "ids", ids, 4)
-    with pytest.raises(ValueError, match=r"op: ids must lie in \[0, 3\), got entries from 0 to 3"):
-        arguments.check_index_values("op", "ids", ids, 3)
-    with pytest.raises(ValueError, match="op: ids must not repeat an entry, got 3 more than once"):
-        arguments.check_index_values("op", "ids", ids, 4, unique=True)
-    with pytest.raises(TypeError, match="op: ids must have dtype int64, int32, got float32"):
-        arguments.check_indices("op", "ids", _tensor(2))
-    with pytest.raises(ValueError, match=r"op: ids must have one dimension, got shape \(1, 2\)"):
-        arguments.check_indices("op", "ids", _tensor(1, 2, dtype=torch.int64))
+def _ffn(x: torch.Tensor) -> torch.Tensor:
+    return kernelbook.scatter_ffn(x, _draw(9, 32), _draw(9, 24), _ids(1, 4))
+
+
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    q = x.reshape(1, 2, -1, 16)
+    return kernelbook.flash_attention(q, q, q)
+
+
+def _routed(x: torch.Tensor) -> torch.Tensor:
+    routing = kernelbook.route(_ids(0, 1, 1, 0)[:, None], 2)
+    return kernelbook.scatter2scatter(x.reshape(4, 32), _draw(2, 32, 24), routing)
+
+
+CALLS: dict[str, Call] = {
+    "layer_norm": kernelbook.layer_norm,
+    "sparse_linear": lambda x: kernelbook.sparse_linear(x, _draw(48, 32), None, _ids(1), chunk_size=16),
+    "sparse_forward": lambda x: kernelbook.sparse_forward(x, _draw(48, 32), None, _ids(1), chunk_size=16),
+    "sparse_forward dense": lambda x: kernelbook.sparse_forward(x, _draw(16, 32), None, _ids(0), chunk_size=16),
+    "gather_matmul": _gathered,
+    "scatter_ffn": _ffn,
+    "flash_attention": _attended,
+    "scatter2scatter": _routed,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "flash_attention"])
+@pytest.mark.parametrize("shape", [(4, 32), (2, 2, 32)], ids=str)
+def test_a_result_can_be_changed_in_place(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = _draw(*shape).requires_grad_()
+    y = CALLS[name](x)
+    assert not y._is_view()
+    y += 1.0  # as models add their residual
+    y.sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+
+
+def test_attention_needs_its_result_and_says_when_it_was_changed() -> None:
+    x = _draw(4, 32).requires_grad_()
+    y = _attended(x)
+    y += 1.0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_mode_is_refused_not_left_out(name: str) -> None:
+    x = _draw(4, 32)
+    with pytest.raises(NotImplementedError, match=r"must be differentiated by torch\.autograd"):
+        torch.func.jvp(CALLS[name], (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
+        CALLS[name](forward_ad.make_dual(x, torch.ones_like(x)))
+    with pytest.raises(NotImplementedError, match=r"got torch\.func"):
+        torch.func.grad(lambda t: CALLS[name](t).sum())(x)
+    with forward_ad.dual_level():
+        CALLS[name](x)  # the level alone is no obstacle
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "sparse_linear", "gather_matmul", "scatter_ffn"])
+def test_sparse_tensors_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=r"x must be a dense tensor, got layout torch.sparse_coo"):
+        CALLS[name](_draw(4, 32).to_sparse())
+
+
+def test_meta_tensors_have_no_autocast() -> None:
+    q = torch.empty(1, 2, 4, 16, dtype=torch.float16, device="meta")
+    assert kernelbook.flash_attention(q, q, q).is_meta
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert arguments.in_autocast_dtype(q, q) == (q, q)
+
+
+@pytest.mark.parametrize("switch", ["fp32_precision", "allow_tf32"])
+def test_both_switches_for_tf32_are_read(switch: str) -> None:
+    """In a process of its own: after the newer switch was set, the older one cannot be read any more."""
+    set_it: dict[str, Any] = {"fp32_precision": ("'tf32'", "'ieee'"), "allow_tf32": (True, False)}
+    on, off = set_it[switch]
+    script = (
+        "import torch\n"
+        "from kernelbook import launching\n"
+        "matmul = torch.backends.cuda.matmul\n"
+        "assert not launching.allows_tf32()\n"
+        f"matmul.{switch} = {on}\n"
+        "assert launching.precision() == 'tf32'\n"
+        f"matmul.{switch} = {off}\n"
+        "assert launching.precision() == 'ieee'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_reshaped_shares_memory_and_is_no_view() -> None:
+    base = torch.arange(6.0)
+    out = launching.reshaped(base, 2, 3)
+    assert out.shape == (2, 3) and out.data_ptr() == base.data_ptr() and not out._is_view()

@@ -192,3 +192,8 @@ def test_notebooks_are_stripped_and_listed() -> None:
             assert not cell.get("outputs") and not cell.get("execution_count"), f"{path.name} has stored outputs"
             source = "".join(cell["source"])
             assert "pip install" not in source or cell["cell_type"] == "markdown", path.name
+
+
+def test_users_see_the_types() -> None:
+    """Type checkers look into an installed package only if it says that it is typed."""
+    assert (SRC / "py.typed").is_file()

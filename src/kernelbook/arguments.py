@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from kernelbook import runtime
 
@@ -33,6 +34,9 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     check_dtype(op, name, value, dtypes)
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
+    _check_transforms(op, name, value)
     if value.device.type in ("meta", "cuda"):
         return
     if value.device.type != "cpu":
@@ -43,6 +47,19 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
         )
     if not runtime.INTERPRET and runtime.HAS_GPU:
         raise ValueError(f"{op}: {name} must be on the GPU, got cpu (on the CPU, kernels need TRITON_INTERPRET=1)")
+
+
+def _check_transforms(op: str, name: str, value: torch.Tensor) -> None:
+    """Raises under forward-mode differentiation, which an operator would leave out silently, and under ``func.grad``."""
+    if torch.compiler.is_compiling():
+        return
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        how = "forward mode (torch.func.jvp, torch.autograd.forward_ad)"
+    elif torch._C._functorch.is_gradtrackingtensor(value):
+        how = "torch.func"
+    else:
+        return
+    raise NotImplementedError(f"{op}: {name} must be differentiated by torch.autograd (backward), got {how}")
 
 
 def check_dtype(op: str, name: str, value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -131,7 +148,8 @@ def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     float64 tensors, integers and what is no tensor come back as they are.
     """
     first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    # PyTorch knows no autocast for meta tensors, and asking raises.
+    if not isinstance(first, torch.Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from kernelbook import runtime  # before Triton, which it sets up
 
@@ -14,12 +15,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
     "accumulator",
+    "allows_tf32",
     "box",
     "cdiv",
     "has_aligned_rows",
     "in_kernel_dtype",
+    "is_plain",
     "matrix",
     "precision",
+    "reshaped",
     "strided",
     "tl_accumulator",
     "without_autocast",
@@ -29,6 +33,34 @@ __all__ = [
 def cdiv(a: int, b: int) -> int:
     """``triton.cdiv``, without the wrapper that lets kernels call it too: the host's time counts for small problems."""
     return -(-a // b)
+
+
+def is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether PyTorch's dispatcher has nothing to add to an operator's call with ``tensors`` (``None`` among them).
+
+    A public function then calls the operator's implementation by itself, which spares the host some 20 microseconds. It
+    is so where nobody compiles, traces, transforms or profiles, all are ordinary tensors, and none of them wants a
+    gradient.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return False
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.is_meta
+            or (recording and tensor.requires_grad)
+        ):
+            return False
+    return True
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -41,9 +73,26 @@ def tl_accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+def allows_tf32() -> bool:
+    """Whether PyTorch is set to multiply float32 matrices in tf32, by any of its switches.
+
+    ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
+    can be read either way.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def precision() -> str:
     """How kernels multiply float32 (``input_precision`` of ``tl.dot``): as PyTorch is set to, in tf32 or exactly."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if allows_tf32() else "ieee"
+
+
+def reshaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An operator's result in another shape, on the same memory.
+
+    It is no view to autograd, which forbids ``y += residual`` on a view that an operator returned.
+    """
+    return torch.ops.aten._unsafe_view.default(result, shape)
 
 
 def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
@@ -57,6 +106,8 @@ def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[
 
 def in_kernel_dtype(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """``tensors`` in the dtypes that kernels are given, see :func:`runtime.kernel_dtype`; ``None`` stays ``None``."""
+    if not runtime.INTERPRET:
+        return tensors  # kernel_dtype() changes none
     return tuple(None if t is None else t.to(runtime.kernel_dtype(t.dtype)) for t in tensors)
 
 

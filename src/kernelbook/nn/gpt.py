@@ -35,7 +35,8 @@ class GPTConfig:
         sparse_layers: which linear layers are sparse ones: ``"mlp"``, or ``"all"`` six of a block.
         bias: whether linear layers have biases.
         attention: ``"kernelbook"`` or ``"torch"``: :func:`kernelbook.flash_attention`, or PyTorch's own.
-        compact_gradient: sparse layers hand out gradients of their active rows only.
+        compact_gradient: sparse layers hand out gradients of their active rows only, for
+            :class:`kernelbook.train.ChunkAdamW`; PyTorch's optimizers, clipping and DDP need ``False``.
     """
 
     vocab_size: int

@@ -607,7 +607,7 @@ def _run_gather(
     with runtime.on_device_of(x), launching.without_autocast(x):
         plan = _plan(x, x.shape[1], x.shape[1], rows, dtype)
         out = _products(x, weight, bias, None, None, rows, activation, plan, rows.shape[0])
-    return out.to(dtype).reshape(*leading, rows.shape[0])
+    return launching.reshaped(out.to(dtype), *leading, rows.shape[0])
 
 
 def _run_ffn(
@@ -643,7 +643,7 @@ def _run_ffn(
             pdl = kernels.has_pdl(runtime.properties()) and (plan.strategy == "vector" or count <= kernels.EARLY)
             _run_up(x, w_up, b_up, w_gate, b_gate, rows, activation, plan, h, tickets, pdl)
             _run_down(h, w_down, b_down, rows, plan, y, rows if tickets is None else tickets, pdl)
-    return y.to(dtype).reshape(*leading, k_out)
+    return launching.reshaped(y.to(dtype), *leading, k_out)
 
 
 def _run_gather_backward(

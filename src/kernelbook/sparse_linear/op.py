@@ -237,7 +237,8 @@ def _linear(
 ) -> torch.Tensor:
     _check_ids("sparse_linear", active_chunks, weight.shape[0], chunk_size)
     with launching.without_autocast(x):
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+    return launching.reshaped(y, *y.shape)
 
 
 @_linear.register_fake
@@ -557,7 +558,7 @@ def _backward(
             with runtime.on_device_of(dy), launching.without_autocast(dy):
                 run(problem, dy, x, weight, dx, dw, db, needs_db)
     return (
-        dx.to(dtype).reshape(*leading, d_in) if needs_dx else dx.to(dtype),
+        launching.reshaped(dx.to(dtype), *leading, d_in) if needs_dx else dx.to(dtype),
         dw.to(dtype),
         db.to(dtype),
     )
@@ -740,19 +741,20 @@ def _run_forward(problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias:
     kernel_dtype = runtime.kernel_dtype(dtype)
     if m == 0 or problem.y_columns == 0 or problem.count == 0:
         y = torch.zeros((m, problem.y_columns), dtype=dtype, device=x.device)
-        return y.reshape(*leading, problem.y_columns)
+        return launching.reshaped(y, *leading, problem.y_columns)
     rows, weight_rows = launching.matrix(x), launching.matrix(weight)
     strategy = _strategy(problem, dtype, m, d_in, rows, weight_rows)
     if strategy == "dense":
         with launching.without_autocast(x):
-            return F.linear(x, weight, bias)
+            y = F.linear(x, weight, bias)
+        return launching.reshaped(y, *y.shape)
     problem = problem.with_contiguous_ids()
     bias = None if bias is None else bias.to(kernel_dtype)
     y = torch.empty((m, problem.y_columns), dtype=kernel_dtype, device=x.device)
     run = _run_forward_tiles if strategy == "tiles" and d_in > 0 else _run_forward_packed
     with runtime.on_device_of(x), launching.without_autocast(x):
         run(problem, rows, weight_rows, bias, y)
-    return y.to(dtype).reshape(*leading, problem.y_columns)
+    return launching.reshaped(y.to(dtype), *leading, problem.y_columns)
 
 
 def _run_forward_tiles(
