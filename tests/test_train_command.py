@@ -77,6 +77,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, capsys: pytest.Cap
     ("error", "code", "message"),
     (
         (KeyboardInterrupt(), 130, "interrupted; --resume --out"),
+        (RuntimeError("set CUBLAS_WORKSPACE_CONFIG"), 2, "--deterministic must come with CUBLAS_WORKSPACE_CONFIG"),
         (FloatingPointError("Trainer: loss of step 2"), 1, "train: Trainer: loss of step 2"),
     ),
 )

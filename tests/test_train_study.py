@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -109,6 +110,11 @@ def test_every_scheduler_is_measured_in_every_mode() -> None:
     for variants in (list(study.step_variants()), list(study.curve_variants())):
         assert len(set(variants)) == len(variants)
         assert wanted <= {(v.mode, v.scheduler, v.active) for v in variants}
+    few = [variant for variant, _ in study.budget_variants(settings=False)]
+    assert {variant.mode for variant in few} == {"dense", "sparse_dw", "sparse_dw_dx"}
+    assert [(v.provider, v.active) for v in few] == [
+        (v.provider, v.active) for v, _ in itertools.islice(study.budget_variants(), len(few))
+    ]
     named = {(v.provider, v.active, v.sparse_lr) for v in study.curve_variants()}
     assert len(named) == len(list(study.curve_variants()))  # what differs is named differently
 
@@ -163,7 +169,7 @@ def test_parts_of_other_code_are_not_mixed(tmp_path: Path) -> None:
 def test_equal_seconds_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "BUDGET_SECONDS", {512: 0.25})
     chosen = [(study.Variant(), 1.0), (study.Variant("sparse_dw_dx", "ema_topk", 0.1), 2.0)]
-    monkeypatch.setattr(study, "budget_variants", lambda: iter(chosen))
+    monkeypatch.setattr(study, "budget_variants", lambda settings: iter(chosen))
     options = ["--width", "512", "--what", "budgets", "--out", str(tmp_path)]
     assert study.main(options) == 0
     path = tmp_path / runtime.device_slug() / "sparse_training_budgets.csv"

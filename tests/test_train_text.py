@@ -138,6 +138,16 @@ def test_batches_follow_from_seed_and_step(file: Path) -> None:
     assert one.decode(one.encoding.encode_ordinary("learns, the")) == "learns, the"
 
 
+def test_batches_are_drawn_ahead_and_yet_by_step(file: Path) -> None:
+    data = TextData(file, vocab_size=300, batch_size=3, context=8)
+    there, back = (torch.cat([data.batch(step)[0] for step in steps]) for steps in (range(70), reversed(range(70))))
+    assert torch.equal(there, back.view(70, 3, 8).flip(0).flatten(0, 1))
+    data.seed = 1
+    other = data.batch(69)[0]
+    data.seed = 0
+    assert torch.equal(data.batch(69)[0], there[-3:]) and not torch.equal(other, there[-3:])
+
+
 def test_a_text_that_is_too_short_is_refused(file: Path) -> None:
     with pytest.raises(ValueError, match="TextData: the validation part must have more than 4000 tokens"):
         TextData(file, vocab_size=300, batch_size=1, context=4000)

@@ -55,7 +55,7 @@ _HELP = {
     "checkpoint_every": "steps between checkpoints; 0: only at the end",
     "probe_every": "steps between scores of the chosen chunks against the dense gradient; 0: never",
     "cuda_graph": "capture the step in a CUDA graph (default: where there is a GPU)",
-    "deterministic": "repeat bit by bit on a GPU, at a price; needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment",
+    "deterministic": "repeat bit by bit on a GPU, at a price (CUBLAS_WORKSPACE_CONFIG=:4096:8 may have to be set)",
 }
 
 
@@ -138,6 +138,11 @@ def train(given: argparse.Namespace) -> int:
     except FloatingPointError as error:
         print(f"train: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
+            raise
+        print(f"train: --deterministic must come with CUBLAS_WORKSPACE_CONFIG=:4096:8 set; {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"\ntrain: interrupted; --resume --out {given.out} goes on from the last checkpoint", file=sys.stderr)
         return 130

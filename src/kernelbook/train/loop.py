@@ -73,8 +73,8 @@ class TrainConfig:
         log_every, eval_every, eval_batches, checkpoint_every: in steps; 0 for never (but at the end).
         probe_every: steps after which the choice of chunks is scored against the dense gradient; 0 for never.
         cuda_graph: capture the step in a CUDA graph (needs a GPU).
-        deterministic: ask PyTorch for deterministic algorithms, at a price, for runs that repeat bit by bit on a GPU. cuBLAS
-            wants ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment for that.
+        deterministic: ask PyTorch for deterministic algorithms, at a price, for runs that repeat bit by bit on a GPU. Some
+            versions of PyTorch want ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment for that, and say so.
     """
 
     width: int = 512
@@ -174,6 +174,7 @@ CONFIGS: dict[str, TrainConfig] = {
     "small": TrainConfig(width=512, heads=8, lr=1e-3, min_lr=1e-4),
     "medium": TrainConfig(width=1024, heads=8, lr=6e-4, min_lr=6e-5),
     "large": TrainConfig(width=2048, heads=16, lr=3e-4, min_lr=3e-5),
+    "huge": TrainConfig(width=4096, heads=32, lr=1.5e-4, min_lr=1.5e-5),
 }  # fmt: skip
 
 
@@ -202,7 +203,6 @@ class Trainer:
         FileExistsError: ``out`` holds a run already and ``resume`` is not set.
         ValueError: the checkpoint belongs to another configuration or corpus or cannot be read, or a CUDA graph is wanted
             without a GPU.
-        RuntimeError: ``deterministic`` is set and the environment does not let cuBLAS be so.
     """
 
     def __init__(
@@ -216,9 +216,6 @@ class Trainer:
     ) -> None:
         if config.cuda_graph and runtime.DEVICE.type != "cuda":
             raise ValueError("Trainer: cuda_graph must be off where there is no GPU, got True")
-        if config.deterministic and runtime.DEVICE.type == "cuda":
-            with _determinism(True):  # cuBLAS says now rather than in the first step what it needs for that
-                torch.ones(1, 1, device=runtime.DEVICE) @ torch.ones(1, 1, device=runtime.DEVICE)
         self.config, self.progress = config, progress
         self.out = None if out is None else Path(out)
         checkpoint = self._checkpoint_path()

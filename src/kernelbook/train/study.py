@@ -45,10 +45,10 @@ STEM = "sparse_training"
 SIZES = {config.width: name for name, config in CONFIGS.items() if name != "tiny"}
 FRACTIONS = (0.1, 0.25)
 SCORED = 0.125  # active chunks of the planted teacher: as many as are planted
-CURVE_STEPS = {512: 400, 1024: 300, 2048: 300}
+CURVE_STEPS = {512: 300, 1024: 300, 2048: 200, 4096: 100}
 SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
 CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
-BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0}
+BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0, 4096: 16.0}
 WARM = 1 / 8  # the share of a run that is dense at its beginning
 PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "device_ms", "launches", *timing.ENVIRONMENT)
 BUDGET_COLUMNS = (
@@ -137,17 +137,28 @@ def step_gflop(config: TrainConfig, vocab_size: int) -> float:
 # --- the time of a step ---------------------------------------------------------------------------------------------
 
 
-def _step_times(enqueue: Callable[[int], object], warm: int, count: int) -> timing.Timing:
-    """The time from one step's end to the next one's, the queue never empty."""
+def _step_times(enqueue: Callable[[int], object], warm: int, count: int, *, graph: bool = True) -> timing.Timing:
+    """The time from one step's end to the next one's, the queue never empty.
+
+    With ``graph`` the host gets a head start: what else it has to do then does not count. Without, a step is what the
+    host makes of it.
+    """
     for step in range(warm):
         enqueue(step)
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    for i, event in enumerate(events):
-        event.record()
-        if i < count:
-            enqueue(warm + i)
-    torch.cuda.synchronize()
+    cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate  # which is in kHz
+    for head_start_ms in (150, 600) if graph else (0,):
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        if head_start_ms:
+            torch.cuda._sleep(cycles_per_ms * head_start_ms)
+        for i, event in enumerate(events):
+            event.record()
+            if i < count:
+                enqueue(warm + i)
+        ahead = not events[0].query()
+        torch.cuda.synchronize()
+        if ahead:
+            break
     return timing.Timing.of([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
 
 
@@ -272,11 +283,15 @@ def step_variants() -> Iterator[Variant]:
         yield Variant(mode, "ema_topk", 0.25, sparse_layers="mlp")
 
 
-def curve_variants() -> Iterator[Variant]:
-    """All that is trained for as many steps as dense, at each width."""
+def curve_variants(*, settings: bool = True) -> Iterator[Variant]:
+    """All that is trained for as many steps as dense, at each width; with ``settings`` in other settings too."""
     yield Variant()
     for active, mode, scheduler in itertools.product(FRACTIONS, SPARSE_MODES, (*CHOOSERS, "oracle")):
         yield Variant(mode, scheduler, active)
+    if not settings:
+        return
+    for mode in SPARSE_MODES:
+        yield Variant(mode, "ema_topk", 0.5)
     for active in FRACTIONS:
         yield Variant("sparse_dw_dx", "ema_topk", active, sparse_dx="inputs")
     for mode in SPARSE_MODES:
@@ -284,12 +299,21 @@ def curve_variants() -> Iterator[Variant]:
         yield Variant(mode, "ema_topk", 0.1, sparse_lr=4.0)
 
 
-def budget_variants() -> Iterator[tuple[Variant, float]]:
-    """All that is trained for as many seconds as dense, with what the size's learning rate is multiplied with."""
-    for lr in (1.0, 2.0, 3.0):
+def budget_variants(*, settings: bool = True) -> Iterator[tuple[Variant, float]]:
+    """What is trained for as many seconds as dense, with what the size's learning rate is multiplied with.
+
+    With ``settings`` those that leave out most of the gradient too.
+    """
+    for lr in (1.0, 0.6):
         yield Variant(), lr
-    for lr, mode, active, sparse_lr in itertools.product((2.0,), SPARSE_MODES, FRACTIONS, (1.0, 2.0)):
-        yield Variant(mode, "ema_topk", active, sparse_lr=sparse_lr), lr
+        for mode in SPARSE_MODES:
+            yield Variant(mode, "ema_topk", 0.5), lr
+    # Few chunks learn seldom: twice the learning rate makes up for some of that.
+    yield Variant("sparse_dw_dx", "ema_topk", 0.25, sparse_lr=2.0, sparse_dx="inputs"), 1.0
+    if not settings:
+        return
+    for active, mode in itertools.product(reversed(FRACTIONS), SPARSE_MODES):
+        yield Variant(mode, "ema_topk", active, sparse_lr=2.0), 1.0
 
 
 class Study:
@@ -370,7 +394,7 @@ class Study:
             ratio = self._ratios[key]
         before = _fresh_peak()
         trainer = _trainer(variant, self.width, self.data)
-        found = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 6, 30))
+        found = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 6, 30, graph=variant.graph))
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
         self._write_step(variant.provider, config, found, peak, ratio)
         return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
@@ -434,7 +458,8 @@ class Study:
     def curves(self, seeds: Sequence[int], steps: int) -> None:
         """Lines of ``sparse_training_curves.jsonl``: dense, and each scheduler in each mode at each share."""
         estimate = 10.0
-        for seed, variant in itertools.product(seeds, curve_variants()):
+        runs = [(seed, variant) for seed in seeds for variant in curve_variants(settings=seed == seeds[0])]
+        for seed, variant in runs:
             started = time.monotonic()
             self.attempt(
                 f"curve {self.width} {variant.provider} {variant.active:g} seed {seed}", 1.5 * estimate,
@@ -490,7 +515,8 @@ class Study:
     def budgets(self, seeds: Sequence[int]) -> None:
         """Rows of ``sparse_training_budgets.csv``: each variant takes as many steps as fit into the same seconds."""
         self._ceilings()
-        for seed, (variant, lr) in itertools.product(seeds, budget_variants()):
+        runs = [(seed, *what) for seed in seeds for what in budget_variants(settings=seed == seeds[0])]
+        for seed, variant, lr in runs:
             self.attempt(
                 f"budget {self.width} {variant.provider} {variant.active:g} lr x{lr:g} x{variant.sparse_lr:g} seed {seed}",
                 1.2 * BUDGET_SECONDS[self.width] + 3, functools.partial(self._budget, variant, lr, seed),
@@ -500,6 +526,8 @@ class Study:
         variant = dataclasses.replace(variant, sparse_lr=1.0)  # costs nothing
         key = (self.width, variant)
         if key not in self._ms:
+            if variant.mode != "dense":
+                _error_ratio(variant, self.width, self.data)
             trainer = _trainer(variant, self.width, self.data)
             self._ms[key] = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 6, 30)).ms
         return self._ms[key]
@@ -627,13 +655,13 @@ def merge(parts: Sequence[Path], out: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiments; 1 if one failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m kernelbook.train.study", description=__doc__)
-    parser.add_argument("--width", type=int, nargs="+", choices=sorted(SIZES), default=sorted(SIZES))
+    parser.add_argument("--width", type=int, nargs="+", choices=sorted(SIZES), default=[512, 1024, 2048])
     parser.add_argument("--out", type=Path, default=None, help="folder for <gpu>/... (default: book/results)")
     parser.add_argument(
         "--what", default="scores,steps,parts,curves,budgets", help="what to run, in this order, each at every width"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of curves and scores (default: 0)")
-    parser.add_argument("--steps", type=int, default=None, help="steps of a curve (default: 300, at width 512 400)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of a curve (default: by width)")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later (default: 60)")
     parser.add_argument(
         "--merge",

@@ -33,6 +33,7 @@ PATTERN = r"[ _]?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Not on every machine, or not text: tests, and what other programs installed.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data", "encodings"}
 VALIDATION_SHARE = 0.05
+STAGED = 64  # steps whose batches are drawn at once
 
 
 # --- the corpus -----------------------------------------------------------------------------------------------------
@@ -299,6 +300,7 @@ class TextData:
                 )
             parts.append(tokens.to(device))
         self.train, self.validation = parts
+        self._staged: tuple[tuple[int, int], torch.Tensor] = (-1, -1), torch.empty(0)
 
     def _tokens(self, part: Corpus) -> np.ndarray:
         path = runtime.cache_dir() / "text" / f"{self.encoding.name}-{part.digest}.npy"
@@ -319,9 +321,22 @@ class TextData:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets (batch_size, context) int64 of one training step."""
-        chance = generator("batch", self.seed, step)
-        starts = torch.randint(len(self.train) - self.context, (self.batch_size,), generator=chance)
-        return self._windows(self.train, starts.pin_memory() if self.train.is_cuda else starts)
+        return self._windows(self.train, self._starts(self.seed, step // STAGED)[step % STAGED])
+
+    def _starts(self, seed: int, block: int) -> torch.Tensor:
+        """(STAGED, batch_size) int64 on the device: where the sequences of that many steps begin, copied at once."""
+        if self._staged[0] != (seed, block):
+            drawn = [
+                torch.randint(
+                    len(self.train) - self.context, (self.batch_size,), generator=generator("batch", seed, step)
+                )
+                for step in range(block * STAGED, (block + 1) * STAGED)
+            ]
+            starts = torch.stack(drawn)
+            if self.train.is_cuda:
+                starts = starts.pin_memory().to(self.train.device, non_blocking=True)
+            self._staged = (seed, block), starts
+        return self._staged[1]
 
     def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """``count`` batches whose sequences are spread evenly over the validation part; always the same."""
