@@ -16,6 +16,7 @@ from kernelbook.nn.layers import LayerNorm, SparseLinear
 __all__ = ["GPT", "GPTConfig"]
 
 
+OUTPUTS = ("attention_out", "down")  # the layers of a block that write to the residual stream; the others read it
 # Causal attention of (B, H, N, D) three times.
 ATTENTION: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "kernelbook": functools.partial(flash_attention, causal=True),

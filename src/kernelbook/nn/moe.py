@@ -19,14 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import kernels
-
-# isort: split
-import triton
-import triton.language as tl
 
 __all__ = [
     "Float8Tensor",
@@ -182,7 +178,7 @@ def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, 
 @contextlib.contextmanager
 def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
     """Autograd keeps nothing of ``w`` within the context: it is made again."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         yield
         return
     storage = w.untyped_storage().data_ptr()
@@ -233,9 +229,9 @@ def _launch_swiglu(h: torch.Tensor, dout: torch.Tensor | None) -> torch.Tensor:
     result = h.new_empty((rows, inner)) if dout is None else torch.empty_like(h)
     if result.numel() > 0:
         height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-        grid = (triton.cdiv(rows, height), triton.cdiv(inner, kernels.BLOCK_I))
+        grid = (launching.cdiv(rows, height), launching.cdiv(inner, kernels.BLOCK_I))
         settings: dict[str, Any] = {
-            "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+            "ACC": launching.tl_accumulator(dtype),
             "ROWS": height,
             "BLOCK_I": kernels.BLOCK_I,
             "num_warps": kernels.WARPS,
@@ -252,6 +248,8 @@ def _swiglu(h: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
         gate, up = h.chunk(2, dim=-1)
         return F.silu(gate) * up
+    if launching.is_plain(h):
+        return _launch_swiglu(h.contiguous(), None)
     out: torch.Tensor = _SwiGLU.apply(h)
     return out
 
@@ -401,33 +399,10 @@ def _product(
             return _dequantize(compressed, chosen, rows.dtype)
 
         w = make()
-        context = _made_again(w, make)
+        context = _made_again(w, make) if torch.is_grad_enabled() else contextlib.nullcontext()
     w = w if transposed else w.transpose(1, 2)
     with context:
-        if a is not None and b is not None:
-            return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)
-        return _without_lora(rows, w, routing, bias, **how)
-
-
-def _without_lora(
-    rows: torch.Tensor,
-    w: torch.Tensor,
-    routing: Routing,
-    bias: torch.Tensor | None,
-    gates: torch.Tensor | None = None,
-    **how: bool,
-) -> torch.Tensor:
-    """What :func:`moe_lora` gives, without a pair."""
-    y = scatter2scatter(rows, w, routing, **how)
-    if bias is not None:
-        # A slot to skip takes a row of zeros.
-        padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
-        pairs = routing.expert_ids.reshape(-1).long()
-        y = y + padded[pairs[routing.order.long()] if how.get("grouped_out") else pairs]
-    if gates is None:
-        return y
-    tokens, slots = gates.shape
-    return torch.bmm(gates.to(y.dtype)[:, None], y.view(tokens, slots, y.shape[1]))[:, 0]
+        return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)
 
 
 # --- modules --------------------------------------------------------------------------------------------------------
