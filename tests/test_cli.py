@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+import kernelbook
 from kernelbook import cli, runtime, timing
 from kernelbook.layer_norm import op
 
@@ -51,6 +52,12 @@ def test_doctor_fails_when_a_kernel_is_broken(
 
 
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"kernelbook {kernelbook.__version__}\n"
+
+
 def test_bench_refuses_to_measure_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "layer_norm", "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())

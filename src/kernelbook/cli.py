@@ -184,6 +184,7 @@ def _default_out() -> Path:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m kernelbook", description=kernelbook.__doc__)
+    top.add_argument("--version", action="version", version=f"kernelbook {kernelbook.__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
