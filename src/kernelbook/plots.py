@@ -107,7 +107,16 @@ def new_figure(
 
 @_styled
 def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | None = None) -> Figure:
-    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows) under the axes and closes the figure."""
+    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows) under the axes and closes the figure.
+
+    Titles and legends that were added outside of this module get its style.
+    """
+    for ax in figure.axes:
+        if title := ax.get_title("center"):
+            ax.set_title("", loc="center")
+            ax.set_title(title)
+    for legend in [*figure.legends, *(found for ax in figure.axes if (found := ax.get_legend()))]:
+        legend.set_frame_on(False)
     lines = []
     if any(table is not None and len(table) for table in tables):
         lines.append(provenance(*tables))
