@@ -19,7 +19,7 @@ ABOVE_THE_ROOMS = {"nn", "train", "interop", "cli", "__main__"}
 DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
     "kernels.py": {"kernelbook": {"runtime", "autotune"}, "outside": {"torch", "triton"}},
-    "op.py": {"kernelbook": {"runtime", "arguments", "autotune"}, "outside": {"torch", "triton"}},
+    "op.py": {"kernelbook": {"runtime", "arguments", "launching", "autotune"}, "outside": {"torch", "triton"}},
     "bench.py": {"kernelbook": {"runtime", "check", "timing", "arguments"}, "outside": None},
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
@@ -90,6 +90,7 @@ def test_imports_keep_the_rules() -> None:
         ("layer_norm/op.py", "from kernelbook.layer_norm.reference import layer_norm_reference"),
         ("layer_norm/op.py", "from kernelbook.layer_norm import reference"),
         ("layer_norm/kernels.py", "from kernelbook import timing"),
+        ("layer_norm/kernels.py", "from kernelbook import launching"),
         ("layer_norm/reference.py", "import triton"),
         ("layer_norm/reference.py", "from kernelbook import runtime"),
         ("layer_norm/bench.py", "from kernelbook.nn import LayerNorm"),
@@ -191,3 +192,8 @@ def test_notebooks_are_stripped_and_listed() -> None:
             assert not cell.get("outputs") and not cell.get("execution_count"), f"{path.name} has stored outputs"
             source = "".join(cell["source"])
             assert "pip install" not in source or cell["cell_type"] == "markdown", path.name
+
+
+def test_users_see_the_types() -> None:
+    """Type checkers look into an installed package only if it says that it is typed."""
+    assert (SRC / "py.typed").is_file()

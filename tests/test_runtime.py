@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernelbook as kb
-from kernelbook import arguments, runtime
+from kernelbook import runtime
 from kernelbook.layer_norm import layer_norm_reference
 
 SRC = str(Path(kb.__file__).parents[1])
@@ -97,20 +97,6 @@ def test_environment_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "sometimes")
     with pytest.raises(ValueError, match="KERNELBOOK_AUTOTUNE must be default, full or off, got 'sometimes'"):
         runtime.autotune_mode()
-
-
-def test_index_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = torch.tensor([0, 3, 3])
-    arguments.check_indices("op", "ids", ids)
-    arguments.check_index_values("op", "ids", ids, 4)
-    with pytest.raises(ValueError, match=r"op: ids must lie in \[0, 3\), got entries from 0 to 3"):
-        arguments.check_index_values("op", "ids", ids, 3)
-    with pytest.raises(ValueError, match="op: ids must not repeat an entry, got 3 more than once"):
-        arguments.check_index_values("op", "ids", ids, 4, unique=True)
-    with pytest.raises(TypeError, match="op: ids must have dtype int64, int32, got float32"):
-        arguments.check_indices("op", "ids", torch.ones(2))
-    with pytest.raises(ValueError, match=r"op: ids must have one dimension, got shape \(1, 2\)"):
-        arguments.check_indices("op", "ids", torch.ones(1, 2, dtype=torch.int64))
 
 
 @pytest.mark.gpu

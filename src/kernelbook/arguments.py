@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from kernelbook import runtime
 
@@ -13,7 +14,9 @@ __all__ = [
     "check_dtype",
     "check_index_values",
     "check_indices",
+    "check_linear",
     "check_same_device",
+    "check_same_dtype",
     "check_shape",
     "check_tensor",
     "in_autocast_dtype",
@@ -31,6 +34,9 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     check_dtype(op, name, value, dtypes)
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
+    _check_transforms(op, name, value)
     if value.device.type in ("meta", "cuda"):
         return
     if value.device.type != "cpu":
@@ -41,6 +47,19 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
         )
     if not runtime.INTERPRET and runtime.HAS_GPU:
         raise ValueError(f"{op}: {name} must be on the GPU, got cpu (on the CPU, kernels need TRITON_INTERPRET=1)")
+
+
+def _check_transforms(op: str, name: str, value: torch.Tensor) -> None:
+    """Raises under forward-mode differentiation, which an operator would leave out silently, and under ``func.grad``."""
+    if torch.compiler.is_compiling():
+        return
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        how = "forward mode (torch.func.jvp, torch.autograd.forward_ad)"
+    elif torch._C._functorch.is_gradtrackingtensor(value):
+        how = "torch.func"
+    else:
+        return
+    raise NotImplementedError(f"{op}: {name} must be differentiated by torch.autograd (backward), got {how}")
 
 
 def check_dtype(op: str, name: str, value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -64,6 +83,31 @@ def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
             raise ValueError(
                 f"{op}: {name} must be on the device of {first} ({present[first].device}), got {present[name].device}"
             )
+
+
+def check_same_dtype(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raises a ``TypeError`` unless all tensors (``None`` aside) have the dtype of the first."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, *others = present
+    for name in others:
+        if present[name].dtype != present[first].dtype:
+            raise TypeError(
+                f"{op}: {name} must have the dtype of {first} ({present[first].dtype}), got {present[name].dtype}"
+            )
+
+
+def check_linear(op: str, x: object, name: str, weight: object) -> None:
+    """Raises unless ``x`` (..., K) and the matrix ``weight`` (N, K), called ``name``, have one dtype and one device."""
+    check_tensor(op, "x", x)
+    check_tensor(op, name, weight)
+    assert isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    if weight.ndim != 2:
+        raise ValueError(f"{op}: {name} must have two dimensions, got shape {tuple(weight.shape)}")
+    check_shape(op, name, weight, (weight.shape[0], x.shape[-1]))
+    check_same_dtype(op, x=x, **{name: weight})
+    check_same_device(op, x=x, **{name: weight})
 
 
 def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
@@ -104,7 +148,8 @@ def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     float64 tensors, integers and what is no tensor come back as they are.
     """
     first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    # PyTorch knows no autocast for meta tensors, and asking raises.
+    if not isinstance(first, torch.Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(

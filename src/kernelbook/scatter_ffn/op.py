@@ -1,23 +1,17 @@
 """The public functions, their custom operators, and the launches."""
 
-import contextlib
-import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.scatter_ffn import kernels
-
-# isort: split
-import triton.language as tl
 
 __all__ = ["ACTIVATIONS", "fused_ffn", "gather_matmul", "scatter_ffn"]
 
 ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
-_TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
@@ -51,8 +45,8 @@ def gather_matmul(
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
     op = "gather_matmul"
-    x, weight, bias = _autocast(x, weight, bias)
-    _check_matrix(op, x, "weight", weight)
+    x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
+    arguments.check_linear(op, x, "weight", weight)
     _check_vector(op, x, "bias", bias, weight.shape[0])
     if activation is not None:
         arguments.check_choice(op, "activation", activation, ACTIVATIONS)
@@ -106,8 +100,10 @@ def scatter_ffn(
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
     op = "scatter_ffn"
-    x, w_up, w_down, w_gate, b_up, b_gate, b_down = _autocast(x, w_up, w_down, w_gate, b_up, b_gate, b_down)
-    _check_matrix(op, x, "w_up", w_up)
+    x, w_up, w_down, w_gate, b_up, b_gate, b_down = arguments.in_autocast_dtype(
+        x, w_up, w_down, w_gate, b_up, b_gate, b_down
+    )
+    arguments.check_linear(op, x, "w_up", w_up)
     n = w_up.shape[0]
     arguments.check_tensor(op, "w_down", w_down)
     if w_down.ndim != 2 or w_down.shape[0] != n:
@@ -115,7 +111,8 @@ def scatter_ffn(
     if w_gate is not None:
         arguments.check_tensor(op, "w_gate", w_gate)
         arguments.check_shape(op, "w_gate", w_gate, w_up.shape)
-    _check_same(op, x, w_down=w_down, w_gate=w_gate)
+    arguments.check_same_dtype(op, x=x, w_down=w_down, w_gate=w_gate)
+    arguments.check_same_device(op, x=x, w_down=w_down, w_gate=w_gate)
     _check_vector(op, x, "b_up", b_up, n)
     _check_vector(op, x, "b_gate", b_gate, n)
     _check_vector(op, x, "b_down", b_down, w_down.shape[1])
@@ -153,20 +150,22 @@ def fused_ffn(
         (M, K_out) in the dtype of ``x``.
     """
     (m, k), k_out, dtype = x.shape, w_down.shape[1], x.dtype
-    x, w_up, w_down, neurons = _given(x), _given(w_up), _given(w_down), neurons.contiguous()
-    acc = _accumulator(x.dtype)
+    x, w_up, w_down = launching.in_kernel_dtype(x, w_up, w_down)
+    neurons = neurons.contiguous()
+    acc = launching.accumulator(x.dtype)
     y = torch.zeros((m, k_out), dtype=acc, device=x.device)
     config = kernels.fused_config(block_l)
     if m and k_out and neurons.shape[0]:
         with runtime.on_device_of(x):
-            kernels._scatter_ffn_fwd_fused_kernel[(_cdiv(neurons.shape[0], block_l), _cdiv(m, config.kwargs["BLOCK_M"]))](
+            grid = (launching.cdiv(neurons.shape[0], block_l), launching.cdiv(m, config.kwargs["BLOCK_M"]))
+            kernels._scatter_ffn_fwd_fused_kernel[grid](
                 neurons,
                 x, *x.stride(),
                 w_up, *w_up.stride(),
                 w_down, *w_down.stride(),
                 y,
                 m, w_up.shape[0], k, k_out, neurons.shape[0],
-                ACTIVATION=activation, ADD=add, ACC=_TL_DTYPE[acc], PRECISION=_precision(),
+                ACTIVATION=activation, ADD=add, ACC=launching.tl_accumulator(acc), PRECISION=launching.precision(),
                 **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
     return y.to(dtype)
@@ -201,41 +200,12 @@ def _torch_activation(z: torch.Tensor, activation: str) -> torch.Tensor:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype where it is on, as it does for ``F.linear``."""
-    first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
-
-
-def _check_same(op: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    for name, other in others.items():
-        if other is not None and other.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of x ({x.dtype}), got {other.dtype}")
-    arguments.check_same_device(op, x=x, **others)
-
-
-def _check_matrix(op: str, x: torch.Tensor, name: str, weight: torch.Tensor) -> None:
-    arguments.check_tensor(op, "x", x)
-    arguments.check_tensor(op, name, weight)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    if weight.ndim != 2:
-        raise ValueError(f"{op}: {name} must have two dimensions, got shape {tuple(weight.shape)}")
-    arguments.check_shape(op, name, weight, (weight.shape[0], x.shape[-1]))
-    _check_same(op, x, **{name: weight})
-
-
 def _check_vector(op: str, x: torch.Tensor, name: str, value: torch.Tensor | None, size: int) -> None:
     if value is not None:
         arguments.check_tensor(op, name, value)
         arguments.check_shape(op, name, value, (size,))
-        _check_same(op, x, **{name: value})
+        arguments.check_same_dtype(op, x=x, **{name: value})
+        arguments.check_same_device(op, x=x, **{name: value})
 
 
 def _check_ids(op: str, name: str, ids: object, x: torch.Tensor) -> None:
@@ -394,46 +364,6 @@ _ffn.register_autograd(_ffn_autograd, setup_context=_setup_ffn)
 # A whole call can be over in ten microseconds, so what the host does here counts.
 
 
-def _cdiv(a: int, b: int) -> int:
-    """``triton.cdiv``, without the wrapper that lets kernels call it too."""
-    return -(-a // b)
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """(M, K) for (..., K), a view where the strides allow it, in the dtype that kernels take."""
-    if x.ndim == 2 and not runtime.INTERPRET:
-        return x
-    return x.to(runtime.kernel_dtype(x.dtype)).reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _given(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the dtype that kernels take."""
-    return tensor.to(runtime.kernel_dtype(tensor.dtype))
-
-
-def _given_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else _given(tensor)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-
-
-def _strided(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> tuple[Any, ...]:
-    """The tensor and its strides; any tensor where there is none, since the kernel won't touch it."""
-    return (tensor, *tensor.stride()) if tensor is not None else (stand_in, 0, 0)
-
-
-def _bias(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor, tensor.stride(0)) if tensor is not None else (stand_in, 0)
-
-
 def _run_up(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -449,14 +379,14 @@ def _run_up(
 ) -> None:
     """Fills out (M, L_out). ``tickets`` become zero, for the kernel that comes next and may start early if ``pdl``."""
     (m, k), count, columns = x.shape, rows.shape[0], out.shape[1]
-    acc = _accumulator(x.dtype)
+    acc = launching.accumulator(x.dtype)
     operands = (
         rows,
         x, *x.stride(),
-        *_strided(weight, x),
-        *_bias(bias, x),
-        *_strided(gate, x),
-        *_bias(gate_bias, x),
+        *launching.strided(weight, 2, x),
+        *launching.strided(bias, 1, x),
+        *launching.strided(gate, 2, x),
+        *launching.strided(gate_bias, 1, x),
         out, out.stride(0),
     )  # fmt: skip
     constants = {
@@ -464,7 +394,7 @@ def _run_up(
         "HAS_BIAS": bias is not None,
         "GATED": gate is not None,
         "HAS_GATE_BIAS": gate_bias is not None,
-        "ACC": _TL_DTYPE[acc],
+        "ACC": launching.tl_accumulator(acc),
         "TICKETS": 0 if tickets is None else tickets.shape[0],
         "PDL": pdl,
     }
@@ -475,20 +405,20 @@ def _run_up(
     if plan.strategy == "vector":
         if not _wide(weight):
             blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
-        kernels._gather_matmul_fwd_vector_kernel[(_cdiv(columns, blocks["BLOCK_L"]),)](
+        kernels._gather_matmul_fwd_vector_kernel[(launching.cdiv(columns, blocks["BLOCK_L"]),)](
             *operands, tickets, m, weight.shape[0], k, count, columns,
             **constants, **blocks, num_warps=config.num_warps,
         )  # fmt: skip
         return
     split = plan.up_split
-    tiles = _cdiv(m, blocks["BLOCK_M"]) * _cdiv(columns, blocks["BLOCK_L"])
+    tiles = launching.cdiv(m, blocks["BLOCK_M"]) * launching.cdiv(columns, blocks["BLOCK_L"])
     partial, own_tickets = out, out
     if split > 1:
         partial = torch.empty((split * (1 if gate is None else 2), m, columns), dtype=acc, device=x.device)
         own_tickets = torch.zeros(tiles, dtype=torch.int32, device=x.device)
     kernels._gather_matmul_fwd_tiles_kernel[(tiles, split)](
         *operands, partial, m * columns, own_tickets, tickets, m, weight.shape[0], k, count, columns, split,
-        **constants, PRECISION=_precision(), SPLIT=split > 1, **blocks, num_warps=config.num_warps,
+        **constants, PRECISION=launching.precision(), SPLIT=split > 1, **blocks, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -504,7 +434,7 @@ def _run_down(
 ) -> None:
     """Fills y (M, K_out) from h (M, L_pad). ``tickets`` are zero, or are to be by the kernel before."""
     m, k_out = y.shape
-    acc = _accumulator(h.dtype)
+    acc = launching.accumulator(h.dtype)
     config, split = plan.down, plan.down_split
     assert config is not None
     blocks = config.kwargs
@@ -512,42 +442,40 @@ def _run_down(
     operands = (
         rows,
         h, h.stride(0),
-        *_strided(weight, h),
-        *_bias(bias, h),
+        *launching.strided(weight, 2, h),
+        *launching.strided(bias, 1, h),
         y, y.stride(0),
         partial, m * k_out,
         tickets,
         m, weight.shape[0], k_out, rows.shape[0],
     )  # fmt: skip
-    constants = {"HAS_BIAS": bias is not None, "ACC": _TL_DTYPE[acc], "SPLIT": split > 1, "PDL": pdl}
+    constants = {"HAS_BIAS": bias is not None, "ACC": launching.tl_accumulator(acc), "SPLIT": split > 1, "PDL": pdl}
     launch = {"num_warps": config.num_warps, **({"launch_pdl": True} if pdl else {})}
-    columns = _cdiv(k_out, blocks["BLOCK_C"])
+    columns = launching.cdiv(k_out, blocks["BLOCK_C"])
     if plan.strategy == "vector":
         kernels._scatter_ffn_fwd_down_vector_kernel[(columns, split)](*operands, split, **constants, **blocks, **launch)
     else:
         if not (pdl and _wide(weight)):
             blocks = {**blocks, "AHEAD": 0}
-        kernels._scatter_ffn_fwd_down_tiles_kernel[(_cdiv(m, blocks["BLOCK_M"]) * columns, split)](
-            *operands, h.shape[1], split, **constants, PRECISION=_precision(), **blocks, **launch
+        kernels._scatter_ffn_fwd_down_tiles_kernel[(launching.cdiv(m, blocks["BLOCK_M"]) * columns, split)](
+            *operands, h.shape[1], split, **constants, PRECISION=launching.precision(), **blocks, **launch
         )
 
 
 def _wide(weight: torch.Tensor) -> bool:
     """Whether rows are contiguous, begin on 16 bytes and end there."""
-    step, within = weight.stride()
-    size = weight.element_size()
-    return within == 1 and step * size % 16 == 0 and weight.shape[1] * size % 16 == 0 and weight.data_ptr() % 16 == 0
+    return launching.has_aligned_rows(weight) and weight.shape[1] * weight.element_size() % 16 == 0
 
 
 def _tickets(m: int, k_out: int, plan: kernels.Plan) -> int:
     """Tiles of y, each of which has a ticket if its sum is shared."""
     assert plan.down is not None
     blocks = plan.down.kwargs
-    return _cdiv(m, blocks.get("BLOCK_M", m)) * _cdiv(k_out, blocks["BLOCK_C"]) if plan.down_split > 1 else 0
-
-
-def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return (
+        launching.cdiv(m, blocks.get("BLOCK_M", m)) * launching.cdiv(k_out, blocks["BLOCK_C"])
+        if plan.down_split > 1
+        else 0
+    )
 
 
 def _pack(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -556,7 +484,8 @@ def _pack(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     out = torch.empty((_padded(count), k), dtype=weight.dtype, device=weight.device)
     if out.numel():
         blocks = kernels.COPY_CONFIG.kwargs
-        kernels._scatter_ffn_pack_kernel[(_cdiv(out.shape[0], blocks["BLOCK_L"]), _cdiv(k, blocks["BLOCK_K"]))](
+        grid = (launching.cdiv(out.shape[0], blocks["BLOCK_L"]), launching.cdiv(k, blocks["BLOCK_K"]))
+        kernels._scatter_ffn_pack_kernel[grid](
             rows, weight, *weight.stride(), out, n, k, count, out.shape[0], **blocks,
             num_warps=kernels.COPY_CONFIG.num_warps,
         )  # fmt: skip
@@ -573,14 +502,15 @@ def _hidden(
     m, columns = u.shape
     if h.numel():
         blocks = kernels.HIDDEN_CONFIG.kwargs
-        kernels._scatter_ffn_hidden_kernel[(_cdiv(columns, blocks["BLOCK_L"]), _cdiv(m, blocks["BLOCK_M"]))](
+        grid = (launching.cdiv(columns, blocks["BLOCK_L"]), launching.cdiv(m, blocks["BLOCK_M"]))
+        kernels._scatter_ffn_hidden_kernel[grid](
             u, u.stride(0),
             u if g is None else g,
             u if dh is None else dh,
             h, u if du is None else du, u if dg is None else dg,
             m, columns,
             ACTIVATION=activation, GATED=g is not None, WITH_GRADIENTS=dh is not None,
-            ACC=_TL_DTYPE[_accumulator(u.dtype)],
+            ACC=launching.tl_accumulator(u.dtype),
             **blocks, num_warps=kernels.HIDDEN_CONFIG.num_warps,
         )  # fmt: skip
     return h, du, dg
@@ -601,9 +531,10 @@ def _place(rows: torch.Tensor, n: int, *gradients: torch.Tensor | None) -> list[
         out = torch.empty((n, *gradient.shape[1:]), dtype=gradient.dtype, device=rows.device)
         if out.numel():
             blocks = kernels.PLACE_CONFIG.kwargs if gradient.ndim == 2 else kernels.PLACE_VECTOR_CONFIG.kwargs
-            kernels._scatter_ffn_place_kernel[(_cdiv(n, blocks["BLOCK_N"]), _cdiv(k, blocks["BLOCK_K"]))](
+            grid = (launching.cdiv(n, blocks["BLOCK_N"]), launching.cdiv(k, blocks["BLOCK_K"]))
+            kernels._scatter_ffn_place_kernel[grid](
                 order, bounds, gradient, out, n, k,
-                ACC=_TL_DTYPE[_accumulator(out.dtype)], **blocks, num_warps=kernels.PLACE_CONFIG.num_warps,
+                ACC=launching.tl_accumulator(out.dtype), **blocks, num_warps=kernels.PLACE_CONFIG.num_warps,
             )  # fmt: skip
         placed.append(out)
     return placed
@@ -663,19 +594,20 @@ def _plan(
 
 
 def _padded(count: int) -> int:
-    return _cdiv(count, kernels.PAD) * kernels.PAD
+    return launching.cdiv(count, kernels.PAD) * kernels.PAD
 
 
 def _run_gather(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, activation: str
 ) -> torch.Tensor:
     leading, dtype = x.shape[:-1], x.dtype
-    x, weight, bias = _matrix(x), _given(weight), _given_or_none(bias)
+    x = launching.matrix(x)
+    weight, bias = launching.in_kernel_dtype(weight, bias)
     rows = rows.contiguous()
-    with runtime.on_device_of(x), _without_autocast(x):
+    with runtime.on_device_of(x), launching.without_autocast(x):
         plan = _plan(x, x.shape[1], x.shape[1], rows, dtype)
         out = _products(x, weight, bias, None, None, rows, activation, plan, rows.shape[0])
-    return out.to(dtype).reshape(*leading, rows.shape[0])
+    return launching.reshaped(out.to(dtype), *leading, rows.shape[0])
 
 
 def _run_ffn(
@@ -690,12 +622,12 @@ def _run_ffn(
     activation: str,
 ) -> torch.Tensor:
     leading, dtype = x.shape[:-1], x.dtype
-    x = _matrix(x)
-    w_up, w_down, w_gate = _given(w_up), _given(w_down), _given_or_none(w_gate)
-    b_up, b_gate, b_down = _given_or_none(b_up), _given_or_none(b_gate), _given_or_none(b_down)
+    x = launching.matrix(x)
+    w_up, w_down, w_gate = launching.in_kernel_dtype(w_up, w_down, w_gate)
+    b_up, b_gate, b_down = launching.in_kernel_dtype(b_up, b_gate, b_down)
     rows = rows.contiguous()
     (m, k), k_out, count = x.shape, w_down.shape[1], rows.shape[0]
-    with runtime.on_device_of(x), _without_autocast(x):
+    with runtime.on_device_of(x), launching.without_autocast(x):
         plan = _plan(x, k, k_out, rows, dtype, gated=w_gate is not None)
         if m == 0 or count == 0 or k_out == 0:
             y = torch.zeros((m, k_out), dtype=x.dtype, device=x.device)
@@ -711,7 +643,7 @@ def _run_ffn(
             pdl = kernels.has_pdl(runtime.properties()) and (plan.strategy == "vector" or count <= kernels.EARLY)
             _run_up(x, w_up, b_up, w_gate, b_gate, rows, activation, plan, h, tickets, pdl)
             _run_down(h, w_down, b_down, rows, plan, y, rows if tickets is None else tickets, pdl)
-    return y.to(dtype).reshape(*leading, k_out)
+    return launching.reshaped(y.to(dtype), *leading, k_out)
 
 
 def _run_gather_backward(
@@ -725,10 +657,10 @@ def _run_gather_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     needs_dx, needs_dw, needs_db = needs
     leading, dtype, (n, k) = x.shape[:-1], x.dtype, weight.shape
-    x, dout = _matrix(x), _matrix(dout)
-    weight, bias = _given(weight), _given_or_none(bias)
+    x, dout = launching.matrix(x), launching.matrix(dout)
+    weight, bias = launching.in_kernel_dtype(weight, bias)
     rows = rows.contiguous()
-    with runtime.on_device_of(x), _without_autocast(x):
+    with runtime.on_device_of(x), launching.without_autocast(x):
         plan = _plan(x, k, k, rows, dtype)
         columns = _padded(rows.shape[0])
         dz = _pad(dout, columns)
@@ -747,7 +679,7 @@ def _run_gather_backward(
 
 
 def _column_sums(dz: torch.Tensor) -> torch.Tensor:
-    return dz.sum(0, dtype=_accumulator(dz.dtype)).to(dz.dtype)
+    return dz.sum(0, dtype=launching.accumulator(dz.dtype)).to(dz.dtype)
 
 
 def _pad(h: torch.Tensor, columns: int) -> torch.Tensor:
@@ -771,12 +703,12 @@ def _run_ffn_backward(
 ) -> list[torch.Tensor]:
     needs_dx, needs_up, needs_down, needs_gate, needs_bu, needs_bg, needs_bd = needs
     leading, dtype, (n, k), k_out = x.shape[:-1], x.dtype, w_up.shape, w_down.shape[1]
-    x, dy = _matrix(x), _matrix(dy)
-    w_up, w_down, w_gate = _given(w_up), _given(w_down), _given_or_none(w_gate)
-    b_up, b_gate = _given_or_none(b_up), _given_or_none(b_gate)
+    x, dy = launching.matrix(x), launching.matrix(dy)
+    w_up, w_down, w_gate = launching.in_kernel_dtype(w_up, w_down, w_gate)
+    b_up, b_gate = launching.in_kernel_dtype(b_up, b_gate)
     rows = rows.contiguous()
     count = rows.shape[0]
-    with runtime.on_device_of(x), _without_autocast(x):
+    with runtime.on_device_of(x), launching.without_autocast(x):
         plan = _plan(x, k, k_out, rows, dtype)
         columns = _padded(count)
         u = _products(x, w_up, b_up, None, None, rows, "none", plan, columns)

@@ -1,6 +1,5 @@
 """The public functions, their custom operators, and the launches."""
 
-import contextlib
 import dataclasses
 import math
 from typing import Any, Optional
@@ -8,18 +7,15 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.sparse_linear import kernels
 
 # isort: split
 import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
-_TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
 BOX = 64  # features that one tensor descriptor's load takes from a chunk
 
 
@@ -60,8 +56,8 @@ def sparse_linear(
         ValueError: a shape, a device, ``chunk_size``, ``mode`` or (where they are checked) an id is not as above.
     """
     op = "sparse_linear"
-    x, weight, bias = _autocast(x, weight, bias)
-    _check_features(op, x, "weight", weight, bias)
+    x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
+    _check_features(op, x, weight, bias)
     arguments.check_choice(op, "mode", mode, MODES)
     _check_chunks(op, active_chunks, chunk_size, x)
     if active_chunks is None or mode == "dense":
@@ -92,8 +88,8 @@ def sparse_forward(
     Raises: as :func:`sparse_linear`.
     """
     op = "sparse_forward"
-    x, weight, bias = _autocast(x, weight, bias)
-    _check_features(op, x, "weight", weight, bias)
+    x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
+    _check_features(op, x, weight, bias)
     _check_chunks(op, active_chunks, chunk_size, x, required=True)
     y: torch.Tensor = _forward(x, weight, bias, active_chunks, chunk_size, weight.shape[0], compact, False)
     return y
@@ -123,10 +119,10 @@ def sparse_dw(
     Raises: as :func:`sparse_linear`.
     """
     op = "sparse_dw"
-    x, dy = _autocast(x, dy)
+    x, dy = arguments.in_autocast_dtype(x, dy)
     arguments.check_tensor(op, "x", x)
     arguments.check_tensor(op, "dy", dy)
-    _check_same_dtype(op, x, dy=dy)
+    arguments.check_same_dtype(op, x=x, dy=dy)
     for name, value in (("x", x), ("dy", dy)):
         if value.ndim == 0:
             raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
@@ -153,10 +149,10 @@ def sparse_dx(
     Raises: as :func:`sparse_linear`.
     """
     op = "sparse_dx"
-    dy, weight = _autocast(dy, weight)
+    dy, weight = arguments.in_autocast_dtype(dy, weight)
     arguments.check_tensor(op, "dy", dy)
     arguments.check_tensor(op, "weight", weight)
-    _check_same_dtype(op, dy, name="dy", weight=weight)
+    arguments.check_same_dtype(op, dy=dy, weight=weight)
     if weight.ndim != 2:
         raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(weight.shape)}")
     if dy.ndim == 0:
@@ -189,9 +185,9 @@ def sparse_backward(
     Raises: as :func:`sparse_linear`.
     """
     op = "sparse_backward"
-    _check_features(op, x, "weight", weight, None)
+    _check_features(op, x, weight, None)
     arguments.check_tensor(op, "dy", dy)
-    _check_same_dtype(op, x, dy=dy)
+    arguments.check_same_dtype(op, x=x, dy=dy)
     arguments.check_shape(op, "dy", dy, (*x.shape[:-1], weight.shape[0]))
     arguments.check_same_device(op, x=x, dy=dy)
     _check_chunks(op, active_chunks, chunk_size, x, required=True)
@@ -202,37 +198,13 @@ def sparse_backward(
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype where it is on, as it does for ``F.linear``."""
-    first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
-
-
-def _check_same_dtype(op: str, first: torch.Tensor, *, name: str = "x", **others: torch.Tensor | None) -> None:
-    for other_name, other in others.items():
-        if other is not None and other.dtype != first.dtype:
-            raise TypeError(f"{op}: {other_name} must have the dtype of {name} ({first.dtype}), got {other.dtype}")
-
-
-def _check_features(op: str, x: torch.Tensor, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    arguments.check_tensor(op, "x", x)
-    arguments.check_tensor(op, name, weight)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    if weight.ndim != 2:
-        raise ValueError(f"{op}: {name} must have two dimensions, got shape {tuple(weight.shape)}")
-    arguments.check_shape(op, name, weight, (weight.shape[0], x.shape[-1]))
+def _check_features(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    arguments.check_linear(op, x, "weight", weight)
     if bias is not None:
         arguments.check_tensor(op, "bias", bias)
         arguments.check_shape(op, "bias", bias, weight.shape[:1])
-    _check_same_dtype(op, x, weight=weight, bias=bias)
-    arguments.check_same_device(op, x=x, weight=weight, bias=bias)
+        arguments.check_same_dtype(op, x=x, bias=bias)
+        arguments.check_same_device(op, x=x, bias=bias)
 
 
 def _check_chunks(op: str, ids: object, chunk_size: object, x: torch.Tensor, *, required: bool = False) -> None:
@@ -246,7 +218,7 @@ def _check_chunks(op: str, ids: object, chunk_size: object, x: torch.Tensor, *, 
 
 
 def _check_ids(op: str, ids: torch.Tensor, d_out: int, chunk: int) -> None:
-    arguments.check_index_values(op, "active_chunks", ids, _cdiv(d_out, chunk), unique=True)
+    arguments.check_index_values(op, "active_chunks", ids, launching.cdiv(d_out, chunk), unique=True)
 
 
 # --- custom operators -----------------------------------------------------------------------------------------------
@@ -264,8 +236,9 @@ def _linear(
     mode: str,
 ) -> torch.Tensor:
     _check_ids("sparse_linear", active_chunks, weight.shape[0], chunk_size)
-    with _without_autocast(x):
-        return F.linear(x, weight, bias)
+    with launching.without_autocast(x):
+        y = F.linear(x, weight, bias)
+    return launching.reshaped(y, *y.shape)
 
 
 @_linear.register_fake
@@ -301,7 +274,7 @@ def _linear_backward(
         dy, x, weight, needs_dx and not dense_dx, needs_dw, needs_db,
     )  # fmt: skip
     if dense_dx:
-        with _without_autocast(dy):
+        with launching.without_autocast(dy):
             dx = dy @ weight
     return dx, dw, db
 
@@ -484,11 +457,6 @@ _dx.register_autograd(_dx_autograd, setup_context=_setup_dx)
 # A small backward pass is over in 15 microseconds, so what the host does here counts.
 
 
-def _cdiv(a: int, b: int) -> int:
-    """``triton.cdiv``, without the wrapper that lets kernels call it too."""
-    return -(-a // b)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Problem:
     """The active chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are compact."""
@@ -502,7 +470,7 @@ class _Problem:
 
     @property
     def num_chunks(self) -> int:
-        return _cdiv(self.d_out, self.chunk)
+        return launching.cdiv(self.d_out, self.chunk)
 
     @property
     def count(self) -> int:
@@ -530,21 +498,6 @@ class _Problem:
         return {"CHUNK": self.chunk, "ALIGN": kernels.alignment(self.chunk)}
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(M, N) for (..., N), a view where the strides allow it, as kernels take it."""
-    if x.ndim == 2 and not runtime.INTERPRET:
-        return x
-    return x.to(runtime.kernel_dtype(x.dtype)).reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
 def _strategy(problem: _Problem, dtype: torch.dtype, m: int, d_in: int, *operands: torch.Tensor | None) -> str:
     """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place."""
     compact = problem.y_compact or problem.w_compact or problem.dw_compact
@@ -560,9 +513,7 @@ def _strategy(problem: _Problem, dtype: torch.dtype, m: int, d_in: int, *operand
 
 def _wide(tensor: torch.Tensor) -> bool:
     """Whether rows or columns are contiguous and all begin on 16 bytes."""
-    by_row, by_column = tensor.stride()
-    step = by_row if by_column == 1 else by_column if by_row == 1 else 1
-    return step * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return launching.has_aligned_rows(tensor) or launching.has_aligned_rows(tensor.t())
 
 
 def _backward(
@@ -587,12 +538,12 @@ def _backward(
     if m == 0 or problem.count == 0:
         dx.zero_(), dw.zero_(), db.zero_()
     else:
-        dy = _rows(dy)
-        x = _rows(x) if x is not None and needs_dw else None
-        weight = _rows(weight) if weight is not None and needs_dx else None
+        dy = launching.matrix(dy)
+        x = launching.matrix(x) if x is not None and needs_dw else None
+        weight = launching.matrix(weight) if weight is not None and needs_dx else None
         strategy = _strategy(problem, dtype, m, d_in, dy, x, weight)
         if strategy == "dense":
-            with _without_autocast(dy):
+            with launching.without_autocast(dy):
                 if weight is not None:
                     torch.mm(dy, weight, out=dx)
                 if x is not None:
@@ -604,41 +555,20 @@ def _backward(
             # db alone comes with packing; it is a sum, not a product.
             products = d_in > 0 and (needs_dx or needs_dw)
             run = _run_tiles if strategy == "tiles" and products else _run_packed
-            with runtime.on_device_of(dy), _without_autocast(dy):
+            with runtime.on_device_of(dy), launching.without_autocast(dy):
                 run(problem, dy, x, weight, dx, dw, db, needs_db)
     return (
-        dx.to(dtype).reshape(*leading, d_in) if needs_dx else dx.to(dtype),
+        launching.reshaped(dx.to(dtype), *leading, d_in) if needs_dx else dx.to(dtype),
         dw.to(dtype),
         db.to(dtype),
     )
-
-
-def _without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-
-
-def _strided(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """The matrix and its strides; any tensor where there is none, since the kernel won't touch it."""
-    return (stand_in, 0, 0) if tensor is None else (tensor, tensor.stride(0), tensor.stride(1))
-
-
-def _box(tensor: torch.Tensor | None, rows: int, columns: int) -> TensorDescriptor:
-    assert tensor is not None
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])
 
 
 def _in_boxes(problem: _Problem, *tensors: torch.Tensor | None) -> bool:
     """Whether tensor descriptors can read the matrices: chunks of whole boxes, contiguous rows that start on 16 bytes."""
     if problem.chunk % BOX or problem.y_compact or problem.w_compact or problem.d_out >= 2**30:
         return False
-    for t in tensors:
-        if t is not None:
-            step, within = t.stride()
-            if within != 1 or step <= 0 or step * t.element_size() % 16 or t.data_ptr() % 16:
-                return False
-    return True
+    return all(t is None or launching.has_aligned_rows(t) for t in tensors)
 
 
 def _run_tiles(
@@ -676,15 +606,15 @@ def _launch_tiles(
 ) -> None:
     m, d_in = dy.shape[0], (x if x is not None else weight).shape[1]  # type: ignore[union-attr]
     config, split = plan.config, plan.split if x is not None else 1
-    acc = _accumulator(dy.dtype)
+    acc = launching.accumulator(dy.dtype)
     blocks = config.kwargs
     r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
-    columns = _cdiv(d_in, d)
-    num_dw = _cdiv(problem.active, r) * columns * split if x is not None else 0
-    num_dx = _cdiv(m, r) * columns if weight is not None else 0
+    columns = launching.cdiv(d_in, d)
+    num_dw = launching.cdiv(problem.active, r) * columns * split if x is not None else 0
+    num_dx = launching.cdiv(m, r) * columns if weight is not None else 0
     with_zero = x is not None and not problem.dw_compact and split == 1
     num_zero = problem.num_chunks if with_zero else 0
-    dx_first = num_dw > 0 and num_dx > 0 and problem.active > _cdiv(m, split)
+    dx_first = num_dw > 0 and num_dx > 0 and problem.active > launching.cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
     to_dw, to_db = dw, db
     if split > 1:
@@ -693,14 +623,14 @@ def _launch_tiles(
     dw_boxes = plan.boxes and x is not None and r % BOX == 0
     dx_boxes = plan.boxes and weight is not None and problem.chunk % k == 0
     boxes = (
-        *((_box(x, k, d), _box(dy, k, BOX)) if dw_boxes else (None, None)),
-        *((_box(dy, r, k), _box(weight, k, d)) if dx_boxes else (None, None)),
+        *((launching.box(x, k, d), launching.box(dy, k, BOX)) if x is not None and dw_boxes else (None, None)),
+        *((launching.box(dy, r, k), launching.box(weight, k, d)) if weight is not None and dx_boxes else (None, None)),
     )
     kernels._sparse_linear_bwd_tiles_kernel[(num_dw + num_dx + num_zero,)](
         problem.ids,
-        *_strided(x, dy),
-        *_strided(dy, dy),
-        *_strided(weight, dy),
+        *launching.strided(x, 2, dy),
+        dy, *dy.stride(),
+        *launching.strided(weight, 2, dy),
         dx,
         to_dw, to_db,
         *boxes,
@@ -711,7 +641,7 @@ def _launch_tiles(
         DY_COMPACT=problem.y_compact, W_COMPACT=problem.w_compact, DW_COMPACT=problem.dw_compact,
         WITH_DW=x is not None, WITH_DB=needs_db, WITH_DX=weight is not None, WITH_ZERO=with_zero,
         DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_boxes, DX_BOXES=dx_boxes, BOX=BOX,
-        ACC=_TL_DTYPE[acc], PRECISION=_precision(), EVEN_M=m % k == 0,
+        ACC=launching.tl_accumulator(acc), PRECISION=launching.precision(), EVEN_M=m % k == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -727,23 +657,23 @@ def _pack(
     A ``compact`` source has the active columns only; those of a shorter chunk that are none become zero.
     """
     m = source.shape[0]
-    acc = _accumulator(source.dtype)
+    acc = launching.accumulator(source.dtype)
     blocks = kernels.PACK_CONFIG.kwargs
-    programs = _cdiv(m, blocks["ROWS"])
+    programs = launching.cdiv(m, blocks["ROWS"])
     shape = (m if copy else 0, problem.active)
     transposed = source.stride(0) == 1 and source.stride(1) != 1
     packed = torch.empty(shape[::-1] if transposed else shape, dtype=source.dtype, device=source.device)
     packed = packed.t() if transposed else packed
     partial = torch.empty((programs if sums else 0, problem.active), dtype=acc, device=source.device)
-    kernels._sparse_linear_pack_kernel[(_cdiv(problem.active, blocks["BLOCK_N"]), programs)](
+    kernels._sparse_linear_pack_kernel[(launching.cdiv(problem.active, blocks["BLOCK_N"]), programs)](
         problem.ids,
-        *_strided(source, source),
-        *_strided(packed, packed),
+        source, *source.stride(),
+        packed, *packed.stride(),
         partial,
         m, problem.d_out, problem.count,
         **problem.constants,
         SRC_COMPACT=compact, WITH_COPY=copy, WITH_SUMS=sums,
-        ACC=_TL_DTYPE[acc],
+        ACC=launching.tl_accumulator(acc),
         **blocks, num_warps=kernels.PACK_CONFIG.num_warps,
     )  # fmt: skip
     return packed, partial if sums else None
@@ -761,19 +691,18 @@ def _place(
     """(SPLIT, A * chunk, M) summed into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
     copy = source is not None and target is not None
     m = target.shape[1] if target is not None and copy else 0
-    stand_in = problem.ids if not copy else target
-    acc = _accumulator(total.dtype)
-    grid = (problem.count if compact else problem.num_chunks, max(1, _cdiv(m, kernels.PLACE_BLOCK_M)))
+    acc = launching.accumulator(total.dtype)
+    grid = (problem.count if compact else problem.num_chunks, max(1, launching.cdiv(m, kernels.PLACE_BLOCK_M)))
     kernels._sparse_linear_place_kernel[grid](
         problem.ids,
-        *((source, *source.stride()) if copy and source is not None else (stand_in, 0, 0, 0)),
-        *_strided(target if copy else None, problem.ids),
+        *launching.strided(source if copy else None, 3, problem.ids),
+        *launching.strided(target if copy else None, 2, problem.ids),
         sums if sums is not None else problem.ids,
         total,
         m, problem.d_out, problem.count, sums.shape[0] if sums is not None else 0,
         CHUNK=problem.chunk, COMPACT=compact, SPLIT=source.shape[0] if source is not None else 1,
         WITH_COPY=copy, WITH_SUMS=sums is not None,
-        ACC=_TL_DTYPE[acc],
+        ACC=launching.tl_accumulator(acc),
         BLOCK_N=triton.next_power_of_2(problem.chunk), BLOCK_M=kernels.PLACE_BLOCK_M, BLOCK_A=kernels.BLOCK_A,
         num_warps=8,
     )  # fmt: skip
@@ -812,19 +741,20 @@ def _run_forward(problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias:
     kernel_dtype = runtime.kernel_dtype(dtype)
     if m == 0 or problem.y_columns == 0 or problem.count == 0:
         y = torch.zeros((m, problem.y_columns), dtype=dtype, device=x.device)
-        return y.reshape(*leading, problem.y_columns)
-    rows, weight_rows = _rows(x), _rows(weight)
+        return launching.reshaped(y, *leading, problem.y_columns)
+    rows, weight_rows = launching.matrix(x), launching.matrix(weight)
     strategy = _strategy(problem, dtype, m, d_in, rows, weight_rows)
     if strategy == "dense":
-        with _without_autocast(x):
-            return F.linear(x, weight, bias)
+        with launching.without_autocast(x):
+            y = F.linear(x, weight, bias)
+        return launching.reshaped(y, *y.shape)
     problem = problem.with_contiguous_ids()
     bias = None if bias is None else bias.to(kernel_dtype)
     y = torch.empty((m, problem.y_columns), dtype=kernel_dtype, device=x.device)
     run = _run_forward_tiles if strategy == "tiles" and d_in > 0 else _run_forward_packed
-    with runtime.on_device_of(x), _without_autocast(x):
+    with runtime.on_device_of(x), launching.without_autocast(x):
         run(problem, rows, weight_rows, bias, y)
-    return y.to(dtype).reshape(*leading, problem.y_columns)
+    return launching.reshaped(y.to(dtype), *leading, problem.y_columns)
 
 
 def _run_forward_tiles(
@@ -833,19 +763,19 @@ def _run_forward_tiles(
     m, d_in = x.shape
     config = kernels.forward_tiles(m, d_in, problem.active, x.element_size(), runtime.properties())
     blocks = config.kwargs
-    num_tiles = _cdiv(m, blocks["BLOCK_R"]) * _cdiv(problem.active, blocks["BLOCK_D"])
-    num_zero = 0 if problem.y_compact else problem.num_chunks * _cdiv(m, kernels.ZERO_ROWS)
+    num_tiles = launching.cdiv(m, blocks["BLOCK_R"]) * launching.cdiv(problem.active, blocks["BLOCK_D"])
+    num_zero = 0 if problem.y_compact else problem.num_chunks * launching.cdiv(m, kernels.ZERO_ROWS)
     kernels._sparse_linear_fwd_tiles_kernel[(num_tiles + num_zero,)](
         problem.ids,
-        *_strided(x, x),
-        *_strided(weight, x),
-        *((bias, bias.stride(0)) if bias is not None else (x, 0)),
+        x, *x.stride(),
+        *launching.strided(weight, 2, x),
+        *launching.strided(bias, 1, x),
         y, y.stride(0),
         m, d_in, problem.d_out, problem.count,
         num_tiles, (num_tiles + num_zero) // max(num_zero, 1),
         **problem.constants,
         Y_COMPACT=problem.y_compact, W_COMPACT=problem.w_compact, HAS_BIAS=bias is not None,
-        ACC=_TL_DTYPE[_accumulator(x.dtype)], PRECISION=_precision(), EVEN_K=d_in % blocks["BLOCK_K"] == 0,
+        ACC=launching.tl_accumulator(x.dtype), PRECISION=launching.precision(), EVEN_K=d_in % blocks["BLOCK_K"] == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, ZERO_ROWS=kernels.ZERO_ROWS,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
