@@ -216,7 +216,7 @@ def bandwidth_figure(
     columns = 2 if len(figure.axes) == 1 else 1
     lines = math.ceil(len(ax.get_legend_handles_labels()[0]) / columns)
     highest = max(float(np.nanmax(np.asarray(line.get_ydata(), dtype=float))) for line in ax.lines)
-    ax.set_ylim(0, highest / (1 - 0.075 * lines))
+    ax.set_ylim(0, highest / (1 - 0.085 * lines))
     ax.legend(loc="upper left", ncols=columns, fontsize=8.5)
     return finish(figure, rows, own=own) if own_figure else figure
 
