@@ -91,3 +91,13 @@ def test_a_provider_keeps_its_colour() -> None:
     assert all(some[name] == other[name] for name in other)
     assert some["kernelbook"]["color"] == some["kernelbook:locks"]["color"] != some["liger"]["color"]
     assert len({style["color"] for style in some.values()}) == 3
+
+
+def test_titles_and_legends_from_elsewhere_get_the_style_of_the_book() -> None:
+    figure, (ax,) = plots.new_figure()
+    ax.plot([1, 2], label="line")
+    ax.set_title("a title", loc="center")
+    ax.legend(frameon=True)
+    plots.finish(figure, rows())
+    assert (ax.get_title("center"), ax.get_title("left")) == ("", "a title")
+    assert not ax.get_legend().get_frame_on()

@@ -34,6 +34,8 @@ def main() -> int:
         write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR"])
         environment = os.environ | {
             "JUPYTER_PATH": os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")])),
+            # For the extension docstrings.py beside this file.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")])),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # the debugger's warning about frozen modules
         }
         build = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(ROOT)]

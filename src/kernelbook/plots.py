@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -107,7 +108,16 @@ def new_figure(
 
 @_styled
 def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | None = None) -> Figure:
-    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows) under the axes and closes the figure."""
+    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows) under the axes and closes the figure.
+
+    Titles and legends that were added outside of this module get its style.
+    """
+    for ax in figure.axes:
+        if title := ax.get_title("center"):
+            ax.set_title("", loc="center")
+            ax.set_title(title)
+    for legend in [*figure.legends, *(found for ax in figure.axes if (found := ax.get_legend()))]:
+        legend.set_frame_on(False)
     lines = []
     if any(table is not None and len(table) for table in tables):
         lines.append(provenance(*tables))
@@ -201,9 +211,13 @@ def bandwidth_figure(
             ax.axhline(float(ceiling.median()), color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"ceiling: {name}")
     _x_axis(ax, x_label or str(everything["x_name"].iloc[0]), everything["x"])
     ax.set_ylabel("GB/s" if y == "gbs" else "TFLOP/s")
-    ax.set_ylim(bottom=0)
     ax.set_title(title)
-    ax.legend()
+    # The legend lies above all lines: nothing says where there would be room among them.
+    columns = 2 if len(figure.axes) == 1 else 1
+    lines = math.ceil(len(ax.get_legend_handles_labels()[0]) / columns)
+    highest = max(float(np.nanmax(np.asarray(line.get_ydata(), dtype=float))) for line in ax.lines)
+    ax.set_ylim(0, highest / (1 - 0.085 * lines))
+    ax.legend(loc="upper left", ncols=columns, fontsize=8.5)
     return finish(figure, rows, own=own) if own_figure else figure
 
 
@@ -257,8 +271,35 @@ def roofline_points(rows: pd.DataFrame, provider: str = "kernelbook") -> pd.Data
     rows = rows.assign(narrow=narrow, intensity=rows["gflop"] / rows["gbytes"])
     rows = rows.sort_values(["narrow", "gbytes", "tflops"]).drop_duplicates(["op", "mode"], keep="last")
     several = rows.groupby("op")["mode"].transform("nunique") > 1
-    name = rows["op"].where(~several, rows["op"] + ", " + rows["mode"])
+    modes = rows["mode"].str.replace("forward_backward", "forward + backward")
+    name = rows["op"].where(~several, rows["op"] + ", " + modes)
     return rows.assign(name=name).drop(columns="narrow").sort_values("intensity").reset_index(drop=True)
+
+
+def _name_points(ax: Axes, points: pd.DataFrame, color: dict[str, str], *, beside: float) -> None:
+    """Names points: below an intensity of ``beside`` each next to its point, else in a column right of the axes.
+
+    Most kernels that multiply lie close together under the roof. Lines lead from the column to the points.
+    """
+    spacing = 0.052  # of the axes' height
+    points = points.sort_values("tflops", ascending=False)
+    left, right = points.loc[points["intensity"] < beside], points.loc[points["intensity"] >= beside]
+    above = math.inf
+    for _, row in left.iterrows():
+        place = (row["intensity"], row["tflops"])
+        height = float(ax.transAxes.inverted().transform(ax.transData.transform(place))[1])
+        above = min(height, above - spacing)
+        lower = (above - height) * ax.bbox.height * 72 / ax.figure.dpi
+        ax.annotate(
+            row["name"], place, xytext=(8, lower), textcoords="offset points", va="center",
+            fontsize=8, color=color[row["op"]],
+        )  # fmt: skip
+    for i, (_, row) in enumerate(right.iterrows()):
+        ax.annotate(
+            row["name"], (row["intensity"], row["tflops"]), xytext=(1.03, 0.97 - spacing * i), textcoords="axes fraction",
+            va="center", fontsize=8, color=color[row["op"]], annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": color[row["op"]], "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)},
+        )  # fmt: skip
 
 
 @_styled
@@ -311,18 +352,9 @@ def roofline_figure(
             ink = color[row["op"]]
             ax.plot(row["intensity"], row["tflops"], "o", color=ink, markerfacecolor="white", markersize=7, zorder=5)
     if points is not None and len(points):
-        per_point = 72 / figure.dpi  # from pixels to the points that text is placed in
-        above = math.inf
-        for _, row in points.sort_values("tflops", ascending=False).iterrows():
-            ink, place = color[row["op"]], (row["intensity"], row["tflops"])
-            ax.plot(*place, "o", color=ink, markersize=7, zorder=4)
-            height = float(ax.transData.transform(place)[1]) * per_point
-            above = min(height - 6, above - 11)  # below its point, and below the name above it
-            right = row["intensity"] < ridge
-            ax.annotate(
-                row["name"], place, xytext=(10 if right else -10, above - height), textcoords="offset points",
-                ha="left" if right else "right", fontsize=8.5, color=ink,
-            )  # fmt: skip
+        for _, row in points.iterrows():
+            ax.plot(row["intensity"], row["tflops"], "o", color=color[row["op"]], markersize=7, zorder=4)
+        _name_points(ax, points, color, beside=ridge / 8)
     for i, (name, value) in enumerate((intensities or {}).items()):
         top = min(middle["bf16_tflops"], value * middle["copy_gbs"] / 1e3)
         ax.plot([value, value], [lowest, top], color=GREY, linewidth=1, zorder=1)
