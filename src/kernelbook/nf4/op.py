@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.nf4 import kernels
 
 # isort: split
@@ -369,12 +369,13 @@ def _(w: torch.Tensor, code: torch.Tensor, block_size: int) -> tuple[torch.Tenso
 
 def _dynamic_code() -> torch.Tensor:
     """(256,): seven decades with 2, 4, ..., 128 values, zero, and one (Dettmers 2015)."""
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are where a model is loaded
     positive = []
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        edges = torch.linspace(0.1, 1, 2**decade + 1, **plain)
         positive.append(10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2))
     below_one = torch.cat(positive)
-    return torch.cat([below_one, -below_one, torch.tensor([0.0, 1.0])]).sort().values
+    return torch.cat([below_one, -below_one, torch.tensor([0.0, 1.0], **plain)]).sort().values
 
 
 def _quantize_absmax(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -454,7 +455,8 @@ def _matmul(
         w = _dequantize(
             packed, absmax, code, nested_absmax, nested_code, nested_offset, experts, shape, block_size, x.dtype
         )
-        return x @ w[0].t()
+        with launching.without_autocast(x):
+            return x @ w[0].t()
     tokens = min(triton.next_power_of_2(m), kernels.MATMUL_TOKENS)
     config = kernels.matmul_config(tokens, n)
     nested = (nested_absmax, nested_code, nested_offset)
@@ -499,7 +501,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     w = _dequantize(*ctx.saved_tensors, ctx.shape, ctx.block_size, dy.dtype)
-    return (dy @ w[0], *[None] * 9)
+    with launching.without_autocast(dy):
+        return (dy @ w[0], *[None] * 9)
 
 
 _matmul.register_autograd(_autograd, setup_context=_setup_context)
