@@ -317,6 +317,8 @@ def nf4_quantize(
     """
     arguments.check_tensor("nf4_quantize", "w", w, dtypes=DTYPES)
     arguments.check_choice("nf4_quantize", "block_size", block_size, BLOCK_SIZES)
+    if not isinstance(code, CodeBook):
+        raise TypeError(f"nf4_quantize: code must be a CodeBook, got {type(code).__name__}")
     if len(code.values) != 16:
         raise ValueError(f"nf4_quantize: code must have 16 values, got {len(code.values)}")
     values = torch.tensor(code.values, dtype=torch.float32, device=w.device)
@@ -421,6 +423,8 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
         arguments.check_indices("nf4_matmul", "expert", experts)
         arguments.check_shape("nf4_matmul", "expert", experts, (1,))
     else:
+        if isinstance(expert, bool) or not isinstance(expert, int | torch.SymInt):
+            raise TypeError(f"nf4_matmul: expert must be an integer or a tensor of one, got {expert!r}")
         experts = torch.full((1,), expert, dtype=torch.int64, device=x.device)
     arguments.check_same_device("nf4_matmul", x=x, q=q.packed, expert=experts)
     y: torch.Tensor = _matmul(
