@@ -423,7 +423,7 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
         arguments.check_indices("nf4_matmul", "expert", experts)
         arguments.check_shape("nf4_matmul", "expert", experts, (1,))
     else:
-        if isinstance(expert, bool) or not isinstance(expert, int | torch.SymInt):
+        if not isinstance(expert, torch.SymInt) and not hasattr(expert, "__index__"):
             raise TypeError(f"nf4_matmul: expert must be an integer or a tensor of one, got {expert!r}")
         experts = torch.full((1,), expert, dtype=torch.int64, device=x.device)
     arguments.check_same_device("nf4_matmul", x=x, q=q.packed, expert=experts)
