@@ -209,6 +209,46 @@ def test_very_large_scores(dtype: torch.dtype, causal: bool) -> None:
     assert all(bool(torch.isfinite(g).all()) for g in grads)
 
 
+@pytest.mark.parametrize("sign", (1, -1))
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=_ids)
+def test_extreme_scales(dtype: torch.dtype, sign: int) -> None:
+    """A scale next to zero averages the values; a large one picks that of the largest score."""
+    q, k, v = _qkv(1, 2, 1, 40, 50, 16, dtype=dtype)
+    tolerance = 4 * torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
+    mean = v.double().mean(dim=2, keepdim=True).expand(q.shape)
+    torch.testing.assert_close(kb.flash_attention(q, k, v, scale=sign * 1e-37).double(), mean, rtol=0, atol=tolerance)
+    scores = sign * (q.double() @ k.double().mT)
+    assert scores.topk(2).values.diff().abs().min() > 1e-4  # no draws
+    picked = v.double()[0, 0, scores.argmax(dim=-1)]
+    torch.testing.assert_close(kb.flash_attention(q, k, v, scale=sign * 1e6).double(), picked, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's maximum
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+def test_nan_stays_where_it_belongs(dtype: torch.dtype, causal: bool) -> None:
+    """In a query: its own row. In a key: the queries that see it, none before."""
+    given = _qkv(1, 2, 2, 150, 150, 32, dtype=dtype)
+    clean = kb.flash_attention(*given, causal=causal)
+    for index, row in ((0, 70), (1, 131)):
+        tensors = [t.clone() for t in given]
+        tensors[index][0, 1, row, 3] = float("nan")
+        out = kb.flash_attention(*tensors, causal=causal)
+        bad = torch.zeros(clean.shape[:3], dtype=torch.bool, device=clean.device)
+        bad[0, 1, row : row + 1 if index == 0 else None] = True
+        if index == 1 and not causal:
+            bad[0, 1] = True
+        assert out[bad].isnan().all()
+        assert torch.equal(out[~bad], clean[~bad])
+
+
+def test_second_derivatives_are_refused() -> None:
+    leaves = [t.requires_grad_() for t in _qkv(1, 1, 1, 5, 5, 16)]
+    (dq,) = torch.autograd.grad(kb.flash_attention(*leaves).square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        torch.autograd.grad(dq.sum(), leaves)
+
+
 def test_equal_scores_average_the_values() -> None:
     q, k, v = _qkv(1, 1, 1, 9, 50, 16)
     mean = v.mean(2, keepdim=True).expand(-1, -1, 9, -1)
@@ -407,13 +447,19 @@ BAD = {
     "causal is a number": (_bad(causal=1), TypeError, "flash_attention: causal must be a bool, got int"),
     "scale is text": (
         _bad(scale="x"),
-        ValueError,
-        "flash_attention: scale must be a finite number or None, got 'x'",
+        TypeError,
+        "flash_attention: scale must be a number or None, got str",
     ),
     "scale is infinite": (
         _bad(scale=math.inf),
         ValueError,
-        "flash_attention: scale must be a finite number or None, got inf",
+        r"flash_attention: scale must be finite and not above 2\.36e\+38 in size, got inf",
+    ),
+    "scale is no number at all": (_bad(scale=math.nan), ValueError, "flash_attention: scale must be finite .* got nan"),
+    "scale that float32 does not hold": (
+        _bad(scale=-1e300),
+        ValueError,
+        r"flash_attention: scale must be finite .* got -1e\+300",
     ),
 }
 

@@ -1,11 +1,14 @@
 """The command line: doctor and bench."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
+import kernelbook
 from kernelbook import cli, runtime, timing
 from kernelbook.layer_norm import op
 
@@ -49,6 +52,12 @@ def test_doctor_fails_when_a_kernel_is_broken(
 
 
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"kernelbook {kernelbook.__version__}\n"
+
+
 def test_bench_refuses_to_measure_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "layer_norm", "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
@@ -61,42 +70,109 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], capsys: pytest.
     assert stop.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
-def _case(ours: Any) -> timing.Case:
-    x = torch.randn(4, 8, device=runtime.DEVICE)
-    problem = timing.Problem(
-        {"torch": lambda: [x + x], "kernelbook": lambda: [ours(x)]}, lambda: [x.double() * 2], lambda: [x + x], 2.0
-    )
-    return timing.Case("double", "forward", torch.float32, {"N": 8}, "N", 8, 1.0, 1.0, lambda: problem)
+def _case(ours: Any, x: float = 8) -> timing.Case:
+    def build() -> timing.Problem:
+        given = torch.randn(4, 8, device=runtime.DEVICE)
+        doubled = [given + given]
+        calls = {"torch": lambda: doubled, "kernelbook": lambda: [ours(given)]}
+        return timing.Problem(calls, lambda: [given.double() * 2], lambda: doubled, 2.0)
+
+    return timing.Case("double", "forward", torch.float32, {"N": 8}, "N", x, 1.0, 1.0, build)
 
 
-@pytest.mark.parametrize(("ours", "code"), ((lambda x: x * 2, 0), (lambda x: x * 2.1, 1)))
-def test_bench_records_what_is_right_only(
-    ours: Any, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Bench:
-        __file__ = str(tmp_path / "room" / "bench.py")
+def _stopped(x: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
 
-        @staticmethod
-        def cases() -> list[timing.Case]:
-            return [_case(ours)]
 
-        @staticmethod
-        def missing_peers() -> list[str]:
-            return ["peer (package peer is not installed)"]
+class _Bench:
+    """What ``bench`` sees of a room: the cases, and a table of another kind after which an error comes."""
 
-    ceilings = timing.Ceilings(4000.0, 700.0, 350.0)
-    monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda") if runtime.HAS_GPU else runtime.DEVICE)
-    monkeypatch.setattr(cli, "_bench_of", lambda room: Bench())
-    monkeypatch.setattr(timing, "measure_ceilings", lambda: ceilings)
+    def __init__(self, folder: Path, *cases: timing.Case, extras_fail: bool = False) -> None:
+        self.__file__ = str(folder / "room" / "bench.py")
+        self.__name__ = "kernelbook.room.bench"
+        self._cases, self._extras_fail = cases, extras_fail
+
+    def cases(self) -> tuple[timing.Case, ...]:
+        return self._cases
+
+    def missing_peers(self) -> list[str]:
+        return ["peer (package peer is not installed)"]
+
+    def extras(self) -> Iterator[tuple[str, tuple[pd.DataFrame, tuple[str, ...]]]]:
+        yield "room_errors", (pd.DataFrame([{"dtype": "float32", "error": 0.5}]), ("dtype",))
+        if self._extras_fail:
+            raise RuntimeError("no second table")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """Runs ``bench`` with the given cases, as on a GPU named fake-gpu, into ``tmp_path``; returns its exit code."""
+    monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(4000.0, 700.0, 350.0))
     monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
-    assert cli.main(["bench", "layer_norm", "--out", str(tmp_path), "--rep-ms", "1"]) == code
+
+    def run(*cases: timing.Case, extras_fail: bool = False) -> int:
+        room = _Bench(tmp_path, *cases, extras_fail=extras_fail)
+        monkeypatch.setattr(cli, "_bench_of", lambda name: room)
+        return cli.main(["bench", "layer_norm", "--out", str(tmp_path), "--rep-ms", "1"])
+
+    return run
+
+
+def _recorded(folder: Path, name: str = "layer_norm") -> list[tuple[str, ...]]:
+    """-> run and x of each row."""
+    path = folder / "fake-gpu" / f"{name}.csv"
+    if not path.exists():
+        return []
+    rows = pd.read_csv(path, dtype=str)
+    return list(rows[["run", "x"] if "x" in rows else ["run"]].itertuples(index=False, name=None))
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(("ours", "code"), ((_double, 0), (lambda x: x * 2.1, 1)))
+def test_bench_records_what_is_right_only(
+    ours: Any, code: int, bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(_case(ours)) == code
     streams = capsys.readouterr()
     assert "left out: peer (package peer is not installed)" in streams.out
-    written = tmp_path / "fake-gpu" / "layer_norm.csv"
     if code == 0:
-        assert "kernelbook" in streams.out and "kernelbook" in written.read_text()
-        run = written.read_text().splitlines()[1].split(",")[0]
-        assert run in (tmp_path / "fake-gpu" / "ceilings.csv").read_text()
+        assert "kernelbook" in streams.out
+        assert {run for run, _ in _recorded(tmp_path)} == {run for (run,) in _recorded(tmp_path, "ceilings")}
+        assert len(_recorded(tmp_path)) == 2
     else:
-        assert "NOT CORRECT, not recorded: double forward" in streams.err and not written.exists()
+        assert "NOT RECORDED: double forward" in streams.err
+        assert not _recorded(tmp_path) and not _recorded(tmp_path, "ceilings")
+    assert (tmp_path / "fake-gpu" / "room_errors.csv").exists()
+
+
+def test_a_bench_that_is_stopped_keeps_what_it_measured(bench: Callable[..., int], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        bench(_case(_double, 1), _case(_double, 2), _case(_stopped, 3), _case(_double, 4))
+    rows = _recorded(tmp_path)
+    assert [x for _, x in rows] == ["1", "1", "2", "2"]
+    assert [(rows[0][0],)] == _recorded(tmp_path, "ceilings") and len({run for run, _ in rows}) == 1
+    assert sorted(p.name for p in (tmp_path / "fake-gpu").iterdir()) == ["ceilings.csv", "layer_norm.csv"]
+
+    # What it did not reach comes later, with the run's own id and ceilings; a row of the same key is replaced.
+    assert bench(_case(_double, 2), _case(_double, 3)) == 0
+    later = _recorded(tmp_path)
+    assert later[:2] == rows[:2] and sorted(x for _, x in later) == ["1", "1", "2", "2", "3", "3"]
+    assert [run == rows[0][0] for run, _ in later] == [True, True, False, False, False, False]
+    assert {(run,) for run, _ in later} == set(_recorded(tmp_path, "ceilings"))
+
+
+def test_a_case_that_raises_does_not_lose_the_others(
+    bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(_case(_raises, 1), _case(_double, 2), extras_fail=True) == 1
+    assert [x for _, x in _recorded(tmp_path)] == ["2", "2"]
+    assert (tmp_path / "fake-gpu" / "room_errors.csv").exists()
+    lost = [line for line in capsys.readouterr().err.splitlines() if line.startswith("NOT RECORDED")]
+    assert lost == [
+        "NOT RECORDED: double forward float32 N=8 N=1: RuntimeError: no such kernel",
+        "NOT RECORDED: kernelbook.room.bench.extras: RuntimeError: no second table",
+    ]

@@ -1,6 +1,8 @@
 """PEFT's LoRA on expert parameters, used without merging, against PEFT's own way through the eager experts."""
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,69 @@ def test_merged_and_unmerged_agree() -> None:
     assert not torch.allclose(unmerged, tiny_model("qwen3_moe", num_hidden_layers=1)(ids).logits, atol=1e-2)
 
 
+def test_merging_into_4_bit_experts_is_refused() -> None:
+    """PEFT alone would add to a dense copy and lose it, with the adapter taken for merged."""
+    model, _ = _in_4_bits("qwen3_moe")
+    interop.use_kernels(model)
+    ids = tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        for merge in (model.merge_adapter, lambda: model.merge_adapter(safe_merge=True)):
+            with pytest.raises(ValueError, match=r"merge: .*_proj must be dense to take up LoRA pairs, got NF4Tensor"):
+                merge()
+            model.unmerge_adapter()
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantize", (False, True), ids=("dense", "4-bit"))
+def test_the_whole_model_compiles_to_one_graph(quantize: bool) -> None:
+    model, ids = _with_lora("qwen3_moe"), tokens()
+    if quantize:
+        interop.quantize_experts(model, block_size=32)
+    interop.use_kernels(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = []
+    for each in (compiled, model):
+        model.zero_grad()
+        loss = each(ids, labels=ids).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
+
+
+def test_copies_are_independent() -> None:
+    model, _ = _in_4_bits("olmoe")
+    interop.use_kernels(model)
+    ids, other = tokens(), copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for parameter in other.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+        assert not torch.allclose(other(ids).logits, expected, atol=1e-3)
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_the_lines_that_the_chapter_gives_run_as_they_are() -> None:
+    chapter = json.loads((Path(__file__).parents[1] / "notebooks" / "together.ipynb").read_text())
+    [lines] = [
+        code
+        for cell in chapter["cells"]
+        if cell["cell_type"] == "markdown"
+        for code in re.findall(r"```python\n(.*?)```", "".join(cell["source"]), re.DOTALL)
+        if "get_peft_model(" in code
+    ]
+    given: dict[str, Any] = {"get_peft_model": peft.get_peft_model, "LoraConfig": peft.LoraConfig}
+    given["model"] = tiny_model("qwen3_moe", num_hidden_layers=1)
+    exec(lines, given)  # noqa: S102  the chapter's own lines
+    ids = tokens()
+    found = losses(given["model"], ids, steps=4)
+    assert found[-1] < found[0]
+    trained = [name for name, p in given["model"].named_parameters() if p.grad is not None]
+    assert sum("experts" in name for name in trained) == 4
+
+
 def test_switched_off_disabled_and_on_again() -> None:
     model, ids = interop.use_kernels(_with_lora("olmoe")), tokens()
     with torch.no_grad():
@@ -130,11 +195,12 @@ def test_training_goes_the_same_way(name: str) -> None:
     assert losses(interop.use_kernels(model), ids) == pytest.approx(expected, rel=1e-4)
 
 
-def test_activation_checkpointing() -> None:
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_activation_checkpointing(reentrant: bool) -> None:
     model = _with_lora("qwen3_moe")
 
     def checkpointed(model: Any) -> Any:
-        interop.use_kernels(model).gradient_checkpointing_enable({"use_reentrant": False})
+        interop.use_kernels(model).gradient_checkpointing_enable({"use_reentrant": reentrant})
         return model.train()
 
     assert_as_eager(model, checkpointed)

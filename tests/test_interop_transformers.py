@@ -2,6 +2,7 @@
 
 import copy
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,11 +37,20 @@ def test_registering_is_enough_for_transformers_own_switch() -> None:
     assert torch.equal(model(ids).logits, expected)
 
 
+def test_a_saved_model_is_loaded_onto_the_kernels(tmp_path: Path) -> None:
+    interop.register()
+    model, ids = interop.use_kernels(tiny_model("qwen3_moe")), tokens()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, experts_implementation=interop.NAME).to(runtime.DEVICE)
+    assert again.config._experts_implementation == interop.NAME
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
 def test_the_kernels_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = interop.use_kernels(tiny_model("mixtral"))
     calls = []
-    real = moe.scatter2scatter
-    monkeypatch.setattr(moe, "scatter2scatter", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    real = moe.moe_lora
+    monkeypatch.setattr(moe, "moe_lora", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
     with torch.no_grad():
         model(tokens())
     assert len(calls) == 2 * model.config.num_hidden_layers

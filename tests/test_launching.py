@@ -1,9 +1,14 @@
 """What launches have in common: tensors, strides and dtypes as kernels take them."""
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from kernelbook import launching, runtime
 
@@ -84,3 +89,46 @@ def test_a_box_reads_a_tensor_in_pieces() -> None:
     box = launching.box(x, 2, 4)
     assert box.base is x and box.block_shape == [2, 4]
     assert list(box.shape) == [6, 4] and list(box.strides) == [8, 1]
+
+
+class _Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Sub(torch.Tensor):
+    pass
+
+
+def test_plain_calls() -> None:
+    """Ordinary tensors that record nothing, and only where nobody listens."""
+    x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
+    assert launching.is_plain(x, None, torch.nn.Parameter(x, requires_grad=False))
+    assert launching.is_plain()
+    assert not launching.is_plain(x, leaf)
+    with torch.no_grad():
+        assert launching.is_plain(x, leaf)
+    with torch.inference_mode():
+        assert launching.is_plain(x)
+    for other in (torch.empty(2, device="meta"), x.as_subclass(_Sub)):
+        assert not launching.is_plain(x, other)
+    for mode in (FakeTensorMode, _Passing, torch.autograd.forward_ad.dual_level, torch.profiler.profile):
+        with mode():
+            assert not launching.is_plain(x)
+    assert launching.is_plain(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_a_call_that_is_traced_is_not_plain() -> None:
+    found = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(launching.is_plain(x))
+        return x + 1 if found[-1] else x - 1
+
+    x = torch.ones(2, 3)
+    assert torch.equal(torch.compile(look, backend="eager")(x), x - 1)
+    assert torch.equal(torch.vmap(look)(x), x - 1)
+    assert torch.equal(make_fx(look)(x)(x), x - 1)
+    assert torch.equal(torch.jit.trace(look, (x,), check_trace=False)(x), x - 1)
+    assert not any(found)

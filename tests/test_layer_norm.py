@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import far_apart, label, randn
 
 import kernelbook as kb
 from kernelbook import check, runtime
@@ -17,10 +18,6 @@ from kernelbook.nn import LayerNorm
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BACKWARDS = ("partials", "locks")
 EPS = 1e-5
-
-
-def _ids(value: Any) -> str:
-    return str(value).removeprefix("torch.").replace(" ", "")
 
 
 def _torch(x: torch.Tensor, weight: Any = None, bias: Any = None) -> torch.Tensor:
@@ -42,65 +39,61 @@ def _check(x: torch.Tensor, weight: Any, bias: Any, backward: str = "partials") 
     )
 
 
-def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
-
-
 # Rows that share a tile, one tile, several tiles, rows that two programs share, rows that are looped over.
 SHAPES = ((1, 1), (1, 97), (7, 1), (13, 64), (101, 31), (5, 1031), (3, 2053), (5, 4096), (2, 5003), (2, 9001))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
-@pytest.mark.parametrize("shape", SHAPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("shape", SHAPES, ids=label)
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, backward: str) -> None:
     n = shape[1]
-    _check(_randn(*shape, dtype=dtype), _randn(n, dtype=dtype), _randn(n, dtype=dtype), backward)
+    _check(randn(*shape, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), backward)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("n", (13_000, 40_000))
 def test_rows_beyond_one_tile(n: int, dtype: torch.dtype) -> None:
-    _check(_randn(3, n, dtype=dtype), _randn(n, dtype=dtype), _randn(n, dtype=dtype))
+    _check(randn(3, n, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype))
 
 
 @pytest.mark.parametrize("with_weight", (True, False))
 @pytest.mark.parametrize("with_bias", (True, False))
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_weight_and_bias_are_optional(with_weight: bool, with_bias: bool, backward: str) -> None:
-    x = _randn(5, 33)
-    _check(x, _randn(33) if with_weight else None, _randn(33) if with_bias else None, backward)
+    x = randn(5, 33)
+    _check(x, randn(33) if with_weight else None, randn(33) if with_bias else None, backward)
 
 
 @pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")))
 def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
-    inputs = {"x": _randn(5, 33), "weight": _randn(33), "bias": _randn(33)}
+    inputs = {"x": randn(5, 33), "weight": randn(33), "bias": randn(33)}
     check.check_op(kb.layer_norm, _reference, inputs, grads=needed, baseline=_torch)
 
 
 def _layouts() -> dict[str, torch.Tensor]:
     return {
-        "transposed": _randn(40, 6).T,
-        "every other row": _randn(12, 40)[::2],
-        "every other column": _randn(6, 80)[:, ::2],
-        "expanded": _randn(1, 40).expand(6, 40),
-        "offset": _randn(6, 41)[:, 1:],
-        "three dimensions": _randn(2, 3, 40),
-        "permuted": _randn(3, 2, 40).permute(1, 0, 2),
-        "one dimension": _randn(40),
+        "transposed": randn(40, 6).T,
+        "every other row": randn(12, 40)[::2],
+        "every other column": randn(6, 80)[:, ::2],
+        "expanded": randn(1, 40).expand(6, 40),
+        "offset": randn(6, 41)[:, 1:],
+        "three dimensions": randn(2, 3, 40),
+        "permuted": randn(3, 2, 40).permute(1, 0, 2),
+        "one dimension": randn(40),
     }
 
 
 @pytest.mark.parametrize("name", _layouts())
 def test_layouts(name: str) -> None:
-    _check(_layouts()[name], _randn(80)[::2], _randn(1).expand(40))
+    _check(_layouts()[name], randn(80)[::2], randn(1).expand(40))
 
 
 def test_gradient_of_any_layout() -> None:
-    x, w = _randn(6, 40).requires_grad_(), _randn(40)
+    x, w = randn(6, 40).requires_grad_(), randn(40)
     expected = torch.autograd.grad(_torch(x, w).sum(), x)[0]
     torch.testing.assert_close(torch.autograd.grad(kb.layer_norm(x, w).sum(), x)[0], expected)
-    dy = _randn(40, 6).T
+    dy = randn(40, 6).T
     expected = torch.autograd.grad(_torch(x, w), x, dy)[0]
     torch.testing.assert_close(torch.autograd.grad(kb.layer_norm(x, w), x, dy)[0], expected)
 
@@ -114,19 +107,19 @@ def test_gradient_of_any_layout() -> None:
     shift=st.sampled_from((0.0, 10.0)),
 )
 def test_any_shape(m: int, n: int, dtype: torch.dtype, backward: str, scale: float, shift: float) -> None:
-    x = _randn(m, n).mul(scale).add(shift).to(dtype)
-    _check(x, _randn(n, dtype=dtype), _randn(n, dtype=dtype), backward)
+    x = randn(m, n).mul(scale).add(shift).to(dtype)
+    _check(x, randn(n, dtype=dtype), randn(n, dtype=dtype), backward)
 
 
 def test_a_large_mean_does_not_cancel() -> None:
-    x = _randn(4, 500) + 1000.0
+    x = randn(4, 500) + 1000.0
     check.compare("out", kb.layer_norm(x), _reference(x.double()), _torch(x)).require()
-    wide = _randn(2, 40_000) + 1000.0
+    wide = randn(2, 40_000) + 1000.0
     check.compare("out", kb.layer_norm(wide), _reference(wide.double()), _torch(wide)).require()
 
 
 def test_mixed_dtypes() -> None:
-    x, w, b = _randn(6, 40, dtype=torch.float16), _randn(40), _randn(40, dtype=torch.bfloat16)
+    x, w, b = randn(6, 40, dtype=torch.float16), randn(40), randn(40, dtype=torch.bfloat16)
     leaves = [t.requires_grad_() for t in (x, w, b)]
     y = kb.layer_norm(*leaves)
     assert y.dtype == torch.float16
@@ -139,14 +132,14 @@ def test_mixed_dtypes() -> None:
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("n", (5, 1030))
 def test_gradcheck(n: int, backward: str) -> None:
-    leaves = [t.double().requires_grad_() for t in (_randn(3, n), _randn(n), _randn(n))]
+    leaves = [t.double().requires_grad_() for t in (randn(3, n), randn(n), randn(n))]
     assert torch.autograd.gradcheck(
         lambda x, w, b: kb.layer_norm(x, w, b, backward=backward), leaves, fast_mode=n > 100
     )
 
 
 def test_the_backward_reference_is_the_gradient() -> None:
-    x, w, dy = _randn(4, 9).double().requires_grad_(), _randn(9).double(), _randn(4, 9).double()
+    x, w, dy = randn(4, 9).double().requires_grad_(), randn(9).double(), randn(4, 9).double()
     b = torch.zeros_like(w).requires_grad_()
     w.requires_grad_()
     expected = torch.autograd.grad(_reference(x, w, b), (x, w, b), dy)
@@ -157,11 +150,9 @@ def test_the_backward_reference_is_the_gradient() -> None:
 # --- PyTorch's machinery --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 def test_opcheck(dtype: torch.dtype) -> None:
-    x, w, b = (
-        t.requires_grad_() for t in (_randn(5, 24, dtype=dtype), _randn(24, dtype=dtype), _randn(24, dtype=dtype))
-    )
+    x, w, b = (t.requires_grad_() for t in (randn(5, 24, dtype=dtype), randn(24, dtype=dtype), randn(24, dtype=dtype)))
     for arguments in ((x, w, b), (x, None, None), (x, w, None)):
         torch.library.opcheck(torch.ops.kernelbook.layer_norm.default, (*arguments, EPS, dtype, "partials"))
     y, mean, rstd = torch.ops.kernelbook.layer_norm(x.detach(), w.detach(), b.detach(), EPS, dtype, "partials")
@@ -179,7 +170,7 @@ def test_torch_compile(dynamic: bool) -> None:
         lambda x, w, b: kb.layer_norm(x * 2, w, b) + 1, fullgraph=True, dynamic=dynamic, backend=backend
     )
     for m in (4, 6):
-        leaves = [t.requires_grad_() for t in (_randn(m, 24), _randn(24), _randn(24))]
+        leaves = [t.requires_grad_() for t in (randn(m, 24), randn(24), randn(24))]
         ours, plain = compiled(*leaves), _torch(leaves[0] * 2, *leaves[1:]) + 1
         torch.testing.assert_close(ours, plain)
         dy = torch.randn_like(plain)
@@ -189,7 +180,7 @@ def test_torch_compile(dynamic: bool) -> None:
 
 def test_autocast_gives_the_dtype_that_pytorch_gives() -> None:
     kind = runtime.DEVICE.type
-    x, w, b = _randn(5, 24, dtype=torch.bfloat16).requires_grad_(), _randn(24).requires_grad_(), _randn(24)
+    x, w, b = randn(5, 24, dtype=torch.bfloat16).requires_grad_(), randn(24).requires_grad_(), randn(24)
     with torch.autocast(kind, dtype=torch.bfloat16):
         ours = kb.layer_norm(x, w, b)
     # On the CPU PyTorch's autocast leaves layer_norm alone; on a GPU it runs in float32.
@@ -208,7 +199,7 @@ def test_a_module_trains_like_pytorchs() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
-            loss = (module(_randn(8, 24)) - 1).square().mean()
+            loss = (module(randn(8, 24)) - 1).square().mean()
             loss.backward()
             optimizer.step()
         losses.append(loss.detach())
@@ -216,17 +207,17 @@ def test_a_module_trains_like_pytorchs() -> None:
     with pytest.raises(ValueError, match=r"LayerNorm: normalized_shape must name one dimension, got \(2, 3\)"):
         LayerNorm([2, 3])
     with pytest.raises(ValueError, match=r"LayerNorm: input must have shape \(..., 24\), got \(2, 3\)"):
-        ours(_randn(2, 3))
+        ours(randn(2, 3))
 
 
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ((0, 8), (3, 0), (0, 0), (2, 0, 8)), ids=_ids)
+@pytest.mark.parametrize("shape", ((0, 8), (3, 0), (0, 0), (2, 0, 8)), ids=label)
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_empty_inputs(shape: tuple[int, ...], backward: str) -> None:
-    x = _randn(*shape).requires_grad_()
-    w, b = (_randn(shape[-1]).requires_grad_() for _ in range(2))
+    x = randn(*shape).requires_grad_()
+    w, b = (randn(shape[-1]).requires_grad_() for _ in range(2))
     with check.poisoned_empty():
         y = kb.layer_norm(x, w, b, backward=backward)
         dx, dw, db = torch.autograd.grad(y, (x, w, b), torch.ones_like(y))
@@ -242,38 +233,38 @@ BAD = {
         "layer_norm: x must have dtype float16, bfloat16, float32, float64, got int64",
     ),
     "x is a scalar": (
-        lambda: kb.layer_norm(_randn()),
+        lambda: kb.layer_norm(randn()),
         ValueError,
         "layer_norm: x must have at least one dimension, got a scalar",
     ),
     "weight of another length": (
-        lambda: kb.layer_norm(_randn(2, 4096), _randn(4095)),
+        lambda: kb.layer_norm(randn(2, 4096), randn(4095)),
         ValueError,
         r"layer_norm: weight must have shape \(4096,\), got \(4095,\)",
     ),
     "bias of another length": (
-        lambda: kb.layer_norm(_randn(2, 8), _randn(8), _randn(2, 8)),
+        lambda: kb.layer_norm(randn(2, 8), randn(8), randn(2, 8)),
         ValueError,
         r"layer_norm: bias must have shape \(8,\), got \(2, 8\)",
     ),
     "weight is integer": (
-        lambda: kb.layer_norm(_randn(2, 3), torch.ones(3, dtype=torch.int32, device=runtime.DEVICE)),
+        lambda: kb.layer_norm(randn(2, 3), torch.ones(3, dtype=torch.int32, device=runtime.DEVICE)),
         TypeError,
         "layer_norm: weight must have dtype float16, bfloat16, float32, float64, got int32",
     ),
     "weight elsewhere": (
-        lambda: kb.layer_norm(_randn(2, 3), torch.empty(3, device="meta")),
+        lambda: kb.layer_norm(randn(2, 3), torch.empty(3, device="meta")),
         ValueError,
         r"layer_norm: weight must be on the device of x \((cpu|cuda:0)\), got meta",
     ),
     "negative eps": (
-        lambda: kb.layer_norm(_randn(2, 3), eps=-1.0),
+        lambda: kb.layer_norm(randn(2, 3), eps=-1.0),
         ValueError,
         "layer_norm: eps must be a number that is not negative, got -1.0",
     ),
-    "eps is text": (lambda: kb.layer_norm(_randn(2, 3), eps="x"), ValueError, "layer_norm: eps must be a number"),
+    "eps is text": (lambda: kb.layer_norm(randn(2, 3), eps="x"), ValueError, "layer_norm: eps must be a number"),
     "unknown backward": (
-        lambda: kb.layer_norm(_randn(2, 3), backward="atomics"),
+        lambda: kb.layer_norm(randn(2, 3), backward="atomics"),
         ValueError,
         "layer_norm: backward must be one of 'partials', 'locks', got 'atomics'",
     ),
@@ -299,10 +290,8 @@ def test_offsets_are_64_bit(backward: str, overflow_raises: Callable[[], None]) 
     """Row 1 lies 2^31 + 8 elements after row 0 (the memory is reserved, not touched)."""
     overflow_raises()
     n, stride = 24, 2**31 + 8
-    storage = torch.empty(stride + n)
-    x = storage.as_strided((2, n), (stride, 1))
-    x.copy_(_randn(2, n))
-    w, b = _randn(n), _randn(n)
+    x = far_apart(randn(2, n), stride)
+    w, b = randn(n), randn(n)
     _check_strided(x, w, b, backward)
 
 
@@ -330,7 +319,7 @@ def test_every_width_has_a_configuration_that_fits() -> None:
 
 
 def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w = _randn(4, 8), _randn(8).requires_grad_()
+    x, w = randn(4, 8), randn(8).requires_grad_()
     monkeypatch.setattr(op, "_launch_locks", lambda *_: pytest.fail("locks were used"))
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -344,26 +333,26 @@ def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=label)
 @pytest.mark.parametrize(
     "n", (512, 1001, 1536, 2001, 3001, 4096, 5003, 5632, 8192, 12288, 13824, 15001, 15872, 20480, 33000)
 )
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_real_sizes(n: int, dtype: torch.dtype, backward: str) -> None:
-    _check(_randn(3001, n, dtype=dtype), _randn(n, dtype=dtype), _randn(n, dtype=dtype), backward)
+    _check(randn(3001, n, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), backward)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", (1024, 4096, 8192, 15872))
 def test_real_sizes_that_are_not_aligned(n: int) -> None:
-    _check(_randn(301, n + 16)[:, 1 : n + 1], _randn(n + 1)[1:], _randn(n + 1)[1:])
+    _check(randn(301, n + 16)[:, 1 : n + 1], randn(n + 1)[1:], randn(n + 1)[1:])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", ((8192, 2048), (1000, 15872), (500, 20480)), ids=_ids)
+@pytest.mark.parametrize("shape", ((8192, 2048), (1000, 15872), (500, 20480)), ids=label)
 def test_partials_are_bitwise_reproducible(shape: tuple[int, int]) -> None:
-    x, dy = (_randn(*shape, dtype=torch.bfloat16) for _ in range(2))
-    w, b = (_randn(shape[1], dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    x, dy = (randn(*shape, dtype=torch.bfloat16) for _ in range(2))
+    w, b = (randn(shape[1], dtype=torch.bfloat16).requires_grad_() for _ in range(2))
     x.requires_grad_()
 
     def run() -> list[torch.Tensor]:
@@ -379,7 +368,7 @@ def test_partials_are_bitwise_reproducible(shape: tuple[int, int]) -> None:
 def test_more_than_2_31_elements() -> None:
     m, n = 2**19 + 5, 4096
     x = torch.randn(m, n, device=runtime.DEVICE, dtype=torch.bfloat16).requires_grad_()
-    w = _randn(n, dtype=torch.bfloat16)
+    w = randn(n, dtype=torch.bfloat16)
     y = kb.layer_norm(x, w)
     dy = torch.randn(m, n, device=runtime.DEVICE, dtype=torch.bfloat16)
     (dx,) = torch.autograd.grad(y, x, dy)
@@ -395,14 +384,14 @@ def test_more_than_2_31_elements() -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    x, w, dy = _randn(64, 512), _randn(512).requires_grad_(), _randn(64, 512)
+    x, w, dy = randn(64, 512), randn(512).requires_grad_(), randn(64, 512)
     kb.layer_norm(x, w).backward(dy)  # compiles before the capture
     w.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = kb.layer_norm(x, w)
         (dw,) = torch.autograd.grad(y, w, dy)
-    x.copy_(_randn(64, 512))
+    x.copy_(randn(64, 512))
     graph.replay()
     torch.testing.assert_close(y, _torch(x, w))
     torch.testing.assert_close(dw, torch.autograd.grad(_torch(x, w), w, dy)[0], rtol=1e-4, atol=1e-4)

@@ -228,6 +228,26 @@ def test_renamed_ids_stand_for_the_same_experts(active: str, tokens: int) -> Non
     assert len(chosen) == max(used, 1) if active == "count" else used <= len(chosen) <= ids.numel()
 
 
+@pytest.mark.parametrize("active", ("bound", "count"))
+def test_ids_out_of_range_are_renamed_to_slots_to_skip(active: str) -> None:
+    ids = torch.tensor([[0, -1], [2, 21], [-(2**40), 16]], device=DEVICE)
+    chosen, renamed = choose_experts(ids, 16, active)
+    assert chosen is not None and chosen.min() >= 0 and chosen.max() < 16
+    assert (renamed == len(chosen)).tolist() == [[False, True], [False, True], [True, True]]
+    assert chosen[renamed[:2, 0]].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("active", ("all", "bound", "count"))
+@pytest.mark.parametrize("bad", (-1, 17))
+def test_ids_out_of_range_raise_where_they_are_checked(active: str, bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
+    experts = GatedExperts(16, 24, 20, device=DEVICE).quantize()
+    experts.active = active
+    ids = torch.tensor([[0, bad], [1, 2]], device=DEVICE)
+    with pytest.raises(ValueError, match=r"expert_ids must lie in \[0, 17\), got entries from"):
+        experts(torch.randn(2, 24, device=DEVICE), ids, torch.ones(2, 2, device=DEVICE))
+
+
 @pytest.mark.parametrize(("tokens", "expected"), ((1, 8), (4, 32), (8, 64), (9, None), (2048, None)))
 def test_automatic_choice_at_128_experts(tokens: int, expected: int | None) -> None:
     chosen, _ = choose_experts(torch.zeros(tokens, 8, dtype=torch.int64, device=DEVICE), 128)

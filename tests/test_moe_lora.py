@@ -108,6 +108,8 @@ ROUTES = {
     "every expert": lambda: (_experts(40, 4, 4), 4),
     "many experts": lambda: (_experts(30, 270, 3), 270),
     "several programs": lambda: (_experts(400, 13, 3, 0.3), 13),
+    "one program in steps": lambda: (_experts(90, 40, 5, 0.1), 40),
+    "one expert has all, several programs": lambda: (torch.full((700, 1), 3, device=runtime.DEVICE), 9),
     "slots to skip": lambda: (_experts(60, 6, 3, 0.4), 6),
     "nothing but slots to skip": lambda: (_experts(20, 6, 2, 2.0), 6),
     "one expert has all": lambda: (torch.full((70, 2), 3, device=runtime.DEVICE), 9),
@@ -366,6 +368,44 @@ def test_without_scaling_it_is_the_base(strategy: str, dtype: torch.dtype) -> No
     assert torch.equal(y, kb.scatter2scatter(inputs["x"], inputs["w"], routing))
 
 
+@pytest.mark.parametrize("grouped_in", (False, True))
+@pytest.mark.parametrize("gates", (None, torch.float32), ids=_ids)
+def test_without_a_pair(grouped_in: bool, gates: torch.dtype | None) -> None:
+    """Biases and gates, and their gradients, where there is no low-rank update."""
+    ids = _experts(20, 5, 2, 0.1)
+    inputs = _inputs(ids, 5, 40, 33, 4, torch.float32, grouped_in=grouped_in, with_bias=True, gates=gates)
+    del inputs["lora_a"], inputs["lora_b"]
+    routing = kb.route(ids, 5)
+
+    def ours(**given: Any) -> torch.Tensor:
+        return kb.moe_lora(lora_a=None, lora_b=None, routing=routing, grouped_in=grouped_in, **given)
+
+    def reference(**given: Any) -> torch.Tensor:
+        return moe_lora_reference(lora_a=None, lora_b=None, expert_ids=ids, grouped_in=grouped_in, **given)
+
+    check.check_op(ours, reference, inputs, grads=tuple(inputs))
+    if gates is None:
+        del inputs["bias"]
+        assert torch.equal(ours(**inputs), kb.scatter2scatter(**inputs, routing=routing, grouped_in=grouped_in))
+
+
+@pytest.mark.parametrize("gates", (None, torch.float32), ids=_ids)
+def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
+    """Without a gradient to record, the dispatcher is left out; what comes out is the same bit for bit."""
+    ids = _experts(9, 4, 2, 0.1)
+    routing = kb.route(ids, 4)
+    inputs = _inputs(ids, 4, 24, 16, 3, torch.float32, with_bias=True, gates=gates)
+    direct = kb.moe_lora(**inputs, routing=routing)
+    for t in inputs.values():
+        t.requires_grad_()
+    recorded = kb.moe_lora(**inputs, routing=routing)
+    assert recorded.requires_grad and torch.equal(recorded, direct)
+    with torch.no_grad():
+        assert torch.equal(kb.moe_lora(**inputs, routing=routing), direct)
+    for ours, theirs in zip(routing[1:4], torch.ops.kernelbook.route(ids, 4)[:3], strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
 def test_split_equals_fused(dtype: torch.dtype) -> None:
     """The two add up in the same order: they differ at most by what the last bit of U is rounded to."""
@@ -549,6 +589,8 @@ def test_opcheck(dtype: torch.dtype) -> None:
     else:
         torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True))
         torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False))
+        base = (*leaves[:2], None, None, *leaves[4:])
+        torch.library.opcheck(ops.moe_lora.default, (*base, *rest, 1.0, "auto", False, False))
     u = torch.zeros(10, 16, dtype=dtype, device=ids.device)
     needs = (True, True, False, True, False, True)
     given = [t.detach() for t in leaves]
@@ -563,7 +605,9 @@ def test_torch_compile(dynamic: bool, gated: bool) -> None:
 
     def layer(ids: torch.Tensor, x: torch.Tensor, gates: torch.Tensor | None, *rest: torch.Tensor) -> torch.Tensor:
         w, lora_a, lora_b = rest
-        return kb.moe_lora(x * 2, w, lora_a, lora_b, kb.route(ids, 4), gates=gates) + 1
+        routing = kb.route(ids, 4)
+        base = kb.moe_lora(x, w, None, None, routing, gates=gates)
+        return kb.moe_lora(x * 2, w, lora_a, lora_b, routing, gates=gates) + base
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=backend)
     for tokens in (5, 9):
@@ -572,7 +616,8 @@ def test_torch_compile(dynamic: bool, gated: bool) -> None:
         gates = inputs.pop("gates", None)
         x, *rest = leaves = [t.requires_grad_() for t in inputs.values()]
         ours = compiled(ids, x, gates, *rest)
-        plain = moe_lora_reference(x * 2, *rest, ids, gates=gates) + 1
+        plain = moe_lora_reference(x * 2, *rest, ids, gates=gates)
+        plain = plain + moe_lora_reference(x, rest[0], None, None, ids, gates=gates)
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
         dy = torch.randn_like(plain)
         for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
@@ -648,6 +693,16 @@ BAD = {
         ValueError,
         r"moe_lora: lora_a must have a rank of at least 1, got shape \(3, 0, 8\)",
     ),
+    "lora_a alone": (
+        _bad(lora_b=None),
+        TypeError,
+        "moe_lora: lora_b must be a tensor where lora_a is one, got None",
+    ),
+    "lora_b alone": (
+        _bad(lora_a=None),
+        TypeError,
+        "moe_lora: lora_a must be a tensor where lora_b is one, got None",
+    ),
     "lora_b of another rank": (
         _bad(lora_b=lambda: _randn(3, 6, 3)),
         ValueError,
@@ -677,6 +732,11 @@ BAD = {
         _bad(strategy="both"),
         ValueError,
         "moe_lora: strategy must be one of 'auto', 'fused', 'split', got 'both'",
+    ),
+    "scaling is a word": (
+        _bad(scaling="half"),
+        TypeError,
+        "moe_lora: scaling must be a number, got 'half'",
     ),
     "ids instead of a routing": (
         _bad(routing=lambda: torch.zeros(2, 2)),

@@ -122,7 +122,7 @@ def test_command_with_a_config_of_transformers(
         (("--set", "slots"), "--set must have the form NAME=VALUE, got 'slots'"),
         (("--set", "colour=3"), "--set must name sizes of MoELayer"),
         (("--first", "9", "--last", "3"), "1 <= first <= last"),
-        (("--config", "/there/is/nothing"), "/there/is/nothing"),
+        (("--config", "/there/is/nothing"), "--config must be a file or a folder, but there is no /there/is/nothing"),
     ),
 )
 def test_command_that_cannot_be_run(

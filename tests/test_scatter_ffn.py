@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import far_apart, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -27,29 +28,21 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Tensors = dict[str, torch.Tensor]
 
 
-def _ids(value: Any) -> str:
-    return str(value).removeprefix("torch.").replace(" ", "")
-
-
-def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
-
-
 def _network(
     m: int, k: int, n: int, k_out: int, dtype: torch.dtype = torch.float32, *, gated: bool = False, bias: bool = False
 ) -> Tensors:
     """Random arguments of scatter_ffn, with weights of the size that keeps products near one."""
     found = {
-        "x": _randn(m, k, dtype=dtype),
-        "w_up": _randn(n, k, dtype=dtype) / max(k, 1) ** 0.5,
-        "w_down": _randn(n, k_out, dtype=dtype) / max(n, 1) ** 0.5,
+        "x": randn(m, k, dtype=dtype),
+        "w_up": randn(n, k, dtype=dtype) / max(k, 1) ** 0.5,
+        "w_down": randn(n, k_out, dtype=dtype) / max(n, 1) ** 0.5,
     }
     if gated:
-        found["w_gate"] = _randn(n, k, dtype=dtype) / max(k, 1) ** 0.5
+        found["w_gate"] = randn(n, k, dtype=dtype) / max(k, 1) ** 0.5
     if bias:
-        found |= {"b_up": _randn(n, dtype=dtype), "b_down": _randn(k_out, dtype=dtype)}
+        found |= {"b_up": randn(n, dtype=dtype), "b_down": randn(k_out, dtype=dtype)}
         if gated:
-            found["b_gate"] = _randn(n, dtype=dtype)
+            found["b_gate"] = randn(n, dtype=dtype)
     return found
 
 
@@ -94,7 +87,6 @@ def _down(**changes: int) -> kernels.triton.Config:
         "BLOCK_M": 16,
         "BLOCK_L": 16,
         "BLOCK_C": 16,
-        "SHARES": 1,
         "GROUP": 2,
         "STAGES": 2,
         "LISTED": 32,
@@ -110,8 +102,8 @@ PLANS = {
     "vector, shared": kernels.Plan("vector", VECTOR_UP, 1, VECTOR_DOWN, 3),
     "tiles": kernels.Plan("tiles", _up(), 1, _down(), 1),
     "tiles, shared": kernels.Plan("tiles", _up(), 2, _down(), 3),
-    "tiles, by warps": kernels.Plan("tiles", _up(SHARES=2), 1, _down(SHARES=2), 1),
-    "tiles, by warps, shared": kernels.Plan("tiles", _up(SHARES=2), 2, _down(SHARES=2), 2),
+    "tiles, by warps": kernels.Plan("tiles", _up(SHARES=2), 1, _down(), 1),
+    "tiles, by warps, shared": kernels.Plan("tiles", _up(SHARES=2), 2, _down(), 2),
     "packed": kernels.Plan("packed", _up(), 1, _down(), 1),
 }
 
@@ -163,16 +155,16 @@ def test_the_rules_name_every_way() -> None:
 PROBLEMS = ((1, 1, 1, 1, 1), (1, 40, 100, 33, 17), (2, 72, 130, 24, 70), (16, 64, 96, 40, 96), (37, 17, 50, 70, 9))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("problem", PROBLEMS, ids=_ids)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
     m, k, n, k_out, count = problem
     network = _network(m, k, n, k_out, dtype, gated=gated, bias=gated)
     _check_ffn(network, _neurons(n, count), "silu" if gated else "relu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
@@ -220,7 +212,7 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize(
-    "needed", (("x",), ("w_up",), ("w_down",), ("w_gate", "b_gate"), ("x", "b_up"), ("b_down",)), ids=_ids
+    "needed", (("x",), ("w_up",), ("w_down",), ("w_gate", "b_gate"), ("x", "b_up"), ("b_down",)), ids=label
 )
 def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
     network = _network(5, 24, 40, 16, gated=True, bias=True)
@@ -264,10 +256,10 @@ def test_zero_sizes() -> None:
         _check_gather(network, _neurons(n, min(n, 3)))
 
 
-@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=_ids)
+@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=label)
 def test_leading_shapes(leading: tuple[int, ...]) -> None:
     network = _network(1, 20, 40, 12)
-    network["x"] = _randn(*leading, 20)
+    network["x"] = randn(*leading, 20)
     if len(leading) == 3:
         network["x"] = network["x"].transpose(0, 2)
     _check_ffn(network, _neurons(40, 11))
@@ -276,11 +268,11 @@ def test_leading_shapes(leading: tuple[int, ...]) -> None:
 
 def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
     return {
-        "transposed": lambda m, n: _randn(n, m, dtype=torch.float16).T,
-        "every other row": lambda m, n: _randn(2 * m, n, dtype=torch.float16)[::2],
-        "every other column": lambda m, n: _randn(m, 2 * n, dtype=torch.float16)[:, ::2],
-        "expanded rows": lambda m, n: _randn(1, n, dtype=torch.float16).expand(m, n),
-        "offset": lambda m, n: _randn(m, n + 1, dtype=torch.float16)[:, 1:],
+        "transposed": lambda m, n: randn(n, m, dtype=torch.float16).T,
+        "every other row": lambda m, n: randn(2 * m, n, dtype=torch.float16)[::2],
+        "every other column": lambda m, n: randn(m, 2 * n, dtype=torch.float16)[:, ::2],
+        "expanded rows": lambda m, n: randn(1, n, dtype=torch.float16).expand(m, n),
+        "offset": lambda m, n: randn(m, n + 1, dtype=torch.float16)[:, 1:],
     }
 
 
@@ -289,7 +281,7 @@ def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
 def test_layouts(m: int, layout: str) -> None:
     make = _layouts()[layout]
     network = {"x": make(m, 40), "w_up": make(50, 40), "w_down": make(50, 24), "w_gate": make(50, 40)}
-    network |= {"b_up": _randn(100, dtype=torch.float16)[::2], "b_down": _randn(48, dtype=torch.float16)[::2]}
+    network |= {"b_up": randn(100, dtype=torch.float16)[::2], "b_down": randn(48, dtype=torch.float16)[::2]}
     neurons = torch.randint(0, 50, (60,), device=runtime.DEVICE)[::2]  # the list itself has strides
     _check_ffn(network, neurons, "silu")
     _check_gather(network, neurons)
@@ -298,7 +290,7 @@ def test_layouts(m: int, layout: str) -> None:
 # --- what is not listed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("m", (1, 16, 40))
 def test_rows_that_are_not_listed_are_never_read(m: int, dtype: torch.dtype) -> None:
     network = _network(m, 40, 90, 24, dtype, gated=True, bias=True)
@@ -427,11 +419,11 @@ def test_opcheck() -> None:
     torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, w_down, w_gate, b_up, b_gate, b_down, ids, "silu", False))
     torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, w_down, None, None, None, None, ids, "relu", True))
     given_up = [t.detach() for t in (x, w_up, w_down, w_gate, b_up, b_gate)]
-    dy = _randn(3, 16, dtype=dtype)
+    dy = randn(3, 16, dtype=dtype)
     torch.library.opcheck(
         ops.scatter_ffn_backward.default, (dy, *given_up, ids, "silu", [True, False, True, True, False, True, True])
     )
-    dout = _randn(3, 9, dtype=dtype)
+    dout = randn(3, 9, dtype=dtype)
     backward = (dout, x.detach(), w_up.detach(), b_up.detach(), ids, "gelu", [True, True, False])
     torch.library.opcheck(ops.gather_matmul_backward.default, backward)
 
@@ -510,7 +502,7 @@ def test_a_module_computes_and_trains_its_neurons(gated: bool) -> None:
     block = SparseFFN(24, 40, 16, gated=gated, bias=True, activation="silu", device=runtime.DEVICE)
     other = SparseFFN(24, 40, 16, gated=gated, bias=True, activation="silu", device=runtime.DEVICE)
     other.load_state_dict(block.state_dict())
-    x = _randn(2, 3, 24)
+    x = randn(2, 3, 24)
     dense = block(x)
     assert dense.shape == (2, 3, 16) and torch.equal(other(x), dense)
     assert f"gated={gated}" in repr(block) and "'silu'" in repr(block)
@@ -535,7 +527,7 @@ def test_a_router_that_is_a_module_belongs_to_the_block() -> None:
             return self.scores(x).flatten(0, -2).mean(0).topk(10).indices
 
     block = SparseFFN(24, 40, router=Router(), device=runtime.DEVICE)
-    x = _randn(3, 24)
+    x = randn(3, 24)
     assert "router.scores.weight" in block.state_dict()
     torch.testing.assert_close(block(x), kb.scatter_ffn(x, block.w_up, block.w_down, block.router(x)))
 
@@ -581,7 +573,7 @@ def test_a_module_from_another(name: str) -> None:
     theirs = make().to(runtime.DEVICE)
     ours = SparseFFN.from_dense(theirs)
     assert ours.activation == activation
-    x = _randn(2, 5, 24)
+    x = randn(2, 5, 24)
     for neurons in (None, _neurons(40, 40)):
         ours.neurons = neurons
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
@@ -616,39 +608,39 @@ def _bad(**changes: Any) -> Callable[[], object]:
 
 BAD = {
     "x is a list": (_bad(x=[1.0]), TypeError, "scatter_ffn: x must be a torch.Tensor, got list"),
-    "x is a scalar": (_bad(x=_randn), ValueError, "scatter_ffn: x must have at least one dimension, got a scalar"),
+    "x is a scalar": (_bad(x=randn), ValueError, "scatter_ffn: x must have at least one dimension, got a scalar"),
     "w_up is a vector": (
-        _bad(w_up=lambda: _randn(8)),
+        _bad(w_up=lambda: randn(8)),
         ValueError,
         r"scatter_ffn: w_up must have two dimensions, got shape \(8,\)",
     ),
     "w_up of another width": (
-        _bad(w_up=lambda: _randn(40, 9)),
+        _bad(w_up=lambda: randn(40, 9)),
         ValueError,
         r"scatter_ffn: w_up must have shape \(40, 8\), got \(40, 9\)",
     ),
     "w_down the other way round": (
-        _bad(w_down=lambda: _randn(6, 40)),
+        _bad(w_down=lambda: randn(6, 40)),
         ValueError,
         r"scatter_ffn: w_down must have shape \(40, K_out\), one row a neuron, got \(6, 40\)",
     ),
     "w_gate of another shape": (
-        _bad(w_gate=lambda: _randn(40, 9)),
+        _bad(w_gate=lambda: randn(40, 9)),
         ValueError,
         r"scatter_ffn: w_gate must have shape \(40, 8\), got \(40, 9\)",
     ),
     "w_down of another dtype": (
-        _bad(w_down=lambda: _randn(40, 6).half()),
+        _bad(w_down=lambda: randn(40, 6).half()),
         TypeError,
         r"scatter_ffn: w_down must have the dtype of x \(torch.float32\), got torch.float16",
     ),
     "bias of another length": (
-        _bad(b_down=lambda: _randn(7)),
+        _bad(b_down=lambda: randn(7)),
         ValueError,
         r"scatter_ffn: b_down must have shape \(6,\), got \(7,\)",
     ),
     "a gate's bias without a gate": (
-        _bad(b_gate=lambda: _randn(40)),
+        _bad(b_gate=lambda: randn(40)),
         ValueError,
         "scatter_ffn: b_gate must be None where w_gate is None, got a tensor",
     ),
@@ -658,7 +650,7 @@ BAD = {
         r"scatter_ffn: w_down must be on the device of x \((cpu|cuda:0)\), got meta",
     ),
     "neurons are floats": (
-        _bad(neurons=lambda: _randn(2)),
+        _bad(neurons=lambda: randn(2)),
         TypeError,
         "scatter_ffn: neurons must have dtype int64, int32, got float32",
     ),
@@ -673,14 +665,12 @@ BAD = {
         "scatter_ffn: activation must be one of 'relu', 'leaky_relu', 'gelu', 'gelu_tanh', 'silu', got 'tanh'",
     ),
     "unknown activation of the product": (
-        lambda: kb.gather_matmul(
-            _randn(2, 8), _randn(4, 8), torch.tensor([1], device=runtime.DEVICE), activation="tanh"
-        ),
+        lambda: kb.gather_matmul(randn(2, 8), randn(4, 8), torch.tensor([1], device=runtime.DEVICE), activation="tanh"),
         ValueError,
         "gather_matmul: activation must be one of 'relu'",
     ),
     "rows missing": (
-        lambda: kb.gather_matmul(_randn(2, 8), _randn(4, 8), None),  # type: ignore[arg-type]
+        lambda: kb.gather_matmul(randn(2, 8), randn(4, 8), None),  # type: ignore[arg-type]
         TypeError,
         "gather_matmul: rows must be a torch.Tensor, got NoneType",
     ),
@@ -700,12 +690,7 @@ def test_offsets_are_64_bit(name: str, overflow_raises: Callable[[], None]) -> N
     """Rows of the weights lie 2^26 elements apart, 40 of them, and the two rows of x 2^31 elements."""
     dense = _network(2, 24, 40, 16, torch.float16)
     far, step = 2**31 + 8, 2**26 + 8
-    spread = {
-        key: torch.empty(stride * (t.shape[0] - 1) + t.shape[1], dtype=t.dtype)
-        .as_strided(t.shape, (stride, 1))
-        .copy_(t)
-        for (key, t), stride in zip(dense.items(), (far, step, step), strict=True)
-    }
+    spread = {key: far_apart(t, stride) for (key, t), stride in zip(dense.items(), (far, step, step), strict=True)}
     neurons = torch.tensor([39, 0, 38])
     with _planned(PLANS[name]):
         expected = kb.scatter_ffn(**dense, neurons=neurons)
@@ -733,9 +718,9 @@ REAL = (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("problem", REAL, ids=_ids)
+@pytest.mark.parametrize("problem", REAL, ids=label)
 def test_real_sizes(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
     m, k, n, k_out, count = problem
     network = _network(m, k, n, k_out, dtype, gated=gated, bias=True)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import far_apart, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -26,14 +27,6 @@ from kernelbook.sparse_linear import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("sparse_dw", "sparse_dw_dx")
-
-
-def _ids(value: Any) -> str:
-    return str(value).removeprefix("torch.").replace(" ", "")
-
-
-def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
 
 
 def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
@@ -96,13 +89,13 @@ PROBLEMS = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype) -> None:
     m, d_in, d_out, chunk, count = problem
     _check_all(
-        _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(d_out, dtype=dtype),
-        _randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
+        randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(d_out, dtype=dtype),
+        randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
     )  # fmt: skip
 
 
@@ -120,7 +113,7 @@ def test_any_shape(
 ) -> None:
     ids = _chunks(d_out, chunk, round(share * -(-d_out // chunk))).to(index)
     given = {"active_chunks": ids, "chunk_size": chunk}
-    inputs = {"x": _randn(m, d_in, dtype=dtype), "weight": _randn(d_out, d_in, dtype=dtype)}
+    inputs = {"x": randn(m, d_in, dtype=dtype), "weight": randn(d_out, d_in, dtype=dtype)}
     for mode in MODES:
         check.check_op(
             functools.partial(kb.sparse_linear, mode=mode, **given),
@@ -148,13 +141,13 @@ PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32
 @pytest.mark.parametrize(
     "plan", PLANS, ids=lambda p: f"{p.config.kwargs['BLOCK_R']}-{p.config.kwargs['BLOCK_K']}-{p.split}-{p.boxes}"
 )
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
 @pytest.mark.parametrize("wanted", ("dw", "dx", "both", "compact"))
 def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wanted: str) -> None:
     if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
         pytest.skip("on a GPU float64 goes through cuBLAS")
     m, d_in, d_out, chunk = 100, 72, 304, 64
-    x, weight, dy = _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(m, d_out, dtype=dtype)
+    x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
     ids = _chunks(d_out, chunk, 3)
     with_dw, with_dx, compact = wanted != "dx", wanted != "dw", wanted == "compact"
     rows = 3 * chunk if compact else d_out
@@ -174,11 +167,11 @@ def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wante
         assert check.relative_error(dx, sparse_dx_reference(dy.double(), weight.double(), ids)) < tolerance
 
 
-@pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")), ids=_ids)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+@pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")), ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_only_the_gradients_that_are_needed(needed: tuple[str, ...], dtype: torch.dtype) -> None:
     given = {"active_chunks": _chunks(70, 16, 2), "chunk_size": 16}
-    inputs = {"x": _randn(20, 33, dtype=dtype), "weight": _randn(70, 33, dtype=dtype), "bias": _randn(70, dtype=dtype)}
+    inputs = {"x": randn(20, 33, dtype=dtype), "weight": randn(70, 33, dtype=dtype), "bias": randn(70, dtype=dtype)}
     for mode in MODES:
         check.check_op(
             functools.partial(kb.sparse_linear, mode=mode, **given),
@@ -188,10 +181,10 @@ def test_only_the_gradients_that_are_needed(needed: tuple[str, ...], dtype: torc
         )
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_no_active_chunk_and_all_of_them(dtype: torch.dtype) -> None:
-    x, weight, bias = _randn(9, 24, dtype=dtype), _randn(70, 24, dtype=dtype), _randn(70, dtype=dtype)
-    dy = _randn(9, 70, dtype=dtype)
+    x, weight, bias = randn(9, 24, dtype=dtype), randn(70, 24, dtype=dtype), randn(70, dtype=dtype)
+    dy = randn(9, 70, dtype=dtype)
     none, every = _chunks(70, 16, 0), _chunks(70, 16, 5)
     _check_all(x, weight, bias, dy, none, 16)
     _check_all(x, weight, bias, dy, every, 16)
@@ -200,7 +193,7 @@ def test_no_active_chunk_and_all_of_them(dtype: torch.dtype) -> None:
 
 
 def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
-    x, weight, bias = (t.requires_grad_() for t in (_randn(3, 5, 8), _randn(40, 8), _randn(40)))
+    x, weight, bias = (t.requires_grad_() for t in (randn(3, 5, 8), randn(40, 8), randn(40)))
     plain = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, weight, bias))
     for ours in (
         kb.sparse_linear(x, weight, bias),
@@ -212,12 +205,12 @@ def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
 
 def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
     return {
-        "transposed": lambda m, n: _randn(n, m, dtype=torch.float16).T,
-        "every other row": lambda m, n: _randn(2 * m, n, dtype=torch.float16)[::2],
-        "every other column": lambda m, n: _randn(m, 2 * n, dtype=torch.float16)[:, ::2],
-        "expanded rows": lambda m, n: _randn(1, n, dtype=torch.float16).expand(m, n),
-        "expanded": lambda m, n: _randn(1, 1, dtype=torch.float16).expand(m, n),
-        "offset": lambda m, n: _randn(m, n + 1, dtype=torch.float16)[:, 1:],
+        "transposed": lambda m, n: randn(n, m, dtype=torch.float16).T,
+        "every other row": lambda m, n: randn(2 * m, n, dtype=torch.float16)[::2],
+        "every other column": lambda m, n: randn(m, 2 * n, dtype=torch.float16)[:, ::2],
+        "expanded rows": lambda m, n: randn(1, n, dtype=torch.float16).expand(m, n),
+        "expanded": lambda m, n: randn(1, 1, dtype=torch.float16).expand(m, n),
+        "offset": lambda m, n: randn(m, n + 1, dtype=torch.float16)[:, 1:],
     }
 
 
@@ -225,32 +218,32 @@ def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
 @pytest.mark.parametrize("chunk", (16, 64))
 def test_layouts(layout: str, chunk: int) -> None:
     make = _layouts()[layout]
-    bias = _randn(300, dtype=torch.float16)[::2]
+    bias = randn(300, dtype=torch.float16)[::2]
     _check_all(make(34, 40), make(150, 40), bias, make(34, 150), _chunks(300, 2 * chunk, 2), chunk)
 
 
-@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=_ids)
+@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=label)
 def test_leading_shapes(leading: tuple[int, ...]) -> None:
-    x, weight, bias, dy = _randn(*leading, 20), _randn(40, 20), _randn(40), _randn(*leading, 40)
+    x, weight, bias, dy = randn(*leading, 20), randn(40, 20), randn(40), randn(*leading, 40)
     if len(leading) == 3:
         x, dy = x.transpose(0, 2), dy.transpose(0, 2)
     _check_all(x, weight, bias, dy, _chunks(40, 16, 2), 16)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_zero_sizes(dtype: torch.dtype) -> None:
     for m, d_in, d_out in ((0, 8, 40), (4, 0, 40), (4, 8, 0)):
-        x, weight, dy = _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(m, d_out, dtype=dtype)
-        _check_all(x, weight, _randn(d_out, dtype=dtype), dy, _chunks(d_out, 16, 2), 16)
+        x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
+        _check_all(x, weight, randn(d_out, dtype=dtype), dy, _chunks(d_out, 16, 2), 16)
 
 
 # --- what an inactive chunk holds -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize(("chunk", "d_out"), ((16, 90), (64, 300)))
 def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, dtype: torch.dtype) -> None:
-    x, weight, dy = _randn(37, 24, dtype=dtype), _randn(d_out, 24, dtype=dtype), _randn(37, d_out, dtype=dtype)
+    x, weight, dy = randn(37, 24, dtype=dtype), randn(d_out, 24, dtype=dtype), randn(37, d_out, dtype=dtype)
     ids = _chunks(d_out, chunk, 2)
     mask = torch.zeros(-(-d_out // chunk), dtype=torch.bool, device=x.device).index_fill_(0, ids, True)
     mask = mask.repeat_interleave(chunk)[:d_out]
@@ -276,7 +269,7 @@ def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, dtype:
 
 def test_compact_rows_of_a_shorter_chunk_are_zero() -> None:
     for dtype in (torch.float32, torch.float16):
-        x, dy, weight = _randn(20, 24, dtype=dtype), _randn(20, 70, dtype=dtype), _randn(70, 24, dtype=dtype)
+        x, dy, weight = randn(20, 24, dtype=dtype), randn(20, 70, dtype=dtype), randn(70, 24, dtype=dtype)
         ids = torch.tensor([4, 1], device=x.device)  # chunk 4 has 6 features
         with check.poisoned_empty():
             dw, db = kb.sparse_dw(x, dy, ids, chunk_size=16, compact=True)
@@ -292,7 +285,7 @@ BAD_IDS = {"too large": [1, 5], "negative": [-1, 2], "twice": [3, 1, 3]}
 def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
     ids = torch.tensor(BAD_IDS[name], device=runtime.DEVICE)
-    x, weight, dy = _randn(4, 8), _randn(70, 8), _randn(4, 70)
+    x, weight, dy = randn(4, 8), randn(70, 8), randn(4, 70)
     message = "active_chunks must not repeat" if name == "twice" else r"active_chunks must lie in \[0, 5\)"
     for call in (
         lambda: kb.sparse_linear(x, weight, None, ids, chunk_size=16),
@@ -306,12 +299,12 @@ def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("chunk", (16, 64))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_ids_out_of_range_write_nowhere(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU such ids are not looked for: they count as no chunk."""
     monkeypatch.setattr(arguments, "check_index_values", lambda *args, **kwargs: None)
     d_out = 5 * chunk - 6
-    x, weight, dy = _randn(20, 24, dtype=dtype), _randn(d_out, 24, dtype=dtype), _randn(20, d_out, dtype=dtype)
+    x, weight, dy = randn(20, 24, dtype=dtype), randn(d_out, 24, dtype=dtype), randn(20, d_out, dtype=dtype)
     good = torch.tensor([3, 1], device=x.device)
     bad = torch.tensor([-1, 3, 5, 10**12, 1, -(10**12)], device=x.device)
     real_empty, guards = torch.empty, []
@@ -345,9 +338,7 @@ def test_ids_out_of_range_write_nowhere(chunk: int, dtype: torch.dtype, monkeypa
 def test_gradcheck(chunk: int) -> None:
     """The functions that are differentiable as they stand, twice."""
     ids = _chunks(44, chunk, 2)
-    x, weight, bias, dy = (
-        t.double().requires_grad_() for t in (_randn(3, 5), _randn(44, 5), _randn(44), _randn(3, 44))
-    )
+    x, weight, bias, dy = (t.double().requires_grad_() for t in (randn(3, 5), randn(44, 5), randn(44), randn(3, 44)))
     for compact in (False, True):
         given = {"chunk_size": chunk, "compact": compact}
         torch.autograd.gradcheck(lambda *t, g=given: kb.sparse_forward(*t, ids, **g), (x, weight, bias), fast_mode=True)
@@ -361,7 +352,7 @@ def test_gradcheck(chunk: int) -> None:
 @pytest.mark.parametrize("mode", ("dense", *MODES))
 def test_gradients_are_those_of_the_masked_reference(mode: str) -> None:
     """The gradients of the sparse modes are not the derivative, so float64 autograd with the same mask is the judge."""
-    leaves = [t.double().requires_grad_() for t in (_randn(2, 7, 12), _randn(70, 12), _randn(70))]
+    leaves = [t.double().requires_grad_() for t in (randn(2, 7, 12), randn(70, 12), randn(70))]
     given = {"active_chunks": _chunks(70, 16, 3), "chunk_size": 16, "mode": mode}
     ours, exact = kb.sparse_linear(*leaves, **given), sparse_linear_reference(*leaves, **given)
     torch.testing.assert_close(ours, exact)
@@ -371,19 +362,17 @@ def test_gradients_are_those_of_the_masked_reference(mode: str) -> None:
 
 
 def test_baselines_compute_the_same() -> None:
-    x, weight, dy, ids = _randn(9, 12), _randn(96, 12), _randn(9, 96), _chunks(96, 16, 3)
+    x, weight, dy, ids = randn(9, 12), randn(96, 12), randn(9, 96), _chunks(96, 16, 3)
     exact = (*sparse_dw_reference(x, dy, ids, chunk_size=16), sparse_dx_reference(dy, weight, ids, chunk_size=16))
     for baseline in (python_loop_backward, gather_cublas_backward):
         for ours, ref in zip(baseline(x, weight, dy, ids, chunk_size=16), exact, strict=True):
             torch.testing.assert_close(ours, ref, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 def test_opcheck(dtype: torch.dtype) -> None:
     ops = torch.ops.kernelbook
-    x, weight, bias, dy = (
-        t.to(dtype).requires_grad_() for t in (_randn(5, 24), _randn(70, 24), _randn(70), _randn(5, 70))
-    )
+    x, weight, bias, dy = (t.to(dtype).requires_grad_() for t in (randn(5, 24), randn(70, 24), randn(70), randn(5, 70)))
     ids = _chunks(70, 16, 2)
     torch.library.opcheck(ops.sparse_linear.default, (x, weight, bias, ids, 16, "sparse_dw_dx"))
     torch.library.opcheck(ops.sparse_linear.default, (x, weight, None, ids, 16, "sparse_dw"))
@@ -406,7 +395,7 @@ def test_torch_compile(mode: str, dynamic: bool) -> None:
         fullgraph=True, dynamic=dynamic, backend=backend,
     )  # fmt: skip
     for m, count in ((4, 2), (6, 3)):
-        leaves = [t.requires_grad_() for t in (_randn(m, 24), _randn(70, 24), _randn(70))]
+        leaves = [t.requires_grad_() for t in (randn(m, 24), randn(70, 24), randn(70))]
         ids = _chunks(70, 16, count)
         ours = compiled(*leaves, ids)
         plain = sparse_linear_reference(leaves[0] * 2, *leaves[1:], ids, chunk_size=16, mode=mode) + 1
@@ -418,7 +407,7 @@ def test_torch_compile(mode: str, dynamic: bool) -> None:
 
 def test_autocast_is_that_of_linear() -> None:
     kind = runtime.DEVICE.type
-    leaves = [t.requires_grad_() for t in (_randn(5, 24), _randn(70, 24), _randn(70))]
+    leaves = [t.requires_grad_() for t in (randn(5, 24), randn(70, 24), randn(70))]
     ids = _chunks(70, 16, 5)
     with torch.autocast(kind, dtype=torch.bfloat16):
         ours, plain = kb.sparse_linear(*leaves, ids, chunk_size=16, mode="sparse_dw_dx"), F.linear(*leaves)
@@ -441,7 +430,7 @@ def test_a_module_trains_its_active_chunks() -> None:
     theirs.load_state_dict(ours.state_dict())
     ours.load_state_dict(theirs.state_dict())
     assert ours.num_chunks == 5 and "chunk_size=16" in repr(ours)
-    x = _randn(8, 24)
+    x = randn(8, 24)
     torch.testing.assert_close(ours(x), theirs(x))
     before = ours.weight.detach().clone()
     ours.active_chunks = torch.tensor([4, 1], device=runtime.DEVICE)
@@ -457,9 +446,9 @@ def test_a_module_trains_its_active_chunks() -> None:
 def _bad(**changes: Any) -> Callable[[], object]:
     def call() -> object:
         given: dict[str, Any] = {
-            "x": _randn(4, 8),
-            "weight": _randn(70, 8),
-            "bias": _randn(70),
+            "x": randn(4, 8),
+            "weight": randn(70, 8),
+            "bias": randn(70),
             "active_chunks": torch.tensor([1], device=runtime.DEVICE),
             "chunk_size": 16,
         }
@@ -470,24 +459,24 @@ def _bad(**changes: Any) -> Callable[[], object]:
 
 BAD = {
     "x is a list": (_bad(x=[1.0]), TypeError, "sparse_linear: x must be a torch.Tensor, got list"),
-    "x is a scalar": (_bad(x=_randn), ValueError, "sparse_linear: x must have at least one dimension, got a scalar"),
+    "x is a scalar": (_bad(x=randn), ValueError, "sparse_linear: x must have at least one dimension, got a scalar"),
     "weight is a vector": (
-        _bad(weight=lambda: _randn(8)),
+        _bad(weight=lambda: randn(8)),
         ValueError,
         r"sparse_linear: weight must have two dimensions, got shape \(8,\)",
     ),
     "weight of another width": (
-        _bad(weight=lambda: _randn(70, 9)),
+        _bad(weight=lambda: randn(70, 9)),
         ValueError,
         r"sparse_linear: weight must have shape \(70, 8\), got \(70, 9\)",
     ),
     "weight of another dtype": (
-        _bad(weight=lambda: _randn(70, 8).half()),
+        _bad(weight=lambda: randn(70, 8).half()),
         TypeError,
         r"sparse_linear: weight must have the dtype of x \(torch.float32\), got torch.float16",
     ),
     "bias of another length": (
-        _bad(bias=lambda: _randn(69)),
+        _bad(bias=lambda: randn(69)),
         ValueError,
         r"sparse_linear: bias must have shape \(70,\), got \(69,\)",
     ),
@@ -497,7 +486,7 @@ BAD = {
         r"sparse_linear: weight must be on the device of x \((cpu|cuda:0)\), got meta",
     ),
     "ids are floats": (
-        _bad(active_chunks=lambda: _randn(2)),
+        _bad(active_chunks=lambda: randn(2)),
         TypeError,
         "sparse_linear: active_chunks must have dtype int64, int32, got float32",
     ),
@@ -517,12 +506,12 @@ BAD = {
         "sparse_linear: mode must be one of 'dense', 'sparse_dw', 'sparse_dw_dx', got 'sparse'",
     ),
     "dy of another length": (
-        lambda: kb.sparse_dw(_randn(4, 8), _randn(5, 70), torch.tensor([1], device=runtime.DEVICE)),
+        lambda: kb.sparse_dw(randn(4, 8), randn(5, 70), torch.tensor([1], device=runtime.DEVICE)),
         ValueError,
         r"sparse_dw: dy must have shape \(4, 70\), got \(5, 70\)",
     ),
     "dy of another width": (
-        lambda: kb.sparse_dx(_randn(4, 71), _randn(70, 8), torch.tensor([1], device=runtime.DEVICE)),
+        lambda: kb.sparse_dx(randn(4, 71), randn(70, 8), torch.tensor([1], device=runtime.DEVICE)),
         ValueError,
         r"sparse_dx: dy must have shape \(4, 70\), got \(4, 71\)",
     ),
@@ -537,17 +526,14 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=label)
 def test_offsets_are_64_bit(dtype: torch.dtype, overflow_raises: Callable[[], None]) -> None:
     """Two rows of x and dY lie 2^31 + 8 elements apart, the last row of W as far from the first."""
     d_in, d_out, chunk = 24, 48, 16
     far, step = 2**31 + 8, 2**26 + 8
     ids = torch.tensor([2, 0])
-    dense = [_randn(2, d_in, dtype=dtype), _randn(2, d_out, dtype=dtype), _randn(d_out, d_in, dtype=dtype)]
-    x, dy, weight = (
-        torch.empty(stride * (t.shape[0] - 1) + t.shape[1], dtype=dtype).as_strided(t.shape, (stride, 1)).copy_(t)
-        for t, stride in zip(dense, (far, far, step), strict=True)
-    )
+    dense = [randn(2, d_in, dtype=dtype), randn(2, d_out, dtype=dtype), randn(d_out, d_in, dtype=dtype)]
+    x, dy, weight = (far_apart(t, stride) for t, stride in zip(dense, (far, far, step), strict=True))
     expected = kb.sparse_backward(dense[0], dense[2], dense[1], ids, chunk_size=chunk)
     y = kb.sparse_forward(dense[0], dense[2], None, ids, chunk_size=chunk)
     overflow_raises()
@@ -575,12 +561,12 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernels, "SMALL_FLOP", 0.0)
     packed, run = [], op._run_packed
     monkeypatch.setattr(op, "_run_packed", lambda *args: (packed.append(args), run(*args)))
-    x, weight, dy = (_randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
-    _check_all(x, weight, _randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
+    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
+    _check_all(x, weight, randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
     assert packed
     packed.clear()
-    x, weight, dy = (_randn(*s, dtype=torch.float16) for s in ((m, 24), (72, 24), (m, 72)))
-    _check_all(x, weight, _randn(72, dtype=torch.float16), dy, _chunks(72, 16, 3), 16)
+    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 24), (72, 24), (m, 72)))
+    _check_all(x, weight, randn(72, dtype=torch.float16), dy, _chunks(72, 16, 3), 16)
     assert not packed
 
 
@@ -588,7 +574,7 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("tf32", (False, True))
 @pytest.mark.parametrize(
     ("problem", "count"),
@@ -598,22 +584,22 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
         ((4097, 520, 2000, 48), 9),
         ((300, 4096, 4096, 128), 31),
     ),
-    ids=_ids,
+    ids=label,
 )
 def test_real_sizes(problem: tuple[int, ...], count: int, dtype: torch.dtype, tf32: bool) -> None:
     m, d_in, d_out, chunk = problem
     with timing.allow_tf32(tf32):
         _check_all(
-            _randn(m, d_in, dtype=dtype), _randn(d_out, d_in, dtype=dtype), _randn(d_out, dtype=dtype),
-            _randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
+            randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(d_out, dtype=dtype),
+            randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
         )  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", ((8192, 1024, 4096), (512, 4096, 2048), (65536, 64, 256)), ids=_ids)
+@pytest.mark.parametrize("shape", ((8192, 1024, 4096), (512, 4096, 2048), (65536, 64, 256)), ids=label)
 def test_bitwise_reproducible(shape: tuple[int, ...]) -> None:
     m, d_in, d_out = shape
-    x, weight, dy = (_randn(*s, dtype=torch.bfloat16) for s in ((m, d_in), (d_out, d_in), (m, d_out)))
+    x, weight, dy = (randn(*s, dtype=torch.bfloat16) for s in ((m, d_in), (d_out, d_in), (m, d_out)))
     ids = _chunks(d_out, 64, max(1, d_out // 640))
     first = kb.sparse_backward(x, weight, dy, ids)
     for _ in range(250):
@@ -621,14 +607,14 @@ def test_bitwise_reproducible(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("chunk", (64, 128, 48))
 def test_ordinary_loads_are_bitwise_reproducible(
     chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A race between the pipeline's copies and the tensor cores showed in most launches of this kind."""
     monkeypatch.setattr(kernels, "has_boxes", lambda properties: False)
-    x, weight, dy = (_randn(*s, dtype=dtype) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
+    x, weight, dy = (randn(*s, dtype=dtype) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
     ids = _chunks(4096, chunk, 20)
     first = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
     for _ in range(250):
@@ -638,7 +624,7 @@ def test_ordinary_loads_are_bitwise_reproducible(
 
 @pytest.mark.gpu
 def test_no_host_synchronisation() -> None:
-    x, weight = _randn(64, 128, dtype=torch.bfloat16).requires_grad_(), _randn(512, 128, dtype=torch.bfloat16)
+    x, weight = randn(64, 128, dtype=torch.bfloat16).requires_grad_(), randn(512, 128, dtype=torch.bfloat16)
     ids = _chunks(512, 64, 2)
     weight.requires_grad_()
     for _ in range(2):  # the first call compiles
@@ -651,15 +637,15 @@ def test_no_host_synchronisation() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=label)
 def test_cuda_graph(dtype: torch.dtype) -> None:
-    x, weight, dy = (_randn(*s, dtype=dtype) for s in ((256, 512), (1024, 512), (256, 1024)))
+    x, weight, dy = (randn(*s, dtype=dtype) for s in ((256, 512), (1024, 512), (256, 1024)))
     ids = _chunks(1024, 64, 4)
     kb.sparse_backward(x, weight, dy, ids)  # compiles before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = kb.sparse_backward(x, weight, dy, ids)
-    x.copy_(_randn(256, 512)), dy.copy_(_randn(256, 1024))
+    x.copy_(randn(256, 512)), dy.copy_(randn(256, 1024))
     ids.copy_(_chunks(1024, 64, 4))
     graph.replay()
     for ours, expected in zip(captured, gather_cublas_backward(x, weight, dy, ids), strict=True):
@@ -669,8 +655,8 @@ def test_cuda_graph(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_more_than_2_31_elements() -> None:
     m, d_in, d_out = 2**17 + 64, 64, 2**14 + 64
-    x, dy = _randn(m, d_in, dtype=torch.bfloat16), torch.randn(m, d_out, dtype=torch.bfloat16, device=runtime.DEVICE)
-    weight, ids = _randn(d_out, d_in, dtype=torch.bfloat16), torch.tensor([256, 3], device=runtime.DEVICE)
+    x, dy = randn(m, d_in, dtype=torch.bfloat16), torch.randn(m, d_out, dtype=torch.bfloat16, device=runtime.DEVICE)
+    weight, ids = randn(d_out, d_in, dtype=torch.bfloat16), torch.tensor([256, 3], device=runtime.DEVICE)
     dw, _, dx = kb.sparse_backward(x, weight, dy, ids, compact=True)
     part = dy[:, 2**14 :]
     assert check.relative_error(dw[:64], part.double().t() @ x.double()) < 4e-3

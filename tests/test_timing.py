@@ -60,6 +60,29 @@ def test_a_wrong_result_of_ours_reports_nothing(wrong: object) -> None:
     assert list(rows["x"]) == ["31", "31"]
 
 
+def test_the_rows_of_a_case_are_there_before_the_next_is_measured() -> None:
+    seen: list[pd.DataFrame] = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        assert len(seen) == 1
+        return x * x
+
+    rows, failures = timing.run_cases(
+        [_case(x=29), _case(square)], package="0", progress=False, rep_ms=2, record=seen.append
+    )
+    assert not failures
+    pd.testing.assert_frame_equal(pd.concat(seen, ignore_index=True), rows)
+
+
+def test_an_error_costs_one_case() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("too large")
+
+    rows, failures = timing.run_cases([_case(broken), _case(x=31)], package="0", progress=False, rep_ms=2)
+    assert failures == ["square forward float32 M=20 N=30 N=30: MemoryError: too large"]
+    assert list(rows["x"]) == ["31", "31"]
+
+
 def test_a_wrong_peer_is_recorded_as_what_it_is() -> None:
     problem = _problem(torch.square)
     x = torch.randn(5, device=runtime.DEVICE)

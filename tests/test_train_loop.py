@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from kernelbook import cli, runtime, timing
+from kernelbook import runtime
 from kernelbook.nn import GPT, GPTConfig, SparseLinear
-from kernelbook.train import CONFIGS, CopyData, TrainConfig, Trainer, make_data, study
+from kernelbook.train import CONFIGS, CopyData, TrainConfig, Trainer, make_data
 from kernelbook.train.chunks import chunk_norms, top_chunks_reference
-
-CURVE_KEY = ("mode", "scheduler", "active", "inactive", "sparse_lr", "width", "seed", "steps")
 
 # A run of a second: 16 tokens a step.
 SMALL = dataclasses.replace(
@@ -147,6 +145,12 @@ def test_what_is_to_be_recalled() -> None:
         ({"clip": 0.0}, "clip must be positive, got 0.0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"dense_steps": -1}, "dense_steps must not be negative, got -1"),
+        ({"sparse_dx": "outputs"}, "sparse_dx must be one of 'all', 'inputs', got 'outputs'"),
+        ({"sparse_layers": "some"}, "sparse_layers must be one of 'all', 'mlp', got 'some'"),
+        ({"lr": 0.0}, "lr must be positive, got 0.0"),
+        ({"lr": float("nan")}, "lr must be positive, got nan"),
+        ({"lr": 1e-4, "min_lr": 1e-3}, r"min_lr must lie in \[0, lr\] \(\[0, 0.0001\]\), got 0.001"),
+        ({"weight_decay": -0.1}, "weight_decay must not be negative, got -0.1"),
     ),
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -163,28 +167,6 @@ def test_the_learning_rate() -> None:
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
-
-
-def test_real_text_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The issue's sign of life: the sizes called tiny learn; half of their steps are enough to see it."""
-    out = tmp_path / "run"
-    command = ["train", "--config", "tiny", "--out", str(out), "--steps", "16", "--quiet"]
-    assert cli.main(command) == 0
-    printed = capsys.readouterr().out
-    assert "topics" in printed and "training loss" in printed
-    entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    losses = [entry["loss"] for entry in entries if "loss" in entry]
-    validation = [entry["validation_loss"] for entry in entries if "validation_loss" in entry]
-    assert len(losses) == 16 and sum(losses[-4:]) / 4 < losses[0] - 0.4
-    assert validation[-1] < validation[0] - 0.3
-    assert json.loads((out / "config.json").read_text())["width"] == CONFIGS["tiny"].width
-    # A second run does not write over the first; --resume finds that all is done.
-    assert cli.main(command) == 2 and "holds a run already" in capsys.readouterr().err
-    assert cli.main([*command, "--resume"]) == 0 and "going on after step 16" in capsys.readouterr().out
-    assert cli.main([*command[:4], str(tmp_path / "b"), "--width", "33"]) == 2
-    assert "width must be a multiple of heads" in capsys.readouterr().err
-    assert cli.main([*command[:4], str(tmp_path / "b"), "--text", str(tmp_path / "none.txt")]) == 2
-    assert "none.txt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -204,6 +186,57 @@ def test_every_mode_takes_its_steps(mode: str, scheduler: str) -> None:
         moved = (layer.weight != old).view(-1, chunk * old.shape[1]).any(1).nonzero().flatten()
         expected = range(layer.num_chunks) if mode == "dense" else sorted(ids.tolist())
         assert moved.tolist() == list(expected)
+
+
+def test_where_a_branch_ends_dx_can_stay_dense() -> None:
+    trainer = _trainer(mode="sparse_dw_dx", sparse_dx="inputs", steps=4)
+    modes = {name.split(".")[-1]: layer.mode for name, layer in trainer.layers.items()}
+    assert {name for name, mode in modes.items() if mode == "sparse_dw"} == {"attention_out", "down"}
+    assert {name for name, mode in modes.items() if mode == "sparse_dw_dx"} == {"q", "k", "v", "up"}
+    trainer.run()
+    # The last block's gradients are then what sparse_dw gives: nothing that they depend on was left out.
+    grads = {}
+    for sparse_dx in ("inputs", "all"):
+        for name, layer in trainer.layers.items():
+            ends = name.split(".")[-1] in ("attention_out", "down")
+            layer.mode = "sparse_dw" if sparse_dx == "inputs" and ends else "sparse_dw_dx"
+        trainer._backward()
+        grads[sparse_dx] = [layer.weight.grad._values().clone() for layer in trainer.layers.values()]
+    for layer in trainer.layers.values():
+        layer.mode = "sparse_dw"
+    trainer._backward()
+    names = [name.split(".")[-1] for name in trainer.layers]
+    assert trainer.config.depth == 1
+    exact = [layer.weight.grad._values() for layer in trainer.layers.values()]
+    for name, inputs, everywhere, expected in zip(names, grads["inputs"], grads["all"], exact, strict=True):
+        if name in ("up", "down"):
+            torch.testing.assert_close(inputs, expected)
+        if name == "up":
+            assert not torch.allclose(everywhere, expected, rtol=1e-2)
+
+
+def test_a_trainer_leaves_the_callers_random_numbers_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    _trainer(steps=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path / "run", steps=6, checkpoint_every=2)
+    trainer.run(until=2)
+    before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    with torch.no_grad():
+        trainer.model.head.weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"Trainer: loss and gradient of step 3 must be finite, got nan"):
+        trainer.run()
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+    logged = (tmp_path / "run" / "log.jsonl").read_text()
+    assert "NaN" not in logged
+    resumed = _trainer(tmp_path / "run", resume=True, steps=6, checkpoint_every=2)
+    resumed.run()
+    assert len(resumed.losses()) == 6
 
 
 def test_rows_without_gradient_can_go_on_moving() -> None:
@@ -306,6 +339,26 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path: Path) -> None:
         Trainer(dataclasses.replace(SMALL, steps=1), other, out=out, resume=True, progress=False)
 
 
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    _trainer(out, steps=1).run()
+    whole = (out / "checkpoint.pt").read_bytes()
+    (out / "checkpoint.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        ValueError, match=r"checkpoint.pt must be a checkpoint of a run, got a file that cannot be read"
+    ):
+        _trainer(out, resume=True, steps=1)
+    (out / "checkpoint.pt").write_bytes(whole)
+    (out / "log.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"must hold the log of its checkpoint, got no log.jsonl"):
+        _trainer(out, resume=True, steps=1)
+
+
+def test_others_may_read_a_runs_files(tmp_path: Path) -> None:
+    _trainer(tmp_path / "run", steps=1).run()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir()} == {0o644}
+
+
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
 def test_a_graph_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match="cuda_graph must be off where there is no GPU"):
@@ -323,55 +376,6 @@ def test_the_probe_moves_nothing() -> None:
     assert unprobed.losses() == trainer.losses()
 
 
-# --- the study ------------------------------------------------------------------------------------------------------
-
-
-def test_operations_are_counted_from_the_model() -> None:
-    config = TrainConfig(width=128, depth=2, heads=2, context=16, batch_size=3, mode="dense")
-    model = GPT(config.model(50))
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    tokens = 3 * 16
-    products = 3 * sum(2 * tokens * m.weight.numel() for m in linear)
-    attention = 3.5 * 2 * (2 * 3 * 16 * 16 * 128) * 2 / 2  # two products a block, half of them masked
-    assert study.step_gflop(config, 50) == pytest.approx((products + attention) / 1e9)
-    sparse = dataclasses.replace(config, mode="sparse_dw_dx", active=0.5)
-    layers = sum(m.weight.numel() for m in model.sparse_layers().values())
-    saved = study.step_gflop(config, 50) - study.step_gflop(sparse, 50)
-    assert layers == 2 * 12 * 128 * 128 and saved == pytest.approx(2 * tokens * 2 * 0.5 * layers / 1e9)
-    only_dw = dataclasses.replace(sparse, mode="sparse_dw", sparse_layers="mlp")
-    saved = study.step_gflop(config, 50) - study.step_gflop(only_dw, 50)
-    assert saved == pytest.approx(2 * tokens * 0.5 * 2 * 8 * 128 * 128 / 1e9)
-
-
-def test_recorded_curves_keep_their_shape() -> None:
-    for path in timing.results_dir().glob("*/sparse_training_curves.jsonl"):
-        runs = [json.loads(line) for line in path.read_text().splitlines()]
-        keys = [tuple(run[name] for name in CURVE_KEY) for run in runs]
-        assert len(set(keys)) == len(keys)
-        for run in runs:
-            assert set(timing.ENVIRONMENT) <= set(run)
-            for what in ("steps", "seconds", "loss"):
-                assert len(run[f"validation_{what}"]) == len(run["validation_steps"])
-            assert run["validation_steps"][-1] == run["steps"] and run["validation_seconds"] == sorted(
-                run["validation_seconds"]
-            )
-            assert len(run["train_loss"]) == len(run["train_steps"])
-
-
-def test_kernels_belong_to_a_part() -> None:
-    assert study.part_of("_sparse_linear_bwd_tiles_kernel") == "sparse products"
-    assert study.part_of("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN") == "dense products"
-    assert study.part_of("_adamw_chunks_kernel") == "optimizer"
-    assert study.part_of("_layer_norm_bwd_sum_kernel") == "layer norm"
-    assert study.part_of("vectorized_elementwise_kernel<bfloat16_copy>") == "casts, sums, copies"
-
-
-@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
-def test_the_study_refuses_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert study.main(["--out", str(tmp_path)]) == 2
-    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 GPU = TrainConfig(
@@ -381,10 +385,22 @@ GPU = TrainConfig(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ("dense", "sparse_dw", "sparse_dw_dx"))
-def test_a_captured_step_is_the_step(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "scheduler", "changes"),
+    (
+        ("dense", "all", {}),
+        ("sparse_dw", "knn", {}),
+        ("sparse_dw", "round_robin", {"inactive": "decay"}),
+        ("sparse_dw_dx", "oracle", {}),
+        ("sparse_dw_dx", "ema_topk", {"sparse_dx": "inputs"}),
+        ("sparse_dw_dx", "random", {"dtype": "float32"}),
+    ),
+)
+def test_a_captured_step_is_the_step(
+    mode: str, scheduler: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    config = dataclasses.replace(GPU, mode=mode, scheduler="knn", task="copy")
+    config = dataclasses.replace(GPU, mode=mode, scheduler=scheduler, task="copy", **changes)
     eager = Trainer(config, progress=False)
     eager.run()
     captured = Trainer(dataclasses.replace(config, cuda_graph=True), out=tmp_path / "run", progress=False)
@@ -404,3 +420,23 @@ def test_copying_is_learnt() -> None:
     trainer = Trainer(config, progress=False)
     trainer.run()
     assert trainer.validation_losses()[-1] < 0.3 * trainer.validation_losses()[0]
+
+
+@pytest.mark.gpu
+def test_what_determinism_needs_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with pytest.raises(RuntimeError, match="CUBLAS_WORKSPACE_CONFIG"):
+        Trainer(GPU, progress=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ("dense", "sparse_dw_dx"))
+def test_autocast_on_the_gpu_is_near_float32(mode: str) -> None:
+    config = dataclasses.replace(GPU, mode=mode, scheduler="random", task="copy", deterministic=False)
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        trainer = Trainer(dataclasses.replace(config, dtype=dtype), progress=False)
+        trainer.run()
+        found[dtype] = torch.tensor(trainer.losses())
+    torch.testing.assert_close(found["bfloat16"], found["float32"], rtol=0.02, atol=0.02)

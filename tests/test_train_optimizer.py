@@ -205,9 +205,26 @@ def test_a_layer_without_ids_has_dense_gradients(device: torch.device) -> None:
 def test_compact_gradients_refuse_what_they_cannot(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"SparseLinear: out_features must be a multiple of chunk_size \(16\)"):
         SparseLinear(8, 40, chunk_size=16, compact_gradient=True)
+    with pytest.raises(ValueError, match="SparseLinear: chunk_size must be an integer of at least 16, got 0"):
+        SparseLinear(8, 40, chunk_size=0, compact_gradient=True)
+    with pytest.raises(ValueError, match="SparseLinear: mode must be one of 'dense', 'sparse_dw', 'sparse_dw_dx'"):
+        SparseLinear(8, 40, mode="sparse")
     x, weight = torch.randn(4, 8, device=device), torch.randn(40, 8, device=device)
     ids = torch.tensor([0], device=device)
     with pytest.raises(ValueError, match=r"chunk_size must divide the features \(40\), got 16"):
         compact_sparse_linear(x, weight, None, ids, chunk_size=16)
     with pytest.raises(ValueError, match="mode must be one of 'sparse_dw', 'sparse_dw_dx', got 'dense'"):
         compact_sparse_linear(x, weight, None, ids, chunk_size=8, mode="dense")
+
+
+def test_compact_gradients_take_the_dtypes_that_linear_takes(device: torch.device) -> None:
+    layer = SparseLinear(8, 32, chunk_size=CHUNK, compact_gradient=True).to(device)
+    layer.active_chunks = torch.tensor([0], device=device)
+    x = torch.randn(3, 8, device=device)
+    with pytest.raises(TypeError, match="compact_sparse_linear: weight must have the dtype of x"):
+        layer(x.half())
+    with pytest.raises(ValueError, match=r"compact_sparse_linear: x must have shape \(..., 8\), got \(3, 7\)"):
+        layer(x[:, 1:])
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+        assert layer.double()(x.double()).dtype == torch.float64  # autocast leaves float64 alone

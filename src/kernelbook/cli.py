@@ -5,10 +5,11 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from tabulate import tabulate
 from tqdm.auto import tqdm
@@ -18,6 +19,10 @@ from kernelbook import check, profiling, runtime, timing
 from kernelbook.train import command as training
 
 __all__ = ["main"]
+
+# By the stem of a results file, a table and its key: what a bench module's ``extras()`` returns, or yields as they come.
+Extra = tuple[pd.DataFrame, Sequence[str]]
+Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
 
 
 def rooms() -> list[str]:
@@ -107,7 +112,10 @@ def _can_measure() -> bool:
 
 
 def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) -> int:
-    """Measures rooms and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU."""
+    """Measures rooms and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
+
+    The rows of a case are written before the next one is measured: a run that is stopped keeps what it has.
+    """
     if not _can_measure():
         print("bench: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
@@ -117,27 +125,50 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
         module = _bench_of(room)
         package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
         cases = [case for case in module.cases() if select is None or select in str(case)]
-        print(f"{room}: {len(cases)} cases on {runtime.properties().name}")
+        print(f"{room}: {len(cases)} cases on {runtime.properties().name}", flush=True)
         for note in getattr(module, "missing_peers", list)():
             print(f"left out: {note}")
-        ceilings = timing.measure_ceilings()
-        rows, failures = timing.run_cases(cases, package=package, rep_ms=rep_ms)
-        if len(rows):
-            timing.write_results(folder / f"{room}.csv", rows)
-            timing.write_results(
-                folder / "ceilings.csv", timing.ceilings_row(ceilings, rows["run"].iloc[0], package), key=("run",)
-            )
-            shown = rows[["mode", "dtype", "shape", "x_name", "x", "provider", "ms", "peak_mib", "err_ratio"]]
-            print(tabulate(shown, headers="keys", showindex=False, disable_numparse=True))
+        failures = _bench_cases(room, cases, folder, package, rep_ms)
         if select is None:
-            extras: Callable[[], dict[str, Any]] = getattr(module, "extras", dict)
-            for stem, (table, key) in extras().items():
-                timing.write_results(folder / f"{stem}.csv", table, key=key)
-                print(tabulate(table, headers="keys", showindex=False))
+            failures += _bench_extras(module, folder)
         for failure in failures:
-            print(f"NOT CORRECT, not recorded: {failure}", file=sys.stderr)
+            print(f"NOT RECORDED: {failure}", file=sys.stderr)
         code = max(code, 1 if failures else 0)
     return code
+
+
+def _bench_cases(room: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
+    """Measures the cases, writes and prints the rows of each as they come, and returns the failures."""
+    ceilings = timing.measure_ceilings()
+    recorded: set[str] = set()
+
+    def record(rows: pd.DataFrame) -> None:
+        run = rows["run"].iloc[0]
+        if run not in recorded:  # the ceilings first: no row without those of its run
+            row = timing.ceilings_row(ceilings, run, package)
+            timing.write_results(folder / "ceilings.csv", row, key=("run",))
+            recorded.add(run)
+        timing.write_results(folder / f"{room}.csv", rows)
+        first = rows.iloc[0]
+        shown = rows[["provider", "ms", "peak_mib", "err_ratio"]]
+        tqdm.write(f"\n{first['mode']} {first['dtype']} {first['shape']} {first['x_name']}={first['x']}")
+        tqdm.write(tabulate(shown, headers="keys", showindex=False, disable_numparse=True))
+
+    return timing.run_cases(cases, package=package, rep_ms=rep_ms, record=record)[1]
+
+
+def _bench_extras(module: Any, folder: Path) -> list[str]:
+    """Measures and writes the room's tables of another kind, one by one, and returns the failures."""
+    extras: Callable[[], Extras] = getattr(module, "extras", dict)
+    try:
+        found = extras()
+        tables: Iterable[tuple[str, Extra]] = found.items() if isinstance(found, Mapping) else found
+        for stem, (table, key) in tables:
+            timing.write_results(folder / f"{stem}.csv", table, key=key)
+            print(tabulate(table.to_dict("records"), headers="keys"), flush=True)
+    except Exception as error:  # the room's own rows are written already and count
+        return [f"{module.__name__}.extras: {type(error).__name__}: {error}"]
+    return []
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -153,6 +184,7 @@ def _default_out() -> Path:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m kernelbook", description=kernelbook.__doc__)
+    top.add_argument("--version", action="version", version=f"kernelbook {kernelbook.__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")

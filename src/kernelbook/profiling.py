@@ -280,6 +280,8 @@ def _transformers_model(
 
     from kernelbook.interop import transformers as interop
 
+    if not given.config.exists():  # transformers would look for it on the network
+        raise ValueError(f"profile: --config must be a file or a folder, but there is no {given.config}")
     config = AutoConfig.from_pretrained(given.config, **_changes(given.set))
     with torch.device(runtime.DEVICE):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,8 +1,8 @@
 """Measuring: the time of a call, the ceilings of the machine, and the record of a measurement.
 
 A benchmark of a room (``<room>/bench.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
-case against float64, times them in one process beside the machine's ceilings, and :func:`write_results` keeps the rows
-in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB 2**20 bytes, times milliseconds.
+case against float64 and times them in one process beside the machine's ceilings, and :func:`write_results` keeps the
+rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB 2**20 bytes, times milliseconds.
 """
 
 import contextlib
@@ -301,13 +301,25 @@ def error_ratios(problem: Problem) -> dict[str, float]:
 
 
 def run_cases(
-    cases: Iterable[Case], *, package: str, progress: bool = True, rep_ms: float = 100.0
+    cases: Iterable[Case],
+    *,
+    package: str,
+    progress: bool = True,
+    rep_ms: float = 100.0,
+    record: Callable[[pd.DataFrame], object] | None = None,
 ) -> tuple[pd.DataFrame, list[str]]:
     """Checks and times every provider of every case in this process.
 
+    Args:
+        cases: what is measured.
+        package: the column of that name, see :func:`package_version`.
+        progress: show a progress bar.
+        rep_ms: how long to sample each call.
+        record: is given the rows of each case as soon as they are there, so that a run that ends early keeps them.
+
     Returns:
         The rows (columns :data:`COLUMNS`, one run id) and the failures in words. A case in which one of our own results
-        is not correct contributes no row.
+        is not correct, or that raises an error, contributes no row; the others are measured all the same.
     """
     run, about = new_run(), environment(package)
     rows: list[dict[str, Any]] = []
@@ -318,7 +330,13 @@ def run_cases(
         except check.CheckError as error:
             failures.append(f"{case}: {error}")
             continue
-        rows += [{"run": run, **figures, **about} for figures in found]
+        except Exception as error:  # out of memory, a peer that a new version broke: one case is lost, not the run
+            failures.append(f"{case}: {type(error).__name__}: {error}")
+            continue
+        new = [{"run": run, **figures, **about} for figures in found]
+        rows += new
+        if record is not None:
+            record(pd.DataFrame(new, columns=list(COLUMNS)))
     return pd.DataFrame(rows, columns=list(COLUMNS)), failures
 
 

@@ -9,11 +9,10 @@ import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels
+from kernelbook.launching import accumulator, box, cdiv, has_aligned_rows, tl_accumulator
 
 # isort: split
 import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -27,9 +26,9 @@ except ImportError:
 
 __all__ = ["flash_attention"]
 
-_TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
 MAX_D = 256
 LOG2_E = math.log2(math.e)
+MAX_SCALE = torch.finfo(torch.float32).max / LOG2_E  # kernels take the scale in base 2, in float32
 
 
 def flash_attention(
@@ -46,7 +45,8 @@ def flash_attention(
             ``h // (H / H_kv)`` (grouped-query attention).
         causal: query ``i`` sees the keys up to ``i + S - N``: the last query sees all, also where N and S differ.
             (``torch.nn.functional.scaled_dot_product_attention`` aligns the first query with the first key instead.)
-        scale: what scores are multiplied by; ``None``: 1 / sqrt(D).
+        scale: what scores are multiplied by; ``None``: 1 / sqrt(D). Scaled scores may be as large as 1e8: beyond, float32
+            cannot tell them apart.
 
     Returns:
         (B, H, N, D) in the dtype of ``q`` and, where that is dense, with its strides; under autocast in its dtype, as
@@ -54,7 +54,8 @@ def flash_attention(
         where ``torch.backends.cuda.matmul.allow_tf32`` says so.
 
     Raises:
-        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``causal`` is not a bool.
+        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, ``causal`` is not a bool, or ``scale``
+            not a number.
         ValueError: a shape, a device or ``scale`` is not as above.
     """
     op = "flash_attention"
@@ -63,8 +64,7 @@ def flash_attention(
         arguments.check_tensor(op, name, value)
         if value.ndim != 4:
             raise ValueError(f"{op}: {name} must have four dimensions, got shape {tuple(value.shape)}")
-        if value.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of q ({q.dtype}), got {value.dtype}")
+    arguments.check_same_dtype(op, q=q, k=k, v=v)
     arguments.check_same_device(op, q=q, k=k, v=v)
     b, h, _, d = q.shape
     if not 1 <= d <= MAX_D:
@@ -76,14 +76,13 @@ def flash_attention(
         raise ValueError(f"{op}: the heads of k and v must divide those of q ({h}), got {h_kv}")
     if not isinstance(causal, bool):
         raise TypeError(f"{op}: causal must be a bool, got {type(causal).__name__}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not _finite(scale)):
-        raise ValueError(f"{op}: scale must be a finite number or None, got {scale!r}")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise TypeError(f"{op}: scale must be a number or None, got {type(scale).__name__}")
+        if not -MAX_SCALE <= scale <= MAX_SCALE:
+            raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {scale!r}")
     o: torch.Tensor = _forward(q, k, v, causal, 1 / math.sqrt(d) if scale is None else float(scale))[0]
     return o
-
-
-def _finite(number: float) -> bool:
-    return -math.inf < number < math.inf
 
 
 # --- custom operators -----------------------------------------------------------------------------------------------
@@ -96,7 +95,7 @@ def _forward(
     """-> o like q, lse (B, H, N) in base 2."""
     dtype = q.dtype
     o = torch.empty_like(q, dtype=runtime.kernel_dtype(dtype))
-    lse = torch.empty(q.shape[:3], dtype=_accumulator(dtype), device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=accumulator(dtype), device=q.device)
     if k.numel() == 0 or o.numel() == 0:
         return o.zero_().to(dtype), lse.fill_(math.inf)
     q, k, v = (_launchable(t) for t in (q, k, v))
@@ -109,7 +108,7 @@ def _forward(
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=_accumulator(q.dtype), device=q.device)
+    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
 
 
 @torch.library.custom_op("kernelbook::flash_attention_backward", mutates_args=())
@@ -172,10 +171,6 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _launchable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as kernels take it: float32 instead of bfloat16 in the interpreter, and rows in pieces of 16 elements.
 
@@ -186,7 +181,7 @@ def _launchable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps):
         return tensor
     d = tensor.shape[3]
-    copy = torch.empty(*tensor.shape[:3], triton.cdiv(d, 16) * 16, dtype=tensor.dtype, device=tensor.device)[..., :d]
+    copy = torch.empty(*tensor.shape[:3], cdiv(d, 16) * 16, dtype=tensor.dtype, device=tensor.device)[..., :d]
     return copy.copy_(tensor)
 
 
@@ -215,26 +210,23 @@ def _in_boxes(*tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors can read the tensors: contiguous rows, everything on a multiple of 16 bytes."""
     if not kernels.has_boxes(runtime.properties(tensors[0].device)):
         return False
-    for t in tensors:
-        steps = t.stride()[:3]
-        if t.stride(3) != 1 or t.data_ptr() % 16 or any(n <= 0 or n * t.element_size() % 16 for n in steps):
-            return False
-        if any(n * t.element_size() >= 2**40 for n in steps):
-            return False
-    return True
+    return all(
+        has_aligned_rows(t) and max(t.stride()) * t.element_size() < 2**40  # a descriptor has no room for more
+        for t in tensors
+    )
 
 
 def _argument(tensor: torch.Tensor, boxes: bool, rows: int, block_d: int) -> tuple[Any, ...]:
     """A tensor as the kernels take it: with its strides, or as a descriptor of ``rows`` x ``block_d`` boxes."""
     if not boxes:
         return tensor, *tensor.stride()
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, block_d]), 0, 0, 0, 0
+    return box(tensor, 1, 1, rows, block_d), 0, 0, 0, 0
 
 
 def _constants(q: torch.Tensor, k: torch.Tensor, causal: bool, boxes: bool, config: triton.Config) -> dict[str, Any]:
     return {
         "D": q.shape[3], "GROUP": q.shape[1] // k.shape[1], "CAUSAL": causal, "BOXES": boxes,
-        "ACC": _TL_DTYPE[_accumulator(q.dtype)], "PRECISION": _precision(q.dtype, runtime.properties(q.device)), **config.kwargs,
+        "ACC": tl_accumulator(q.dtype), "PRECISION": _precision(q.dtype, runtime.properties(q.device)), **config.kwargs,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
 
@@ -268,8 +260,8 @@ def _launch_forward_hopper(
     b, h, n, d = q.shape
     s = k.shape[2]
     rows, block_n, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_N", "BLOCK_D"))
-    block_m = rows * config.kwargs["WARPGROUPS"]
-    kernels_hopper._flash_attention_fwd_hopper_kernel[(triton.cdiv(n, block_m) * b * h,)](
+    blocks = cdiv(n, rows * config.kwargs["WARPGROUPS"]) * b * h
+    kernels_hopper._flash_attention_fwd_hopper_kernel[(blocks,)](
         _gluon_argument(q, rows, block_d),
         _gluon_argument(k, block_n, block_d),
         _gluon_argument(v, block_n, block_d),
@@ -297,7 +289,7 @@ def _launch_forward(
     config = kernels.config("fwd", d, q.element_size(), boxes, properties)
     block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     with runtime.on_device_of(q):
-        kernels._flash_attention_fwd_kernel[(triton.cdiv(n, block_m) * b * h,)](
+        kernels._flash_attention_fwd_kernel[(cdiv(n, block_m) * b * h,)](
             *_argument(q, boxes, block_m, block_d),
             *_argument(k, boxes, block_n, block_d),
             *_argument(v, boxes, block_n, block_d),
@@ -344,18 +336,18 @@ def _launch_delta(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> lse and rowsum(o * do), both (B, H, N rounded up to a multiple)."""
     b, h, n, d = o.shape
-    n_padded = triton.cdiv(n, multiple) * multiple
+    n_padded = cdiv(n, multiple) * multiple
     delta = torch.empty(b, h, n_padded, dtype=lse.dtype, device=lse.device)
     padded = torch.empty_like(delta) if multiple > 1 else lse
     config = kernels.DELTA_CONFIG
-    kernels._flash_attention_bwd_delta_kernel[(triton.cdiv(n_padded, config.kwargs["BLOCK_M"]) * b * h,)](
+    kernels._flash_attention_bwd_delta_kernel[(cdiv(n_padded, config.kwargs["BLOCK_M"]) * b * h,)](
         o, *o.stride(),
         do, *do.stride(),
         lse,
         delta,
         padded,
         h, n, n_padded,
-        d, _TL_DTYPE[delta.dtype], multiple > 1, **config.kwargs, BLOCK_D=kernels.block_d(d),
+        d, tl_accumulator(delta.dtype), multiple > 1, **config.kwargs, BLOCK_D=kernels.block_d(d),
         num_warps=config.num_warps,
     )  # fmt: skip
     return padded, delta
@@ -379,7 +371,7 @@ def _launch_dkdv_hopper(
     h_kv, s = k.shape[1], k.shape[2]
     rows, block_m, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_M", "BLOCK_D"))
     vector = NVMMASharedLayout(0, 32, rank=1)
-    kernels_hopper._flash_attention_bwd_dkdv_hopper_kernel[(triton.cdiv(s, 2 * rows) * b * h_kv,)](
+    kernels_hopper._flash_attention_bwd_dkdv_hopper_kernel[(cdiv(s, 2 * rows) * b * h_kv,)](
         _gluon_argument(q, block_m, block_d),
         _gluon_argument(k, rows, block_d),
         _gluon_argument(v, rows, block_d),
@@ -411,7 +403,7 @@ def _launch_dq_hopper(
     b, h, n, d = q.shape
     s = k.shape[2]
     rows, block_n, block_d = (config.kwargs[name] for name in ("ROWS", "BLOCK_N", "BLOCK_D"))
-    kernels_hopper._flash_attention_bwd_dq_hopper_kernel[(triton.cdiv(n, 2 * rows) * b * h,)](
+    kernels_hopper._flash_attention_bwd_dq_hopper_kernel[(cdiv(n, 2 * rows) * b * h,)](
         _gluon_argument(q, rows, block_d),
         _gluon_argument(k, block_n, block_d),
         _gluon_argument(v, block_n, block_d),
@@ -443,7 +435,7 @@ def _launch_dkdv(
     boxes = _in_boxes(q, k, v, do)
     config = kernels.config("dkdv", d, q.element_size(), boxes, properties)
     block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    kernels._flash_attention_bwd_dkdv_kernel[(triton.cdiv(s, block_n) * b * h_kv,)](
+    kernels._flash_attention_bwd_dkdv_kernel[(cdiv(s, block_n) * b * h_kv,)](
         *_argument(q, boxes, block_m, block_d),
         *_argument(k, boxes, block_n, block_d),
         *_argument(v, boxes, block_n, block_d),
@@ -475,7 +467,7 @@ def _launch_dq(
     boxes = _in_boxes(q, k, v, do)
     config = kernels.config("dq", d, q.element_size(), boxes, properties)
     block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    kernels._flash_attention_bwd_dq_kernel[(triton.cdiv(n, block_m) * b * h,)](
+    kernels._flash_attention_bwd_dq_kernel[(cdiv(n, block_m) * b * h,)](
         *_argument(q, boxes, block_m, block_d),
         *_argument(k, boxes, block_n, block_d),
         *_argument(v, boxes, block_n, block_d),

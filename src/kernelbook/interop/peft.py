@@ -4,7 +4,7 @@ PEFT puts LoRA on a parameter (``LoraConfig(target_parameters=...)``) by wrappin
 ``ParamWrapper`` a parameter, one around the other. In each forward pass a wrapper adds its pair to the **whole** weight,
 all experts, and lets the module read the sum. After :func:`use_factors` it hands the pair to the module instead, as long as
 the module's experts run on the kernels. Nothing else of PEFT changes: adapters are switched, disabled, merged, saved and
-loaded by PEFT's own code, on the same parameters.
+loaded by PEFT's own code, on the same parameters. Only to merge into compressed weights is refused.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import peft
 import torch
 from peft.tuners.lora import layer
 
-from kernelbook.interop.transformers import HANDED, NAME, _weight_names, expert_modules
+from kernelbook.interop.transformers import HANDED, NAME, _stored, _weight_names, expert_modules
 from kernelbook.nn.moe import LoRAPair
 
 __all__ = ["check_wrappers", "lora_pair", "use_factors"]
@@ -70,6 +70,16 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
             yield
         finally:
             del handed[self.parameter_name]
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As PEFT's, for dense weights. Into compressed ones it would add to a dense copy, which is dropped at once."""
+        stored = _stored(self.get_base_layer(), self.parameter_name)
+        if not isinstance(stored, torch.Tensor):
+            raise ValueError(
+                f"merge: {self.parameter_name} must be dense to take up LoRA pairs, got {type(stored).__name__}; merge into "
+                f"the model before it is quantized (unmerge_adapter() takes back what other layers have merged just now)"
+            )
+        super().merge(safe_merge, adapter_names)
 
 
 class _Holder(torch.nn.Module):

@@ -8,7 +8,8 @@ registers the name ``"kernelbook"`` and selects it::
     quantize_experts(model)  # where the experts are to be 4-bit
     use_kernels(model)
 
-After :func:`register`, ``model.set_experts_implementation("kernelbook")`` selects it too. LoRA pairs that PEFT put on the
+After :func:`register`, ``model.set_experts_implementation("kernelbook")`` selects it too, as does
+``from_pretrained(..., experts_implementation="kernelbook")``. LoRA pairs that PEFT put on the
 experts are used as they are, see :mod:`kernelbook.interop.peft`.
 """
 
@@ -245,6 +246,8 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
 
     With PEFT, call it **after** ``get_peft_model``: around quantized parameters PEFT nests its wrappers in another order,
     and an adapter that is saved so can be loaded only into a model that was quantized first as well.
+    ``state_dict()`` holds the packed bytes and the scales, and loads into a model that was quantized in the same way;
+    ``from_pretrained`` does not know them: save the adapters (PEFT does), and quantize the dense model anew.
     Every implementation of the experts goes on working; all but ``"kernelbook"`` make all experts dense in each forward
     pass and keep them for the backward pass.
 

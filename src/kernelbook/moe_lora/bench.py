@@ -385,6 +385,9 @@ def cases() -> Iterator[timing.Case]:
         for tokens in (1, 4, 16, 64, 256, 1024, 4096):
             shape = dataclasses.replace(projections(model)["gate_up"], tokens=tokens)
             yield _case("moe_lora", "forward", shape, _forward, "T")
+    many_experts = projections("Qwen3-30B-A3B")["gate_up"]
+    for tokens in (1, 16, 128, 1024, 16384):
+        yield _case("route", "forward", dataclasses.replace(many_experts, tokens=tokens), _route, "T")
     for rank in (16, 64):
         for experts in (8, 16, 32, 64, 128, 256):
             yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), _forward, "E")

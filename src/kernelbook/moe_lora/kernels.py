@@ -5,7 +5,8 @@ position s holds pair order[s], and the positions of expert e are offsets[e] to 
 BLOCK_M positions of one expert; it multiplies with one W[e], and no row is computed that is not there but in an expert's
 last tile. Rows are read through ``order`` and written through it ("scatter to scatter"), or lie in sorted order already.
 
-    route    order, offsets, and for each tile height the list of tiles: a counting sort in two launches
+    route    order, offsets, and for each tile height the list of tiles: a counting sort, in one launch for few rows
+             (one program sees them all) and in two for more
     rows     Y = X W[e] + U B[e]^T + bias[e], a tile (BLOCK_M, BLOCK_N) a program; also dX = dY W[e]^T + D A[e]
     thin     U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order
     gram     sums over the rows of an expert: dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
@@ -66,65 +67,76 @@ def _route_fwd_count_kernel(
 @triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
 def _route_fwd_place_kernel(
     ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
-    counts_ptr,  # (num_programs, BLOCK_E)
+    counts_ptr,  # (num_programs, BLOCK_E), if COUNTED
     order_ptr,  # (R,) pair of each sorted position
     inverse_ptr,  # (R,) sorted position of each pair
-    offsets_ptr,  # (E + 1,) first sorted position of each expert, and of the slots to skip
-    tiles_ptr,  # (tiles, 3) group, first position, rows; a section for each height
+    offsets_ptr,  # (E + 1,) first position of each expert, and of the skipped
+    tiles_ptr,  # (tiles, 3) group, first position, rows; a section a height
     R, slots, E, per_program,
-    HEIGHTS: tl.constexpr,
+    COUNTED: tl.constexpr, HEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
+    low = pid * per_program
+    high = tl.minimum(low + per_program, R)
     offs_e = tl.arange(0, BLOCK_E)
+    within = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(0, programs, BLOCK_P):
-        offs_p = start + tl.arange(0, BLOCK_P)
-        counts_ptrs = counts_ptr + offs_p[:, None] * BLOCK_E + offs_e[None, :]
-        counts = tl.load(counts_ptrs, mask=(offs_p < programs)[:, None], other=0)  # (BLOCK_P, BLOCK_E)
-        total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where((offs_p < pid)[:, None], counts, 0), axis=0)
+    if COUNTED:
+        for start in range(0, programs, BLOCK_P):
+            offs_p = start + tl.arange(0, BLOCK_P)
+            counts_ptrs = counts_ptr + offs_p[:, None] * BLOCK_E + offs_e
+            mask_p = (offs_p < programs)[:, None]
+            counts = tl.load(counts_ptrs, mask=mask_p, other=0)
+            total += tl.sum(counts, axis=0)  # of (BLOCK_P, BLOCK_E)
+            counts = tl.where((offs_p < pid)[:, None], counts, 0)
+            before += tl.sum(counts, axis=0)
+    else:
+        for start in range(low, high, BLOCK):  # all: one program
+            offs = start + within
+            group = _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E)
+            total += tl.histogram(group, BLOCK_E)
     first = tl.cumsum(total, axis=0) - total
     # Past the end pairs were counted as slots to skip, which come last.
     total = tl.where(offs_e == E, R - first, total)
     if pid == 0:
         tl.store(offsets_ptr + offs_e, first, mask=offs_e <= E)
     next_free = first + before
-    low = pid * per_program
-    within = tl.arange(0, BLOCK)
-    for start in range(low, tl.minimum(low + per_program, R), BLOCK):
+    for start in range(low, high, BLOCK):
         offs = start + within
         group = _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E)
-        # How many of the step's pairs have the same expert and come earlier: so the sort is stable.
-        earlier = (group[:, None] == group[None, :]) & (within[:, None] > within[None, :])  # (BLOCK, BLOCK)
-        position = tl.gather(next_free, group, 0) + tl.sum(earlier.to(tl.int32), axis=1)
+        # Earlier pairs of the step with the same expert: the sort is stable.
+        earlier = within[:, None] > within[None, :]  # (BLOCK, BLOCK)
+        earlier &= group[:, None] == group[None, :]
+        position = tl.gather(next_free, group, 0)
+        position += tl.sum(earlier.to(tl.int32), axis=1)
         tl.store(inverse_ptr + offs, position, mask=offs < R)
         tl.store(order_ptr + position, offs, mask=offs < R)
         next_free += tl.histogram(group, BLOCK_E)
-    # The lists of tiles. A program writes the tiles of its groups, and its share of the entries that are not needed.
+    # The lists of tiles: the j-th tiles of all groups at once. Every program
+    # has its share of them, and of the entries that are not needed.
     section = 0
     for i in tl.static_range(len(HEIGHTS)):
         height = HEIGHTS[i]
         capacity = R // height + tl.minimum(E + 1, R)
         tiles_of = (total + (height - 1)) // height
-        for group in range(pid, E + 1, programs):
-            count = tl.sum(tl.where(offs_e == group, total, 0), axis=0)
-            begin = tl.sum(tl.where(offs_e < group, tiles_of, 0), axis=0)
-            base = tl.sum(tl.where(offs_e == group, first, 0), axis=0)
-            for start in range(0, (count + (height - 1)) // height, BLOCK):
-                tile = start + within
-                tile_ptrs = tiles_ptr + (section + begin + tile).to(tl.int64) * 3
-                mask = tile * height < count
-                tl.store(tile_ptrs, tl.zeros((BLOCK,), tl.int32) + group, mask=mask)
-                tl.store(tile_ptrs + 1, base + tile * height, mask=mask)
-                tl.store(tile_ptrs + 2, tl.minimum(count - tile * height, height), mask=mask)
+        ends = tl.cumsum(tiles_of, axis=0)
+        section_ptrs = tiles_ptr + (section + ends - tiles_of).to(tl.int64) * 3
+        for j in range(pid, tl.max(tiles_of, axis=0), programs):
+            tile_ptrs = section_ptrs + j * 3
+            done = j * height
+            tl.store(tile_ptrs, offs_e, mask=j < tiles_of)
+            tl.store(tile_ptrs + 1, first + done, mask=j < tiles_of)
+            rows = tl.minimum(total - done, height)
+            tl.store(tile_ptrs + 2, rows, mask=j < tiles_of)
         used = tl.sum(tiles_of, axis=0)
         for start in range(used + pid * BLOCK, capacity, programs * BLOCK):
             tile = start + within
             tile_ptrs = tiles_ptr + (section + tile).to(tl.int64) * 3
-            tl.store(tile_ptrs, tl.full((BLOCK,), -1, tl.int32), mask=tile < capacity)
+            nothing = tl.full((BLOCK,), -1, tl.int32)
+            tl.store(tile_ptrs, nothing, mask=tile < capacity)
         section += capacity
 
 
@@ -178,9 +190,10 @@ def _rows_tile(
     bias_ptr, stride_ce, stride_cn,
     y_ptr,
     scaling, K, N, slots,
-    X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr,
+    LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     dtype = y_ptr.dtype.element_ty
@@ -193,62 +206,74 @@ def _rows_tile(
     offs_k = tl.arange(0, BLOCK_K)
     offs_r = tl.arange(0, BLOCK_R)
     expert64 = expert.to(tl.int64)
-    x_ptrs = x_ptr + x_rows[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
+    x_ptrs = x_ptr + x_rows[:, None] * stride_xm
+    x_ptrs += offs_k.to(tl.int64)[None, :] * stride_xk
     step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
     if w_box is None:
-        w_ptrs = w_ptr + expert64 * stride_we + offs_k.to(tl.int64)[:, None] * stride_wk
+        w_ptrs = w_ptr + expert64 * stride_we
+        w_ptrs += offs_k.to(tl.int64)[:, None] * stride_wk
         w_ptrs += offs_n.to(tl.int64)[None, :] * stride_wn
         step_w = tl.full((), BLOCK_K, tl.int64) * stride_wk
-    b_ptrs = b_ptr + expert64 * stride_be + offs_r.to(tl.int64)[:, None] * stride_br
+    b_ptrs = b_ptr + expert64 * stride_be
+    b_ptrs += offs_r.to(tl.int64)[:, None] * stride_br
     b_ptrs += offs_n.to(tl.int64)[None, :] * stride_bn
     if LORA == "fused":
-        a_ptrs = a_ptr + expert64 * stride_ae + offs_k.to(tl.int64)[:, None] * stride_ak
+        a_ptrs = a_ptr + expert64 * stride_ae
+        a_ptrs += offs_k.to(tl.int64)[:, None] * stride_ak
         a_ptrs += offs_r.to(tl.int64)[None, :] * stride_ar
         step_a = tl.full((), BLOCK_K, tl.int64) * stride_ak
         acc_u = tl.zeros((BLOCK_M, BLOCK_R), ACC)
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     if LORA == "split":
-        # Before the loop. Behind it, with W contiguous along K, ptxas (CUDA 12.8) serializes all tensor core instructions
-        # of the kernel (C7515), and dX took a fifth longer. 2026-11; tests/test_moe_lora.py counts the waits.
+        # Before the loop. Behind it, with W contiguous along K, ptxas (of CUDA
+        # 12.8) serializes all tensor core instructions of the kernel (C7515).
+        # 2026-11; tests/test_moe_lora.py counts the waits.
         u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
         for start in tl.static_range(0, RANK, BLOCK_R):
             u = tl.load(u_ptrs + start)  # (BLOCK_M, BLOCK_R)
-            b = tl.load(
-                b_ptrs + start * stride_br, mask=(start + offs_r < r)[:, None] & mask_n[None, :], other=0.0
-            )  # (BLOCK_R, BLOCK_N)
+            mask_b = (start + offs_r < r)[:, None] & mask_n[None, :]
+            b = tl.load(b_ptrs + start * stride_br, mask=mask_b, other=0.0)
             acc = _dot(u, b, acc, ACC, PRECISION)
     for k in range(0, K, BLOCK_K):
         mask_k = k + offs_k < K
         # W first: it does not wait for the row numbers.
         if w_box is not None:
             if W_BY_ROW:
-                w = w_box.load([expert, k, pid_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+                w = w_box.load([expert, k, pid_n * BLOCK_N])
+                w = w.reshape(BLOCK_K, BLOCK_N)
             else:
-                w = tl.trans(w_box.load([expert, pid_n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K))
+                w = w_box.load([expert, pid_n * BLOCK_N, k])
+                w = tl.trans(w.reshape(BLOCK_N, BLOCK_K))
         else:
-            w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_K, BLOCK_N)
+            mask_w = mask_k[:, None] & mask_n[None, :]  # (BLOCK_K, BLOCK_N)
+            w = tl.load(w_ptrs, mask=mask_w, other=0.0)
             w_ptrs += step_w
         if x_box is not None:
             x = x_box.load([first, k])  # (BLOCK_M, BLOCK_K)
         elif EVEN_K:
             x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
         else:
-            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            mask_x = mask_m[:, None] & mask_k[None, :]
+            x = tl.load(x_ptrs, mask=mask_x, other=0.0)
         acc = _dot(x, w, acc, ACC, PRECISION)
         if LORA == "fused":
-            a = tl.load(a_ptrs, mask=mask_k[:, None] & (offs_r < r)[None, :], other=0.0)  # (BLOCK_K, BLOCK_R)
+            mask_a = mask_k[:, None] & (offs_r < r)[None, :]
+            a = tl.load(a_ptrs, mask=mask_a, other=0.0)  # (BLOCK_K, BLOCK_R)
             acc_u = _dot(x, a, acc_u, ACC, PRECISION)
             a_ptrs += step_a
         x_ptrs += step_x
     if LORA == "fused":
-        b = tl.load(b_ptrs, mask=(offs_r < r)[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_R, BLOCK_N)
+        mask_b = (offs_r < r)[:, None] & mask_n[None, :]
+        b = tl.load(b_ptrs, mask=mask_b, other=0.0)  # (BLOCK_R, BLOCK_N)
         u = (acc_u * scaling).to(dtype)
         acc = _dot(u, b, acc, ACC, PRECISION)
         if pid_n == 0:
             u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
-            tl.store(u_ptrs, u, mask=mask_m[:, None] & (offs_r < RANK)[None, :])
+            mask_u = mask_m[:, None] & (offs_r < RANK)[None, :]
+            tl.store(u_ptrs, u, mask=mask_u)
     if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert64 * stride_ce + offs_n.to(tl.int64) * stride_cn
+        bias_ptrs = bias_ptr + expert64 * stride_ce
+        bias_ptrs += offs_n.to(tl.int64) * stride_cn
         acc += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(ACC)[None, :]
     y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, acc.to(dtype), mask=mask_m[:, None] & mask_n[None, :])
@@ -375,7 +400,7 @@ def _gram_tile(
     ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BLOCK_P, BLOCK_Q) of the sum of left^T right over the rows of an expert."""
+    """A tile (BLOCK_P, BLOCK_Q) of left^T right over the rows of an expert."""
     offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_q = pid_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
     mask_p, mask_q = offs_p < P, offs_q < Q
@@ -388,18 +413,24 @@ def _gram_tile(
         pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
         l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
         z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
-        l_ptrs = l_ptr + l_rows[:, None] * stride_lm + offs_p.to(tl.int64)[None, :] * stride_lp
-        z_ptrs = z_ptr + z_rows[:, None] * stride_zm + offs_q.to(tl.int64)[None, :] * stride_zq
-        left = tl.load(l_ptrs, mask=mask_m[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_M, BLOCK_P)
-        right = tl.load(z_ptrs, mask=mask_m[:, None] & mask_q[None, :], other=0.0)  # (BLOCK_M, BLOCK_Q)
+        l_ptrs = l_ptr + l_rows[:, None] * stride_lm
+        l_ptrs += offs_p.to(tl.int64)[None, :] * stride_lp
+        z_ptrs = z_ptr + z_rows[:, None] * stride_zm
+        z_ptrs += offs_q.to(tl.int64)[None, :] * stride_zq
+        mask_l = mask_m[:, None] & mask_p[None, :]
+        mask_z = mask_m[:, None] & mask_q[None, :]
+        left = tl.load(l_ptrs, mask=mask_l, other=0.0)  # (BLOCK_M, BLOCK_P)
+        right = tl.load(z_ptrs, mask=mask_z, other=0.0)  # (BLOCK_M, BLOCK_Q)
         if HAS_GATES:
             gates = tl.load(gates_ptr + pairs, mask=mask_m, other=0.0)
             left = (left.to(ACC) * gates.to(ACC)[:, None]).to(left.dtype)
-        # The wide operand comes first, since tensor cores of Hopper take no fewer than 64 rows.
+        # The wide operand first: Hopper's tensor cores take at least 64 rows.
         acc = _dot(tl.trans(right), left, acc, ACC, PRECISION)
-    out_ptrs = out_ptr + expert * stride_oe + offs_p.to(tl.int64)[None, :] * stride_op
+    out_ptrs = out_ptr + expert * stride_oe
+    out_ptrs += offs_p.to(tl.int64)[None, :] * stride_op
     out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_p[None, :])
+    mask = mask_q[:, None] & mask_p[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["l_slots", "z_slots"])
@@ -463,15 +494,17 @@ def _moe_lora_bwd_factors_kernel(
 def _moe_lora_bwd_recompute_kernel(
     order_ptr,  # (R,)
     offsets_ptr,  # (E + 1,)
-    l_ptr, stride_lm, stride_lc,  # (R / l_slots, C) left rows; in sorted order (R, C) if L_GROUPED
+    l_ptr, stride_lm, stride_lc,  # (R / l_slots, C) left; (R, C) if L_GROUPED
     f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
-    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
+    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right; (R, Q) if Z_GROUPED
     out_ptr, stride_oe, stride_or, stride_oq,  # (E, r, Q)
     scaling, C, Q, l_slots, z_slots,
-    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    r: tl.constexpr, RANK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    r: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """(L F[e])^T Z without L F in memory: every program of an expert computes it anew."""
+    """(L F[e])^T Z; every program of an expert computes L F anew."""
     expert = tl.program_id(0).to(tl.int64)
     offs_q = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     offs_r = tl.arange(0, RANK)
@@ -490,19 +523,26 @@ def _moe_lora_bwd_recompute_kernel(
         for c in range(0, C, BLOCK_C):
             mask_c = c + offs_c < C
             columns = (c + offs_c).to(tl.int64)
-            l_ptrs = l_ptr + l_rows[:, None] * stride_lm + columns[None, :] * stride_lc
+            l_ptrs = l_ptr + l_rows[:, None] * stride_lm
+            l_ptrs += columns[None, :] * stride_lc
             f_ptrs = f_ptr + expert * stride_fe + columns[:, None] * stride_fc
             f_ptrs += offs_r.to(tl.int64)[None, :] * stride_fr
-            left = tl.load(l_ptrs, mask=mask_m[:, None] & mask_c[None, :], other=0.0)  # (BLOCK_M, BLOCK_C)
-            factor = tl.load(f_ptrs, mask=mask_c[:, None] & mask_r[None, :], other=0.0)  # (BLOCK_C, RANK)
+            mask_l = mask_m[:, None] & mask_c[None, :]  # (BLOCK_M, BLOCK_C)
+            mask_f = mask_c[:, None] & mask_r[None, :]  # (BLOCK_C, RANK)
+            left = tl.load(l_ptrs, mask=mask_l, other=0.0)
+            factor = tl.load(f_ptrs, mask=mask_f, other=0.0)
             thin = _dot(left, factor, thin, ACC, PRECISION)
         thin = (thin * scaling).to(out_ptr.dtype.element_ty)
-        z_ptrs = z_ptr + z_rows[:, None] * stride_zm + offs_q.to(tl.int64)[None, :] * stride_zq
-        right = tl.load(z_ptrs, mask=mask_m[:, None] & mask_q[None, :], other=0.0)  # (BLOCK_M, BLOCK_Q)
+        z_ptrs = z_ptr + z_rows[:, None] * stride_zm
+        z_ptrs += offs_q.to(tl.int64)[None, :] * stride_zq
+        mask_z = mask_m[:, None] & mask_q[None, :]  # (BLOCK_M, BLOCK_Q)
+        right = tl.load(z_ptrs, mask=mask_z, other=0.0)
         acc = _dot(tl.trans(right), thin, acc, ACC, PRECISION)
-    out_ptrs = out_ptr + expert * stride_oe + offs_r.to(tl.int64)[None, :] * stride_or
+    out_ptrs = out_ptr + expert * stride_oe
+    out_ptrs += offs_r.to(tl.int64)[None, :] * stride_or
     out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_r[None, :])
+    mask = mask_q[:, None] & mask_r[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # --- sums over the slots of a token ---------------------------------------------------------------------------------
@@ -681,6 +721,7 @@ def recompute_tiles(rank: int, itemsize: int) -> Tiles:
     return tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)
 
 
+@functools.lru_cache(maxsize=4096)
 def slots_tiles(slots: int, columns: int) -> Tiles:
     """The tiles of sums over slots: 8 elements a thread and slot."""
     block_c = max(16, min(1024, triton.next_power_of_2(columns)))
@@ -689,12 +730,15 @@ def slots_tiles(slots: int, columns: int) -> Tiles:
 
 ROUTE_WARPS = 4
 ROUTE_BLOCK = 128  # pairs in a step
+ROUTE_ALONE = 512  # pairs up to which one program counts and places, in one launch
 
 
+@functools.lru_cache(maxsize=4096)
 def route_blocks(rows: int, experts: int) -> tuple[int, int, int]:
     """Programs, padded groups, and how many programs' counts are read in a step of some 4,096 numbers."""
     block_e = triton.next_power_of_2(experts + 1)
-    return max(1, min(64, triton.cdiv(rows, ROUTE_BLOCK))), block_e, max(1, min(64, 4096 // block_e))
+    programs = 1 if rows <= ROUTE_ALONE else min(64, triton.cdiv(rows, ROUTE_BLOCK))
+    return programs, block_e, max(1, min(64, 4096 // block_e))
 
 
 def padded_rank(rank: int) -> int:
@@ -707,10 +751,11 @@ FUSED_ROWS = 64
 
 
 def choose_strategy(rows: int, experts: int, k: int, n: int, rank: int) -> str:
-    """``"fused"`` or ``"split"``: which way to add the low-rank product was measured faster on an H200.
+    """``"fused"`` or ``"split"``, whichever was measured faster on an H200.
 
-    Fused repeats X A^T in every column of tiles, n / 256 times. With few rows that is free, since reading W takes all the
-    time, and one launch less is worth more. From some 64 rows on split is as fast or faster, with few large experts most
-    (a third) and with many small ones least (the two are alike at 256 experts of 64 rows).
+    Fused repeats X A^T in every column of tiles, n / 256 times. With few rows
+    that is free, since reading W takes all the time, and one launch less is
+    worth more. With more rows split is as fast or faster: clearly with few
+    large experts, hardly with many small ones.
     """
     return "fused" if rows <= FUSED_ROWS else "split"

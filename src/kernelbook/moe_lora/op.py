@@ -1,23 +1,16 @@
 """The public functions, their custom operators, and the launches."""
 
-import contextlib
 import dataclasses
 from typing import Any, NamedTuple, Optional
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.moe_lora import kernels
-
-# isort: split
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
 
 STRATEGIES = ("auto", "fused", "split")
-_TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
 MAX_ROWS = 2**30
 _GRADIENTS = ("dx", "dw", "da", "db", "dbias", "dgates")
 
@@ -78,7 +71,8 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
         raise TypeError(f"{op}: num_experts must be an integer, got {type(num_experts).__name__}")
     if num_experts < 1:
         raise ValueError(f"{op}: num_experts must be at least 1, got {num_experts}")
-    order, inverse, offsets, tiles = _route(expert_ids, num_experts)
+    sort = _route_now if launching.is_plain(expert_ids) else _route
+    order, inverse, offsets, tiles = sort(expert_ids, num_experts)
     return Routing(expert_ids, order, inverse, offsets, tiles)
 
 
@@ -107,20 +101,16 @@ def scatter2scatter(
         ValueError: a shape or a device is not as above.
     """
     op = "scatter2scatter"
-    x, w = _autocast(x, w)
+    x, w = arguments.in_autocast_dtype(x, w)
     _check_rows(op, x, w, routing, grouped_in)
-    y, _ = _forward(
-        x, w, None, None, None, None, routing.expert_ids, routing.order, routing.offsets, routing.tiles,
-        1.0, "split", grouped_in, grouped_out,
-    )  # fmt: skip
-    return y
+    return _product(x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
 
 
 def moe_lora(
     x: torch.Tensor,
     w: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
     routing: Routing,
     *,
     scaling: float = 1.0,
@@ -137,8 +127,8 @@ def moe_lora(
     Args:
         x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
         w: (E, K, N), the dtype of ``x``, any strides. Its gradient is computed only if it requires one.
-        lora_a: (E, r, K), the dtype of ``x``, any strides.
-        lora_b: (E, N, r), the dtype of ``x``, any strides.
+        lora_a: (E, r, K), the dtype of ``x``, any strides; or ``None``, then there is no low-rank update.
+        lora_b: (E, N, r), the dtype of ``x``, any strides; ``None`` with ``lora_a`` and only with it.
         routing: of T tokens to k of E experts, from :func:`route`.
         scaling: of the low-rank update.
         bias: (E, N), the dtype of ``x``, or ``None``.
@@ -157,33 +147,53 @@ def moe_lora(
         ValueError: a shape, a device or ``strategy`` is not as above, or ``gates`` come with ``grouped_out``.
     """
     op = "moe_lora"
-    x, w, lora_a, lora_b, bias = _autocast(x, w, lora_a, lora_b, bias)
+    x, w, lora_a, lora_b, bias = arguments.in_autocast_dtype(x, w, lora_a, lora_b, bias)
     _check_rows(op, x, w, routing, grouped_in)
     experts, k, n = w.shape
-    for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
-        arguments.check_tensor(op, name, value)
-        if value.ndim != 3:
-            raise ValueError(f"{op}: {name} must have three dimensions, got shape {tuple(value.shape)}")
-    rank = lora_a.shape[1]
-    if rank < 1:
-        raise ValueError(f"{op}: lora_a must have a rank of at least 1, got shape {tuple(lora_a.shape)}")
-    arguments.check_shape(op, "lora_a", lora_a, (experts, rank, k))
-    arguments.check_shape(op, "lora_b", lora_b, (experts, n, rank))
+    if lora_a is not None and lora_b is not None:
+        for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
+            arguments.check_tensor(op, name, value)
+            if value.ndim != 3:
+                raise ValueError(f"{op}: {name} must have three dimensions, got shape {tuple(value.shape)}")
+        rank = lora_a.shape[1]
+        if rank < 1:
+            raise ValueError(f"{op}: lora_a must have a rank of at least 1, got shape {tuple(lora_a.shape)}")
+        arguments.check_shape(op, "lora_a", lora_a, (experts, rank, k))
+        arguments.check_shape(op, "lora_b", lora_b, (experts, n, rank))
+    elif lora_a is not None or lora_b is not None:
+        missing, there = ("lora_a", "lora_b") if lora_a is None else ("lora_b", "lora_a")
+        raise TypeError(f"{op}: {missing} must be a tensor where {there} is one, got None")
     if bias is not None:
         arguments.check_tensor(op, "bias", bias)
         arguments.check_shape(op, "bias", bias, (experts, n))
-    _check_same_dtype(op, x, lora_a=lora_a, lora_b=lora_b, bias=bias)
+    arguments.check_same_dtype(op, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias)
     if gates is not None:
         arguments.check_tensor(op, "gates", gates, dtypes=tuple({x.dtype, torch.float32}))
         arguments.check_shape(op, "gates", gates, routing.expert_ids.shape)
         if grouped_out:
             raise ValueError(f"{op}: grouped_out must be False with gates, whose sum over the slots is in token order")
+    try:
+        scaling = float(scaling)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: scaling must be a number, got {scaling!r}") from None
     arguments.check_same_device(op, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias, gates=gates)
     arguments.check_choice(op, "strategy", strategy, STRATEGIES)
-    y, _ = _forward(
-        x, w, lora_a, lora_b, bias, gates, routing.expert_ids, routing.order, routing.offsets, routing.tiles,
-        float(scaling), strategy, grouped_in, grouped_out,
-    )  # fmt: skip
+    return _product(x, w, lora_a, lora_b, bias, gates, routing, float(scaling), strategy, grouped_in, grouped_out)
+
+
+def _product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    routing: Routing,
+    *settings: Any,
+) -> torch.Tensor:
+    given = (x, w, lora_a, lora_b, bias, gates)
+    forward = _forward_now if launching.is_plain(*given) else _forward
+    y, _ = forward(*given, routing.expert_ids, routing.order, routing.offsets, routing.tiles, *settings)
     return y
 
 
@@ -210,9 +220,9 @@ def lora_gradients(
     op = "lora_gradients"
     _check_rows(op, x, x.new_empty((routing.num_experts, x.shape[-1], 0)), routing, False)
     arguments.check_shape(op, "dy", dy, (routing.order.shape[0], lora_b.shape[1]))
-    _check_same_dtype(op, x, dy=dy, lora_a=lora_a, lora_b=lora_b)
+    arguments.check_same_dtype(op, x=x, dy=dy, lora_a=lora_a, lora_b=lora_b)
     dtype, rank = x.dtype, lora_a.shape[1]
-    x, dy, lora_a, lora_b = _kernel_dtype(x, dy, lora_a, lora_b)
+    x, dy, lora_a, lora_b = launching.in_kernel_dtype(x, dy, lora_a, lora_b)
     routed = _Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
     x_rows, dy_rows = _Rows(x, False, routing.slots), _Rows(dy, False, 1)
     with runtime.on_device_of(x):
@@ -220,7 +230,7 @@ def lora_gradients(
             da = _launch_recompute(routed, dy_rows, lora_b, x_rows, scaling)
             db = _launch_recompute(routed, x_rows, lora_a.transpose(1, 2), dy_rows, scaling, transposed=True)
         else:
-            u, d = _kernel_dtype(*saved)
+            u, d = launching.in_kernel_dtype(*saved)
             da, db = _launch_factors(routed, d, u, x_rows, dy_rows, None, rank)
     return da.to(dtype), db.to(dtype)
 
@@ -239,7 +249,7 @@ def thin_products(
     The rank is padded with zeros to a power of two of at least 16. Arguments as in :func:`lora_gradients`.
     """
     dtype = x.dtype
-    x, dy, lora_a, lora_b = _kernel_dtype(x, dy, lora_a, lora_b)
+    x, dy, lora_a, lora_b = launching.in_kernel_dtype(x, dy, lora_a, lora_b)
     routed = _Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
     u, d = (x.new_empty(_u_shape(routed.rows, lora_a)) for _ in range(2))
     with runtime.on_device_of(x):
@@ -253,24 +263,6 @@ def thin_products(
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype where it is on, as it does for ``torch.matmul``."""
-    first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
-
-
-def _check_same_dtype(op: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
-    for name, other in others.items():
-        if other is not None and other.dtype != first.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of x ({first.dtype}), got {other.dtype}")
-
-
 def _check_rows(op: str, x: torch.Tensor, w: torch.Tensor, routing: Routing, grouped_in: bool) -> None:
     arguments.check_tensor(op, "x", x)
     arguments.check_tensor(op, "w", w)
@@ -281,7 +273,7 @@ def _check_rows(op: str, x: torch.Tensor, w: torch.Tensor, routing: Routing, gro
     tokens, slots = routing.expert_ids.shape
     arguments.check_shape(op, "w", w, (routing.num_experts, *w.shape[1:]))
     arguments.check_shape(op, "x", x, (tokens * slots if grouped_in else tokens, w.shape[1]))
-    _check_same_dtype(op, x, w=w)
+    arguments.check_same_dtype(op, x=x, w=w)
     arguments.check_same_device(op, x=x, w=w, routing=routing.order)
 
 
@@ -293,8 +285,9 @@ def _capacity(rows: int, experts: int, height: int) -> int:
     return rows // height + min(experts + 1, rows)
 
 
-@torch.library.custom_op("kernelbook::route", mutates_args=())
-def _route(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _route_now(
+    expert_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> order, inverse, offsets, tiles."""
     arguments.check_index_values("route", "expert_ids", expert_ids, num_experts + 1)
     slots, rows = expert_ids.shape[1], expert_ids.numel()
@@ -305,17 +298,20 @@ def _route(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
         return order, inverse, offsets.zero_(), tiles
     programs, block_e, block_p = kernels.route_blocks(rows, num_experts)
     block = kernels.ROUTE_BLOCK
-    per_program = triton.cdiv(triton.cdiv(rows, programs), block) * block
-    counts = torch.empty((programs, block_e), dtype=torch.int32, device=expert_ids.device)
+    per_program = launching.cdiv(launching.cdiv(rows, programs), block) * block
     given = (expert_ids, *expert_ids.stride())
+    counts = order  # any tensor: one program counts by itself
     with runtime.on_device_of(expert_ids):
-        kernels._route_fwd_count_kernel[(programs,)](
-            *given, counts, rows, slots, num_experts, per_program, BLOCK=block, BLOCK_E=block_e,
-            num_warps=kernels.ROUTE_WARPS,
-        )  # fmt: skip
+        if programs > 1:
+            counts = torch.empty((programs, block_e), dtype=torch.int32, device=expert_ids.device)
+            kernels._route_fwd_count_kernel[(programs,)](
+                *given, counts, rows, slots, num_experts, per_program, BLOCK=block, BLOCK_E=block_e,
+                num_warps=kernels.ROUTE_WARPS,
+            )  # fmt: skip
         kernels._route_fwd_place_kernel[(programs,)](
             *given, counts, order, inverse, offsets, tiles, rows, slots, num_experts, per_program,
-            HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block_p, num_warps=kernels.ROUTE_WARPS,
+            COUNTED=programs > 1, HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e, BLOCK_P=block_p,
+            num_warps=kernels.ROUTE_WARPS,
         )  # fmt: skip
     return order, inverse, offsets, tiles
 
@@ -325,6 +321,9 @@ def _empty_routing(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Te
     tiles = sum(_capacity(rows, num_experts, height) for height in kernels.HEIGHTS)
     shapes = ((rows,), (rows,), (num_experts + 1,), (tiles, 3))
     return tuple(torch.empty(shape, dtype=torch.int32, device=expert_ids.device) for shape in shapes)
+
+
+_route = torch.library.custom_op("kernelbook::route", mutates_args=())(_route_now)
 
 
 @_route.register_fake
@@ -338,8 +337,7 @@ def _(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
 # --- custom operators -----------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kernelbook::moe_lora", mutates_args=())
-def _forward(
+def _forward_now(
     x: torch.Tensor,
     w: torch.Tensor,
     lora_a: Optional[torch.Tensor],  # noqa: UP045
@@ -358,9 +356,8 @@ def _forward(
     """-> Y, and U = scaling X A^T in sorted order (R, padded rank), which the backward pass needs; empty without LoRA."""
     dtype, n = x.dtype, w.shape[2]
     routed = _Routed(order, offsets, tiles, expert_ids.shape[1])
-    x, w, lora_a, lora_b, bias = _kernel_dtype(x, w, lora_a, lora_b, bias)
+    x, w, lora_a, lora_b, bias = launching.in_kernel_dtype(x, w, lora_a, lora_b, bias)
     u = x.new_empty(_u_shape(routed.rows, lora_a))
-    y = x.new_empty((routed.rows, n))
     if routed.rows > 0 and n > 0:
         with runtime.on_device_of(x):
             lora = _Lora.of(lora_a, lora_b, u, scaling)
@@ -368,11 +365,13 @@ def _forward(
             y = _launch_rows(routed, rows, w, lora, bias, grouped_out, strategy)
             if gates is not None:
                 y, _ = _launch_slots(routed, y, gates, None, False)
-    elif gates is not None:
-        y = y.new_empty((expert_ids.shape[0], n)).zero_()
-    if n == 0:
+    else:
+        y = x.new_zeros((routed.rows if gates is None else expert_ids.shape[0], n))
         u.zero_()
     return y.to(dtype), u.to(dtype)
+
+
+_forward = torch.library.custom_op("kernelbook::moe_lora", mutates_args=())(_forward_now)
 
 
 @_forward.register_fake
@@ -424,7 +423,7 @@ def _backward(
     """-> dx, dw, dlora_a, dlora_b, dbias, dgates; empty where not needed."""
     dtype = x.dtype
     routed = _Routed(order, offsets, tiles, expert_ids.shape[1])
-    dy, x, w, lora_a, lora_b, bias, u = _kernel_dtype(dy, x, w, lora_a, lora_b, bias, u)
+    dy, x, w, lora_a, lora_b, bias, u = launching.in_kernel_dtype(dy, x, w, lora_a, lora_b, bias, u)
     wanted = dict(zip(_GRADIENTS, (needs_dx, needs_dw, needs_da, needs_db, needs_dbias, needs_dgates), strict=True))
     if routed.rows == 0 or w.shape[2] == 0:
         inputs = zip(_GRADIENTS, (x, w, lora_a, lora_b, bias, gates), strict=True)
@@ -464,7 +463,7 @@ def _backward(
             found["dbias"] = _launch_gram(routed, ones, dy_rows, gates, (1, bias.shape[1]), exact=True)[:, 0]
         if needs_dgates and bias is not None and gates is not None:
             # y = ... + bias[e]: what the inner products of dX and x leave out.
-            with _without_autocast(dy):
+            with launching.without_autocast(dy):
                 inner = torch.matmul(dy, bias.t())
             skipped = (expert_ids < 0) | (expert_ids >= w.shape[0])
             of_bias = inner.gather(1, expert_ids.long().masked_fill(skipped, 0)).masked_fill(skipped, 0)
@@ -597,40 +596,14 @@ def _u_shape(rows: int, lora_a: torch.Tensor | None) -> tuple[int, ...]:
     return (0,) if lora_a is None else (rows, kernels.padded_rank(lora_a.shape[1]))
 
 
-def _kernel_dtype(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    return tuple(None if t is None else t.to(runtime.kernel_dtype(t.dtype)) for t in tensors)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _numbers(dtype: torch.dtype) -> dict[str, Any]:
     """How products of this dtype are added up."""
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    return {"ACC": _TL_DTYPE[_accumulator(dtype)], "PRECISION": precision}
-
-
-def _strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor) -> tuple[Any, ...]:
-    """The tensor and its strides; any tensor where there is none, since the kernel won't touch it."""
-    return (stand_in, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
+    return {"ACC": launching.tl_accumulator(dtype), "PRECISION": launching.precision()}
 
 
 def _in_boxes(tensor: torch.Tensor) -> bool:
     """Whether a tensor descriptor can read it: 16-bit, aligned, one dimension contiguous (the last)."""
-    strides, size = tensor.stride(), tensor.element_size()
-    aligned = all(step > 0 and step * size % 16 == 0 for step in strides[:-1]) and tensor.data_ptr() % 16 == 0
-    return size == 2 and strides[-1] == 1 and aligned and tensor.numel() > 0
-
-
-def _wide(tensor: torch.Tensor) -> bool:
-    """Whether rows can be read in runs of 16 bytes."""
-    step, within = tensor.stride()
-    return within == 1 and step > 0 and step * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
-
-
-def _box(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+    return tensor.element_size() == 2 and launching.has_aligned_rows(tensor) and tensor.numel() > 0
 
 
 def _launch_rows(
@@ -646,11 +619,12 @@ def _launch_rows(
     """-> Y (R, N) of rows and w (E, K, N); fills lora's U."""
     x = rows.tensor
     experts, k, n = w.shape
-    if not _wide(x) and k * x.element_size() % 16 == 0:
-        x = (
-            x.contiguous()
-        )  # a gradient may come expanded; to copy it takes less time than to read it an element at a time
+    x_aligned = launching.has_aligned_rows(x)
+    if not x_aligned and k * x.element_size() % 16 == 0:
+        # A gradient may come expanded; a copy takes less time than to read it an element at a time.
+        x = x.contiguous()
         rows = dataclasses.replace(rows, tensor=x)
+        x_aligned = launching.has_aligned_rows(x)
     how = "none"
     if lora is not None:
         how = strategy
@@ -665,10 +639,12 @@ def _launch_rows(
             lora = dataclasses.replace(lora, b=lora.b.contiguous())
     properties = runtime.properties()
     rank = kernels.padded_rank(lora.rank) if lora is not None else 0
-    by_row = not _in_boxes(w.transpose(1, 2))
-    matrix = w if by_row else w.transpose(1, 2)
+    matrix = w.transpose(1, 2)
+    by_row = not _in_boxes(matrix)
+    if by_row:
+        matrix = w
     access = "narrow"
-    if _in_boxes(matrix) and _wide(x):
+    if x_aligned and (not by_row or _in_boxes(w)):
         access = "boxes" if kernels.has_boxes(properties) else "wide"
     tiles = tiles or kernels.rows_tiles(
         routed.rows, experts, rank if how == "fused" else 0, x.element_size(), access, properties
@@ -679,19 +655,19 @@ def _launch_rows(
     x_box = w_box = None
     if access == "boxes":
         sides = [blocks["BLOCK_K"], blocks["BLOCK_N"]]
-        w_box = _box(matrix, [1, *(sides if by_row else sides[::-1])])
-        if rows.grouped and _in_boxes(x):
-            x_box = _box(x, [tiles.height, blocks["BLOCK_K"]])
+        w_box = launching.box(matrix, 1, *(sides if by_row else sides[::-1]))
+        if rows.grouped:
+            x_box = launching.box(x, tiles.height, blocks["BLOCK_K"])
     # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
     block_r = max(32 if tiles.height < 64 else 16, rank) if how == "fused" else max(16, min(rank, 32))
-    kernels._moe_lora_fwd_rows_kernel[(num_m * triton.cdiv(n, blocks["BLOCK_N"]),)](
+    kernels._moe_lora_fwd_rows_kernel[(num_m * launching.cdiv(n, blocks["BLOCK_N"]),)](
         routed.order, table,
         x, *x.stride(), x_box,
         w, *w.stride(), w_box,
-        *_strided(lora.a if lora is not None else None, 3, x),
-        *_strided(lora.b if lora is not None else None, 3, x),
+        *launching.strided(lora.a if lora is not None else None, 3, x),
+        *launching.strided(lora.b if lora is not None else None, 3, x),
         lora.u if lora is not None else x,
-        *_strided(bias, 2, x),
+        *launching.strided(bias, 2, x),
         y,
         lora.scaling if lora is not None else 0.0, experts, k, n, rows.slots, num_m,
         X_GROUPED=rows.grouped, Y_GROUPED=grouped_out, W_BY_ROW=by_row, LORA=how, HAS_BIAS=bias is not None,
@@ -713,7 +689,7 @@ def _launch_thin(routed: _Routed, rows: _Rows, lora: _Lora, tiles: kernels.Tiles
     split = blocks["SPLIT"]
     target = lora.u
     if split > 1:
-        target = torch.empty((routed.rows * split, padded), dtype=_accumulator(x.dtype), device=x.device)
+        target = torch.empty((routed.rows * split, padded), dtype=launching.accumulator(x.dtype), device=x.device)
     exact = x.dtype == torch.float64  # a kernel takes its scalars in float32
     kernels._moe_lora_fwd_thin_kernel[(num_m, padded // blocks["BLOCK_R"], split)](
         routed.order, table,
@@ -754,7 +730,7 @@ def _launch_gram(
         tiles = tiles or kernels.gram_tiles(routed.rows, routed.experts, p, x.element_size(), runtime.properties())
         blocks = tiles.kwargs
         kernels._moe_lora_bwd_gram_kernel[
-            (routed.experts, triton.cdiv(p, blocks["BLOCK_P"]), triton.cdiv(q, blocks["BLOCK_Q"]))
+            (routed.experts, launching.cdiv(p, blocks["BLOCK_P"]), launching.cdiv(q, blocks["BLOCK_Q"]))
         ](
             routed.order, routed.offsets,
             x, *x.stride(),
@@ -778,8 +754,8 @@ def _launch_factors(
     db = torch.empty((routed.experts, n, rank), dtype=d.dtype, device=d.device)
     tiles = kernels.gram_tiles(routed.rows, routed.experts, rank, d.element_size(), runtime.properties())
     blocks = tiles.kwargs
-    columns = triton.cdiv(k, blocks["BLOCK_Q"]) + triton.cdiv(n, blocks["BLOCK_Q"])
-    kernels._moe_lora_bwd_factors_kernel[(routed.experts, triton.cdiv(rank, blocks["BLOCK_P"]), columns)](
+    columns = launching.cdiv(k, blocks["BLOCK_Q"]) + launching.cdiv(n, blocks["BLOCK_Q"])
+    kernels._moe_lora_bwd_factors_kernel[(routed.experts, launching.cdiv(rank, blocks["BLOCK_P"]), columns)](
         routed.order, routed.offsets,
         d, u, d.stride(0),
         x.tensor, *x.tensor.stride(),
@@ -804,7 +780,7 @@ def _launch_recompute(
     out = torch.empty(shape, dtype=factor.dtype, device=factor.device)
     steps = out.stride()
     tiles = kernels.recompute_tiles(rank, factor.element_size())
-    kernels._moe_lora_bwd_recompute_kernel[(experts, triton.cdiv(q, tiles.kwargs["BLOCK_Q"]))](
+    kernels._moe_lora_bwd_recompute_kernel[(experts, launching.cdiv(q, tiles.kwargs["BLOCK_Q"]))](
         routed.order, routed.offsets,
         left.tensor, *left.tensor.stride(),
         factor, *factor.stride(),
@@ -840,7 +816,7 @@ def _launch_slots(
     out = values.new_empty((out_rows, values.shape[1]) if with_out else 0)
     dgates = (values if gates is None else gates).new_empty(
         (routed.rows // routed.slots, routed.slots) if x is not None else 0,
-        dtype=_accumulator(values.dtype),
+        dtype=launching.accumulator(values.dtype),
     )
     _sum_slots(
         values, slots, out, gates=gates, order=routed.order if grouped else None, x=x, dgates=dgates, with_out=with_out
@@ -863,21 +839,15 @@ def _sum_slots(
     rows, columns = values.shape
     tiles = kernels.slots_tiles(slots, columns)
     # The inner products go over all columns, so that one program has to see them.
-    pieces = 1 if x is not None else triton.cdiv(columns, tiles.kwargs["BLOCK_C"])
+    pieces = 1 if x is not None else launching.cdiv(columns, tiles.kwargs["BLOCK_C"])
     kernels._moe_lora_fwd_slots_kernel[(rows // slots, pieces)](
         order if order is not None else values, values,
         _flat(gates) if gates is not None else values,
         out,
-        *_strided(x, 2, values),
+        *launching.strided(x, 2, values),
         dgates if dgates is not None else values,
         columns,
         SLOTS=slots, GROUPED=order is not None, HAS_GATES=gates is not None, WITH_OUT=with_out, WITH_DGATES=x is not None,
-        ACC=_TL_DTYPE[_accumulator(values.dtype)],
+        ACC=launching.tl_accumulator(values.dtype),
         **tiles.kwargs, num_warps=tiles.warps,
     )  # fmt: skip
-
-
-def _without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()

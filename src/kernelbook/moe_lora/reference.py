@@ -43,18 +43,20 @@ def moe_lora_reference(
     grouped_in: bool = False,
     grouped_out: bool = False,
 ) -> torch.Tensor:
-    """As :func:`kernelbook.moe_lora`, from expert ids (T, k) instead of a routing."""
+    """As :func:`kernelbook.moe_lora`, from expert ids (T, k)."""
     num_experts, _, n = w.shape
     tokens, slots = expert_ids.shape
     order, _, offsets = route_reference(expert_ids, num_experts)
     y = x.new_zeros((tokens * slots, n))
     for expert in range(num_experts):
-        positions = torch.arange(int(offsets[expert]), int(offsets[expert + 1]), device=x.device)
+        low, high = offsets[expert : expert + 2].tolist()
+        positions = torch.arange(low, high, device=x.device)
         pairs = order[positions]
         rows = x[positions if grouped_in else pairs // slots]
         out = rows @ w[expert]
         if lora_a is not None and lora_b is not None:
-            out = out + scaling * ((rows @ lora_a[expert].t()) @ lora_b[expert].t())
+            u = rows @ lora_a[expert].t()
+            out = out + scaling * (u @ lora_b[expert].t())
         if bias is not None:
             out = out + bias[expert]
         y = y.index_copy(0, positions if grouped_out else pairs, out)

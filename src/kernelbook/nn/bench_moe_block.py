@@ -38,7 +38,9 @@ SOURCES = (
     HERE / "bench_moe_block.py",
     HERE.parent / "interop" / "transformers.py",
     HERE.parent / "interop" / "peft.py",
+    HERE.parent / "launching.py",
     HERE.parent / "moe_lora",
+    HERE.parent / "nf4",
 )
 
 # experts, hidden size, intermediate size, experts of a token

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kernelbook import arguments
 from kernelbook.sparse_linear import sparse_backward, sparse_dw
 
 __all__ = ["compact_sparse_linear"]
@@ -32,17 +33,32 @@ def compact_sparse_linear(
         (..., d_out); under autocast in its dtype, while the gradients have the dtype of the weight.
 
     Raises:
+        TypeError: as ``sparse_linear``.
         ValueError: ``chunk_size`` does not divide the features, or ``mode`` is another one; all else as ``sparse_linear``.
     """
     op = "compact_sparse_linear"
+    arguments.check_tensor(op, "x", x)
+    arguments.check_tensor(op, "weight", weight)
+    if weight.ndim != 2:
+        raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(weight.shape)}")
+    if x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(f"{op}: x must have shape (..., {weight.shape[1]}), got {tuple(x.shape)}")
+    if bias is not None:
+        arguments.check_tensor(op, "bias", bias)
+        arguments.check_shape(op, "bias", bias, weight.shape[:1])
+    arguments.check_indices(op, "active_chunks", active_chunks)
+    arguments.check_same_device(op, x=x, weight=weight, bias=bias, active_chunks=active_chunks)
     if mode not in ("sparse_dw", "sparse_dw_dx"):
         raise ValueError(f"{op}: mode must be one of 'sparse_dw', 'sparse_dw_dx', got {mode!r}")
     if weight.shape[0] % chunk_size:
         raise ValueError(f"{op}: chunk_size must divide the features ({weight.shape[0]}), got {chunk_size}")
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))
+    else:
+        arguments.check_same_dtype(op, x=x, weight=weight, bias=bias)
     # Autocast would cast the weight outside, and its gradient back to all rows.
-    y: torch.Tensor = _CompactLinear.apply(x.to(dtype), weight, bias, active_chunks, chunk_size, mode, dtype)
+    y: torch.Tensor = _CompactLinear.apply(x, weight, bias, active_chunks, chunk_size, mode, x.dtype)
     return y
 
 

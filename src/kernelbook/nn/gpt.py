@@ -16,6 +16,7 @@ from kernelbook.nn.layers import LayerNorm, SparseLinear
 __all__ = ["GPT", "GPTConfig"]
 
 
+OUTPUTS = ("attention_out", "down")  # the layers of a block that write to the residual stream; the others read it
 # Causal attention of (B, H, N, D) three times.
 ATTENTION: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "kernelbook": functools.partial(flash_attention, causal=True),
@@ -34,7 +35,8 @@ class GPTConfig:
         sparse_layers: which linear layers are sparse ones: ``"mlp"``, or ``"all"`` six of a block.
         bias: whether linear layers have biases.
         attention: ``"kernelbook"`` or ``"torch"``: :func:`kernelbook.flash_attention`, or PyTorch's own.
-        compact_gradient: sparse layers hand out gradients of their active rows only.
+        compact_gradient: sparse layers hand out gradients of their active rows only, for
+            :class:`kernelbook.train.ChunkAdamW`; PyTorch's optimizers, clipping and DDP need ``False``.
     """
 
     vocab_size: int

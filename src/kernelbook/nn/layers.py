@@ -2,6 +2,7 @@
 
 import torch
 
+from kernelbook import arguments
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.sparse_linear import sparse_linear
@@ -54,10 +55,12 @@ class SparseLinear(torch.nn.Linear):
         mode: ``"sparse_dw"`` (sparse gradients of weight and bias), ``"sparse_dw_dx"`` (of the input too) or ``"dense"``.
         compact_gradient: the gradients of weight and bias are ``torch.sparse_coo`` tensors of the active rows only, as those
             of ``torch.nn.Embedding(sparse=True)``; the last chunk must then be a full one. See
-            :class:`kernelbook.train.ChunkAdamW` for an optimizer.
+            :class:`kernelbook.train.ChunkAdamW` for an optimizer. PyTorch's AdamW, ``clip_grad_norm_`` and
+            ``DistributedDataParallel`` raise with such gradients: for them leave it ``False``.
 
     Raises:
-        ValueError: ``compact_gradient`` is set and ``chunk_size`` does not divide ``out_features``.
+        ValueError: ``chunk_size`` or ``mode`` is not as above, or ``compact_gradient`` is set and ``chunk_size`` does not
+            divide ``out_features``.
     """
 
     active_chunks: torch.Tensor | None
@@ -74,6 +77,9 @@ class SparseLinear(torch.nn.Linear):
         mode: str = "sparse_dw",
         compact_gradient: bool = False,
     ) -> None:
+        if not isinstance(chunk_size, int) or chunk_size < 16:
+            raise ValueError(f"SparseLinear: chunk_size must be an integer of at least 16, got {chunk_size!r}")
+        arguments.check_choice("SparseLinear", "mode", mode, ("dense", "sparse_dw", "sparse_dw_dx"))
         super().__init__(in_features, out_features, bias, device, dtype)
         if compact_gradient and out_features % chunk_size:
             raise ValueError(

@@ -19,14 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import kernels
-
-# isort: split
-import triton
-import triton.language as tl
 
 __all__ = [
     "Float8Tensor",
@@ -141,7 +137,7 @@ def choose_experts(
     where that is at most half of the experts, else ``"all"``: it never waits.
 
     Args:
-        expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip.
+        expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip, and so does every id out of range.
         num_experts: E.
         active: see above.
 
@@ -158,7 +154,9 @@ def choose_experts(
     ids = expert_ids.reshape(-1)
     if active == "bound":
         places = torch.arange(pairs, dtype=ids.dtype, device=ids.device)
-        return ids.clamp(max=num_experts - 1), torch.where(ids < num_experts, places, pairs).view_as(expert_ids)
+        experts = ids.clamp(0, num_experts - 1)
+        return experts, torch.where(ids == experts, places, pairs).view_as(expert_ids)
+    ids = torch.where(ids == ids.clamp(0, num_experts), ids, num_experts)
     used = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
     used.scatter_(0, ids.long(), 1)
     used = used[:num_experts]
@@ -180,7 +178,7 @@ def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, 
 @contextlib.contextmanager
 def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
     """Autograd keeps nothing of ``w`` within the context: it is made again."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         yield
         return
     storage = w.untyped_storage().data_ptr()
@@ -231,9 +229,9 @@ def _launch_swiglu(h: torch.Tensor, dout: torch.Tensor | None) -> torch.Tensor:
     result = h.new_empty((rows, inner)) if dout is None else torch.empty_like(h)
     if result.numel() > 0:
         height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-        grid = (triton.cdiv(rows, height), triton.cdiv(inner, kernels.BLOCK_I))
+        grid = (launching.cdiv(rows, height), launching.cdiv(inner, kernels.BLOCK_I))
         settings: dict[str, Any] = {
-            "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+            "ACC": launching.tl_accumulator(dtype),
             "ROWS": height,
             "BLOCK_I": kernels.BLOCK_I,
             "num_warps": kernels.WARPS,
@@ -250,6 +248,8 @@ def _swiglu(h: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
         gate, up = h.chunk(2, dim=-1)
         return F.silu(gate) * up
+    if launching.is_plain(h):
+        return _launch_swiglu(h.contiguous(), None)
     out: torch.Tensor = _SwiGLU.apply(h)
     return out
 
@@ -295,7 +295,7 @@ def gated_experts(
         gate_up: (E, 2 I, H), the gate's rows before the up projection's: a tensor in the dtype of ``x``, an
             ``NF4Tensor`` or a ``Float8Tensor``.
         down: (E, H, I), likewise.
-        expert_ids: (T, k) int64 or int32 in [0, E]; E marks a slot to skip.
+        expert_ids: (T, k) int64 or int32 in [0, E]; E marks a slot to skip. Checked as by :func:`kernelbook.route`.
         gates: (T, k), the weight of each slot, floating point.
         activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the gate; or a function from the first product's rows
             (S, 2 I) to (S, I), for other gates and for experts without one.
@@ -345,6 +345,8 @@ def gated_experts(
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     compressed = not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor))
+    if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
+        arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
     chosen, ids = choose_experts(expert_ids, num_experts, active) if compressed else (None, expert_ids)
     routing = route(ids, num_experts if chosen is None else chosen.shape[0])
 
@@ -359,7 +361,7 @@ def gated_experts(
         return product(hidden, down, down_lora, down_bias, grouped_in=True, gates=weights).to(x.dtype)
     rows = post_expert(product(hidden, down, down_lora, down_bias, grouped_in=True))
     # A skipped slot is no part of the sum, whatever the function makes of its zeros.
-    weights = gates.masked_fill(expert_ids >= num_experts, 0)
+    weights = gates.masked_fill((expert_ids < 0) | (expert_ids >= num_experts), 0)
     return (rows.unflatten(0, gates.shape) * weights[..., None]).sum(1).to(x.dtype)
 
 
@@ -397,33 +399,10 @@ def _product(
             return _dequantize(compressed, chosen, rows.dtype)
 
         w = make()
-        context = _made_again(w, make)
+        context = _made_again(w, make) if torch.is_grad_enabled() else contextlib.nullcontext()
     w = w if transposed else w.transpose(1, 2)
     with context:
-        if a is not None and b is not None:
-            return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)
-        return _without_lora(rows, w, routing, bias, **how)
-
-
-def _without_lora(
-    rows: torch.Tensor,
-    w: torch.Tensor,
-    routing: Routing,
-    bias: torch.Tensor | None,
-    gates: torch.Tensor | None = None,
-    **how: bool,
-) -> torch.Tensor:
-    """What :func:`moe_lora` gives, without a pair."""
-    y = scatter2scatter(rows, w, routing, **how)
-    if bias is not None:
-        # A slot to skip takes a row of zeros.
-        padded = torch.cat([bias, bias.new_zeros(1, bias.shape[1])])
-        pairs = routing.expert_ids.reshape(-1).long()
-        y = y + padded[pairs[routing.order.long()] if how.get("grouped_out") else pairs]
-    if gates is None:
-        return y
-    tokens, slots = gates.shape
-    return torch.bmm(gates.to(y.dtype)[:, None], y.view(tokens, slots, y.shape[1]))[:, 0]
+        return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)
 
 
 # --- modules --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ added atomically, every sum has one order, and results are the same bits in ever
 There are two of each: "vector" kernels multiply and add in registers, for very few tokens and exactly in float32; "tiles"
 kernels use tensor cores. With few tokens both are bound by reading 2 (gated: 3) rows a neuron, and the loads of as many
 rows as possible have to be under way at once: hence thin tiles, deep pipelines, and the second kernel starting before the
-first ends (PDL). Tensor cores want 16 tokens, which are padded, and one warp would multiply all of K one after another;
-SHARES warps each take a part of the reduction instead.
+first ends (PDL). Tensor cores want 16 tokens, which are padded, and in the up kernel one warp would multiply all of K one
+after another; SHARES warps each take a part of the reduction instead.
 
 Bytes: the listed rows of each weight once, x and y; h (M, L) is written and read once, and stays in the L2 cache.
 Operations: 4 M K L (gated: 6).
@@ -89,17 +89,28 @@ def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _total(sums, share, tile, partial_ptrs, stride_ps, tickets_ptr, mask, split):
-    """Keeps a share's partial sum. -> (the total over all shares in their order, True) in the program that comes last."""
+def _total(
+    sums, share, tile, partial_ptrs, stride_ps, tickets_ptr, mask, split
+):  # fmt: skip
+    """Keeps a share's partial sum.
+
+    -> (the total over all shares in their order, True) in the program that
+    comes last.
+    """
     tl.store(partial_ptrs + share.to(tl.int64) * stride_ps, sums, mask=mask)
-    # All threads' stores come before the ticket, and the last ticket comes after the stores of all other programs.
+    # All threads' stores come before the ticket, and the last ticket comes
+    # after the stores of all other programs.
     tl.debug_barrier()
     is_last = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == split - 1
     total = tl.zeros(sums.shape, sums.dtype)
     if is_last:
         for s in range(split):
-            # ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
-            total += tl.load(partial_ptrs + s * stride_ps, mask=mask, other=0.0, cache_modifier=".cg")
+            # ".cg": from the L2 cache, where the other programs' stores are;
+            # this SM's own cache may be stale.
+            total += tl.load(
+                partial_ptrs + s * stride_ps, mask=mask, other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
     return total, is_last
 
 
@@ -205,22 +216,26 @@ def _gather_matmul_fwd_tiles_kernel(
     b_ptr, stride_b,  # (N,), if HAS_BIAS
     gate_ptr, stride_gn, stride_gk,  # (N, K), if GATED
     bg_ptr, stride_bg,  # (N,), if HAS_GATE_BIAS
-    out_ptr, stride_om,  # (M, L_out), columns contiguous; those from L on become zero
-    partial_ptr, stride_ps,  # (split, M, L_out) and as much again if GATED, if SPLIT
+    out_ptr, stride_om,  # (M, L_out), columns contiguous; zero from L on
+    partial_ptr, stride_ps,  # (split, M, L_out), twice if GATED, if SPLIT
     own_tickets_ptr,  # (tiles of out,) int32, zero, if SPLIT
     tickets_ptr,  # (TICKETS,) int32
     M, N, K, L, L_out, split,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, TICKETS: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, TICKETS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
+    SHARES: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SHARES tiles of BLOCK_K are multiplied at a time, by as many warps, and their products added at the end."""
+    """SHARES tiles of BLOCK_K are multiplied at a time, by as many warps, and
+    their products added at the end."""
     if PDL:
         gdc_launch_dependents()
     _zero_tickets(tickets_ptr, TICKETS)
     tile, share = tl.program_id(0), tl.program_id(1)
-    pid_m, pid_l = _grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(L_out, BLOCK_L), GROUP)
+    num_m, num_l = tl.cdiv(M, BLOCK_M), tl.cdiv(L_out, BLOCK_L)
+    pid_m, pid_l = _grouped(tile, num_m, num_l, GROUP)
     STEP: tl.constexpr = SHARES * BLOCK_K
     low, high = 0, K
     if SPLIT:
@@ -231,46 +246,60 @@ def _gather_matmul_fwd_tiles_kernel(
     rows, exists = _rows_at(rows_ptr, pos, L, N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
+    x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
+    w_rows = w_ptr + rows * stride_wn
+    gate_rows = gate_ptr + rows * stride_gn
     if SHARES == 1:
         offs_k = tl.arange(0, BLOCK_K)
         wide_k = (low + offs_k).to(tl.int64)
-        x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm + wide_k[None, :] * stride_xk
-        w_ptrs = w_ptr + wide_k[:, None] * stride_wk + rows[None, :] * stride_wn
-        gate_ptrs = gate_ptr + wide_k[:, None] * stride_gk + rows[None, :] * stride_gn
+        x_ptrs = x_rows[:, None] + wide_k[None, :] * stride_xk
+        w_ptrs = w_rows[None, :] + wide_k[:, None] * stride_wk
+        gate_ptrs = gate_rows[None, :] + wide_k[:, None] * stride_gk
         up = tl.zeros((BLOCK_M, BLOCK_L), ACC)
         gate = tl.zeros((BLOCK_M, BLOCK_L), ACC)
         for k in tl.range(low, high, BLOCK_K, num_stages=STAGES):
             mask_k = k + offs_k < high
-            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_M, BLOCK_K)
+            mask_x = mask_m[:, None] & mask_k[None, :]
             mask_w = mask_k[:, None] & exists[None, :]
+            x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_M, BLOCK_K)
             w = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_K, BLOCK_L)
             up = tl.dot(x, w, up, input_precision=PRECISION, out_dtype=ACC)
             if GATED:
                 g = tl.load(gate_ptrs, mask=mask_w, other=0.0)
-                gate = tl.dot(x, g, gate, input_precision=PRECISION, out_dtype=ACC)
+                gate = tl.dot(
+                    x, g, gate, input_precision=PRECISION, out_dtype=ACC
+                )  # fmt: skip
             x_ptrs += BLOCK_K * stride_xk
             w_ptrs += BLOCK_K * stride_wk
             gate_ptrs += BLOCK_K * stride_gk
     else:
-        # (SHARES, BLOCK_K) indices, so that each share reads whole segments of memory
-        offs_k = tl.arange(0, SHARES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        # (SHARES, BLOCK_K), so that each share reads whole segments of memory
+        shares, within = tl.arange(0, SHARES), tl.arange(0, BLOCK_K)
+        offs_k = shares[:, None] * BLOCK_K + within[None, :]
         wide_k = (low + offs_k).to(tl.int64)
-        x_ptrs = x_ptr + offs_m.to(tl.int64)[None, :, None] * stride_xm + wide_k[:, None, :] * stride_xk
-        w_ptrs = w_ptr + wide_k[:, :, None] * stride_wk + rows[None, None, :] * stride_wn
-        gate_ptrs = gate_ptr + wide_k[:, :, None] * stride_gk + rows[None, None, :] * stride_gn
+        x_ptrs = x_rows[None, :, None] + wide_k[:, None, :] * stride_xk
+        w_ptrs = w_rows[None, None, :] + wide_k[:, :, None] * stride_wk
+        gate_ptrs = gate_rows[None, None, :] + wide_k[:, :, None] * stride_gk
         ups = tl.zeros((SHARES, BLOCK_M, BLOCK_L), ACC)
         gates = tl.zeros((SHARES, BLOCK_M, BLOCK_L), ACC)
         for k in tl.range(low, high, STEP, num_stages=STAGES):
             mask_k = k + offs_k < high
-            x = tl.load(
-                x_ptrs, mask=mask_m[None, :, None] & mask_k[:, None, :], other=0.0
-            )  # (SHARES, BLOCK_M, BLOCK_K)
+            mask_x = mask_m[None, :, None] & mask_k[:, None, :]
             mask_w = mask_k[:, :, None] & exists[None, None, :]
-            w = tl.load(w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")  # (SHARES, BLOCK_K, BLOCK_L)
+            x = tl.load(x_ptrs, mask=mask_x, other=0.0)
+            # (SHARES, BLOCK_M, BLOCK_K) times (SHARES, BLOCK_K, BLOCK_L)
+            w = tl.load(
+                w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first"
+            )  # fmt: skip
             ups = tl.dot(x, w, ups, input_precision=PRECISION, out_dtype=ACC)
             if GATED:
-                g = tl.load(gate_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")
-                gates = tl.dot(x, g, gates, input_precision=PRECISION, out_dtype=ACC)
+                g = tl.load(
+                    gate_ptrs, mask=mask_w, other=0.0,
+                    eviction_policy="evict_first",
+                )  # fmt: skip
+                gates = tl.dot(
+                    x, g, gates, input_precision=PRECISION, out_dtype=ACC
+                )  # fmt: skip
             x_ptrs += STEP * stride_xk
             w_ptrs += STEP * stride_wk
             gate_ptrs += STEP * stride_gk
@@ -282,20 +311,28 @@ def _gather_matmul_fwd_tiles_kernel(
     if SPLIT:
         partial_ptrs = partial_ptr + offs_m[:, None] * L_out + pos[None, :]
         if GATED:
-            tl.store(partial_ptrs + (split + share).to(tl.int64) * stride_ps, gate, mask=mask_out)
-        up, is_last = _total(up, share, tile, partial_ptrs, stride_ps, own_tickets_ptr, mask_out, split)
+            place = (split + share).to(tl.int64) * stride_ps
+            tl.store(partial_ptrs + place, gate, mask=mask_out)
+        up, is_last = _total(
+            up, share, tile, partial_ptrs, stride_ps, own_tickets_ptr,
+            mask_out, split,
+        )  # fmt: skip
         if GATED:
             gate = tl.zeros((BLOCK_M, BLOCK_L), ACC)
             if is_last:
                 for s in range(split):
+                    place = (split + s).to(tl.int64) * stride_ps
                     gate += tl.load(
-                        partial_ptrs + (split + s).to(tl.int64) * stride_ps, mask=mask_out, other=0.0,
+                        partial_ptrs + place, mask=mask_out, other=0.0,
                         cache_modifier=".cg",
                     )  # fmt: skip
     if is_last:
-        h = up + _row_values(b_ptr, rows, stride_b, exists, ACC, HAS_BIAS)[None, :]
+        bias = _row_values(b_ptr, rows, stride_b, exists, ACC, HAS_BIAS)
+        h = up + bias[None, :]
         if GATED:
-            gate_bias = _row_values(bg_ptr, rows, stride_bg, exists, ACC, HAS_GATE_BIAS)
+            gate_bias = _row_values(
+                bg_ptr, rows, stride_bg, exists, ACC, HAS_GATE_BIAS
+            )  # fmt: skip
             h *= _activate(gate + gate_bias[None, :], ACTIVATION)
         else:
             h = _activate(h, ACTIVATION)
@@ -365,11 +402,14 @@ def _scatter_ffn_fwd_down_vector_kernel(
     offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < K_out
     w_columns = w_ptr + offs_c.to(tl.int64)[None, :] * stride_wk
-    # One step's rows are loaded while the step before is summed up, and their ids a step before that. The first rows do not
-    # depend on h: they are on their way while the up kernel still runs.
+    # One step's rows are loaded while the step before is summed up, and their
+    # ids a step before that. The first rows do not depend on h: they are on
+    # their way while the up kernel still runs.
     rows, exists = _load_ids(rows_ptr, low, offs_l, high, N, UNROLL, BLOCK_L)
     tiles = _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL)
-    rows, exists = _load_ids(rows_ptr, low + STEP, offs_l, high, N, UNROLL, BLOCK_L)
+    rows, exists = _load_ids(
+        rows_ptr, low + STEP, offs_l, high, N, UNROLL, BLOCK_L
+    )  # fmt: skip
     if PDL:
         gdc_wait()
     acc = ()
@@ -377,13 +417,16 @@ def _scatter_ffn_fwd_down_vector_kernel(
         acc = acc + (tl.zeros((BLOCK_L, BLOCK_C), ACC),)
     for l in tl.range(low, high, STEP, num_stages=1):
         coming = _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL)
-        rows, exists = _load_ids(rows_ptr, l + 2 * STEP, offs_l, high, N, UNROLL, BLOCK_L)
+        rows, exists = _load_ids(
+            rows_ptr, l + 2 * STEP, offs_l, high, N, UNROLL, BLOCK_L
+        )  # fmt: skip
         for u in tl.static_range(UNROLL):
             pos = l + u * BLOCK_L + offs_l
             w = tiles[u].to(ACC)
             summed = ()
             for t in tl.static_range(TOKENS):
-                h = tl.load(h_ptr + t * stride_hm + pos, mask=(pos < high) & (t < M), other=0.0)
+                h_ptrs = h_ptr + t * stride_hm + pos
+                h = tl.load(h_ptrs, mask=(pos < high) & (t < M), other=0.0)
                 summed = summed + (acc[t] + h.to(ACC)[:, None] * w,)
             acc = summed
         tiles = coming
@@ -412,17 +455,15 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     tickets_ptr,  # (tiles of y,) int32, zero, if SPLIT
     M, N, K_out, L, L_pad, split,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    LISTED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """SHARES tiles of BLOCK_L rows are multiplied at a time, by as many warps, and their products added at the end."""
     tile, share = tl.program_id(0), tl.program_id(1)
     pid_m, pid_c = _grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(K_out, BLOCK_C), GROUP)
-    STEP: tl.constexpr = SHARES * BLOCK_L
-    tl.static_assert(LISTED % STEP == 0)
+    tl.static_assert(LISTED % BLOCK_L == 0)
     low, high = 0, L
     if SPLIT:
-        per_share = tl.cdiv(tl.cdiv(L, STEP), split) * STEP
+        per_share = tl.cdiv(tl.cdiv(L, BLOCK_L), split) * BLOCK_L
         low = share * per_share
         high = tl.minimum(low + per_share, L)
     offs_c = pid_c * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -432,10 +473,13 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     w_columns = w_ptr + offs_c.to(tl.int64) * stride_wk
     h_rows = h_ptr + offs_m.to(tl.int64) * stride_hm
     if AHEAD > 0:
-        # What does not depend on h is on its way into the L2 cache while the up kernel still runs.
-        first_rows, wanted = _rows_at(rows_ptr, low + tl.arange(0, AHEAD), high, N)
+        # What does not depend on h is on its way into the L2 cache while the
+        # up kernel still runs.
+        early = low + tl.arange(0, AHEAD)
+        first_rows, wanted = _rows_at(rows_ptr, early, high, N)
         first = pid_c * BLOCK_C
-        size = tl.minimum(BLOCK_C, K_out - first) * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        itemsize: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        size = tl.minimum(BLOCK_C, K_out - first) * itemsize
         _prefetch(w_ptr + first_rows * stride_wn + first, size, wanted)
     if PDL:
         gdc_wait()
@@ -444,50 +488,37 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     # The pipeline looks ahead beyond the last step, so places are clamped to the list: a gather reads without a mask.
     # Beyond L, h is zero, and so are the rows, which the mask leaves out. h's own mask is by L_pad, a multiple of 16, so
     # that its loads stay wide.
-    if SHARES == 1:
-        offs_l = tl.arange(0, BLOCK_L)
-        sums = tl.zeros((BLOCK_M, BLOCK_C), ACC)
-        for start in tl.range(low, high, LISTED, num_stages=1):
-            rows, exists = _rows_at(rows_ptr, start + tl.arange(0, LISTED), high, N)
-            listed = tl.where(exists, rows, -1).to(tl.int32)
-            for l in tl.range(start, tl.minimum(start + LISTED, high), BLOCK_L, num_stages=STAGES):
-                row = tl.gather(listed, tl.minimum(l - start + offs_l, LISTED - 1), 0)
-                w = tl.load(
-                    w_columns[None, :] + row.to(tl.int64)[:, None] * stride_wn,
-                    mask=(row >= 0)[:, None] & mask_c[None, :], other=0.0,
-                )  # (BLOCK_L, BLOCK_C)  # fmt: skip
-                h = tl.load(
-                    h_rows[:, None] + (l + offs_l)[None, :],
-                    mask=mask_m[:, None] & (l + offs_l < L_pad)[None, :], other=0.0,
-                )  # (BLOCK_M, BLOCK_L)  # fmt: skip
-                sums = tl.dot(h, w, sums, input_precision=PRECISION, out_dtype=ACC)
-    else:
-        offs_l = tl.arange(0, SHARES)[:, None] * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
-        acc = tl.zeros((SHARES, BLOCK_M, BLOCK_C), ACC)
-        for start in tl.range(low, high, LISTED, num_stages=1):
-            rows, exists = _rows_at(rows_ptr, start + tl.arange(0, LISTED), high, N)
-            listed = tl.where(exists, rows, -1).to(tl.int32)
-            for l in tl.range(start, tl.minimum(start + LISTED, high), STEP, num_stages=STAGES):
-                place = tl.minimum(l - start + tl.arange(0, STEP), LISTED - 1)
-                row = tl.reshape(tl.gather(listed, place, 0), (SHARES, BLOCK_L))
-                w = tl.load(
-                    w_columns[None, None, :] + row.to(tl.int64)[:, :, None] * stride_wn,
-                    mask=(row >= 0)[:, :, None] & mask_c[None, None, :], other=0.0, eviction_policy="evict_first",
-                )  # (SHARES, BLOCK_L, BLOCK_C)  # fmt: skip
-                h = tl.load(
-                    h_rows[None, :, None] + (l + offs_l)[:, None, :],
-                    mask=mask_m[None, :, None] & (l + offs_l < L_pad)[:, None, :], other=0.0,
-                )  # (SHARES, BLOCK_M, BLOCK_L)  # fmt: skip
-                acc = tl.dot(h, w, acc, input_precision=PRECISION, out_dtype=ACC)
-        sums = tl.sum(acc, axis=0)
+    offs_l = tl.arange(0, BLOCK_L)
+    sums = tl.zeros((BLOCK_M, BLOCK_C), ACC)
+    for start in tl.range(low, high, LISTED, num_stages=1):
+        places = start + tl.arange(0, LISTED)
+        rows, exists = _rows_at(rows_ptr, places, high, N)
+        listed = tl.where(exists, rows, -1).to(tl.int32)
+        stop = tl.minimum(start + LISTED, high)
+        for l in tl.range(start, stop, BLOCK_L, num_stages=STAGES):
+            place = tl.minimum(l - start + offs_l, LISTED - 1)
+            row = tl.gather(listed, place, 0)
+            w = tl.load(
+                w_columns[None, :] + row.to(tl.int64)[:, None] * stride_wn,
+                mask=(row >= 0)[:, None] & mask_c[None, :], other=0.0,
+            )  # (BLOCK_L, BLOCK_C)  # fmt: skip
+            mask_l = l + offs_l < L_pad
+            h = tl.load(
+                h_rows[:, None] + (l + offs_l)[None, :],
+                mask=mask_m[:, None] & mask_l[None, :], other=0.0,
+            )  # (BLOCK_M, BLOCK_L)  # fmt: skip
+            sums = tl.dot(h, w, sums, input_precision=PRECISION, out_dtype=ACC)
     bias = tl.zeros((BLOCK_C,), ACC)
     if HAS_BIAS:
-        bias = tl.load(b_ptr + offs_c.to(tl.int64) * stride_b, mask=mask_c, other=0.0).to(ACC)
+        b_ptrs = b_ptr + offs_c.to(tl.int64) * stride_b
+        bias = tl.load(b_ptrs, mask=mask_c, other=0.0).to(ACC)
     offs_m = offs_m.to(tl.int64)
+    y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_c[None, :]
+    partial_ptrs = partial_ptr + offs_m[:, None] * K_out + offs_c[None, :]
     _store_share(
-        sums, share, tile, y_ptr + offs_m[:, None] * stride_ym + offs_c[None, :], bias[None, :],
+        sums, share, tile, y_ptrs, bias[None, :],
         mask_m[:, None] & mask_c[None, :],
-        partial_ptr + offs_m[:, None] * K_out + offs_c[None, :], stride_ps, tickets_ptr, split, SPLIT,
+        partial_ptrs, stride_ps, tickets_ptr, split, SPLIT,
     )  # fmt: skip
 
 
@@ -606,13 +637,14 @@ def _scatter_ffn_hidden_kernel(
 @triton.jit(do_not_specialize=["N"])
 def _scatter_ffn_place_kernel(
     order_ptr,  # (L,) int64: places of the list, sorted by row
-    bounds_ptr,  # (N + 1,) int64: where the places of row n begin in that order, and end
+    bounds_ptr,  # (N + 1,) int64: where row n's places begin in that order
     source_ptr,  # (L, K) contiguous: a gradient for each place of the list
     out_ptr,  # (N, K) contiguous
     N, K,
     ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each row: the sum over its places in the list, in their order; zero for a row that is not listed."""
+    """The gradient of each row: the sum over its places in the list, in their
+    order; zero for a row that is not listed."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     start = tl.load(bounds_ptr + offs_n, mask=mask_n, other=0)
@@ -624,9 +656,12 @@ def _scatter_ffn_place_kernel(
         mask_i = mask_n & (i < count)
         place = tl.load(order_ptr + start + i, mask=mask_i, other=0)
         source_ptrs = source_ptr + place[:, None] * K + offs_k[None, :]
-        acc += tl.load(source_ptrs, mask=mask_i[:, None] & mask_k, other=0.0).to(ACC)  # (BLOCK_N, BLOCK_K)
+        # (BLOCK_N, BLOCK_K)
+        values = tl.load(source_ptrs, mask=mask_i[:, None] & mask_k, other=0.0)
+        acc += values.to(ACC)
     out_ptrs = out_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_k)
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, out, mask=mask_n[:, None] & mask_k)
 
 
 # --- which kernels, and how they are cut ----------------------------------------------------------------------------
@@ -662,23 +697,29 @@ def has_pdl(properties: runtime.DeviceProperties) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    m: int, k: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
-) -> Plan:
-    """The rules: which kernels compute ``active`` neurons for ``m`` tokens, K inputs and K_out outputs.
+    m: int, k: int, k_out: int, active: int, dtype: str, gated: bool,
+    properties: runtime.DeviceProperties,
+) -> Plan:  # fmt: skip
+    """The rules: which kernels compute ``active`` neurons for ``m`` tokens,
+    K inputs and K_out outputs.
 
-    ==================  ==================  =====================================================================
-    dtype               tokens              strategy
-    ==================  ==================  =====================================================================
-    float16, bfloat16   1                   ``vector``
-    float16, bfloat16   2 to 2047           ``tiles``: 16, 32, 64 or 128 tokens a tile
-    float16, bfloat16   2048 and more       ``packed``: copying the rows costs little beside so much arithmetic
-    float32             1 to 4              ``vector``: exact products
-    float32             5 and more          ``packed``: cuBLAS, with tf32 where PyTorch allows it
-    float64             any                 ``packed``
-    ==================  ==================  =====================================================================
+    ==================  ==============  =======================================
+    dtype               tokens          strategy
+    ==================  ==============  =======================================
+    float16, bfloat16   1               ``vector``
+    float16, bfloat16   2 to 2047       ``tiles``: 16 to 128 tokens a tile
+    float16, bfloat16   2048 and more   ``packed``: the copy costs little
+                                        beside so much arithmetic
+    float32             1 to 4          ``vector``: exact products
+    float32             5 and more      ``packed``: cuBLAS, with tf32 where
+                                        PyTorch allows it
+    float64             any             ``packed``
+    ==================  ==============  =======================================
 
-    Within a strategy the tiles grow with the number of neurons: few neurons have to be spread over all multiprocessors, many
-    should share what is read of x and h. The thresholds are where the measured order of the tiles changes on an H200.
+    Within a strategy the tiles grow with the number of neurons: few neurons
+    have to be spread over all multiprocessors, many should share what is read
+    of x and h. The thresholds are where the measured order of the tiles
+    changes on an H200.
     """
     narrow, m = dtype in ("float16", "bfloat16"), max(m, 1)
     if (narrow and m == 1) or (dtype == "float32" and m <= 4):
@@ -751,7 +792,7 @@ def _tiles_plan(m: int, k_out: int, active: int, gated: bool, properties: runtim
     stage_bytes = 2 * shares * block_k * (block_m + block_l * (2 if gated else 1))
     up_config = triton.Config(blocks | {"STAGES": _stages(stages, stage_bytes, properties)}, num_warps=warps)
     block_m, block_l, block_c, stages, warps, programs = down
-    blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_C": block_c, "SHARES": 1, "GROUP": 8}
+    blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_C": block_c, "GROUP": 8}
     blocks |= {"STAGES": _stages(stages, 2 * block_l * (block_m + block_c), properties)}
     blocks |= {"LISTED": 1024, "AHEAD": 64 if m <= 256 else 0}
     # The shares are for 4,096 outputs; of fewer outputs there are fewer tiles, so more programs share one.

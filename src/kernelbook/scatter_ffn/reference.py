@@ -1,5 +1,7 @@
 """The mathematics in plain PyTorch: rows selected, then ordinary products; and the dense network beside it."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +26,10 @@ def gather_matmul_reference(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """x (..., K), weight (N, K), rows (L,), bias (N,) -> act(x weight[rows]^T + bias[rows]) (..., L)."""
+    """act(x weight[rows]^T + bias[rows]) (..., L).
+
+    x (..., K); weight (N, K); rows (L,); bias (N,).
+    """
     z = F.linear(x, weight[rows], None if bias is None else bias[rows])
     return activation_reference(z, activation)
 
@@ -41,15 +46,17 @@ def scatter_ffn_reference(
     b_down: torch.Tensor | None = None,
     activation: str = "relu",
 ) -> torch.Tensor:
-    """The rows of the listed neurons copied together, then a small dense network.
+    """The listed neurons' rows copied together, then a small dense network.
 
-    x (..., K); w_up, w_gate (N, K); w_down (N, K_out); neurons (L,); b_up, b_gate (N,); b_down (K_out,) -> (..., K_out).
+    x (..., K); w_up, w_gate (N, K); w_down (N, K_out); neurons (L,);
+    b_up, b_gate (N,); b_down (K_out,) -> (..., K_out).
     A neuron that is listed twice counts twice.
     """
+    act = functools.partial(gather_matmul_reference, activation=activation)
     if w_gate is None:
-        h = gather_matmul_reference(x, w_up, neurons, bias=b_up, activation=activation)
+        h = act(x, w_up, neurons, bias=b_up)
     else:
-        h = gather_matmul_reference(x, w_gate, neurons, bias=b_gate, activation=activation)
+        h = act(x, w_gate, neurons, bias=b_gate)
         h = h * gather_matmul_reference(x, w_up, neurons, bias=b_up)
     y = h @ w_down[neurons]
     return y if b_down is None else y + b_down

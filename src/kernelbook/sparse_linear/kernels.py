@@ -83,14 +83,17 @@ def _dw_products(
     """-> the sum over rows [low, high) of dy^T x (BLOCK_R, BLOCK_D), and of dy (BLOCK_R,)."""
     sums = tl.zeros((BLOCK_K, BLOCK_R), ACC)
     if WITH_DB:
-        # A loop of its own. In the loop below dy would be read from shared memory by the tensor cores and, for the sums,
-        # into registers: with triton 3.6 on an H200 the pipelined copies then overtake a tensor core now and then, and a
-        # tile of dW comes out wrong (seen with ordinary loads, never with descriptors). 2026-11; try again with each new
-        # Triton: tests/test_sparse_linear.py repeats such a launch 250 times.
+        # A loop of its own. In the loop below dy would be read from shared
+        # memory by the tensor cores and, for the sums, into registers: with
+        # triton 3.6 on an H200 the pipelined copies then overtake a tensor
+        # core now and then, and a tile of dW comes out wrong (seen with
+        # ordinary loads, never with descriptors). 2026-11; try again with each
+        # new Triton: tests/test_sparse_linear.py repeats such a launch often.
         db_ptrs = dy_ptrs
         for k in tl.range(low, high, BLOCK_K, num_stages=3):
             mask_k = k + tl.arange(0, BLOCK_K) < high
-            sums += tl.load(db_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0).to(ACC)
+            mask_dy = mask_k[:, None] & mask_n[None, :]
+            sums += tl.load(db_ptrs, mask=mask_dy, other=0.0).to(ACC)
             db_ptrs += step_dy
     acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
     for k in range(low, high, BLOCK_K):
@@ -103,8 +106,11 @@ def _dw_products(
             mask_x = mask_k[:, None] & mask_d[None, :]
         dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)  # (BLOCK_K, BLOCK_R)
         x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_K, BLOCK_D)
-        # Both lie with the reduction in their slow dimension; tensor cores read 16-bit tiles either way round.
-        acc = tl.dot(tl.trans(dy), x, acc, input_precision=PRECISION, out_dtype=ACC)
+        # Both lie with the reduction in their slow dimension; tensor cores
+        # read 16-bit tiles either way round.
+        acc = tl.dot(
+            tl.trans(dy), x, acc, input_precision=PRECISION, out_dtype=ACC
+        )  # fmt: skip
         dy_ptrs += step_dy
         x_ptrs += step_x
     return acc, tl.sum(sums, axis=0)
@@ -121,7 +127,8 @@ def _dw_tile(
     DY_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr,
     SPLIT: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
     share = tile // (num_r * num_d)
@@ -136,8 +143,9 @@ def _dw_tile(
     high = tl.minimum(low + per_share, M)
     offs_k = (low + tl.arange(0, BLOCK_K)).to(tl.int64)
     columns = pos.to(tl.int64) if DY_COMPACT else features
-    dy_ptrs = dy_ptr + offs_k[:, None] * stride_dym + columns[None, :] * stride_dyn
-    x_ptrs = x_ptr + offs_k[:, None] * stride_xm + offs_d.to(tl.int64)[None, :] * stride_xk
+    dy_rows, x_rows = dy_ptr + offs_k * stride_dym, x_ptr + offs_k * stride_xm
+    dy_ptrs = dy_rows[:, None] + columns[None, :] * stride_dyn
+    x_ptrs = x_rows[:, None] + offs_d.to(tl.int64)[None, :] * stride_xk
     step_dy = tl.full((), BLOCK_K, tl.int64) * stride_dym
     step_x = tl.full((), BLOCK_K, tl.int64) * stride_xm
     BY_POSITION: tl.constexpr = DW_COMPACT or SPLIT > 1
@@ -150,22 +158,26 @@ def _dw_tile(
             dy_ptrs, step_dy, mask_n, x_ptrs, step_x, mask_d, low, high,
             True, ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K,
         )  # fmt: skip
-        tl.store(db_ptr + base + rows, sums.to(db_ptr.dtype.element_ty), mask=mask_rows)
+        db = sums.to(db_ptr.dtype.element_ty)
+        tl.store(db_ptr + base + rows, db, mask=mask_rows)
     else:
         acc, _ = _dw_products(
             dy_ptrs, step_dy, mask_n, x_ptrs, step_x, mask_d, low, high,
             False, ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K,
         )  # fmt: skip
     dw_ptrs = dw_ptr + (base + rows)[:, None] * d_in + offs_d[None, :]
-    tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask_rows[:, None] & mask_d[None, :])
+    dw = acc.to(dw_ptr.dtype.element_ty)
+    tl.store(dw_ptrs, dw, mask=mask_rows[:, None] & mask_d[None, :])
 
 
 @triton.jit
 def _dw_boxes(
     dy_box, x_box, columns, offset_d, low, high,
-    WITH_DB: tl.constexpr, ACC: tl.constexpr, BOX: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    WITH_DB: tl.constexpr, ACC: tl.constexpr,
+    BOX: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As ``_dw_products`` with tensor descriptors: a tuple of (BOX, BLOCK_D) products, and one of (BOX,) sums."""
+    """As ``_dw_products`` with tensor descriptors: a tuple of (BOX, BLOCK_D)
+    products, and one of (BOX,) sums."""
     accs = ()
     sums = ()
     for _ in tl.static_range(len(columns)):
@@ -177,7 +189,8 @@ def _dw_boxes(
         new_sums = ()
         for j in tl.static_range(len(columns)):
             dy = dy_box.load([k, columns[j]])  # (BLOCK_K, BOX)
-            new_accs = new_accs + (tl.dot(tl.trans(dy), x, accs[j], out_dtype=ACC),)
+            acc = tl.dot(tl.trans(dy), x, accs[j], out_dtype=ACC)
+            new_accs = new_accs + (acc,)
             if WITH_DB:
                 new_sums = new_sums + (sums[j] + dy.to(ACC),)
             else:
@@ -359,31 +372,41 @@ def _sparse_linear_bwd_tiles_kernel(
             else:
                 tile -= tl.minimum(later // zero_every + 1, num_zero)
     if WITH_ZERO and zero >= 0:
-        _zero_chunk(zero, ids_ptr, dw_ptr, db_ptr, d_in, d_out, A, CHUNK, WITH_DB, BLOCK_A, BLOCK_ZERO)
+        _zero_chunk(
+            zero, ids_ptr, dw_ptr, db_ptr, d_in, d_out, A,
+            CHUNK, WITH_DB, BLOCK_A, BLOCK_ZERO,
+        )  # fmt: skip
     else:
-        first_dw = num_dx if DX_FIRST else 0
-        if WITH_DW and (not WITH_DX or (tile >= first_dw and tile < first_dw + num_dw)):
+        dw_tile = tile - (num_dx if DX_FIRST else 0)
+        dx_tile = tile - (0 if DX_FIRST else num_dw)
+        if WITH_DW and (not WITH_DX or (dw_tile >= 0 and dw_tile < num_dw)):
             if DW_BOXES:
                 _dw_tile_boxes(
-                    tile - first_dw, ids_ptr, x_box, dy_dw_box, dw_ptr, db_ptr, M, d_in, d_out, A,
-                    CHUNK, DW_COMPACT, WITH_DB, SPLIT, ACC, BLOCK_R, BLOCK_D, BLOCK_K, BOX, GROUP,
+                    dw_tile, ids_ptr, x_box, dy_dw_box, dw_ptr, db_ptr,
+                    M, d_in, d_out, A,
+                    CHUNK, DW_COMPACT, WITH_DB, SPLIT, ACC,
+                    BLOCK_R, BLOCK_D, BLOCK_K, BOX, GROUP,
                 )  # fmt: skip
             else:
                 _dw_tile(
-                    tile - first_dw, ids_ptr, x_ptr, stride_xm, stride_xk, dy_ptr, stride_dym, stride_dyn, dw_ptr, db_ptr,
-                    M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, DW_COMPACT, WITH_DB, SPLIT,
+                    dw_tile, ids_ptr, x_ptr, stride_xm, stride_xk,
+                    dy_ptr, stride_dym, stride_dyn, dw_ptr, db_ptr,
+                    M, d_in, d_out, A, CHUNK, ALIGN,
+                    DY_COMPACT, DW_COMPACT, WITH_DB, SPLIT,
                     ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
                 )  # fmt: skip
         elif WITH_DX:
             if DX_BOXES:
                 _dx_tile_boxes(
-                    tile - (0 if DX_FIRST else num_dw), ids_ptr, dy_dx_box, w_box, dx_ptr, M, d_in, d_out, A,
+                    dx_tile, ids_ptr, dy_dx_box, w_box, dx_ptr,
+                    M, d_in, d_out, A,
                     CHUNK, ACC, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
                 )  # fmt: skip
             else:
                 _dx_tile(
-                    tile - (0 if DX_FIRST else num_dw), ids_ptr, dy_ptr, stride_dym, stride_dyn,
-                    w_ptr, stride_wn, stride_wk, dx_ptr, M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, W_COMPACT,
+                    dx_tile, ids_ptr, dy_ptr, stride_dym, stride_dyn,
+                    w_ptr, stride_wn, stride_wk, dx_ptr,
+                    M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, W_COMPACT,
                     ACC, PRECISION, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
                 )  # fmt: skip
 

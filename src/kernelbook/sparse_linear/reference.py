@@ -88,9 +88,13 @@ def _pack(y: torch.Tensor, active_chunks: torch.Tensor, chunk_size: int) -> torc
 
 
 def sparse_dw_reference(
-    x: torch.Tensor, dy: torch.Tensor, active_chunks: torch.Tensor, *, chunk_size: int = 64, compact: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> dW (d_out, d_in) and db (d_out,), zero in inactive chunks; (A * chunk_size, d_in) and so on if ``compact``."""
+    x: torch.Tensor, dy: torch.Tensor, active_chunks: torch.Tensor,
+    *, chunk_size: int = 64, compact: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> dW (d_out, d_in) and db (d_out,), zero in inactive chunks.
+
+    If ``compact`` (A * chunk_size, d_in) and (A * chunk_size,).
+    """
     x, dy = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x, dy))
     dy = torch.where(_mask(active_chunks, dy.shape[-1], chunk_size), dy, 0)
     if compact:
@@ -99,10 +103,12 @@ def sparse_dw_reference(
 
 
 def sparse_dx_reference(
-    dy: torch.Tensor, weight: torch.Tensor, active_chunks: torch.Tensor, *, chunk_size: int = 64
-) -> torch.Tensor:
-    """-> dX (..., d_in), the sum over the active chunks of ``dY[..., c] W[c]``."""
-    return torch.where(_mask(active_chunks, weight.shape[0], chunk_size), dy, 0) @ weight
+    dy: torch.Tensor, weight: torch.Tensor, active_chunks: torch.Tensor,
+    *, chunk_size: int = 64,
+) -> torch.Tensor:  # fmt: skip
+    """-> dX (..., d_in), the sum of ``dY[..., c] W[c]`` over active chunks."""
+    mask = _mask(active_chunks, weight.shape[0], chunk_size)
+    return torch.where(mask, dy, 0) @ weight
 
 
 # --- baselines ------------------------------------------------------------------------------------------------------
@@ -115,7 +121,8 @@ def python_loop_backward(
 
     x (M, d_in), weight (d_out, d_in), dy (M, d_out) -> dW (d_out, d_in), db (d_out,), dX (M, d_in).
     """
-    dw, db, dx = torch.zeros_like(weight), dy.new_zeros(weight.shape[0]), torch.zeros_like(x)
+    dw, dx = torch.zeros_like(weight), torch.zeros_like(x)
+    db = dy.new_zeros(weight.shape[0])
     for chunk in active_chunks.tolist():
         features = slice(chunk * chunk_size, (chunk + 1) * chunk_size)
         torch.mm(dy[:, features].t(), x, out=dw[features])
@@ -137,5 +144,6 @@ def gather_cublas_backward(
     packed_dy = dy.index_select(1, features)
     packed_w = weight.index_select(0, features)
     dw = torch.zeros_like(weight).index_copy_(0, features, packed_dy.t() @ x)
-    db = dy.new_zeros(weight.shape[0]).index_copy_(0, features, packed_dy.sum(0))
+    db = dy.new_zeros(weight.shape[0])
+    db.index_copy_(0, features, packed_dy.sum(0))
     return dw, db, packed_dy @ packed_w

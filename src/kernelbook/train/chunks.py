@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.launching import cdiv
 from kernelbook.train import kernels
 
 # isort: split
@@ -25,10 +26,6 @@ __all__ = [
     "top_chunks",
     "top_chunks_reference",
 ]
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +122,7 @@ def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor |
         raise ValueError(f"{op}: chunk_size must be a positive integer, got {chunk_size!r}")
     grad = grad if grad.ndim == 2 else grad[:, None]
     rows, d = grad.shape
-    chunks = _cdiv(rows, chunk_size)
+    chunks = cdiv(rows, chunk_size)
     if out is not None:
         arguments.check_shape(op, "out", out, (chunks,))
     if rows == 0 or d == 0:
@@ -133,7 +130,7 @@ def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor |
         return zeros if out is None else out.copy_(zeros)
     grad = grad if grad.stride(1) == 1 or d == 1 else grad.contiguous()
     config = kernels.NORMS_CONFIG
-    parts = _cdiv(d, config.kwargs["BLOCK_D"])
+    parts = cdiv(d, config.kwargs["BLOCK_D"])
     partial = torch.empty((chunks, parts), dtype=torch.float32, device=grad.device)
     with runtime.on_device_of(grad):
         kernels._chunk_norms_kernel[(chunks, parts)](
@@ -197,7 +194,7 @@ def knn_scores(
     block_c = max(16, triton.next_power_of_2(longest))
     block_q = max(1, min(16, kernels.KNN_TILE // block_c))
     with runtime.on_device_of(norms):
-        kernels._knn_scores_kernel[(_cdiv(longest, block_q), starts.shape[0] - 1)](
+        kernels._knn_scores_kernel[(cdiv(longest, block_q), starts.shape[0] - 1)](
             features.contiguous(), norms, seen, step, scores, starts,
             n, features.shape[0], window,
             K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4,
@@ -277,7 +274,7 @@ def top_chunks(
         raise ValueError(f"{op}: chosen must be another tensor than taken, got the same")
     block = kernels.TOP_BLOCK
     with runtime.on_device_of(ids):
-        kernels._top_chunks_kernel[(_cdiv(longest, block), counts.shape[0])](
+        kernels._top_chunks_kernel[(cdiv(longest, block), counts.shape[0])](
             scores if scores is not None else chosen,
             taken if taken is not None else chosen,
             chosen, ids, starts, slots, counts,

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,62 @@ from typing import Any
 from tabulate import tabulate
 
 from kernelbook import runtime
-from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer
+from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
 
 __all__ = ["add_arguments", "train"]
 
 _TYPES = {"int": int, "float": float, "str": str, "float | None": float}
 # Set by options of their own.
 _NOT_AN_OPTION = {"corpus"}
+_HELP = {
+    "width": "features of a token",
+    "depth": "blocks",
+    "heads": "attention heads, which divide the width",
+    "context": "tokens in a sequence",
+    "chunk_size": "rows of a weight in a chunk, at least 16",
+    "sparse_layers": "which linear layers are sparse: all six of a block, or those of the MLP",
+    "attention": "whose attention",
+    "task": "real text, or synthetic sequences to copy or to look up in",
+    "encoding": "'book', trained on the text, or a name that tiktoken has, such as gpt2",
+    "vocab_size": "tokens of the encoding 'book'",
+    "batch_size": "sequences in a step",
+    "steps": "steps in all",
+    "seed": "of weights, batches and schedulers",
+    "mode": "what the backward pass leaves out",
+    "sparse_dx": "in mode sparse_dw_dx: in all sparse layers, or in those that read the residual stream",
+    "scheduler": "who chooses the active chunks",
+    "active": "share of active chunks, in (0, 1]",
+    "explore": "share of the active chunks that ema_topk and knn draw at random",
+    "dense_steps": "dense steps before the first sparse one",
+    "refresh_every": "steps after which knn sees the weights again",
+    "inactive": "rows without gradient: rest (skip), or go on by their moments and decay (decay)",
+    "sparse_lr": "in sparse steps, times the learning rate for sparse layers",
+    "lr": "largest learning rate",
+    "min_lr": "learning rate at the end",
+    "lr_warmup": "steps over which the learning rate rises",
+    "beta1": "of AdamW",
+    "beta2": "of AdamW",
+    "eps": "of AdamW",
+    "weight_decay": "of AdamW; vectors and embeddings do not decay",
+    "clip": "largest norm of the gradient",
+    "dtype": "of products and activations; bfloat16 by autocast",
+    "log_every": "steps between readings of the losses, each of which waits for the device",
+    "eval_every": "steps between evaluations; 0: only at the end",
+    "eval_batches": "batches of an evaluation",
+    "checkpoint_every": "steps between checkpoints; 0: only at the end",
+    "probe_every": "steps between scores of the chosen chunks against the dense gradient; 0: never",
+    "cuda_graph": "capture the step in a CUDA graph (default: where there is a GPU)",
+    "deterministic": "repeat bit by bit on a GPU, at a price; needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """An option for each field of :class:`TrainConfig`, and those of a run."""
-    parser.add_argument("--config", choices=sorted(CONFIGS), default="tiny", help="a set of sizes (default: tiny)")
+    parser.add_argument(
+        "--config",
+        choices=sorted(CONFIGS),
+        help="a set of sizes (default: tiny, or with --resume the run's own settings)",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for log.jsonl, config.json and checkpoint.pt")
     parser.add_argument(
         "--text", metavar="FILE", help="train on this UTF-8 file; 'stdlib' and 'topics' are Python's own texts"
@@ -33,12 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(TrainConfig):
         if field.name in _NOT_AN_OPTION:
             continue
-        option = "--" + field.name.replace("_", "-")
+        option, about = "--" + field.name.replace("_", "-"), _HELP[field.name]
         if field.type in (bool, "bool"):
-            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None)
-        else:
-            kind = field.type if isinstance(field.type, type) else _TYPES[str(field.type)]
-            group.add_argument(option, type=kind, default=None, metavar=field.name.upper())
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=about)
+            continue
+        kind = field.type if isinstance(field.type, type) else _TYPES[str(field.type)]
+        choices = CHOICES.get(field.name)
+        metavar = None if choices else {int: "N", float: "X", str: "NAME"}[kind]  # type: ignore[index]
+        group.add_argument(option, type=kind, default=None, choices=choices, metavar=metavar, help=about)
 
 
 def _settings(given: argparse.Namespace) -> TrainConfig:
@@ -49,11 +96,25 @@ def _settings(given: argparse.Namespace) -> TrainConfig:
     }
     if given.text is not None:
         changes["corpus"] = given.text
-    return dataclasses.replace(CONFIGS[given.config], **changes)
+    saved = given.out / "config.json"
+    if given.config is None and given.resume and saved.exists():
+        try:
+            base = TrainConfig(**json.loads(saved.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{saved} must hold the settings of a run ({error}); say --config and the settings"
+            ) from None
+    else:
+        base = CONFIGS[given.config or "tiny"]
+        changes.setdefault("cuda_graph", runtime.DEVICE.type == "cuda")
+    config = dataclasses.replace(base, **changes)
+    if given.text is not None and config.task != "text":
+        raise ValueError(f"--text must come with --task text, got --task {config.task}")
+    return config
 
 
 def train(given: argparse.Namespace) -> int:
-    """One run; 2 if its settings or its folder are not in order."""
+    """One run; 1 if it did not end well, 2 if its settings or its folder are not in order, 130 if it was interrupted."""
     try:
         trainer = Trainer(_settings(given), out=given.out, resume=given.resume, progress=not given.quiet)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
@@ -61,17 +122,25 @@ def train(given: argparse.Namespace) -> int:
         return 2
     config = trainer.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
+    sparse = f"{config.mode}, {config.scheduler}, {config.active:.0%} active after {config.dense_steps} steps"
     about = [
         ("kernels are", "interpreted on the CPU" if runtime.INTERPRET else "compiled"),
         ("parameters", f"{parameters:,} in {config.depth} blocks of width {config.width}"),
         ("data", f"{config.corpus if config.task == 'text' else config.task}, {trainer.data.digest}"),
         ("tokens", f"{trainer.data.vocab_size:,} different ones, {config.batch_size * config.context:,} a step"),
-        ("backward", f"{config.mode}, {config.scheduler}, {config.active:.0%} active after {config.dense_steps} steps"),
+        ("backward", sparse if config.is_sparse(config.steps) else "dense"),
     ]
     print(tabulate(about, tablefmt="plain"))
     if trainer.step:
         print(f"going on after step {trainer.step}")
-    trainer.run()
+    try:
+        trainer.run()
+    except FloatingPointError as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\ntrain: interrupted; --resume --out {given.out} goes on from the last checkpoint", file=sys.stderr)
+        return 130
     losses, validation = trainer.losses(), trainer.validation_losses()
     print(
         f"training loss {losses[0]:.3f} -> {losses[-1]:.3f}, validation loss {validation[0]:.3f} -> {validation[-1]:.3f}, "

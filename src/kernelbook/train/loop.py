@@ -8,8 +8,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,17 +17,26 @@ import torch
 from tqdm import tqdm
 
 from kernelbook import runtime
-from kernelbook.nn.gpt import GPT, GPTConfig
+from kernelbook.nn.gpt import ATTENTION, GPT, OUTPUTS, GPTConfig
 from kernelbook.train.chunks import Layout, chunk_norms
+from kernelbook.train.files import replacing
 from kernelbook.train.optimizer import INACTIVE, ChunkAdamW
 from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
 from kernelbook.train.synthetic import CopyData, score_chunks
 from kernelbook.train.text import TextData
 
-__all__ = ["CONFIGS", "Data", "TrainConfig", "Trainer", "make_data"]
+__all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data"]
 
-MODES = ("dense", "sparse_dw", "sparse_dw_dx")
-TASKS = ("text", "copy", "recall")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("dense", "sparse_dw", "sparse_dw_dx"),
+    "sparse_dx": ("all", "inputs"),
+    "scheduler": tuple(SCHEDULERS),
+    "inactive": INACTIVE,
+    "task": ("text", "copy", "recall"),
+    "dtype": ("float32", "bfloat16"),
+    "sparse_layers": ("all", "mlp"),
+    "attention": tuple(ATTENTION),
+}
 
 
 class Data(Protocol):
@@ -54,6 +61,8 @@ class TrainConfig:
         task: ``"text"``, ``"copy"`` or ``"recall"``. corpus, encoding, vocab_size: as in :class:`TextData`.
         batch_size, steps, seed: as their names say.
         mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``. scheduler, explore: see :mod:`kernelbook.train.schedulers`.
+        sparse_dx: the layers whose dX mode ``sparse_dw_dx`` makes sparse. ``"all"``, or ``"inputs"``: those that read the
+            residual stream, which has a gradient of its own. The dX of the layers that write to it is all that a branch gets.
         active: the share of active chunks. dense_steps: steps before the first sparse one.
         refresh_every: steps after which a scheduler sees the weights again.
         inactive: what the optimizer does with rows without gradient, ``"skip"`` or ``"decay"``.
@@ -64,7 +73,8 @@ class TrainConfig:
         log_every, eval_every, eval_batches, checkpoint_every: in steps; 0 for never (but at the end).
         probe_every: steps after which the choice of chunks is scored against the dense gradient; 0 for never.
         cuda_graph: capture the step in a CUDA graph (needs a GPU).
-        deterministic: ask PyTorch for deterministic algorithms, at a price, for runs that repeat bit by bit on a GPU.
+        deterministic: ask PyTorch for deterministic algorithms, at a price, for runs that repeat bit by bit on a GPU. cuBLAS
+            wants ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment for that.
     """
 
     width: int = 512
@@ -82,6 +92,7 @@ class TrainConfig:
     steps: int = 1000
     seed: int = 0
     mode: str = "sparse_dw"
+    sparse_dx: str = "all"
     scheduler: str = "ema_topk"
     active: float = 0.1
     explore: float | None = None
@@ -107,13 +118,7 @@ class TrainConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("mode", MODES),
-            ("scheduler", tuple(SCHEDULERS)),
-            ("inactive", INACTIVE),
-            ("task", TASKS),
-            ("dtype", ("float32", "bfloat16")),
-        ):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"TrainConfig: {name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}"
@@ -126,8 +131,13 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig: {name} must not be negative, got {getattr(self, name)}")
         if not 0 < self.active <= 1:
             raise ValueError(f"TrainConfig: active must lie in (0, 1], got {self.active}")
-        if self.clip <= 0:
-            raise ValueError(f"TrainConfig: clip must be positive, got {self.clip}")
+        for name in ("clip", "lr", "sparse_lr", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"TrainConfig: {name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"TrainConfig: min_lr must lie in [0, lr] ([0, {self.lr}]), got {self.min_lr}")
+        if self.weight_decay < 0:
+            raise ValueError(f"TrainConfig: weight_decay must not be negative, got {self.weight_decay}")
 
     def is_sparse(self, step: int) -> bool:
         """Whether a step (from 0) leaves chunks out."""
@@ -159,7 +169,7 @@ CONFIGS: dict[str, TrainConfig] = {
     "tiny": TrainConfig(
         width=32, depth=1, heads=2, context=24, chunk_size=16, corpus="topics", vocab_size=512, batch_size=2,
         steps=40, dense_steps=10, active=0.5, lr=2e-2, min_lr=4e-3, lr_warmup=5, refresh_every=20, dtype="float32",
-        log_every=10, eval_every=20, eval_batches=8, checkpoint_every=20,
+        log_every=10, eval_every=20, eval_batches=4, checkpoint_every=20,
     ),
     "small": TrainConfig(width=512, heads=8, lr=1e-3, min_lr=1e-4),
     "medium": TrainConfig(width=1024, heads=8, lr=6e-4, min_lr=6e-5),
@@ -190,7 +200,9 @@ class Trainer:
 
     Raises:
         FileExistsError: ``out`` holds a run already and ``resume`` is not set.
-        ValueError: the checkpoint belongs to another configuration or corpus, or a CUDA graph is wanted without a GPU.
+        ValueError: the checkpoint belongs to another configuration or corpus or cannot be read, or a CUDA graph is wanted
+            without a GPU.
+        RuntimeError: ``deterministic`` is set and the environment does not let cuBLAS be so.
     """
 
     def __init__(
@@ -204,6 +216,9 @@ class Trainer:
     ) -> None:
         if config.cuda_graph and runtime.DEVICE.type != "cuda":
             raise ValueError("Trainer: cuda_graph must be off where there is no GPU, got True")
+        if config.deterministic and runtime.DEVICE.type == "cuda":
+            with _determinism(True):  # cuBLAS says now rather than in the first step what it needs for that
+                torch.ones(1, 1, device=runtime.DEVICE) @ torch.ones(1, 1, device=runtime.DEVICE)
         self.config, self.progress = config, progress
         self.out = None if out is None else Path(out)
         checkpoint = self._checkpoint_path()
@@ -220,7 +235,6 @@ class Trainer:
         if checkpoint is not None and checkpoint.exists():
             self._load(checkpoint)
         elif checkpoint is not None:
-            checkpoint.parent.mkdir(parents=True, exist_ok=True)
             self._write_text("config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             self._write_text("log.jsonl", "")
 
@@ -228,12 +242,16 @@ class Trainer:
 
     def _build(self) -> None:
         config, device = self.config, runtime.DEVICE
-        torch.manual_seed(config.seed)
-        with device:  # the weights are drawn where they live
+        # The caller's random numbers go on as if nothing had been drawn.
+        devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), device:  # the weights are drawn where they live
+            torch.manual_seed(config.seed)
             self.model = GPT(config.model(self.data.vocab_size))
         self.layers = self.model.sparse_layers()
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             layer.mode = config.mode
+            if config.sparse_dx == "inputs" and config.mode == "sparse_dw_dx" and name.split(".")[-1] in OUTPUTS:
+                layer.mode = "sparse_dw"
         layout = Layout.of_fraction([layer.num_chunks for layer in self.layers.values()], config.active, device)
         options = {} if config.explore is None else {"explore": config.explore}
         self.scheduler = make_scheduler(config.scheduler, layout, seed=config.seed, **options)
@@ -357,7 +375,10 @@ class Trainer:
     # --- the run ---
 
     def run(self, until: int | None = None) -> list[dict[str, Any]]:
-        """Trains to step ``until`` (default: the configured number) and returns :attr:`records`."""
+        """Trains to step ``until`` (default: the configured number) and returns :attr:`records`.
+
+        Raises ``FloatingPointError`` when a loss or a gradient is not finite; the last checkpoint is from before that.
+        """
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
         losses, norms = (torch.zeros(config.log_every, device=runtime.DEVICE) for _ in range(2))
@@ -380,13 +401,14 @@ class Trainer:
                 self.step += 1
                 pending += 1
                 if pending == config.log_every or self.step == end or self._pauses():
-                    values = zip(losses[:pending].tolist(), norms[:pending].tolist(), strict=True)
+                    values = list(zip(losses[:pending].tolist(), norms[:pending].tolist(), strict=True))
                     took = time.perf_counter() - started
                     self.seconds += took
-                    self._record_steps(list(values), took)
+                    self._record_steps(values, took)
                     bar.update(pending)
-                    bar.set_postfix(loss=f"{self.records[-1]['loss']:.3f}")
                     self._pause(last=self.step == end)
+                    shown = {"loss": self.losses()[-1:], "validation": self.validation_losses()[-1:]}
+                    bar.set_postfix({name: f"{value[0]:.3f}" for name, value in shown.items() if value})
                     _wait()
                     started, pending = time.perf_counter(), 0
         if self._stream is not None:
@@ -443,6 +465,11 @@ class Trainer:
         count, first = len(values), self.step - len(values)
         tokens = count * self._inputs.numel()
         for i, (loss, norm) in enumerate(values):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise FloatingPointError(
+                    f"Trainer: loss and gradient of step {first + i + 1} must be finite, got {loss} and norm {norm}; "
+                    f"a smaller lr (now {self.config.lr:g}) may help"
+                )
             entry = {"step": first + i + 1, "loss": loss, "grad_norm": norm, "lr": self.config.lr_at(first + i)}
             if i == count - 1:
                 entry |= {"seconds": round(self.seconds, 4), "tokens_per_second": round(tokens / max(took, 1e-9), 1)}
@@ -482,13 +509,18 @@ class Trainer:
             "rest_adam": self._rest_adam.state_dict(),
             "scheduler": self.scheduler.state_dict(),
         }
-        with _replacing(path) as file:
+        with replacing(path) as file:
             torch.save(state, file)
 
     def _load(self, path: Path) -> None:
-        state = torch.load(path, map_location=runtime.DEVICE, weights_only=True)
+        try:
+            state = torch.load(path, map_location=runtime.DEVICE, weights_only=True)
+        except Exception as error:  # torch.load raises many things for a file that is not its own
+            raise ValueError(
+                f"Trainer: {path} must be a checkpoint of a run, got a file that cannot be read"
+            ) from error
         own = dataclasses.asdict(self.config)
-        # A longer or otherwise watched run may go on from here; one with other steps behind it may not.
+        # A run that is watched otherwise may go on from here; one with other steps behind it or before it may not.
         free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph"}
         for name, value in state["config"].items():
             if name not in free and own.get(name) != value:
@@ -510,14 +542,16 @@ class Trainer:
                 group["lr"] = lr
         self.scheduler.load_state_dict(state["scheduler"])
         log = path.with_name("log.jsonl")
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        if not log.exists():
+            raise ValueError(f"Trainer: {path.parent} must hold the log of its checkpoint, got no log.jsonl")
+        lines = log.read_text(encoding="utf-8").splitlines()
         self.records = [entry for entry in _entries(lines) if entry["step"] <= self.step]
         # Entries of steps that the checkpoint does not have come again.
         self._write_text("log.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.records))
 
     def _write_text(self, name: str, text: str) -> None:
         assert self.out is not None
-        with _replacing(self.out / name) as file:
+        with replacing(self.out / name) as file:
             file.write(text.encode())
 
 
@@ -525,24 +559,6 @@ def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed while it wrote
             yield json.loads(line)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """A file that takes the place of ``path`` when all of it is on the disk, and never else."""
-    name = None
-    try:
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
-            name = file.name
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-        raise
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@
     sparse_training_parts.csv      where that time goes, by kernels
     sparse_training_scores.csv     how well each scheduler finds a planted teacher's chunks
     sparse_training_curves.jsonl   one run a line: losses against steps and seconds
+    sparse_training_budgets.csv    the loss after equal seconds, where each run's schedule ends with them
 
-What is recorded already is not measured again, so that a study that was stopped goes on where it was.
+What is recorded already is not measured again, so that a study that was stopped goes on where it was. A study may also be
+shared out among GPUs, each with a folder of its own; ``--merge FOLDER ...`` then puts them together.
 """
 
 import argparse
@@ -29,10 +31,10 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-import kernelbook
 from kernelbook import check, runtime, timing
-from kernelbook.nn.gpt import GPT
+from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.chunks import Layout
+from kernelbook.train.files import replacing
 from kernelbook.train.loop import CONFIGS, Data, TrainConfig, Trainer, make_data
 from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
 from kernelbook.train.synthetic import PlantedTeacher, score_scheduler
@@ -46,15 +48,30 @@ SCORED = 0.125  # active chunks of the planted teacher: as many as are planted
 CURVE_STEPS = {512: 400, 1024: 300, 2048: 300}
 SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
 CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
+BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0}
+WARM = 1 / 8  # the share of a run that is dense at its beginning
 PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "device_ms", "launches", *timing.ENVIRONMENT)
+BUDGET_COLUMNS = (
+    "run", "shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds", "step_ms", "dense_steps", "steps",
+    "train_loss", "validation_loss", "clock_seconds", *timing.ENVIRONMENT,
+)  # fmt: skip
+# What tells one row, or one line, from another.
+KEYS: dict[str, tuple[str, ...]] = {
+    f"{STEM}.csv": timing.KEY,
+    f"{STEM}_parts.csv": ("shape", "provider", "active", "part"),
+    f"{STEM}_scores.csv": ("families", "scheduler", "seed", "active"),
+    f"{STEM}_budgets.csv": ("shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds"),
+    f"{STEM}_curves.jsonl": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
+    "ceilings.csv": ("run",),
+}
 SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", "recall", "energy", *timing.ENVIRONMENT)
 
 
-def _package() -> str:
-    """The version with a digest of what decides a step: the training loop, and the model."""
-    here = Path(__file__).parent
-    digest = timing.source_digest(here) + timing.source_digest(here.parent / "nn")
-    return f"{kernelbook.__version__}+{digest}"
+# What the study runs of this package: the training loop and the model. The rooms' kernels have digests of their own.
+_TRAIN = ("chunks", "files", "kernels", "loop", "optimizer", "schedulers", "seeds", "study", "synthetic", "text")
+_NN = ("compact", "gpt", "layers")
+_HERE = Path(__file__).parent
+SOURCES = (*(_HERE / f"{name}.py" for name in _TRAIN), *(_HERE.parent / "nn" / f"{name}.py" for name in _NN))
 
 
 # --- what is trained ------------------------------------------------------------------------------------------------
@@ -70,6 +87,7 @@ class Variant:
     sparse_layers: str = "all"
     inactive: str = "skip"
     sparse_lr: float = 1.0
+    sparse_dx: str = "all"
     graph: bool = True
 
     @property
@@ -78,12 +96,13 @@ class Variant:
             name = "dense"
         else:
             name = f"kernelbook:{self.mode}:{self.scheduler}" + (":decay" if self.inactive == "decay" else "")
+            name += ":inputs" if self.sparse_dx == "inputs" else ""
         return name + ("" if self.graph else ":eager")
 
     def config(self, width: int, **changes: Any) -> TrainConfig:
         return dataclasses.replace(
             CONFIGS[SIZES[width]], mode=self.mode, scheduler=self.scheduler, active=self.active,
-            sparse_layers=self.sparse_layers, inactive=self.inactive, sparse_lr=self.sparse_lr,
+            sparse_layers=self.sparse_layers, inactive=self.inactive, sparse_lr=self.sparse_lr, sparse_dx=self.sparse_dx,
             cuda_graph=self.graph, **changes,
         )  # fmt: skip
 
@@ -107,7 +126,8 @@ def step_gflop(config: TrainConfig, vocab_size: int) -> float:
         if name in sparse and config.mode != "dense":
             count = d_out // config.chunk_size
             share = Layout.of_fraction([count], config.active, torch.device("cpu")).active[0] / count
-        dw, dx = share, share if config.mode == "sparse_dw_dx" else 1.0
+        sparse_dx = config.mode == "sparse_dw_dx" and (config.sparse_dx == "all" or name not in OUTPUTS)
+        dw, dx = share, share if sparse_dx else 1.0
         total += config.depth * d_in * d_out * (1 + dw + dx)
     # Causal: half of the scores; the backward pass has five products for the forward pass's two.
     attention = config.depth * config.context * d / 2 * 2 * 3.5
@@ -240,8 +260,10 @@ def step_variants() -> Iterator[Variant]:
     yield Variant()
     yield Variant(graph=False)
     for mode, active in itertools.product(SPARSE_MODES, FRACTIONS):
-        for scheduler in CHOOSERS:
+        for scheduler in (*CHOOSERS, "oracle"):
             yield Variant(mode, scheduler, active)
+    for active in FRACTIONS:
+        yield Variant("sparse_dw_dx", "ema_topk", active, sparse_dx="inputs")
     for mode in SPARSE_MODES:
         yield Variant(mode, "ema_topk", 0.5)
         yield Variant(mode, "ema_topk", 0.1, inactive="decay")
@@ -250,16 +272,37 @@ def step_variants() -> Iterator[Variant]:
         yield Variant(mode, "ema_topk", 0.25, sparse_layers="mlp")
 
 
+def curve_variants() -> Iterator[Variant]:
+    """All that is trained for as many steps as dense, at each width."""
+    yield Variant()
+    for active, mode, scheduler in itertools.product(FRACTIONS, SPARSE_MODES, (*CHOOSERS, "oracle")):
+        yield Variant(mode, scheduler, active)
+    for active in FRACTIONS:
+        yield Variant("sparse_dw_dx", "ema_topk", active, sparse_dx="inputs")
+    for mode in SPARSE_MODES:
+        yield Variant(mode, "ema_topk", 0.1, inactive="decay")
+        yield Variant(mode, "ema_topk", 0.1, sparse_lr=4.0)
+
+
+def budget_variants() -> Iterator[tuple[Variant, float]]:
+    """All that is trained for as many seconds as dense, with what the size's learning rate is multiplied with."""
+    for lr in (1.0, 2.0, 3.0):
+        yield Variant(), lr
+    for lr, mode, active, sparse_lr in itertools.product((2.0,), SPARSE_MODES, FRACTIONS, (1.0, 2.0)):
+        yield Variant(mode, "ema_topk", active, sparse_lr=sparse_lr), lr
+
+
 class Study:
     """The experiments in one process, recorded as they come, for one :attr:`width` at a time."""
 
     def __init__(self, out: Path, deadline: float) -> None:
         self.width, self.out, self.deadline = 512, out / runtime.device_slug(), deadline
         self.run = timing.new_run()
-        self.about = timing.environment(_package())
+        self.about = timing.environment(timing.package_version(*SOURCES))
         self.data = make_data(CONFIGS["small"])  # the same for all widths
         self._ceilings_written = False
         self._ratios: dict[tuple[Any, ...], float] = {}
+        self._ms: dict[tuple[int, Variant], float] = {}
         self.failures = 0
 
     def attempt(self, name: str, seconds: float, body: Callable[[], Any]) -> None:
@@ -321,7 +364,7 @@ class Study:
             return "recorded already"
         ratio = math.nan
         if variant.mode != "dense":  # whoever chooses the chunks, their gradients are computed alike
-            key = (self.width, variant.mode, variant.active, variant.sparse_layers)
+            key = (self.width, variant.mode, variant.active, variant.sparse_layers, variant.sparse_dx)
             if key not in self._ratios:
                 self._ratios[key] = _error_ratio(variant, self.width, self.data)
             ratio = self._ratios[key]
@@ -382,7 +425,7 @@ class Study:
         ]
         timing.write_results(
             self.out / f"{STEM}_parts.csv", pd.DataFrame(table, columns=list(PARTS_COLUMNS)),
-            key=("shape", "provider", "active", "part"),
+            key=KEYS[f"{STEM}_parts.csv"],
         )  # fmt: skip
         return f"{sum(ms for ms, _ in parts.values()):.3f} ms in all"
 
@@ -390,13 +433,8 @@ class Study:
 
     def curves(self, seeds: Sequence[int], steps: int) -> None:
         """Lines of ``sparse_training_curves.jsonl``: dense, and each scheduler in each mode at each share."""
-        variants = [Variant()]
-        variants += [Variant(m, s, f) for f, m, s in itertools.product(FRACTIONS, SPARSE_MODES, CHOOSERS)]
-        variants += [Variant(m, "ema_topk", f, sparse_lr=4.0) for f, m in itertools.product(FRACTIONS, SPARSE_MODES)]
-        variants += [Variant(mode, "oracle", 0.1) for mode in SPARSE_MODES]
-        variants += [Variant(mode, "ema_topk", 0.1, inactive="decay") for mode in SPARSE_MODES]
         estimate = 10.0
-        for seed, variant in itertools.product(seeds, variants):
+        for seed, variant in itertools.product(seeds, curve_variants()):
             started = time.monotonic()
             self.attempt(
                 f"curve {self.width} {variant.provider} {variant.active:g} seed {seed}", 1.5 * estimate,
@@ -408,14 +446,15 @@ class Study:
         path = self.out / f"{STEM}_curves.jsonl"
         key = {
             "provider": variant.provider, "mode": variant.mode, "scheduler": variant.scheduler, "active": variant.active,
-            "inactive": variant.inactive, "sparse_lr": variant.sparse_lr, "width": self.width, "seed": seed, "steps": steps,
+            "inactive": variant.inactive, "sparse_lr": variant.sparse_lr, "sparse_dx": variant.sparse_dx,
+            "width": self.width, "seed": seed, "steps": steps,
         }  # fmt: skip
         known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if any(all(old[name] == value for name, value in key.items()) for old in known):
+        if any(all(old.get(name) == value for name, value in key.items()) for old in known):
             return "recorded already"
         every = max(1, steps // 8)
         config = variant.config(
-            self.width, steps=steps, seed=seed, dense_steps=steps // 8, eval_every=every, eval_batches=4,
+            self.width, steps=steps, seed=seed, dense_steps=round(WARM * steps), eval_every=every, eval_batches=4,
             checkpoint_every=0, log_every=10, lr_warmup=max(1, steps // 20),
             probe_every=0 if variant.mode == "dense" else 2 * every,
         )  # fmt: skip
@@ -446,6 +485,54 @@ class Study:
             file.write(json.dumps(line) + "\n")
         return f"validation loss {evaluated[-1]['validation_loss']:.4f} in {trainer.seconds:.1f} s"
 
+    # --- budgets ---
+
+    def budgets(self, seeds: Sequence[int]) -> None:
+        """Rows of ``sparse_training_budgets.csv``: each variant takes as many steps as fit into the same seconds."""
+        self._ceilings()
+        for seed, (variant, lr) in itertools.product(seeds, budget_variants()):
+            self.attempt(
+                f"budget {self.width} {variant.provider} {variant.active:g} lr x{lr:g} x{variant.sparse_lr:g} seed {seed}",
+                1.2 * BUDGET_SECONDS[self.width] + 3, functools.partial(self._budget, variant, lr, seed),
+            )  # fmt: skip
+
+    def _step_ms(self, variant: Variant) -> float:
+        variant = dataclasses.replace(variant, sparse_lr=1.0)  # costs nothing
+        key = (self.width, variant)
+        if key not in self._ms:
+            trainer = _trainer(variant, self.width, self.data)
+            self._ms[key] = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 6, 30)).ms
+        return self._ms[key]
+
+    def _budget(self, variant: Variant, lr_times: float, seed: int) -> str:
+        budget, base = BUDGET_SECONDS[self.width], CONFIGS[SIZES[self.width]]
+        lr = base.lr * lr_times
+        key = {
+            "shape": _shape(variant.config(self.width)), "provider": variant.provider, "active": f"{variant.active:g}",
+            "lr": f"{lr:g}", "sparse_lr": f"{variant.sparse_lr:g}", "seed": seed, "budget_seconds": f"{budget:g}",
+        }  # fmt: skip
+        if self._recorded(f"{STEM}_budgets", **key):
+            return "recorded already"
+        dense_ms, ms = self._step_ms(Variant()), self._step_ms(variant)
+        dense_steps = round(WARM * 1e3 * budget / dense_ms)
+        steps = dense_steps + round((1e3 * budget - dense_steps * dense_ms) / ms)
+        config = variant.config(
+            self.width, steps=steps, seed=seed, dense_steps=dense_steps, lr=lr, min_lr=base.min_lr * lr_times,
+            lr_warmup=max(1, steps // 20), eval_every=0, eval_batches=8, checkpoint_every=0, log_every=20,
+        )  # fmt: skip
+        self.data.seed = seed  # type: ignore[attr-defined]
+        trainer = Trainer(config, self.data, progress=False)
+        trainer.run()
+        row = {
+            "run": self.run, **key, "step_ms": f"{ms:.5g}", "dense_steps": dense_steps, "steps": steps,
+            "train_loss": f"{statistics.fmean(trainer.losses()[-20:]):.4f}",
+            "validation_loss": f"{trainer.validation_losses()[-1]:.4f}",
+            "clock_seconds": f"{trainer.seconds:.3f}", **self.about,
+        }  # fmt: skip
+        name = f"{STEM}_budgets.csv"
+        timing.write_results(self.out / name, pd.DataFrame([row], columns=list(BUDGET_COLUMNS)), key=KEYS[name])
+        return f"validation loss {row['validation_loss']} after {steps} steps in {trainer.seconds:.1f} s"
+
     # --- scores ---
 
     def scores(self, seeds: Sequence[int], steps: int) -> None:
@@ -466,7 +553,9 @@ class Study:
         mean = table[["precision", "recall", "energy"]].mean()
         row = {"run": self.run, **key, **{n: f"{v:.4f}" for n, v in mean.items()}, **self.about}
         timing.write_results(
-            self.out / f"{STEM}_scores.csv", pd.DataFrame([row], columns=list(SCORE_COLUMNS)), key=tuple(key)
+            self.out / f"{STEM}_scores.csv",
+            pd.DataFrame([row], columns=list(SCORE_COLUMNS)),
+            key=KEYS[f"{STEM}_scores.csv"],
         )
         return f"recall {mean['recall']:.3f}, energy {mean['energy']:.3f}"
 
@@ -491,18 +580,76 @@ def part_of(kernel: str) -> str:
     return next((part for part, marks in _PARTS if any(mark in kernel for mark in marks)), "casts, sums, copies")
 
 
+def _rows_of(path: Path) -> pd.DataFrame:
+    """A results file; of curves each value as JSON, so that it comes out as it went in."""
+    if path.suffix == ".jsonl":
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return pd.DataFrame([{name: json.dumps(value) for name, value in line.items()} for line in lines])
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
+def merge(parts: Sequence[Path], out: Path) -> list[str]:
+    """Puts the results of several studies of one GPU model into the folder ``out``, unchanged: -> a note for each file.
+
+    Rows that other code measured leave the study's files in ``out``; of rows with the same key the last part's stays.
+    Ceilings are added to those that are there.
+
+    Raises:
+        ValueError: the parts do not come from the same code, or there is nothing in them.
+    """
+    found = {name: [_rows_of(part / name) for part in parts if (part / name).exists()] for name in KEYS}
+    codes = {code for name, tables in found.items() for table in tables for code in table["package"].str.strip('"')}
+    if len(codes) != 1:
+        raise ValueError(
+            f"merge: the parts must come from one version of the code, got {', '.join(sorted(codes)) or 'no rows'}"
+        )
+    notes = []
+    for name, tables in found.items():
+        if not tables:
+            continue
+        path = out / name
+        if path.exists():
+            old = _rows_of(path)
+            ours = old["package"].str.strip('"').isin(codes)
+            tables.insert(0, old if name == "ceilings.csv" else old.loc[ours])
+        rows = pd.concat(tables, ignore_index=True).drop_duplicates(list(KEYS[name]), keep="last")
+        with replacing(path) as file:
+            if path.suffix == ".jsonl":
+                for entry in rows.to_dict("records"):
+                    line = {key: json.loads(value) for key, value in entry.items() if isinstance(value, str)}
+                    file.write((json.dumps(line) + "\n").encode())
+            else:
+                file.write(rows.to_csv(index=False, lineterminator="\n").encode())
+        notes.append(f"{path}: {len(rows)} rows")
+    return notes
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiments; 1 if one failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m kernelbook.train.study", description=__doc__)
     parser.add_argument("--width", type=int, nargs="+", choices=sorted(SIZES), default=sorted(SIZES))
     parser.add_argument("--out", type=Path, default=None, help="folder for <gpu>/... (default: book/results)")
     parser.add_argument(
-        "--what", default="scores,steps,parts,curves", help="what to run, in this order, each at every width"
+        "--what", default="scores,steps,parts,curves,budgets", help="what to run, in this order, each at every width"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of curves and scores (default: 0)")
     parser.add_argument("--steps", type=int, default=None, help="steps of a curve (default: 300, at width 512 400)")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later (default: 60)")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="measure nothing; put these <gpu> folders' results together",
+    )
     given = parser.parse_args(arguments)
+    if given.merge:
+        names = {part.resolve().name for part in given.merge}
+        if len(names) != 1:
+            parser.error(f"--merge must name folders of one GPU model, got {', '.join(sorted(names))}")
+        for note in merge(given.merge, (given.out or timing.results_dir()) / names.pop()):
+            print(note)
+        return 0
     if runtime.DEVICE.type != "cuda":
         print("study: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
@@ -511,16 +658,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     experiments: dict[str, Callable[[], None]] = {
         "steps": study.steps,
         "parts": study.parts,
+        "budgets": lambda: study.budgets(given.seeds),
         "curves": lambda: study.curves(given.seeds, given.steps or CURVE_STEPS[study.width]),
     }
-    for name in tqdm(given.what.split(","), unit="part"):
+    wanted = given.what.split(",")
+    for name in wanted:
+        if name not in ("scores", *experiments):
+            parser.error(f"--what must name some of scores, {', '.join(experiments)}, got {name!r}")
+    for name in tqdm(wanted, unit="part"):
         if name == "scores":  # of no width
             study.scores(given.seeds, 160)
-        elif name in experiments:
+        else:
             for study.width in given.width:
                 experiments[name]()
-        else:
-            parser.error(f"--what must name some of scores, {', '.join(experiments)}, got {name!r}")
     return 1 if study.failures else 0
 
 

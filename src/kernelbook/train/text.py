@@ -13,8 +13,7 @@ import heapq
 import itertools
 import os
 import sysconfig
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from kernelbook import runtime
+from kernelbook.train.files import replacing
 from kernelbook.train.seeds import generator
 
 __all__ = ["Corpus", "TextData", "book_encoding", "get_encoding", "train_ranks"]
@@ -206,14 +206,6 @@ def _merge(word: list[bytes], pair: tuple[bytes, bytes], merged: bytes) -> list[
     return new
 
 
-def _keep(path: Path, write: Callable[[Any], object]) -> None:
-    """Writes a file in one step: nobody ever finds half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, suffix=".tmp", delete=False) as file:
-        write(file)
-    os.replace(file.name, path)
-
-
 def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
     """A ``tiktoken.Encoding`` of ``vocab_size`` tokens trained on ``corpus``, the last one :data:`END`; kept on disk.
 
@@ -231,7 +223,8 @@ def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
     else:
         ranks = train_ranks((text for _, text in corpus.documents), vocab_size - 1)
         table = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
-        _keep(path, lambda file: file.write(table))
+        with replacing(path) as file:
+            file.write(table)
     return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
 
 
@@ -315,7 +308,8 @@ class TextData:
         texts = [text for _, text in part.documents]
         pieces = self.encoding.encode_ordinary_batch(texts, num_threads=min(8, os.cpu_count() or 1))
         tokens = np.fromiter((t for piece in pieces for t in (*piece, end)), dtype=np.int32)
-        _keep(path, lambda file: np.save(file, tokens))
+        with replacing(path) as file:
+            np.save(file, tokens)
         return tokens
 
     def _windows(self, tokens: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

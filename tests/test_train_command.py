@@ -1,0 +1,107 @@
+"""``python -m kernelbook train``, as it is typed."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernelbook import cli
+from kernelbook.train import CONFIGS, TrainConfig, Trainer, command
+
+TINY = ("train", "--config", "tiny", "--quiet", "--task", "copy", "--context", "5", "--batch-size", "1", "--out")
+
+
+def test_real_text_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The issue's sign of life: the sizes called tiny learn; half of their steps are enough to see it."""
+    out = tmp_path / "run"
+    typed = ["train", "--config", "tiny", "--out", str(out), "--steps", "16", "--quiet"]
+    assert cli.main(typed) == 0
+    printed = capsys.readouterr().out
+    assert "topics" in printed and "training loss" in printed
+    entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    validation = [entry["validation_loss"] for entry in entries if "validation_loss" in entry]
+    assert len(losses) == 16 and sum(losses[-4:]) / 4 < losses[0] - 0.4
+    assert validation[-1] < validation[0] - 0.3
+    assert json.loads((out / "config.json").read_text())["width"] == CONFIGS["tiny"].width
+    # A second run does not write over the first; --resume finds that all is done.
+    assert cli.main(typed) == 2 and "holds a run already" in capsys.readouterr().err
+    assert cli.main([*typed, "--resume"]) == 0 and "going on after step 16" in capsys.readouterr().out
+    assert cli.main([*typed[:4], str(tmp_path / "b"), "--width", "33"]) == 2
+    assert "width must be a multiple of heads" in capsys.readouterr().err
+    assert cli.main([*typed[:4], str(tmp_path / "b"), "--text", str(tmp_path / "none.txt")]) == 2
+    assert "none.txt" in capsys.readouterr().err
+
+
+def test_every_setting_is_explained() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert set(command._HELP) == fields - command._NOT_AN_OPTION
+
+
+def test_the_help_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "{dense,sparse_dw,sparse_dw_dx}" in printed and "{all,random,round_robin,ema_topk,knn,oracle}" in printed
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*TINY, "unused", "--mode", "sparse"])
+    assert ended.value.code == 2 and "invalid choice: 'sparse'" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_its_own_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "run")
+    assert cli.main([*TINY, out, "--steps", "4", "--dense-steps", "1", "--mode", "sparse_dw_dx", "--seed", "3"]) == 0
+    again = ["train", "--quiet", "--resume", "--out", out]
+    assert cli.main(again) == 0
+    assert "going on after step 4" in capsys.readouterr().out
+    assert cli.main([*again, "--seed", "4"]) == 2
+    assert "seed must be that of the run" in capsys.readouterr().err
+    (tmp_path / "run" / "config.json").write_text('{"widht": 3}')
+    assert cli.main(again) == 2
+    assert "must hold the settings of a run" in capsys.readouterr().err
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*TINY, str(tmp_path / "a"), "--text", "topics"]) == 2
+    assert "--text must come with --task text, got --task copy" in capsys.readouterr().err
+    assert cli.main([*TINY, str(tmp_path / "b"), "--lr", "1e-5"]) == 2
+    assert "min_lr must lie in [0, lr]" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    (
+        (KeyboardInterrupt(), 130, "interrupted; --resume --out"),
+        (FloatingPointError("Trainer: loss of step 2"), 1, "train: Trainer: loss of step 2"),
+    ),
+)
+def test_how_a_run_can_end(
+    error: BaseException, code: int, message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def ends(self: Trainer, until: int | None = None) -> Any:
+        raise error
+
+    monkeypatch.setattr(Trainer, "run", ends)
+    assert cli.main([*TINY, str(tmp_path / "run")]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_dense_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*TINY, str(tmp_path / "run"), "--mode", "dense", "--steps", "2"]) == 0
+    assert "dense" in capsys.readouterr().out.split("backward")[1].splitlines()[0]
+
+
+@pytest.mark.gpu
+def test_a_step_is_captured_where_there_is_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert cli.main([*TINY[:-1], "--width", "128", "--steps", "20", "--out", str(out)]) == 0
+    assert json.loads((out / "config.json").read_text())["cuda_graph"] is True
+    assert cli.main([*TINY[:-1], "--no-cuda-graph", "--steps", "2", "--out", str(tmp_path / "eager")]) == 0
+    assert json.loads((tmp_path / "eager" / "config.json").read_text())["cuda_graph"] is False
+    torch.cuda.synchronize()

@@ -1,0 +1,174 @@
+"""The study behind the chapter on training: what it counts, what it records, and how parts of it are put together."""
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from torch import nn
+
+import kernelbook
+from kernelbook import runtime, timing
+from kernelbook.nn import GPT
+from kernelbook.train import SCHEDULERS, TrainConfig, study
+
+PACKAGE = Path(kernelbook.__file__).parent
+CURVE_KEY = study.KEYS["sparse_training_curves.jsonl"]
+
+
+def test_operations_are_counted_from_the_model() -> None:
+    config = TrainConfig(width=128, depth=2, heads=2, context=16, batch_size=3, mode="dense")
+    model = GPT(config.model(50))
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    tokens = 3 * 16
+    products = 3 * sum(2 * tokens * m.weight.numel() for m in linear)
+    attention = 3.5 * 2 * (2 * 3 * 16 * 16 * 128) * 2 / 2  # two products a block, half of them masked
+    assert study.step_gflop(config, 50) == pytest.approx((products + attention) / 1e9)
+    sparse = dataclasses.replace(config, mode="sparse_dw_dx", active=0.5)
+    layers = sum(m.weight.numel() for m in model.sparse_layers().values())
+    saved = study.step_gflop(config, 50) - study.step_gflop(sparse, 50)
+    assert layers == 2 * 12 * 128 * 128 and saved == pytest.approx(2 * tokens * 2 * 0.5 * layers / 1e9)
+    only_dw = dataclasses.replace(sparse, mode="sparse_dw", sparse_layers="mlp")
+    saved = study.step_gflop(config, 50) - study.step_gflop(only_dw, 50)
+    assert saved == pytest.approx(2 * tokens * 0.5 * 2 * 8 * 128 * 128 / 1e9)
+
+
+def test_dx_of_the_outputs_counts_where_it_stays_dense() -> None:
+    config = TrainConfig(width=128, depth=2, heads=2, context=16, batch_size=3, mode="sparse_dw_dx", active=0.5)
+    inputs = dataclasses.replace(config, sparse_dx="inputs")
+    more = study.step_gflop(inputs, 50) - study.step_gflop(config, 50)
+    assert more == pytest.approx(2 * 3 * 16 * 0.5 * 2 * 5 * 128 * 128 / 1e9)  # attention_out and down of two blocks
+
+
+def test_recorded_curves_keep_their_shape() -> None:
+    for path in timing.results_dir().glob("*/sparse_training_curves.jsonl"):
+        runs = [json.loads(line) for line in path.read_text().splitlines()]
+        keys = [tuple(run[name] for name in CURVE_KEY) for run in runs]
+        assert len(set(keys)) == len(keys)
+        for run in runs:
+            assert set(timing.ENVIRONMENT) <= set(run)
+            for what in ("steps", "seconds", "loss"):
+                assert len(run[f"validation_{what}"]) == len(run["validation_steps"])
+            assert run["validation_steps"][-1] == run["steps"] and run["validation_seconds"] == sorted(
+                run["validation_seconds"]
+            )
+            assert len(run["train_loss"]) == len(run["train_steps"])
+
+
+def test_kernels_belong_to_a_part() -> None:
+    assert study.part_of("_sparse_linear_bwd_tiles_kernel") == "sparse products"
+    assert study.part_of("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN") == "dense products"
+    assert study.part_of("_adamw_chunks_kernel") == "optimizer"
+    assert study.part_of("_layer_norm_bwd_sum_kernel") == "layer norm"
+    assert study.part_of("vectorized_elementwise_kernel<bfloat16_copy>") == "casts, sums, copies"
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+def test_the_study_refuses_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main(["--out", str(tmp_path)]) == 2
+    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def _imported(path: Path) -> set[Path]:
+    """Files of train and nn that a module imports, or that those import."""
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        here = waiting.pop()
+        if here in found:
+            continue
+        found.add(here)
+        for node in ast.walk(ast.parse(here.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                parts = name.split(".")
+                file = PACKAGE.joinpath(*parts[1:]).with_suffix(".py")
+                if parts[0] == "kernelbook" and len(parts) == 3 and parts[1] in ("train", "nn") and file.exists():
+                    waiting.append(file)
+    return found
+
+
+def test_the_digest_is_of_what_the_study_runs() -> None:
+    assert set(study.SOURCES) == _imported(PACKAGE / "train" / "study.py")
+    assert PACKAGE / "nn" / "moe.py" not in study.SOURCES and PACKAGE / "train" / "command.py" not in study.SOURCES
+
+
+def test_every_scheduler_is_measured_in_every_mode() -> None:
+    wanted = {
+        (mode, scheduler, active)
+        for mode in ("sparse_dw", "sparse_dw_dx")
+        for scheduler in set(SCHEDULERS) - {"all"}
+        for active in (0.1, 0.25)
+    }
+    for variants in (list(study.step_variants()), list(study.curve_variants())):
+        assert len(set(variants)) == len(variants)
+        assert wanted <= {(v.mode, v.scheduler, v.active) for v in variants}
+    named = {(v.provider, v.active, v.sparse_lr) for v in study.curve_variants()}
+    assert len(named) == len(list(study.curve_variants()))  # what differs is named differently
+
+
+# --- several studies put together ---
+
+
+def _part(folder: Path, seed: int, code: str = "0.1.0+aaaa", run: str = "r", loss: float = 4.0) -> Path:
+    folder.mkdir(parents=True)
+    about = dict.fromkeys(timing.ENVIRONMENT, "x") | {"package": code}
+    row = dict.fromkeys(study.SCORE_COLUMNS, "0") | {"run": run, "seed": seed, "precision": "0.1000"} | about
+    pd.DataFrame([row]).to_csv(folder / "sparse_training_scores.csv", index=False)
+    ceilings = dict.fromkeys(timing.CEILING_COLUMNS, "1.50") | {"run": run} | about
+    pd.DataFrame([ceilings]).to_csv(folder / "ceilings.csv", index=False)
+    line = {"run": run, "provider": "dense", "active": 1.0, "sparse_lr": 1.0, "width": 512, "seed": seed, "steps": 3}
+    line |= {"validation_loss": [6.0, loss], "train_steps": [1, 3], **about}
+    (folder / "sparse_training_curves.jsonl").write_text(json.dumps(line) + "\n")
+    return folder
+
+
+def test_parts_of_a_study_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = _part(tmp_path / "a" / "gpu", 0, run="r1")
+    two = _part(tmp_path / "b" / "gpu", 1, run="r2", loss=3.5)
+    _part(tmp_path / "out" / "gpu", 7, code="0.1.0+old", run="r0")
+    assert study.main(["--merge", str(one), str(two), "--out", str(tmp_path / "out")]) == 0
+    assert "2 rows" in capsys.readouterr().out
+    out = tmp_path / "out" / "gpu"
+    scores = pd.read_csv(out / "sparse_training_scores.csv", dtype=str)
+    assert scores["seed"].tolist() == ["0", "1"]  # what older code measured is gone
+    assert scores["precision"].tolist() == ["0.1000"] * 2  # to the character
+    assert pd.read_csv(out / "ceilings.csv")["run"].tolist() == ["r0", "r1", "r2"]
+    lines = (out / "sparse_training_curves.jsonl").read_text().splitlines()
+    assert lines == [(part / "sparse_training_curves.jsonl").read_text().strip() for part in (one, two)]
+    # Once more changes nothing; a row that is measured again takes the old one's place.
+    again = _part(tmp_path / "c" / "gpu", 1, run="r3", loss=3.25)
+    study.merge([one, again], out)
+    lines = (out / "sparse_training_curves.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["validation_loss"][-1] for line in lines) == [3.25, 4.0]
+
+
+def test_parts_of_other_code_are_not_mixed(tmp_path: Path) -> None:
+    one, two = _part(tmp_path / "a" / "gpu", 0), _part(tmp_path / "b" / "gpu", 1, code="0.1.0+bbbb")
+    with pytest.raises(ValueError, match=r"must come from one version of the code, got 0.1.0\+aaaa, 0.1.0\+bbbb"):
+        study.merge([one, two], tmp_path / "out")
+    with pytest.raises(ValueError, match="got no rows"):
+        study.merge([tmp_path], tmp_path / "out")
+    with pytest.raises(SystemExit):
+        study.main(["--merge", str(one), str(tmp_path / "other"), "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.gpu
+def test_equal_seconds_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "BUDGET_SECONDS", {512: 0.25})
+    chosen = [(study.Variant(), 1.0), (study.Variant("sparse_dw_dx", "ema_topk", 0.1), 2.0)]
+    monkeypatch.setattr(study, "budget_variants", lambda: iter(chosen))
+    options = ["--width", "512", "--what", "budgets", "--out", str(tmp_path)]
+    assert study.main(options) == 0
+    path = tmp_path / runtime.device_slug() / "sparse_training_budgets.csv"
+    before = path.read_bytes()
+    rows = pd.read_csv(path)
+    spent = rows["dense_steps"] * rows["step_ms"].iloc[0] + (rows["steps"] - rows["dense_steps"]) * rows["step_ms"]
+    assert len(rows) == 2 and spent.sub(250).abs().lt(10).all()
+    assert study.main(options) == 0 and path.read_bytes() == before  # recorded already
