@@ -542,3 +542,49 @@ def test_more_than_2_31_elements(shape):
         index = torch.where(element % 2 == 0, byte >> 4, byte & 15)
         expected = (q.code[index] * q.absmax[element // 64]).to(torch.bfloat16).view(shape[1:])
         assert torch.equal(out[i], expected) and torch.equal(everything[expert], expected)
+
+
+@pytest.mark.parametrize("n", [256, 250])
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_nan_stays_visible(n: int, double_quant: bool) -> None:
+    w = torch.randn(n, device=runtime.DEVICE)
+    w[-1] = torch.nan
+    q = nf4_quantize(w, double_quant=double_quant)
+    out = nf4_dequantize(q, dtype=torch.float32)
+    assert out[192:].isnan().all()
+    if not double_quant:
+        assert q.absmax.isnan().tolist() == [False, False, False, True]
+        assert out[:192].isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_matmul_has_the_dtype_of_x_under_autocast(tokens: int) -> None:
+    q = nf4_quantize(torch.randn(2, 16, 64, device=runtime.DEVICE))
+    x = torch.randn(tokens, 64, device=runtime.DEVICE).requires_grad_()
+    expected = nf4_matmul(x, q, 1)
+    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
+        y = nf4_matmul(x, q, 1)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_double_quantization_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    w = torch.randn(4, 64, device=runtime.DEVICE)
+    expected = nf4_quantize(w, double_quant=True)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            q = nf4_quantize(w, double_quant=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(q.packed, expected.packed) and torch.equal(q.absmax, expected.absmax)
+
+
+def test_an_expert_is_an_integer_and_a_code_a_code_book() -> None:
+    q = nf4_quantize(torch.randn(2, 16, 64, device=runtime.DEVICE))
+    x = torch.randn(3, 64, device=runtime.DEVICE)
+    with pytest.raises(TypeError, match=r"nf4_matmul: expert must be an integer or a tensor of one, got 1\.5"):
+        nf4_matmul(x, q, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="nf4_quantize: code must be a CodeBook, got str"):
+        nf4_quantize(x, code="nf4")  # type: ignore[arg-type]

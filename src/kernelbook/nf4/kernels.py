@@ -266,6 +266,8 @@ def _nf4_quantize_fwd_kernel(
     floored = tl.maximum(absmax, tl.full((BLOCKS,), 1e-38, tl.float32))
     short = (blocks + 1) * BLOCK_SIZE > n
     kept = tl.where(short, floored, absmax)
+    # A maximum passes over NaN; so would the block, as if it had never been there.
+    kept = tl.where(tl.max((w != w).to(tl.int32), axis=1) > 0, float("nan"), kept)
     tl.store(absmax_ptr + blocks, kept, mask=blocks * BLOCK_SIZE < n)
     reciprocal = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), floored)
     divided = tl.div_rn(w, tl.broadcast_to(floored[:, None], w.shape))

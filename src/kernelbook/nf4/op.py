@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.nf4 import kernels
 
 # isort: split
@@ -317,6 +317,8 @@ def nf4_quantize(
     """
     arguments.check_tensor("nf4_quantize", "w", w, dtypes=DTYPES)
     arguments.check_choice("nf4_quantize", "block_size", block_size, BLOCK_SIZES)
+    if not isinstance(code, CodeBook):
+        raise TypeError(f"nf4_quantize: code must be a CodeBook, got {type(code).__name__}")
     if len(code.values) != 16:
         raise ValueError(f"nf4_quantize: code must have 16 values, got {len(code.values)}")
     values = torch.tensor(code.values, dtype=torch.float32, device=w.device)
@@ -369,12 +371,13 @@ def _(w: torch.Tensor, code: torch.Tensor, block_size: int) -> tuple[torch.Tenso
 
 def _dynamic_code() -> torch.Tensor:
     """(256,): seven decades with 2, 4, ..., 128 values, zero, and one (Dettmers 2015)."""
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are where a model is loaded
     positive = []
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        edges = torch.linspace(0.1, 1, 2**decade + 1, **plain)
         positive.append(10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2))
     below_one = torch.cat(positive)
-    return torch.cat([below_one, -below_one, torch.tensor([0.0, 1.0])]).sort().values
+    return torch.cat([below_one, -below_one, torch.tensor([0.0, 1.0], **plain)]).sort().values
 
 
 def _quantize_absmax(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -420,6 +423,8 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
         arguments.check_indices("nf4_matmul", "expert", experts)
         arguments.check_shape("nf4_matmul", "expert", experts, (1,))
     else:
+        if not isinstance(expert, torch.SymInt) and not hasattr(expert, "__index__"):
+            raise TypeError(f"nf4_matmul: expert must be an integer or a tensor of one, got {expert!r}")
         experts = torch.full((1,), expert, dtype=torch.int64, device=x.device)
     arguments.check_same_device("nf4_matmul", x=x, q=q.packed, expert=experts)
     y: torch.Tensor = _matmul(
@@ -454,7 +459,8 @@ def _matmul(
         w = _dequantize(
             packed, absmax, code, nested_absmax, nested_code, nested_offset, experts, shape, block_size, x.dtype
         )
-        return x @ w[0].t()
+        with launching.without_autocast(x):
+            return x @ w[0].t()
     tokens = min(triton.next_power_of_2(m), kernels.MATMUL_TOKENS)
     config = kernels.matmul_config(tokens, n)
     nested = (nested_absmax, nested_code, nested_offset)
@@ -499,7 +505,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     w = _dequantize(*ctx.saved_tensors, ctx.shape, ctx.block_size, dy.dtype)
-    return (dy @ w[0], *[None] * 9)
+    with launching.without_autocast(dy):
+        return (dy @ w[0], *[None] * 9)
 
 
 _matmul.register_autograd(_autograd, setup_context=_setup_context)
