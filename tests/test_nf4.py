@@ -488,8 +488,8 @@ def test_benchmark_cases_are_correct():
 
 @pytest.mark.parametrize("op", ["copy_", "fill_"])
 def test_the_floors_move_the_bytes_that_they_count(op):
-    case = bench._floor_case(op, (4, 16, 32), 3, 64)
-    problem = bench._floor_problem(op, 100)
+    case = bench._plain_case(op, (4, 16, 32), 3, 64)
+    problem = bench._plain_problem(op, 100)
     (out,) = problem.providers["torch"]()
     assert torch.equal(out, problem.truth()[0])
     assert case.gbytes * 1e9 == 3 * 16 * 32 * (2.5625 if op == "copy_" else 2)

@@ -1,11 +1,12 @@
 """What is measured for nf4: dequantizing 1 to 256 of 256 experts, plain and double, and multiplying by one expert.
 
 Providers: ``bitsandbytes`` dequantizes all experts, whatever is asked for; ``gather_bitsandbytes`` gathers the bytes and
-absmax of the active experts first and dequantizes these. For a product ``bitsandbytes`` is its ``matmul_4bit``, and ``kernelbook:dequantize`` is what
-``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes is not installed its rows are left out.
+absmax of the active experts first and dequantizes these. For a product ``bitsandbytes`` is its ``matmul_4bit``, and
+``kernelbook:dequantize`` is what ``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes
+is not installed its rows are left out.
 
-Two floors are measured beside: ``copy_`` moves as many bytes as the plain kernel has to, half of them read, and ``fill_``
-writes the output alone.
+Two of PyTorch's own operations are measured beside, for scale: ``copy_`` moves as many bytes as the plain kernel has to,
+half of them read, and ``fill_`` writes the output alone. Neither is a lower bound.
 """
 
 import importlib.util
@@ -154,7 +155,7 @@ def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, doub
     )
 
 
-def _floor_problem(op: str, values: int) -> Problem:
+def _plain_problem(op: str, values: int) -> Problem:
     target = torch.empty(values, dtype=torch.bfloat16, device=runtime.DEVICE)
     source = torch.randn_like(target) if op == "copy_" else torch.full_like(target, 0.5)
     call = (lambda: [target.copy_(source)]) if op == "copy_" else (lambda: [target.fill_(0.5)])
@@ -163,7 +164,7 @@ def _floor_problem(op: str, values: int) -> Problem:
     )
 
 
-def _floor_case(op: str, shape: tuple[int, int, int], active: int, block_size: int) -> Case:
+def _plain_case(op: str, shape: tuple[int, int, int], active: int, block_size: int) -> Case:
     """What PyTorch takes to move the bytes of plain experts (``copy_``) or to write the output (``fill_``)."""
     num_experts, rows, cols = shape
     outputs = active * rows * cols
@@ -177,7 +178,7 @@ def _floor_case(op: str, shape: tuple[int, int, int], active: int, block_size: i
         x=active,
         gbytes=gbytes,
         gflop=0.0,
-        build=lambda: _floor_problem(op, round(gbytes * 1e9 / 4) if op == "copy_" else outputs),
+        build=lambda: _plain_problem(op, round(gbytes * 1e9 / 4) if op == "copy_" else outputs),
     )
 
 
@@ -185,7 +186,7 @@ def cases() -> Iterator[Case]:
     """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes."""
     for op in ("copy_", "fill_"):
         for active in ACTIVE:
-            yield _floor_case(op, (EXPERTS, ROWS, COLS), active, BLOCK_SIZE)
+            yield _plain_case(op, (EXPERTS, ROWS, COLS), active, BLOCK_SIZE)
     for double_quant in (False, True):
         for active in ACTIVE:
             yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
