@@ -197,3 +197,13 @@ def test_notebooks_are_stripped_and_listed() -> None:
 def test_users_see_the_types() -> None:
     """Type checkers look into an installed package only if it says that it is typed."""
     assert (SRC / "py.typed").is_file()
+
+
+def test_the_page_of_the_package_lists_what_is_public() -> None:
+    import kernelbook
+    from kernelbook import nn
+
+    page = (ROOT / "book" / "package.md").read_text()
+    listed = set(re.findall(r"auto(?:function|class):: kernelbook\.([\w.]+)", page))
+    public = {*kernelbook.__all__, *(f"nn.{name}" for name in nn.__all__)} - {"__version__", "runtime"}
+    assert public <= listed, public - listed
