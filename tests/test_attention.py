@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import label, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
@@ -27,18 +28,10 @@ from kernelbook.attention import (
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _ids(value: Any) -> str:
-    return str(value).removeprefix("torch.").replace(" ", "")
-
-
-def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
-
-
 def _qkv(
     b: int, h: int, h_kv: int, n: int, s: int, d: int, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _randn(b, h, n, d, dtype=dtype), _randn(b, h_kv, s, d, dtype=dtype), _randn(b, h_kv, s, d, dtype=dtype)
+    return randn(b, h, n, d, dtype=dtype), randn(b, h_kv, s, d, dtype=dtype), randn(b, h_kv, s, d, dtype=dtype)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None) -> None:
@@ -80,8 +73,8 @@ PROBLEMS = (
 
 
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_output_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
     _check(*_qkv(*problem, dtype=dtype), causal)
 
@@ -126,7 +119,7 @@ def test_reference_is_pytorchs(n: int, s: int, h: int, h_kv: int, causal: bool) 
 
 
 @pytest.mark.gpu  # on the CPU PyTorch's attention keeps probabilities in float32
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("causal", (False, True))
 def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
     """The rule again, with PyTorch's own attention as the baseline instead of the reference in 16 bits."""
@@ -166,7 +159,7 @@ def test_every_way_to_cut_the_work(causal: bool, m: int, n: int, boxes: bool, mo
 
 
 @pytest.mark.parametrize(("n", "s"), ((90, 90), (70, 130), (130, 70)))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_a_causal_query_sees_no_later_key(n: int, s: int, dtype: torch.dtype) -> None:
     q, k, v = _qkv(1, 2, 1, n, s, 16, dtype=dtype)
     first = kb.flash_attention(q, k, v, causal=True)
@@ -180,7 +173,7 @@ def test_a_causal_query_sees_no_later_key(n: int, s: int, dtype: torch.dtype) ->
         assert not torch.equal(first[:, :, max(sees, 0) :], again[:, :, max(sees, 0) :])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 def test_queries_that_see_nothing_give_zeros(dtype: torch.dtype) -> None:
     """With more queries than keys the first ones see none."""
     q, k, v = (t.requires_grad_() for t in _qkv(1, 2, 1, 150, 40, 32, dtype=dtype))
@@ -196,7 +189,7 @@ def test_queries_that_see_nothing_give_zeros(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 def test_very_large_scores(dtype: torch.dtype, causal: bool) -> None:
     """Scores of 1e5 and more: exp overflows from 89 on in float32."""
     q, k, v = _qkv(1, 2, 2, 40, 100, 64, dtype=dtype)
@@ -211,7 +204,7 @@ def test_very_large_scores(dtype: torch.dtype, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("sign", (1, -1))
-@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=_ids)
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=label)
 def test_extreme_scales(dtype: torch.dtype, sign: int) -> None:
     """A scale next to zero averages the values; a large one picks that of the largest score."""
     q, k, v = _qkv(1, 2, 1, 40, 50, 16, dtype=dtype)
@@ -230,7 +223,7 @@ def test_extreme_scales(dtype: torch.dtype, sign: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's maximum
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 def test_nan_stays_where_it_belongs(dtype: torch.dtype, causal: bool) -> None:
     """In a query: its own row. In a key: the queries that see it, none before."""
     given = _qkv(1, 2, 2, 150, 150, 32, dtype=dtype)
@@ -264,14 +257,14 @@ def test_equal_scores_average_the_values() -> None:
 def _layouts() -> dict[str, Callable[..., torch.Tensor]]:
     f16 = {"dtype": torch.float16}
     return {
-        "(B, N, H, D)": lambda b, h, n, d: _randn(b, n, h, d, **f16).transpose(1, 2),
-        "packed": lambda b, h, n, d: _randn(b, n, h, 3, d, **f16)[:, :, :, 1].transpose(1, 2),
-        "transposed": lambda b, h, n, d: _randn(b, h, d, n, **f16).mT,
-        "every other feature": lambda b, h, n, d: _randn(b, h, n, 2 * d, **f16)[..., ::2],
-        "not aligned": lambda b, h, n, d: _randn(b, h, n, d + 1, **f16)[..., 1:],
-        "reversed batch": lambda b, h, n, d: _randn(n, h, b, d, **f16).permute(2, 1, 0, 3),
-        "expanded heads": lambda b, h, n, d: _randn(b, 1, n, d, **f16).expand(b, h, n, d),
-        "expanded": lambda b, h, n, d: _randn(1, 1, 1, 1, **f16).expand(b, h, n, d),
+        "(B, N, H, D)": lambda b, h, n, d: randn(b, n, h, d, **f16).transpose(1, 2),
+        "packed": lambda b, h, n, d: randn(b, n, h, 3, d, **f16)[:, :, :, 1].transpose(1, 2),
+        "transposed": lambda b, h, n, d: randn(b, h, d, n, **f16).mT,
+        "every other feature": lambda b, h, n, d: randn(b, h, n, 2 * d, **f16)[..., ::2],
+        "not aligned": lambda b, h, n, d: randn(b, h, n, d + 1, **f16)[..., 1:],
+        "reversed batch": lambda b, h, n, d: randn(n, h, b, d, **f16).permute(2, 1, 0, 3),
+        "expanded heads": lambda b, h, n, d: randn(b, 1, n, d, **f16).expand(b, h, n, d),
+        "expanded": lambda b, h, n, d: randn(1, 1, 1, 1, **f16).expand(b, h, n, d),
     }
 
 
@@ -309,7 +302,7 @@ def test_only_the_gradients_that_are_needed(needed: str) -> None:
 
 @pytest.mark.parametrize(
     "problem", ((0, 2, 1, 4, 4, 16), (1, 0, 0, 4, 4, 16), (1, 2, 1, 0, 4, 16), (1, 2, 1, 4, 0, 16), (1, 2, 2, 0, 0, 16)),
-    ids=_ids,
+    ids=label,
 )  # fmt: skip
 @pytest.mark.parametrize("causal", (False, True))
 def test_zero_sizes(problem: tuple[int, ...], causal: bool) -> None:
@@ -333,10 +326,10 @@ def test_gradcheck(n: int, s: int, causal: bool) -> None:
     torch.autograd.gradcheck(lambda *t: kb.flash_attention(*t, causal=causal, scale=0.7), leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 def test_opcheck(dtype: torch.dtype) -> None:
     q, k, v = (t.requires_grad_() for t in _qkv(1, 4, 2, 20, 30, 16, dtype=dtype))
-    view = _randn(1, 20, 4, 16, dtype=dtype).transpose(1, 2)
+    view = randn(1, 20, 4, 16, dtype=dtype).transpose(1, 2)
     for queries in (q, view):
         torch.library.opcheck(torch.ops.kernelbook.flash_attention.default, (queries, k, v, True, 0.25))
     o, lse = torch.ops.kernelbook.flash_attention(q.detach(), k.detach(), v.detach(), True, 0.25)
@@ -405,42 +398,42 @@ BAD = {
         "flash_attention: q must have dtype float16, bfloat16, float32, float64, got int64",
     ),
     "q has three dimensions": (
-        _bad(q=lambda: _randn(4, 5, 16)),
+        _bad(q=lambda: randn(4, 5, 16)),
         ValueError,
         r"flash_attention: q must have four dimensions, got shape \(4, 5, 16\)",
     ),
     "k of another dtype": (
-        _bad(k=lambda: _randn(1, 2, 6, 16).half()),
+        _bad(k=lambda: randn(1, 2, 6, 16).half()),
         TypeError,
         r"flash_attention: k must have the dtype of q \(torch.float32\), got torch.float16",
     ),
     "k of another batch": (
-        _bad(k=lambda: _randn(2, 2, 6, 16)),
+        _bad(k=lambda: randn(2, 2, 6, 16)),
         ValueError,
         r"flash_attention: k must have shape \(1, 2, 6, 16\), got \(2, 2, 6, 16\)",
     ),
     "v of another length": (
-        _bad(v=lambda: _randn(1, 2, 7, 16)),
+        _bad(v=lambda: randn(1, 2, 7, 16)),
         ValueError,
         r"flash_attention: v must have shape \(1, 2, 6, 16\), got \(1, 2, 7, 16\)",
     ),
     "heads that do not divide": (
-        _bad(k=lambda: _randn(1, 3, 6, 16), v=lambda: _randn(1, 3, 6, 16)),
+        _bad(k=lambda: randn(1, 3, 6, 16), v=lambda: randn(1, 3, 6, 16)),
         ValueError,
         r"flash_attention: the heads of k and v must divide those of q \(4\), got 3",
     ),
     "no head of k": (
-        _bad(k=lambda: _randn(1, 0, 6, 16), v=lambda: _randn(1, 0, 6, 16)),
+        _bad(k=lambda: randn(1, 0, 6, 16), v=lambda: randn(1, 0, 6, 16)),
         ValueError,
         r"flash_attention: the heads of k and v must divide those of q \(4\), got 0",
     ),
     "large heads": (
-        _bad(q=lambda: _randn(1, 4, 5, 257)),
+        _bad(q=lambda: randn(1, 4, 5, 257)),
         ValueError,
         r"flash_attention: q must have 1 to 256 features a head, got shape \(1, 4, 5, 257\)",
     ),
     "empty heads": (
-        _bad(q=lambda: _randn(1, 4, 5, 0)),
+        _bad(q=lambda: randn(1, 4, 5, 0)),
         ValueError,
         r"flash_attention: q must have 1 to 256 features a head, got shape \(1, 4, 5, 0\)",
     ),
@@ -574,7 +567,7 @@ def test_programs_visit_every_block_of_every_head_once() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize(
     "problem",
     (
@@ -582,7 +575,7 @@ def test_programs_visit_every_block_of_every_head_once() -> None:
         (1, 4, 2, 513, 2049, 256), (1, 4, 2, 1025, 1025, 80), (1, 2, 2, 2048, 2048, 96), (1, 2, 2, 1000, 1000, 32),
         (3, 2, 1, 1, 4096, 128), (1, 2, 2, 500, 500, 17),
     ),
-    ids=_ids,
+    ids=label,
 )  # fmt: skip
 @pytest.mark.parametrize("plain", (False, True))
 def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype, causal: bool, plain: bool) -> None:
@@ -632,7 +625,7 @@ def test_float64_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("how", ("hopper", "boxes", "pointers"))
 @pytest.mark.parametrize("d", (64, 128))
 def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

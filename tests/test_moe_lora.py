@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import far_apart, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -27,14 +28,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LORA = ("lora_a", "lora_b")
 
 
-def _ids(value: Any) -> str:
-    return str(value).removeprefix("torch.").replace(" ", "")
-
-
-def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=runtime.DEVICE).to(dtype)
-
-
 def _experts(tokens: int, experts: int, slots: int, skipped: float = 0.0) -> torch.Tensor:
     """(T, k) different experts for each token; a share of the slots is to be skipped."""
     ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
@@ -46,13 +39,13 @@ def _inputs(
     grouped_in: bool = False, with_bias: bool = False, gates: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     inputs = {
-        "x": _randn(ids.numel() if grouped_in else ids.shape[0], k, dtype=dtype),
-        "w": _randn(experts, k, n, dtype=dtype) / k**0.5,
-        "lora_a": _randn(experts, rank, k, dtype=dtype) / k**0.5,
-        "lora_b": _randn(experts, n, rank, dtype=dtype),
+        "x": randn(ids.numel() if grouped_in else ids.shape[0], k, dtype=dtype),
+        "w": randn(experts, k, n, dtype=dtype) / k**0.5,
+        "lora_a": randn(experts, rank, k, dtype=dtype) / k**0.5,
+        "lora_b": randn(experts, n, rank, dtype=dtype),
     }
     if with_bias:
-        inputs["bias"] = _randn(experts, n, dtype=dtype)
+        inputs["bias"] = randn(experts, n, dtype=dtype)
     if gates is not None:
         inputs["gates"] = torch.rand(ids.shape, device=ids.device).to(gates)
     return inputs
@@ -145,15 +138,15 @@ PROBLEMS = (
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, strategy: str) -> None:
     tokens, experts, slots, k, n = problem
     ids = _experts(tokens, experts, slots, 0.2)
     _check(_inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype), ids, strategy=strategy)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("rank", (1, 4, 16, 64, 100))
 def test_ranks(rank: int, dtype: torch.dtype) -> None:
     ids = _experts(14, 3, 2)
@@ -181,7 +174,7 @@ def test_grouped_and_scattered(grouped_in: bool, grouped_out: bool | str) -> Non
 
 SKEWED = {
     "one expert has all": lambda: torch.full((40, 1), 2, device=runtime.DEVICE),
-    "one expert has most": lambda: torch.where(_randn(40, 1) > 1, _experts(40, 6, 1), 4),
+    "one expert has most": lambda: torch.where(randn(40, 1) > 1, _experts(40, 6, 1), 4),
     "some have none": lambda: _experts(40, 3, 2) * 2,
     "the first and the last": lambda: _experts(20, 2, 2) * 5,
 }
@@ -249,14 +242,14 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
 
 
 @pytest.mark.parametrize("split", (1, 3, 8))
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
 def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
     if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
         pytest.skip("float64 products are for the interpreter")
     ids = _experts(40, 3, 2, 0.1)
     routing = kb.route(ids, 3)
     routed = op._Routed(routing.order, routing.offsets, routing.tiles, 2)
-    x, lora_a = _randn(40, 200, dtype=dtype), _randn(3, 5, 200, dtype=dtype)
+    x, lora_a = randn(40, 200, dtype=dtype), randn(3, 5, 200, dtype=dtype)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
     with check.poisoned_empty():
         u = x.new_empty(80, 16)
@@ -273,7 +266,7 @@ def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "needed",
     (("x",), ("w",), ("lora_a",), ("lora_b",), ("bias",), ("gates",), LORA, ("x", "gates"), ("lora_b", "bias")),
-    ids=_ids,
+    ids=label,
 )
 def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
     ids = _experts(20, 4, 2, 0.1)
@@ -289,13 +282,13 @@ def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
 
 def _scattermoe(experts: int, rank: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A (E r, K) and B (N, E r), the expert slowest in both."""
-    a, b = _randn(experts * rank, k, dtype=torch.float16), _randn(n, experts * rank, dtype=torch.float16)
+    a, b = randn(experts * rank, k, dtype=torch.float16), randn(n, experts * rank, dtype=torch.float16)
     return a.view(experts, rank, k), b.view(n, experts, rank).permute(1, 0, 2)
 
 
 def _peft(experts: int, rank: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A (E r, K) with the expert slowest, B (N, r E) with the expert fastest."""
-    a, b = _randn(experts * rank, k, dtype=torch.float16), _randn(n, rank * experts, dtype=torch.float16)
+    a, b = randn(experts * rank, k, dtype=torch.float16), randn(n, rank * experts, dtype=torch.float16)
     return a.view(experts, rank, k), b.view(n, rank, experts).permute(2, 0, 1)
 
 
@@ -312,11 +305,11 @@ def test_layouts_of_the_factors(layout: Callable[..., tuple[torch.Tensor, torch.
 
 def _layouts() -> dict[str, Callable[..., torch.Tensor]]:
     return {
-        "transposed": lambda *s: _randn(*s[:-2], s[-1], s[-2], dtype=torch.float16).transpose(-1, -2),
-        "every other column": lambda *s: _randn(*s[:-1], 2 * s[-1], dtype=torch.float16)[..., ::2],
-        "offset": lambda *s: _randn(*s[:-1], s[-1] + 1, dtype=torch.float16)[..., 1:],
-        "expanded": lambda *s: _randn(*(1,) * len(s), dtype=torch.float16).expand(s),
-        "reversed dimensions": lambda *s: _randn(*s[::-1], dtype=torch.float16).permute(*range(len(s))[::-1]),
+        "transposed": lambda *s: randn(*s[:-2], s[-1], s[-2], dtype=torch.float16).transpose(-1, -2),
+        "every other column": lambda *s: randn(*s[:-1], 2 * s[-1], dtype=torch.float16)[..., ::2],
+        "offset": lambda *s: randn(*s[:-1], s[-1] + 1, dtype=torch.float16)[..., 1:],
+        "expanded": lambda *s: randn(*(1,) * len(s), dtype=torch.float16).expand(s),
+        "reversed dimensions": lambda *s: randn(*s[::-1], dtype=torch.float16).permute(*range(len(s))[::-1]),
     }
 
 
@@ -342,7 +335,7 @@ def test_layouts(layout: str) -> None:
         assert check.relative_error(a, b) < 5e-3
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_zero_sizes(dtype: torch.dtype) -> None:
     for tokens, k, n in ((0, 8, 24), (4, 8, 0), (4, 0, 24)):
         ids = _experts(tokens, 3, 2)
@@ -357,7 +350,7 @@ def test_zero_sizes(dtype: torch.dtype) -> None:
 # --- what LoRA promises ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("strategy", ("fused", "split"))
 def test_without_scaling_it_is_the_base(strategy: str, dtype: torch.dtype) -> None:
     ids = _experts(30, 5, 2, 0.1)
@@ -368,7 +361,7 @@ def test_without_scaling_it_is_the_base(strategy: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("grouped_in", (False, True))
-@pytest.mark.parametrize("gates", (None, torch.float32), ids=_ids)
+@pytest.mark.parametrize("gates", (None, torch.float32), ids=label)
 def test_without_a_pair(grouped_in: bool, gates: torch.dtype | None) -> None:
     """Biases and gates, and their gradients, where there is no low-rank update."""
     ids = _experts(20, 5, 2, 0.1)
@@ -388,7 +381,7 @@ def test_without_a_pair(grouped_in: bool, gates: torch.dtype | None) -> None:
         assert torch.equal(ours(**inputs), kb.scatter2scatter(**inputs, routing=routing, grouped_in=grouped_in))
 
 
-@pytest.mark.parametrize("gates", (None, torch.float32), ids=_ids)
+@pytest.mark.parametrize("gates", (None, torch.float32), ids=label)
 def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
     """Without a gradient to record, the dispatcher is left out; what comes out is the same bit for bit."""
     ids = _experts(9, 4, 2, 0.1)
@@ -405,13 +398,13 @@ def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 def test_split_equals_fused(dtype: torch.dtype) -> None:
     """The two add up in the same order: they differ at most by what the last bit of U is rounded to."""
     ids = _experts(50, 4, 2, 0.1)
     routing = kb.route(ids, 4)
     leaves = [t.requires_grad_() for t in _inputs(ids, 4, 72, 48, 16, dtype).values()]
-    dy = _randn(100, 48, dtype=dtype)
+    dy = randn(100, 48, dtype=dtype)
     results = []
     for strategy in ("split", "fused"):
         y = kb.moe_lora(*leaves, routing, strategy=strategy, scaling=2.0)
@@ -438,7 +431,7 @@ def test_experts_without_tokens_get_zero_gradients(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("gates", (None, torch.float32), ids=_ids)
+@pytest.mark.parametrize("gates", (None, torch.float32), ids=label)
 def test_slots_to_skip_are_zero_and_do_not_leak(strategy: str, gates: torch.dtype | None) -> None:
     ids = _experts(20, 4, 2)
     ids[3] = 4
@@ -460,12 +453,12 @@ def test_slots_to_skip_are_zero_and_do_not_leak(strategy: str, gates: torch.dtyp
     assert all(bool(torch.isfinite(grad).all()) for grad in finite)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
     ids = _experts(40, 5, 2, 0.1)
     routing = kb.route(ids, 5)
     inputs = _inputs(ids, 5, 40, 150, 4, dtype)
-    inputs = {**inputs, "dy": _randn(80, 150, dtype=dtype)}
+    inputs = {**inputs, "dy": randn(80, 150, dtype=dtype)}
     del inputs["w"]
 
     def exact(
@@ -574,7 +567,7 @@ def test_gradcheck(grouped: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 def test_opcheck(dtype: torch.dtype) -> None:
     ops = torch.ops.kernelbook
     ids = _experts(5, 3, 2, 0.2)
@@ -593,7 +586,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     u = torch.zeros(10, 16, dtype=dtype, device=ids.device)
     needs = (True, True, False, True, False, True)
     given = [t.detach() for t in leaves]
-    dy = _randn(5, 16, dtype=dtype)
+    dy = randn(5, 16, dtype=dtype)
     torch.library.opcheck(ops.moe_lora_backward.default, (dy, *given, u, *rest, 0.5, "split", False, False, *needs))
 
 
@@ -671,33 +664,33 @@ def _bad(**changes: Any) -> Callable[[], object]:
 BAD = {
     "x is a list": (_bad(x=[1.0]), TypeError, "moe_lora: x must be a torch.Tensor, got list"),
     "x of another length": (
-        _bad(x=lambda: _randn(3, 8)),
+        _bad(x=lambda: randn(3, 8)),
         ValueError,
         r"moe_lora: x must have shape \(2, 8\), got \(3, 8\)",
     ),
     "x is not grouped": (_bad(grouped_in=True), ValueError, r"moe_lora: x must have shape \(4, 8\), got \(2, 8\)"),
     "w is a matrix": (
-        _bad(w=lambda: _randn(8, 6)),
+        _bad(w=lambda: randn(8, 6)),
         ValueError,
         r"moe_lora: w must have three dimensions, got shape \(8, 6\)",
     ),
     "w for fewer experts": (
-        _bad(w=lambda: _randn(2, 8, 6)),
+        _bad(w=lambda: randn(2, 8, 6)),
         ValueError,
         r"moe_lora: w must have shape \(3, 8, 6\), got \(2, 8, 6\)",
     ),
     "w of another dtype": (
-        _bad(w=lambda: _randn(3, 8, 6).half()),
+        _bad(w=lambda: randn(3, 8, 6).half()),
         TypeError,
         r"moe_lora: w must have the dtype of x \(torch.float32\), got torch.float16",
     ),
     "lora_a is a matrix": (
-        _bad(lora_a=lambda: _randn(2, 8)),
+        _bad(lora_a=lambda: randn(2, 8)),
         ValueError,
         r"moe_lora: lora_a must have three dimensions, got shape \(2, 8\)",
     ),
     "no rank": (
-        _bad(lora_a=lambda: _randn(3, 0, 8)),
+        _bad(lora_a=lambda: randn(3, 0, 8)),
         ValueError,
         r"moe_lora: lora_a must have a rank of at least 1, got shape \(3, 0, 8\)",
     ),
@@ -712,27 +705,27 @@ BAD = {
         "moe_lora: lora_a must be a tensor where lora_b is one, got None",
     ),
     "lora_b of another rank": (
-        _bad(lora_b=lambda: _randn(3, 6, 3)),
+        _bad(lora_b=lambda: randn(3, 6, 3)),
         ValueError,
         r"moe_lora: lora_b must have shape \(3, 6, 2\), got \(3, 6, 3\)",
     ),
     "bias of another width": (
-        _bad(bias=lambda: _randn(3, 5)),
+        _bad(bias=lambda: randn(3, 5)),
         ValueError,
         r"moe_lora: bias must have shape \(3, 6\), got \(3, 5\)",
     ),
     "gates for one slot": (
-        _bad(gates=lambda: _randn(2, 1)),
+        _bad(gates=lambda: randn(2, 1)),
         ValueError,
         r"moe_lora: gates must have shape \(2, 2\), got \(2, 1\)",
     ),
     "gates of another dtype": (
-        _bad(gates=lambda: _randn(2, 2).half()),
+        _bad(gates=lambda: randn(2, 2).half()),
         TypeError,
         "moe_lora: gates must have dtype float32, got float16",
     ),
     "gates and grouped_out": (
-        _bad(gates=lambda: _randn(2, 2), grouped_out=True),
+        _bad(gates=lambda: randn(2, 2), grouped_out=True),
         ValueError,
         "moe_lora: grouped_out must be False with gates",
     ),
@@ -757,7 +750,7 @@ BAD = {
         r"moe_lora: w must be on the device of x \((cpu|cuda:0)\), got meta",
     ),
     "ids are floats": (
-        lambda: kb.route(_randn(2, 2), 3),
+        lambda: kb.route(randn(2, 2), 3),
         TypeError,
         "route: expert_ids must have dtype int64, int32, got float32",
     ),
@@ -788,18 +781,12 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
 @pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=label)
 def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, overflow_raises: Callable[[], None]) -> None:
     """Rows of x and the matrices of experts lie 2^31 + 8 elements apart."""
     ids = torch.tensor([[0, 1], [1, 0]])
     inputs = _inputs(ids, 2, 24, 32, 3, dtype)
     routing = kb.route(ids, 2)
-
-    def far(tensor: torch.Tensor) -> torch.Tensor:
-        step = 2**31 + 8
-        size = step + tensor[0].numel()
-        strides = (step, *tensor[0].stride())
-        return torch.empty(size, dtype=dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
     def run(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in given.values()]
@@ -807,7 +794,7 @@ def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, overflow_raises: 
         return y, *torch.autograd.grad(y, leaves, torch.ones_like(y))
 
     expected = run(inputs)
-    spread = {name: far(t) for name, t in inputs.items()}
+    spread = {name: far_apart(t, 2**31 + 8, *t.stride()[1:-1]) for name, t in inputs.items()}
     overflow_raises()
     for a, b in zip(run(spread), expected, strict=True):
         torch.testing.assert_close(a, b)
@@ -862,12 +849,12 @@ for strategy in ("fused", "split"):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=_ids)
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("strategy", ("fused", "split"))
 @pytest.mark.parametrize(
     "problem",
     ((500, 16, 4, 512, 768, 16), (333, 7, 2, 1000, 520, 64), (2048, 64, 8, 256, 384, 32), (64, 5, 2, 257, 130, 3)),
-    ids=_ids,
+    ids=label,
 )
 def test_real_sizes(problem: tuple[int, ...], strategy: str, dtype: torch.dtype) -> None:
     tokens, experts, slots, k, n, rank = problem
@@ -894,14 +881,14 @@ def test_the_baseline_computes_the_same() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ("fused", "split"))
 @pytest.mark.parametrize(
-    "problem", ((2048, 64, 8, 1024, 768), (1024, 8, 2, 2048, 2048), (8, 128, 8, 512, 512)), ids=_ids
+    "problem", ((2048, 64, 8, 1024, 768), (1024, 8, 2, 2048, 2048), (8, 128, 8, 512, 512)), ids=label
 )
 def test_bitwise_reproducible(problem: tuple[int, ...], strategy: str) -> None:
     tokens, experts, slots, k, n = problem
     ids = _experts(tokens, experts, slots)
     inputs = _inputs(ids, experts, k, n, 16, torch.bfloat16, with_bias=True, gates=torch.float32)
     leaves = [t.requires_grad_() for t in inputs.values()]
-    dy = _randn(tokens, n, dtype=torch.bfloat16)
+    dy = randn(tokens, n, dtype=torch.bfloat16)
 
     def run() -> tuple[torch.Tensor, ...]:
         y = kb.moe_lora(**dict(zip(inputs, leaves, strict=True)), routing=kb.route(ids, experts), strategy=strategy)
@@ -930,14 +917,14 @@ def test_no_host_synchronisation() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=_ids)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=label)
 @pytest.mark.parametrize("strategy", ("fused", "split"))
 def test_cuda_graph(strategy: str, dtype: torch.dtype) -> None:
     """Routing, forward and backward in one graph; a replay routes other tokens."""
     ids = _experts(100, 8, 2)
     inputs = _inputs(ids, 8, 128, 256, 16, dtype)
     leaves = [t.requires_grad_() for t in inputs.values()]
-    dy = _randn(200, 256, dtype=dtype)
+    dy = randn(200, 256, dtype=dtype)
 
     def run() -> tuple[torch.Tensor, ...]:
         y = kb.moe_lora(*leaves, kb.route(ids, 8), strategy=strategy)
@@ -951,9 +938,9 @@ def test_cuda_graph(strategy: str, dtype: torch.dtype) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
-    ids.copy_(torch.full_like(ids, 3)), dy.copy_(_randn(200, 256))
+    ids.copy_(torch.full_like(ids, 3)), dy.copy_(randn(200, 256))
     with torch.no_grad():
-        leaves[0].copy_(_randn(100, 128))
+        leaves[0].copy_(randn(100, 128))
     graph.replay()
     y = moe_lora_reference(*leaves, ids)
     for ours, exact in zip(captured, (y, *torch.autograd.grad(y, leaves, dy)), strict=True):

@@ -228,3 +228,16 @@ def test_compact_gradients_take_the_dtypes_that_linear_takes(device: torch.devic
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
         assert layer.double()(x.double()).dtype == torch.float64  # autocast leaves float64 alone
+
+
+def test_another_chunk_size_than_the_layers_is_refused(device: torch.device) -> None:
+    """Two chunks of 16 rows are as many rows as one of 32, but not the same."""
+    layer = SparseLinear(8, 128, bias=False, chunk_size=16, compact_gradient=True).to(device)
+    layer.active_chunks = torch.tensor([1, 6], device=device)
+    layer(torch.randn(4, 8, device=device)).sum().backward()
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"ChunkAdamW: .* whole chunks of chunk_size \(32\) rows"):
+        ChunkAdamW(layer.parameters(), chunk_size=32).step()
+    assert torch.equal(layer.weight, before)
+    ChunkAdamW(layer.parameters(), chunk_size=16).step()
+    assert not torch.equal(layer.weight, before)

@@ -17,6 +17,17 @@ __all__ = ["INACTIVE", "ChunkAdamW"]
 INACTIVE = ("skip", "decay")
 
 
+def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
+    """Raises unless ``rows`` are whole chunks, as they are not where the layer's chunks have another size."""
+    by_chunk = rows.view(-1, chunk)
+    expected = by_chunk[:, :1] // chunk * chunk + torch.arange(chunk, device=rows.device)
+    if not torch.equal(by_chunk, expected):
+        raise ValueError(
+            f"ChunkAdamW: a sparse gradient must have whole chunks of chunk_size ({chunk}) rows that start at its "
+            f"multiples, got other rows; is it the layer's chunk_size?"
+        )
+
+
 class ChunkAdamW(torch.optim.Optimizer):
     """AdamW; what it does with rows that have no gradient is yours to say.
 
@@ -33,7 +44,7 @@ class ChunkAdamW(torch.optim.Optimizer):
         params: float32 parameters of one or two dimensions, contiguous.
         lr: a number, or a tensor of one element on the device, which may change between steps of a captured graph.
         betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        chunk_size: rows in a chunk.
+        chunk_size: rows in a chunk, the same as the layers'.
         inactive: ``"skip"`` or ``"decay"``.
         unique_rows: sparse gradients have no row twice (one backward pass between steps). Else they are coalesced first,
             which costs a synchronisation.
@@ -119,6 +130,9 @@ class ChunkAdamW(torch.optim.Optimizer):
                 raise ValueError(
                     f"ChunkAdamW: a sparse gradient must have whole chunks of {chunk} rows, got {values.shape[0]} rows"
                 )
+            # Coalescing has waited for the device already; without it only where the check costs no wait.
+            if not group["unique_rows"] or not grad.is_cuda or runtime.debug_enabled():
+                _check_whole_chunks(indices, chunk)
             active = values.shape[0] // chunk
         else:
             indices, values, active = grad, grad.contiguous(), chunks
