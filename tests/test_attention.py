@@ -218,7 +218,9 @@ def test_extreme_scales(dtype: torch.dtype, sign: int) -> None:
     scores = sign * (q.double() @ k.double().mT)
     assert scores.topk(2).values.diff().abs().min() > 1e-4  # no draws
     picked = v.double()[0, 0, scores.argmax(dim=-1)]
-    torch.testing.assert_close(kb.flash_attention(q, k, v, scale=sign * 1e6).double(), picked, rtol=0, atol=0)
+    # The largest score times the scale has one rounding: its probability is not quite 1, and o is divided by it again.
+    found = kb.flash_attention(q, k, v, scale=sign * 1e6).double()
+    torch.testing.assert_close(found, picked, rtol=2 * tolerance, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's maximum
