@@ -519,6 +519,16 @@ def test_causal_programs_stay_only_where_they_are_equally_long() -> None:
     assert hopper.forward_grid(32, 64, 256, False, 132) == (32 * 64, False)
 
 
+def test_tiles_for_hopper_follow_the_length() -> None:
+    hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
+    with runtime.compiling_for("sm_90") as properties:
+        found = [hopper.forward_config(64, 2, s, True, properties) for s in (1000, 1024, 2048, 8192, 8193)]
+        assert [config and config.kwargs["WARPGROUPS"] for config in found] == [None, 2, None, None, 3]
+        assert hopper.forward_config(64, 4, 9000, True, properties) is None  # float32
+    with runtime.compiling_for("sm_80") as properties:
+        assert hopper.forward_config(128, 2, 9000, True, properties) is None
+
+
 def test_exponentials_run_beside_the_product() -> None:
     """In a step for Hopper GPUs the exponentials come between the wait for the scores and that for the product."""
     code = """

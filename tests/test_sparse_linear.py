@@ -1,6 +1,8 @@
 """The room sparse_linear: every output and gradient by the rule of check.py, and everything around it."""
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -588,6 +590,21 @@ def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, mo
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_the_first_kernel_of_the_backward_thread_may_be_ours() -> None:
+    """A process of its own, whose thread for backward passes has launched nothing yet, and has no CUDA context."""
+    code = """
+import torch, kernelbook as kb
+x, w, dy = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=i < 2) for i in range(3))
+ids = torch.tensor([2, 0], device="cuda")
+y = kb.sparse_linear(x, w, None, ids, mode="sparse_dw_dx")
+dx, dw = torch.autograd.grad(y, (x, w), dy)
+assert dx.isfinite().all() and dw[:64].any() and not dw[64:128].any()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ import functools
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,9 +185,22 @@ def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if INTERPRET and dtype == torch.bfloat16 else dtype
 
 
+_of_thread = threading.local()
+
+
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the GPU that holds ``tensor`` the current one: Triton launches on the current device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    """Makes the GPU that holds ``tensor`` the current one: Triton launches on the current device.
+
+    A thread's first kernel may be ours: in the one in which PyTorch runs backward passes, say. It has no CUDA context then,
+    and Triton makes no tensor descriptor without one. Whatever PyTorch itself launches brings the context along.
+    """
+    if not tensor.is_cuda:
+        return contextlib.nullcontext()
+    ready: set[torch.device] = _of_thread.__dict__.setdefault("ready", set())
+    if tensor.device not in ready:
+        torch.zeros(1, device=tensor.device)
+        ready.add(tensor.device)
+    return torch.cuda.device(tensor.device)
 
 
 def debug_enabled() -> bool:

@@ -728,10 +728,10 @@ def _flash_attention_bwd_dq_hopper_kernel(
 
 # By BLOCK_D and causal: from how many keys on, what tiles: keys a tile, warpgroups of 64 queries, buffers, and whether a
 # warpgroup overlaps one tile's softmax with another tile's products. Three warpgroups have no registers for that, and at
-# 64 features gain more from one another, but end later than two. With fewer keys the plain kernel is faster.
-TILES = {
+# 64 features gain more from one another, but end later than two. None, and with fewer keys: the plain kernel is faster.
+TILES: dict[tuple[int, bool], tuple[tuple[int, tuple[int, int, int, bool] | None], ...]] = {
     (64, False): ((2048, (128, 3, 2, False)),),
-    (64, True): ((1024, (128, 2, 2, True)), (8193, (128, 3, 2, False))),
+    (64, True): ((1024, (128, 2, 2, True)), (2048, None), (8193, (128, 3, 2, False))),
     (128, False): ((0, (128, 2, 2, True)),),
     (128, True): ((0, (128, 2, 2, True)),),
     (256, False): ((0, (64, 2, 2, True)),),
