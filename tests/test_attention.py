@@ -218,7 +218,8 @@ def test_extreme_scales(dtype: torch.dtype, sign: int) -> None:
     scores = sign * (q.double() @ k.double().mT)
     assert scores.topk(2).values.diff().abs().min() > 1e-4  # no draws
     picked = v.double()[0, 0, scores.argmax(dim=-1)]
-    torch.testing.assert_close(kb.flash_attention(q, k, v, scale=sign * 1e6).double(), picked, rtol=0, atol=0)
+    # On a GPU a score is scaled and its maximum taken off in one rounding, so that the largest weight is not exactly 1.
+    torch.testing.assert_close(kb.flash_attention(q, k, v, scale=sign * 1e6).double(), picked, rtol=tolerance, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's maximum
