@@ -103,6 +103,9 @@ def test_a_sequence_that_is_too_long_is_refused(device: torch.device) -> None:
     model = GPT(GPTConfig(vocab_size=5, context=4, width=32, heads=2, chunk_size=16, depth=1)).to(device)
     with pytest.raises(ValueError, match="GPT: tokens must have at most 4 columns, got 5"):
         model(torch.zeros(1, 5, dtype=torch.long, device=device))
+    tokens = torch.zeros(3, 4, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"GPT: targets must have shape \(3, 4\), got \(4, 3\)"):
+        model(tokens, tokens.t())
 
 
 # --- synthetic sequences --------------------------------------------------------------------------------------------

@@ -73,6 +73,23 @@ def test_knn_scores(k: int, device: torch.device) -> None:
         found = knn_scores(features, norms, seen, step, LAYOUT.starts(), longest=70, window=9, k=k)
     expected = knn_scores_reference(features, norms, seen, step, LAYOUT.starts(), window=9, k=k)
     torch.testing.assert_close(found, expected)
+    strided = knn_scores(
+        features, torch.stack([norms, norms], 1)[:, 0], torch.stack([seen, seen], 1)[:, 0], step, LAYOUT.starts(),
+        longest=70, window=9, k=k,
+    )  # fmt: skip
+    assert torch.equal(strided, found)
+    with pytest.raises(ValueError, match="knn_scores: out must be contiguous float32"):
+        knn_scores(
+            features,
+            norms,
+            seen,
+            step,
+            LAYOUT.starts(),
+            longest=70,
+            window=9,
+            k=k,
+            out=torch.empty(n, 2, device=device)[:, 0],
+        )
     assert found[0] == float("inf") and found[1] == norms[1]
     fresh = seen >= 11
     assert torch.equal(found[fresh], norms[fresh]) and not torch.equal(found, norms)

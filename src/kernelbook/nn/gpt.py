@@ -137,11 +137,13 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """tokens (B, N) int64 -> logits (B, N, vocab_size), or with targets (B, N) the mean loss; -100 is left out.
 
-        Raises ``ValueError`` when the sequences are longer than the context.
+        Raises ``ValueError`` when the sequences are longer than the context, or the targets have another shape.
         """
         batch, length = tokens.shape
         if length > self.config.context:
             raise ValueError(f"GPT: tokens must have at most {self.config.context} columns, got {length}")
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(f"GPT: targets must have shape {tuple(tokens.shape)}, got {tuple(targets.shape)}")
         x = self.tokens(tokens) + self.positions.weight[:length]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))

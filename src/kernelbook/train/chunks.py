@@ -190,12 +190,14 @@ def knn_scores(
         raise ValueError(f"{op}: longest must lie in [1, 4096], got {longest}")
     if k < 1:
         raise ValueError(f"{op}: k must be at least 1, got {k}")
-    scores = torch.empty_like(norms) if out is None else out
+    if out is not None and (out.shape != (n,) or out.dtype != torch.float32 or not out.is_contiguous()):
+        raise ValueError(f"{op}: out must be contiguous float32 of shape ({n},), got {out.dtype} {tuple(out.shape)}")
+    scores = torch.empty(n, device=norms.device, dtype=torch.float32) if out is None else out
     block_c = max(16, triton.next_power_of_2(longest))
     block_q = max(1, min(16, kernels.KNN_TILE // block_c))
     with runtime.on_device_of(norms):
         kernels._knn_scores_kernel[(cdiv(longest, block_q), starts.shape[0] - 1)](
-            features.contiguous(), norms, seen, step, scores, starts,
+            features.contiguous(), norms.contiguous(), seen.contiguous(), step, scores, starts.contiguous(),
             n, features.shape[0], window,
             K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4,
         )  # fmt: skip
