@@ -123,6 +123,24 @@ def test_a_file_with_other_columns_is_not_touched(tmp_path: Path) -> None:
     assert path.read_text() == "a,b\n1,2\n"
 
 
+def test_ceilings_go_with_the_last_row_of_their_run(tmp_path: Path) -> None:
+    ceilings, rows = tmp_path / "ceilings.csv", tmp_path / "square.csv"
+    timing.drop_unused_ceilings(tmp_path)
+    assert not ceilings.exists()
+    ceilings.write_text("run,copy_gbs\nold,1.0\nnew,2.0\ncurve,3.0\n")
+    rows.write_text("run,ms\nnew,5\n")
+    (tmp_path / "curves.jsonl").write_text('{"run": "curve", "loss": 1.0}\n')
+    (tmp_path / "notes.txt").write_text("old")
+    timing.drop_unused_ceilings(tmp_path)
+    assert ceilings.read_text() == "run,copy_gbs\nnew,2.0\ncurve,3.0\n"
+
+
+def test_every_recorded_ceiling_belongs_to_a_run() -> None:
+    for path in timing.results_dir().glob("*/ceilings.csv"):
+        others = "".join(other.read_text() for other in path.parent.glob("*.*") if other != path)
+        assert all(run in others for run in pd.read_csv(path, dtype=str)["run"]), path
+
+
 def test_every_recorded_file_keeps_the_schema() -> None:
     for path in timing.results_dir().glob("*/*.csv"):
         columns = tuple(pd.read_csv(path, nrows=0).columns)

@@ -134,6 +134,7 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
         for failure in failures:
             print(f"NOT RECORDED: {failure}", file=sys.stderr)
         code = max(code, 1 if failures else 0)
+    timing.drop_unused_ceilings(folder)
     return code
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Problem",
     "Timing",
     "allow_tf32",
+    "drop_unused_ceilings",
     "environment",
     "first_call_ms",
     "load_all_results",
@@ -431,12 +432,27 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
             raise ValueError(f"write_results: {path.name} has columns {list(old.columns)}, got {list(rows.columns)}")
         rows = pd.concat([old, rows], ignore_index=True)
     rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
+    _replace(path, rows.to_csv(index=False, lineterminator="\n"))
+    return rows
+
+
+def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        rows.to_csv(file, index=False, lineterminator="\n")
+        file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
-    return rows
+
+
+def drop_unused_ceilings(folder: Path) -> None:
+    """Drops from ``ceilings.csv`` in ``folder`` the runs of which no other file there has a row any more."""
+    path = folder / "ceilings.csv"
+    if not path.exists():
+        return
+    others = [other.read_text() for other in folder.iterdir() if other.suffix in {".csv", ".jsonl"} and other != path]
+    header, *rows = path.read_text().splitlines(keepends=True)
+    used = [row for row in rows if any(row.split(",", 1)[0] in other for other in others)]
+    _replace(path, "".join([header, *used]))
 
 
 def results_dir() -> Path:
