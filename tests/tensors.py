@@ -1,5 +1,6 @@
-"""Random tensors, and tensors whose rows lie far apart, for the tests of the rooms."""
+"""What the tests of the rooms share: random tensors, tensors whose rows lie far apart, calls with a wrong argument."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,3 +23,14 @@ def far_apart(tensor: torch.Tensor, *steps: int) -> torch.Tensor:
     strides = (*steps, 1)
     size = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
     return torch.empty(size, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def call_with(
+    function: Callable[..., object], given: Callable[[], dict[str, Any]], **changes: Any
+) -> Callable[[], object]:
+    """A call of ``function`` with the arguments that ``given`` makes, but for ``changes``; those that can be called are."""
+
+    def call() -> object:
+        return function(**given() | {name: v() if callable(v) else v for name, v in changes.items()})
+
+    return call

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import label, randn
+from tensors import call_with, label, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
@@ -381,15 +381,11 @@ def test_under_vmap_free_checkpointing() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _bad(**changes: Any) -> Callable[[], object]:
-    def call() -> object:
-        q, k, v = _qkv(1, 4, 2, 5, 6, 16)
-        given: dict[str, Any] = {"q": q, "k": k, "v": v}
-        return kb.flash_attention(
-            **{**given, **{key: make() if callable(make) else make for key, make in changes.items()}}
-        )
+def _good() -> dict[str, Any]:
+    return dict(zip("qkv", _qkv(1, 4, 2, 5, 6, 16), strict=True))
 
-    return call
+
+_bad = functools.partial(call_with, kb.flash_attention, _good)
 
 
 BAD = {

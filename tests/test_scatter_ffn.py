@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import far_apart, label, randn
+from tensors import call_with, far_apart, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -598,12 +598,11 @@ def test_a_module_from_what_is_none() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _bad(**changes: Any) -> Callable[[], object]:
-    def call() -> object:
-        arguments_given: dict[str, Any] = {**_network(4, 8, 40, 6), "neurons": torch.tensor([1], device=runtime.DEVICE)}
-        return kb.scatter_ffn(**{**arguments_given, **{k: v() if callable(v) else v for k, v in changes.items()}})
+def _good() -> dict[str, Any]:
+    return {**_network(4, 8, 40, 6), "neurons": torch.tensor([1], device=runtime.DEVICE)}
 
-    return call
+
+_bad = functools.partial(call_with, kb.scatter_ffn, _good)
 
 
 BAD = {

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import far_apart, label, randn
+from tensors import call_with, far_apart, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -445,18 +445,17 @@ def test_a_module_trains_its_active_chunks() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _bad(**changes: Any) -> Callable[[], object]:
-    def call() -> object:
-        given: dict[str, Any] = {
-            "x": randn(4, 8),
-            "weight": randn(70, 8),
-            "bias": randn(70),
-            "active_chunks": torch.tensor([1], device=runtime.DEVICE),
-            "chunk_size": 16,
-        }
-        return kb.sparse_linear(**{**given, **{k: v() if callable(v) else v for k, v in changes.items()}})
+def _good() -> dict[str, Any]:
+    return {
+        "x": randn(4, 8),
+        "weight": randn(70, 8),
+        "bias": randn(70),
+        "active_chunks": torch.tensor([1], device=runtime.DEVICE),
+        "chunk_size": 16,
+    }
 
-    return call
+
+_bad = functools.partial(call_with, kb.sparse_linear, _good)
 
 
 BAD = {

@@ -2,7 +2,8 @@
 
 A benchmark of a room (``<room>/bench.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
 case against float64 and times them in one process beside the machine's ceilings, and :func:`write_results` keeps the
-rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB 2**20 bytes, times milliseconds.
+rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
+2**20 bytes, times milliseconds.
 """
 
 import contextlib
