@@ -23,8 +23,6 @@ values of the accumulator's dtype, twice). With a residual 4 T and 4 T.
 Not handled here: a dimension other than the last (the caller permutes), 2^31 or more rows or columns.
 """
 
-import torch
-
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.autotune import Resources, fits, tile_resources
 
@@ -35,11 +33,6 @@ import triton.language as tl
 # The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
 MAX_FORWARD_ROW_BYTES = 128 * 1024
 LOCK_BUFFERS = 64
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Statistics and sums are float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # --- device helpers -------------------------------------------------------------------------------------------------
@@ -63,10 +56,10 @@ def _layer_norm_fwd_kernel(
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    mean_ptr, rstd_ptr,  # (M,) statistics for the backward pass
+    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS
     M, N,
     EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -89,8 +82,9 @@ def _layer_norm_fwd_kernel(
     b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
     y = (centered - shift[:, None]) * rstd[:, None] * w + b
     tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + rows, mean + shift, mask=mask_m)
-    tl.store(rstd_ptr + rows, rstd, mask=mask_m)
+    if HAS_STATISTICS:
+        tl.store(stats_ptr + rows, mean + shift, mask=mask_m)
+        tl.store(stats_ptr + M + rows, rstd, mask=mask_m)
 
 
 @triton.jit
@@ -99,10 +93,10 @@ def _layer_norm_fwd_looped_kernel(
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    mean_ptr, rstd_ptr,  # (M,) statistics for the backward pass
-    N,
+    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS
+    M, N,
     EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -124,8 +118,9 @@ def _layer_norm_fwd_looped_kernel(
         mean += delta * share
         m2 += tl.sum(centered * centered) - count * shift * shift + delta * delta * start * share
     rstd = 1.0 / tl.sqrt(m2 / N + EPS)
-    tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
+    if HAS_STATISTICS:
+        tl.store(stats_ptr + row, mean)
+        tl.store(stats_ptr + M + row, rstd)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
@@ -143,10 +138,10 @@ def _rms_norm_fwd_kernel(
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
     sum_ptr, stride_sm,  # (M, N) x + residual, rows contiguous, if HAS_RESIDUAL
-    rstd_ptr,  # (M,) statistics for the backward pass
+    rstd_ptr,  # (M,) statistics for the backward pass, if HAS_STATISTICS
     M, N,
     EPS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +162,8 @@ def _rms_norm_fwd_kernel(
     w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
     y = x * rstd[:, None] * w
     tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(rstd_ptr + rows, rstd, mask=mask_m)
+    if HAS_STATISTICS:
+        tl.store(rstd_ptr + rows, rstd, mask=mask_m)
 
 
 @triton.jit
@@ -177,10 +173,10 @@ def _rms_norm_fwd_looped_kernel(
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
     sum_ptr, stride_sm,  # (M, N) x + residual, rows contiguous, if HAS_RESIDUAL
-    rstd_ptr,  # (M,) statistics for the backward pass
+    rstd_ptr,  # (M,) statistics for the backward pass, if HAS_STATISTICS
     N,
     EPS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +194,8 @@ def _rms_norm_fwd_looped_kernel(
             x = total.to(ACC)
         squares += x * x
     rstd = 1.0 / tl.sqrt(tl.sum(squares) / N + EPS)
-    tl.store(rstd_ptr + row, rstd)
+    if HAS_STATISTICS:
+        tl.store(rstd_ptr + row, rstd)
     if HAS_RESIDUAL:
         # Threads may read what other threads of the program wrote.
         tl.debug_barrier()
@@ -219,9 +216,9 @@ def _layer_norm_bwd_partials_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass; the mean if HAS_MEAN
-    dsum_ptr, stride_dsm,  # (M, N) added to the gradient of the input, rows contiguous, if HAS_DSUM
+    stats_ptr,  # (2, M) mean and rstd of the forward pass; (M,) rstd unless HAS_MEAN
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    dsum_ptr, stride_dsm,  # (M, N) what is added to it, rows contiguous, if HAS_DSUM
     partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
     HAS_WEIGHT: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr,
@@ -245,13 +242,13 @@ def _layer_norm_bwd_partials_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         rows = offs_m.to(tl.int64)
-        # Nothing is left of a mean that is 0: RMSNorm has none.
-        mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None] if HAS_MEAN else 0.0
-        rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        # A mean that is the constant 0 leaves no trace in the compiled kernel.
+        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None] if HAS_MEAN else 0.0
+        rstd = tl.load(stats_ptr + (M if HAS_MEAN else 0) + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
-        dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         dx_rows = dx_ptr + rows[:, None] * stride_dxm
+        dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         # Tiles until the end of the row, so that there is one reduction across threads for each of the two sums.
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
@@ -308,9 +305,9 @@ def _layer_norm_bwd_partials_looped_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass; the mean if HAS_MEAN
-    dsum_ptr, stride_dsm,  # (M, N) added to the gradient of the input, rows contiguous, if HAS_DSUM
+    stats_ptr,  # (2, M) mean and rstd of the forward pass; (M,) rstd unless HAS_MEAN
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    dsum_ptr, stride_dsm,  # (M, N) what is added to it, rows contiguous, if HAS_DSUM
     partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
     HAS_WEIGHT: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr,
@@ -325,13 +322,13 @@ def _layer_norm_bwd_partials_looped_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         rows = offs_m.to(tl.int64)
-        # Nothing is left of a mean that is 0: RMSNorm has none.
-        mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None] if HAS_MEAN else 0.0
-        rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        # A mean that is the constant 0 leaves no trace in the compiled kernel.
+        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None] if HAS_MEAN else 0.0
+        rstd = tl.load(stats_ptr + (M if HAS_MEAN else 0) + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
-        dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         dx_rows = dx_ptr + rows[:, None] * stride_dxm
+        dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         for start in range(0, N, BLOCK_N):
@@ -405,11 +402,11 @@ def _layer_norm_bwd_locks_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     buffer_dw_ptr, buffer_db_ptr,  # (NUM_BUFFERS, N) sums, zero at first
     lock_ptr,  # (NUM_BUFFERS,) int32, zero at first; 1 while a program adds into the buffer
-    N,
+    M, N,
     HAS_WEIGHT: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
     ACC: tl.constexpr,
@@ -419,8 +416,8 @@ def _layer_norm_bwd_locks_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)[None, :]
     mask_n = offs_n < N
-    mean = tl.load(mean_ptr + row)
-    rstd = tl.load(rstd_ptr + row)
+    mean = tl.load(stats_ptr + row)
+    rstd = tl.load(stats_ptr + M + row)
     x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
     dy = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
     w = _load_vector(w_ptr, stride_w, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
@@ -475,8 +472,8 @@ def looped_config(itemsize: int) -> triton.Config:
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
 
 
-def backward_resources(config: triton.Config, itemsize: int) -> Resources:
-    """Two accumulators, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
+def backward_resources(config: triton.Config, itemsize: int, sums: int = 2) -> Resources:
+    """The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
 
     The compiler gives a tile that is used twice one buffer more for each stage than one that is used once.
     """
@@ -487,12 +484,12 @@ def backward_resources(config: triton.Config, itemsize: int) -> Resources:
     return tile_resources(
         triton.Config({}, num_warps=config.num_warps, num_stages=max(stages, 1)),
         staged=[(4 * row, itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)] if stages else [],
-        held=[(2 * share, accumulator), (2 * share, itemsize), (2 * tile, accumulator)],
+        held=[(sums * share, accumulator), (2 * share, itemsize), (sums * tile, accumulator)],
         scratch_bytes=0 if stages else tile * accumulator,
     )
 
 
-def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Config]:
+def backward_candidates(n: int, itemsize: int, aligned: bool, sums: int = 2) -> list[triton.Config]:
     """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
@@ -523,12 +520,15 @@ def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Con
         for rows, block, blocks, split, warps in shapes
         for stages in (3, 2, 1)
     ]
-    return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
+    return [c for c in configs if fits(backward_resources(c, itemsize, sums), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int, aligned: bool = True) -> triton.Config:
-    """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
-    candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
+def backward_config(n: int, itemsize: int, aligned: bool = True, sums: int = 2) -> triton.Config:
+    """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over.
+
+    ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm.
+    """
+    candidates = backward_candidates(n, itemsize, aligned, sums) if itemsize <= 4 else []
     if candidates:
         return candidates[0]
     # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
