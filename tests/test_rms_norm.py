@@ -81,9 +81,7 @@ def test_only_one_result_is_used(used: int) -> None:
     leaves = [t.requires_grad_() for t in (randn(5, 33), randn(5, 33), randn(33))]
     x, residual, weight = leaves
     dy = randn(5, 33)
-    ours = torch.autograd.grad(
-        kb.rms_norm(x, weight, EPS, residual=residual)[used], leaves, dy, allow_unused=True
-    )
+    ours = torch.autograd.grad(kb.rms_norm(x, weight, EPS, residual=residual)[used], leaves, dy, allow_unused=True)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     for name, mine, theirs, true in zip(
         ("x", "residual", "weight"),
@@ -141,9 +139,7 @@ def test_mixed_dtypes() -> None:
 def test_gradcheck(n: int) -> None:
     x, w, residual = (t.double().requires_grad_() for t in (randn(3, n), randn(n), randn(3, n)))
     assert torch.autograd.gradcheck(lambda *a: kb.rms_norm(a[0], a[1]), (x, w), fast_mode=n > 100)
-    assert torch.autograd.gradcheck(
-        lambda x, w, r: kb.rms_norm(x, w, residual=r), (x, w, residual), fast_mode=n > 100
-    )
+    assert torch.autograd.gradcheck(lambda x, w, r: kb.rms_norm(x, w, residual=r), (x, w, residual), fast_mode=n > 100)
 
 
 def test_the_backward_reference_is_the_gradient() -> None:
@@ -166,9 +162,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     x, residual, w = x.detach(), residual.detach(), w.detach()
     y, total, rstd = ops.rms_norm(x, residual, w, EPS, dtype)
     for dsum, dw_dtype in ((None, torch.float32), (torch.randn_like(y), None)):
-        torch.library.opcheck(
-            ops.rms_norm_backward.default, (torch.randn_like(y), total, w, rstd, dsum, EPS, dw_dtype)
-        )
+        torch.library.opcheck(ops.rms_norm_backward.default, (torch.randn_like(y), total, w, rstd, dsum, EPS, dw_dtype))
 
 
 @pytest.mark.parametrize("dynamic", (False, True))

@@ -79,7 +79,7 @@ class Timing:
     samples: int
 
     @classmethod
-    def of(cls, times: Sequence[float]) -> "Timing":
+    def of(cls, times: Sequence[float]) -> Timing:
         ordered = sorted(times)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))

@@ -54,9 +54,7 @@ def layer_norm(
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape, backward)
     _check(x, weight, bias, eps, backward)
-    out_dtype = x.dtype
-    if out_dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
-        out_dtype = torch.float32  # written as such by the kernel: no copy of x in float32
+    out_dtype = _out_dtype(x)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         y: torch.Tensor = _layer_norm(x, weight, bias, float(eps), out_dtype, backward)[0]
     else:
@@ -84,9 +82,7 @@ def _over_several(
 
 @arguments.once
 def _check(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -> None:
-    arguments.check_tensor("layer_norm", "x", x)
-    if x.ndim == 0:
-        raise ValueError("layer_norm: x must have at least one dimension, got a scalar")
+    _check_rows("layer_norm", x, eps)
     for name, vector in (("weight", weight), ("bias", bias)):
         if isinstance(vector, int | tuple | list):
             raise TypeError(
@@ -96,23 +92,37 @@ def _check(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -
             arguments.check_tensor("layer_norm", name, vector)
             arguments.check_shape("layer_norm", name, vector, x.shape[-1:])
     arguments.check_same_device("layer_norm", x=x, weight=weight, bias=bias)
-    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ValueError(f"layer_norm: eps must be a number that is not negative, got {eps!r}")
     arguments.check_choice("layer_norm", "backward", backward, BACKWARDS)
+
+
+def _check_rows(op: str, x: torch.Tensor, eps: float) -> None:
+    arguments.check_tensor(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"{op}: eps must be a number that is not negative, got {eps!r}")
     m, n = math.prod(x.shape[:-1]), x.shape[-1]
     if m >= 2**31 or n >= 2**31 - 2**16:
-        raise ValueError(f"layer_norm: x must have fewer than 2^31 rows and columns, got {m} x {n}")
+        raise ValueError(f"{op}: x must have fewer than 2^31 rows and columns, got {m} x {n}")
+
+
+def _out_dtype(x: torch.Tensor) -> torch.dtype:
+    """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
+    lowered = x.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if lowered and torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _forward_launch(n: int, itemsize: int, eps: float, **constants: Any) -> tuple[Launch, int]:
-    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where the launch takes no number of rows."""
+def _forward_launch(
+    kernel: Any, looped_kernel: Any, n: int, itemsize: int, eps: float, **constants: Any
+) -> tuple[Launch, int]:
+    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where each program has one that it loops over."""
     config = kernels.forward_config(n, itemsize)
-    kernel = kernels._layer_norm_fwd_kernel if config is not None else kernels._layer_norm_fwd_looped_kernel
-    config = config or kernels.looped_config(itemsize)
+    if config is None:
+        kernel, config = looped_kernel, kernels.looped_config(itemsize)
     launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
     return launch, config.kwargs.get("BLOCK_M", 0)
 
@@ -134,7 +144,7 @@ def _forward(
     x = _rows(x)
     m, n = x.shape
     launch, rows = _forward_launch(
-        int(n), x.element_size(), eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        kernels._layer_norm_fwd_kernel, kernels._layer_norm_fwd_looped_kernel, int(n), x.element_size(), eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
         HAS_STATISTICS=statistics is not None, ACC=launching.tl_accumulator(x.dtype),
     )  # fmt: skip
     vectors = (*launching.strided(weight, 1, x), *launching.strided(bias, 1, x))
@@ -340,9 +350,7 @@ def rms_norm(
         ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
     """
     _check_rms(x, weight, residual, eps)
-    out_dtype = x.dtype
-    if out_dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
-        out_dtype = torch.float32
+    out_dtype = _out_dtype(x)
     if residual is not None:
         return _rms_norm(x, residual, weight, float(eps), out_dtype)[:2]
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
@@ -352,9 +360,7 @@ def rms_norm(
 
 @arguments.once
 def _check_rms(x: torch.Tensor, weight: Any, residual: Any, eps: float) -> None:
-    arguments.check_tensor("rms_norm", "x", x)
-    if x.ndim == 0:
-        raise ValueError("rms_norm: x must have at least one dimension, got a scalar")
+    _check_rows("rms_norm", x, eps)
     if weight is not None:
         arguments.check_tensor("rms_norm", "weight", weight)
         arguments.check_shape("rms_norm", "weight", weight, x.shape[-1:])
@@ -363,21 +369,6 @@ def _check_rms(x: torch.Tensor, weight: Any, residual: Any, eps: float) -> None:
         arguments.check_shape("rms_norm", "residual", residual, x.shape)
         arguments.check_same_dtype("rms_norm", x=x, residual=residual)
     arguments.check_same_device("rms_norm", x=x, weight=weight, residual=residual)
-    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ValueError(f"rms_norm: eps must be a number that is not negative, got {eps!r}")
-    m, n = math.prod(x.shape[:-1]), x.shape[-1]
-    if m >= 2**31 or n >= 2**31 - 2**16:
-        raise ValueError(f"rms_norm: x must have fewer than 2^31 rows and columns, got {m} x {n}")
-
-
-@functools.cache
-def _rms_launch(n: int, itemsize: int, eps: float, **constants: Any) -> tuple[Launch, int]:
-    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where the launch takes no number of rows."""
-    config = kernels.forward_config(n, itemsize)
-    kernel = kernels._rms_norm_fwd_kernel if config is not None else kernels._rms_norm_fwd_looped_kernel
-    config = config or kernels.looped_config(itemsize)
-    launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
-    return launch, config.kwargs.get("BLOCK_M", 0)
 
 
 def _rms_forward(
@@ -387,8 +378,8 @@ def _rms_forward(
         return
     x = _rows(x)
     m, n = x.shape
-    launch, rows = _rms_launch(
-        int(n), x.element_size(), eps, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
+    launch, rows = _forward_launch(
+        kernels._rms_norm_fwd_kernel, kernels._rms_norm_fwd_looped_kernel, int(n), x.element_size(), eps, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
         HAS_STATISTICS=rstd is not None, ACC=launching.tl_accumulator(x.dtype),
     )  # fmt: skip
     added = _rows(residual) if residual is not None else x

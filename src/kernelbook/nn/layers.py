@@ -73,7 +73,11 @@ class RMSNorm(torch.nn.RMSNorm):
         """(..., N) -> (..., N); with a residual (..., N) the pair of the normalized sum and the sum."""
         if x.shape[-1:] != self.normalized_shape:
             raise ValueError(f"RMSNorm: input must have shape (..., {self.normalized_shape[0]}), got {tuple(x.shape)}")
-        eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps if self.eps is None else self.eps
+        eps = (
+            torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+            if self.eps is None
+            else self.eps
+        )
         return rms_norm(x, self.weight, eps, residual=residual)
 
 

@@ -23,7 +23,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     with ``bias_k``, ``add_zero_attn`` or nested tensors.
     """
 
-    def forward(  # noqa: PLR0917
+    def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -40,7 +40,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             and key_padding_mask is None
             # With a mask, is_causal promises that it is the causal one: the first query then sees the first key only.
             and (attn_mask is None or is_causal)
-            and not (is_causal and query.shape[-2 if self.batch_first else 0] != key.shape[-2 if self.batch_first else 0])
+            and not (
+                is_causal and query.shape[-2 if self.batch_first else 0] != key.shape[-2 if self.batch_first else 0]
+            )
             and not (self.training and self.dropout > 0)
             and self.bias_k is None
             and not self.add_zero_attn
