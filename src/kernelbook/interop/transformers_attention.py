@@ -17,8 +17,6 @@ __all__ = ["NAME", "attention_forward", "register"]
 
 NAME = "kernelbook"
 MAX_HEAD = 256
-# What a model may pass for us to ignore: everything else changes the result.
-WITHOUT_EFFECT = {"position_ids", "output_attentions", "use_cache", "cache_position", "num_items_in_batch"}
 
 
 def register() -> None:
@@ -41,11 +39,16 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), and no weights.
 
-    A call with a mask (a padded batch, a sliding window), with dropout, with heads of more than 256 features or values of
-    another width, or with an argument that is not known here, runs as ``"sdpa"`` does.
+    A call with a mask (a padded batch, a sliding window), a position bias, a paged cache or dropout, or with heads of more
+    than 256 features or values of another width, runs as ``"sdpa"`` does.
+
+    Raises:
+        ValueError: the model has attention sinks (``s_aux``), which neither has.
     """
-    options = {name for name, argument in others.items() if argument is not None} - WITHOUT_EFFECT
-    ours = attention_mask is None and dropout == 0 and not options
+    if others.get("s_aux") is not None:
+        raise ValueError("attention_forward: s_aux must be None: attention sinks are not supported")
+    ours = attention_mask is None and dropout == 0
+    ours = ours and all(others.get(name) is None for name in ("position_bias", "cache", "softcap", "sliding_window"))
     if not ours or query.shape[-1] > MAX_HEAD or value.shape[-1] != query.shape[-1]:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others

@@ -192,9 +192,9 @@ def _swap_attention_interface(model: Any, done: Swap) -> None:
         config: Any = part.config
         if config._attn_implementation == transformers_attention.NAME:
             continue  # the model around it has the same configuration
-        if part._can_set_attn_implementation():
+        if part._can_set_attn_implementation() and part._supports_sdpa:
             # What set_attn_implementation() sets as well; the public name would set it for other models' configurations too.
             done._set(config, "_attn_implementation_internal", transformers_attention.NAME)
             done.changed[f"{name}.config" if name else "config"] = "attention implementation"
         else:
-            done.left[name] = f"{type(part).__name__} does not take its attention from transformers' interface"
+            done.left[name] = f"{type(part).__name__} has an attention of its own kind"
