@@ -48,7 +48,7 @@ class ViT(nn.Module):
 
 
 def _encoder(**changes: Any) -> nn.Module:
-    options = {"d_model": 24, "nhead": 3, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True, **changes}
+    options = {"d_model": 24, "nhead": 4, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True, **changes}
     return nn.TransformerEncoderLayer(**options)
 
 
