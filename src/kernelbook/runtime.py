@@ -111,8 +111,11 @@ class DeviceProperties:
 # The GPUs that kernels are compiled for where there is none, from the vendors' data sheets.
 TARGETS: dict[str, DeviceProperties] = {
     "sm_80": DeviceProperties("NVIDIA A100", "sm_80", 108, 166_912, 167_936, 65_536, 2048, 40 * 2**20),
+    "sm_86": DeviceProperties("NVIDIA GeForce RTX 3090", "sm_86", 82, 101_376, 102_400, 65_536, 1536, 6 * 2**20),
+    "sm_89": DeviceProperties("NVIDIA GeForce RTX 4090", "sm_89", 128, 101_376, 102_400, 65_536, 1536, 72 * 2**20),
     "sm_90": DeviceProperties("NVIDIA H200", "sm_90", 132, 232_448, 233_472, 65_536, 2048, 50 * 2**20),
     "sm_100": DeviceProperties("NVIDIA B200", "sm_100", 148, 232_448, 233_472, 65_536, 2048, 126 * 2**20),
+    "sm_120": DeviceProperties("NVIDIA GeForce RTX 5090", "sm_120", 170, 101_376, 102_400, 65_536, 1536, 96 * 2**20),
     "gfx942": DeviceProperties("AMD MI300X", "gfx942", 304, 65_536, 65_536, 131_072, 2048, 4 * 2**20, 64),
 }
 
