@@ -55,7 +55,7 @@ def _machine() -> list[tuple[str, str]]:
 
     lines = [
         ("kernels are", "interpreted on the CPU" if runtime.INTERPRET else "compiled"),
-        ("GPU", p.name if runtime.HAS_GPU else "none found: kernels are right here, but not fast"),
+        ("GPU", p.name if runtime.HAS_GPU else runtime.TOO_OLD or "none found: kernels are right here, but not fast"),
         ("kernelbook", str(Path(kernelbook.__file__).parent)),
         ("Python", sys.version.split()[0]),
         ("torch", torch.__version__),
