@@ -19,10 +19,13 @@ values of the accumulator's dtype, twice).
 Not handled here: a dimension other than the last (the caller permutes), 2^31 or more rows or columns.
 """
 
+import dataclasses
+from collections.abc import Iterator
+
 import torch
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import Resources, fits, tile_resources
+from kernelbook.autotune import Resources, fits, planner, tile_resources
 
 # isort: split
 import triton
@@ -381,6 +384,25 @@ def forward_config(n: int, itemsize: int) -> triton.Config | None:
     return triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=min(32, rows * width // 1024))
 
 
+def _forward_candidates(
+    m: int, n: int, itemsize: int, properties: runtime.DeviceProperties
+) -> Iterator[triton.Config | None]:
+    width = max(triton.next_power_of_2(n), 16)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+        yield None
+        return
+    for rows in (1, 2, 4, 8, 16):
+        for warps in (1, 2, 4, 8, 16, 32):
+            if 4 <= rows * width / (32 * warps) <= 64:  # elements a thread
+                yield triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=warps)
+
+
+@planner("layer_norm.forward", _forward_candidates, buckets=("m",))
+def plan_forward(m: int, n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
+    """The tile for ``m`` rows of ``n`` elements, or ``None`` where a row is looped over, see :func:`forward_config`."""
+    return forward_config(n, itemsize)
+
+
 def looped_config(itemsize: int) -> triton.Config:
     """The tile of a row that is looped over: 16 bytes a thread and load, two loads in flight."""
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
@@ -403,7 +425,9 @@ def backward_resources(config: triton.Config, itemsize: int) -> Resources:
     )
 
 
-def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Config]:
+def backward_candidates(
+    n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties | None = None
+) -> list[triton.Config]:
     """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
@@ -434,28 +458,75 @@ def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Con
         for rows, block, blocks, split, warps in shapes
         for stages in (3, 2, 1)
     ]
-    return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
+    properties = properties or runtime.properties()
+    return [c for c in configs if fits(backward_resources(c, itemsize), c, properties)]
 
 
-def backward_config(n: int, itemsize: int, aligned: bool = True) -> triton.Config:
+def backward_config(
+    n: int, itemsize: int, aligned: bool = True, properties: runtime.DeviceProperties | None = None
+) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
-    candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
+    candidates = backward_candidates(n, itemsize, aligned, properties) if itemsize <= 4 else []
     if candidates:
         return candidates[0]
     # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
     return triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8)
 
 
-def backward_programs(m: int, config: triton.Config) -> int:
-    """How many programs walk over the ``m`` rows: as many as run at the same time, so that none waits."""
-    split = config.kwargs.get("SPLIT", 1)
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """The tiles of the backward pass, and how many programs of it a multiprocessor gets."""
+
+    config: triton.Config
+    per_sm: int
+
+
+def _backward_plans(
+    m: int, n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties
+) -> Iterator[BackwardPlan]:
+    """A row in tiles of 4 to 16 elements a thread, alone or shared, with one program a multiprocessor or a few."""
+    for block in (512, 1024, 2048, 4096):
+        for warps in (2, 4, 8, 16):
+            for rows, split in ((1, 1), (2, 1), (4, 1), (1, 2)):
+                blocks = triton.cdiv(n, block * split)
+                if not 4 <= rows * block / (32 * warps) <= 16 or blocks > 8 or block >= 2 * triton.next_power_of_2(n):
+                    continue
+                for stages in (1, 2, 3):
+                    tiles = {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}
+                    config = triton.Config(tiles, num_warps=warps)
+                    needs = backward_resources(config, itemsize)
+                    if fits(needs, config, properties):
+                        for per_sm in (1, 2, 3, 4):
+                            threads, registers = per_sm * 32 * warps, per_sm * 32 * warps * needs.registers_per_thread
+                            if threads <= properties.max_threads_per_sm and registers <= properties.registers_per_sm:
+                                yield BackwardPlan(config, per_sm)
+
+
+@planner("layer_norm.backward", _backward_plans, buckets=("m",))
+def plan_backward(m: int, n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties) -> BackwardPlan:
+    """How the gradients of ``m`` rows of ``n`` elements are computed, by :func:`backward_config`.
+
+    As many programs as run at the same time, so that none waits.
+    """
+    config = backward_config(n, itemsize, aligned, properties)
     share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
     if config.num_warps == 4:
-        per_sm = 3 if share == 3072 else 2
-    else:
-        per_sm = 2 if share == 4096 else 1
-    tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
-    return max(1, min(tiles, runtime.properties().num_sms * per_sm // split))
+        return BackwardPlan(config, 3 if share == 3072 else 2)
+    return BackwardPlan(config, 2 if share == 4096 else 1)
+
+
+def backward_grid(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
+    """How many programs walk over the ``m`` rows."""
+    blocks = plan.config.kwargs
+    tiles = triton.cdiv(m, blocks["BLOCK_M"])
+    return max(1, min(tiles, properties.num_sms * plan.per_sm // blocks.get("SPLIT", 1)))
+
+
+def backward_programs(m: int, config: triton.Config) -> int:
+    """As :func:`backward_grid`, for the rule's plan of a configuration of :func:`backward_config`."""
+    share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
+    per_sm = (3 if share == 3072 else 2) if config.num_warps == 4 else 2 if share == 4096 else 1
+    return backward_grid(m, BackwardPlan(config, per_sm), runtime.properties())
 
 
 def locks_config(n: int, itemsize: int) -> triton.Config | None:
