@@ -117,7 +117,9 @@ def test_a_gpu_that_is_too_old_is_said_so_and_the_interpreter_is_chosen() -> Non
 @pytest.mark.parametrize("gpus", ([H100], [T4, H100], []))
 def test_newer_gpus_are_used(gpus: list[object]) -> None:
     """Also where an older one stands beside it, and where the driver cannot be asked."""
-    done = _python(f"GPUS = {gpus}\n{GPUS}\nimport kernelbook.runtime as r; print(r.HAS_GPU, r.INTERPRET, repr(r.TOO_OLD))")
+    done = _python(
+        f"GPUS = {gpus}\n{GPUS}\nimport kernelbook.runtime as r; print(r.HAS_GPU, r.INTERPRET, repr(r.TOO_OLD))"
+    )
     assert done.stdout.strip() == "True False ''", done.stderr
 
 

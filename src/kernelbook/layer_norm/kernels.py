@@ -496,7 +496,7 @@ def _backward_plans(
                     config = triton.Config(tiles, num_warps=warps)
                     needs = backward_resources(config, itemsize)
                     if fits(needs, config, properties):
-                        for per_sm in (1, 2, 3, 4):
+                        for per_sm in (1, 2, 3):
                             threads, registers = per_sm * 32 * warps, per_sm * 32 * warps * needs.registers_per_thread
                             if threads <= properties.max_threads_per_sm and registers <= properties.registers_per_sm:
                                 yield BackwardPlan(config, per_sm)
