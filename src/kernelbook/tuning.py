@@ -124,12 +124,19 @@ def tune_case(
                 return
             done.add(found)
             (name, key), planner = found, autotune.planners()[found[0]]
-            if found not in journal.winners():
+            before = journal.winners().get(found)
+            if before is None:
                 if warm is not None:
                     warm(name, key, len(_candidates(planner, asked[found])))
                 _tune_problem(case, planner, key, asked[found], ours, call, journal, deadline)
             winner = journal.winners().get(found, {}).get("winner")
             plan = None if winner is None else _known(planner, asked[found], winner)
+            if plan is not None and before is not None and before["case"] != str(case):
+                rule, tuned = _in_turn(name, key, [planner.rule(*asked[found]), plan], call)
+                if tuned > GAIN * rule:  # one plan stands for both cases, and loses in this one
+                    journal.write(planner=name, key=key, case=str(case), winner=None)
+                    _strike(autotune.own_plans(runtime.properties().name), name, key)
+                    plan = None
             if plan is not None:
                 chosen.enter_context(autotune.using(name, key, plan))
 
@@ -181,12 +188,8 @@ def _tune_problem(
     if 0 not in times or not best or times[best[0]] > times[0]:
         journal.write(**what, case=str(case), winner=None)
         return
-    rounds: dict[int, list[float]] = {i: [] for i in (0, *best)}
-    for _ in range(3):
-        for i, samples in rounds.items():
-            with autotune.using(planner.name, key, plans[i]):
-                samples.append(timing.measure(call, warmup_ms=2, rep_ms=40).ms * 1e3)
-    medians = {i: statistics.median(samples) for i, samples in rounds.items()}
+    finalists = (0, *best)
+    medians = dict(zip(finalists, _in_turn(planner.name, key, [plans[i] for i in finalists], call), strict=True))
     winner = min(medians, key=medians.__getitem__)
     if medians[0] < GAIN * medians[winner]:
         journal.write(**what, case=str(case), winner=None)
@@ -202,6 +205,22 @@ def _tune_problem(
     }
     _keep(autotune.own_plans(runtime.properties().name), {planner.name: {key: entry}})
     journal.write(**what, case=str(case), winner=entry["plan"], us=entry["us"], rule_us=entry["rule_us"])
+
+
+def _in_turn(name: str, key: str, plans: Sequence[Any], call: Callable[[], Any]) -> list[float]:
+    """The time of the call with each plan, in microseconds: the medians of rounds, in which each has its turn."""
+    rounds: list[list[float]] = [[] for _ in plans]
+    for _ in range(3):
+        for plan, samples in zip(plans, rounds, strict=True):
+            with autotune.using(name, key, plan):
+                samples.append(timing.measure(call, warmup_ms=2, rep_ms=40).ms * 1e3)
+    return [statistics.median(samples) for samples in rounds]
+
+
+def _strike(path: Path, name: str, key: str) -> None:
+    plans = autotune.read_plans(path)
+    plans.get(name, {}).pop(key, None)
+    autotune.write_plans(path, runtime.properties().name, plans)
 
 
 def _keep(path: Path, new: autotune.Plans) -> None:

@@ -22,8 +22,6 @@ Not handled here: a dimension other than the last (the caller permutes), 2^31 or
 import dataclasses
 from collections.abc import Iterator
 
-import torch
-
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.autotune import Resources, fits, planner, tile_resources
 
@@ -34,11 +32,6 @@ import triton.language as tl
 # The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
 MAX_FORWARD_ROW_BYTES = 128 * 1024
 LOCK_BUFFERS = 64
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Statistics and sums are float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # --- device helpers -------------------------------------------------------------------------------------------------
@@ -62,10 +55,10 @@ def _layer_norm_fwd_kernel(
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    mean_ptr, rstd_ptr,  # (M,) statistics for the backward pass
+    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS
     M, N,
     EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -88,8 +81,9 @@ def _layer_norm_fwd_kernel(
     b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
     y = (centered - shift[:, None]) * rstd[:, None] * w + b
     tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + rows, mean + shift, mask=mask_m)
-    tl.store(rstd_ptr + rows, rstd, mask=mask_m)
+    if HAS_STATISTICS:
+        tl.store(stats_ptr + rows, mean + shift, mask=mask_m)
+        tl.store(stats_ptr + M + rows, rstd, mask=mask_m)
 
 
 @triton.jit
@@ -98,10 +92,10 @@ def _layer_norm_fwd_looped_kernel(
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    mean_ptr, rstd_ptr,  # (M,) statistics for the backward pass
-    N,
+    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS
+    M, N,
     EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -123,8 +117,9 @@ def _layer_norm_fwd_looped_kernel(
         mean += delta * share
         m2 += tl.sum(centered * centered) - count * shift * shift + delta * delta * start * share
     rstd = 1.0 / tl.sqrt(m2 / N + EPS)
-    tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
+    if HAS_STATISTICS:
+        tl.store(stats_ptr + row, mean)
+        tl.store(stats_ptr + M + row, rstd)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
@@ -143,7 +138,7 @@ def _layer_norm_bwd_partials_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
@@ -168,8 +163,8 @@ def _layer_norm_bwd_partials_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         rows = offs_m.to(tl.int64)
-        mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        rstd = tl.load(stats_ptr + M + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
         dx_rows = dx_ptr + rows[:, None] * stride_dxm
@@ -227,7 +222,7 @@ def _layer_norm_bwd_partials_looped_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
@@ -243,8 +238,8 @@ def _layer_norm_bwd_partials_looped_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         rows = offs_m.to(tl.int64)
-        mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        rstd = tl.load(stats_ptr + M + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
         dx_rows = dx_ptr + rows[:, None] * stride_dxm
@@ -319,11 +314,11 @@ def _layer_norm_bwd_locks_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     buffer_dw_ptr, buffer_db_ptr,  # (NUM_BUFFERS, N) sums, zero at first
     lock_ptr,  # (NUM_BUFFERS,) int32, zero at first; 1 while a program adds into the buffer
-    N,
+    M, N,
     HAS_WEIGHT: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
     ACC: tl.constexpr,
@@ -333,8 +328,8 @@ def _layer_norm_bwd_locks_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)[None, :]
     mask_n = offs_n < N
-    mean = tl.load(mean_ptr + row)
-    rstd = tl.load(rstd_ptr + row)
+    mean = tl.load(stats_ptr + row)
+    rstd = tl.load(stats_ptr + M + row)
     x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
     dy = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
     w = _load_vector(w_ptr, stride_w, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
@@ -371,21 +366,8 @@ def _layer_norm_bwd_locks_kernel(
 SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
-def forward_config(n: int, itemsize: int) -> triton.Config | None:
-    """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
-
-    Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
-    enough for several programs on a multiprocessor, which hide each other's latency.
-    """
-    width = max(triton.next_power_of_2(n), 16)
-    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
-        return None
-    rows = 1 if width >= 8192 else max(2, 2048 // width)
-    return triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=min(32, rows * width // 1024))
-
-
 def _forward_candidates(
-    m: int, n: int, itemsize: int, properties: runtime.DeviceProperties
+    n: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> Iterator[triton.Config | None]:
     width = max(triton.next_power_of_2(n), 16)
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
@@ -397,10 +379,18 @@ def _forward_candidates(
                 yield triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=warps)
 
 
-@planner("layer_norm.forward", _forward_candidates, buckets=("m",))
-def plan_forward(m: int, n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
-    """The tile for ``m`` rows of ``n`` elements, or ``None`` where a row is looped over, see :func:`forward_config`."""
-    return forward_config(n, itemsize)
+@planner("layer_norm.forward", _forward_candidates)
+def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
+    """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
+
+    Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
+    enough for several programs on a multiprocessor, which hide each other's latency.
+    """
+    width = max(triton.next_power_of_2(n), 16)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+        return None
+    rows = 1 if width >= 8192 else max(2, 2048 // width)
+    return triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=min(32, rows * width // 1024))
 
 
 def looped_config(itemsize: int) -> triton.Config:
@@ -425,10 +415,10 @@ def backward_resources(config: triton.Config, itemsize: int) -> Resources:
     )
 
 
-def backward_candidates(
-    n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties | None = None
-) -> list[triton.Config]:
-    """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
+def _backward_config(
+    n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties
+) -> triton.Config | None:
+    """The tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps and two programs on a multiprocessor for short rows, eight warps and the whole multiprocessor for long ones;
@@ -458,19 +448,8 @@ def backward_candidates(
         for rows, block, blocks, split, warps in shapes
         for stages in (3, 2, 1)
     ]
-    properties = properties or runtime.properties()
-    return [c for c in configs if fits(backward_resources(c, itemsize), c, properties)]
-
-
-def backward_config(
-    n: int, itemsize: int, aligned: bool = True, properties: runtime.DeviceProperties | None = None
-) -> triton.Config:
-    """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
-    candidates = backward_candidates(n, itemsize, aligned, properties) if itemsize <= 4 else []
-    if candidates:
-        return candidates[0]
-    # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
-    return triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8)
+    fitting = (c for c in configs if fits(backward_resources(c, itemsize), c, properties))
+    return next(fitting, None) if itemsize <= 4 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -482,7 +461,7 @@ class BackwardPlan:
 
 
 def _backward_plans(
-    m: int, n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties
+    n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties
 ) -> Iterator[BackwardPlan]:
     """A row in tiles of 4 to 16 elements a thread, alone or shared, with one program a multiprocessor or a few."""
     for block in (512, 1024, 2048, 4096):
@@ -502,31 +481,27 @@ def _backward_plans(
                                 yield BackwardPlan(config, per_sm)
 
 
-@planner("layer_norm.backward", _backward_plans, buckets=("m",))
-def plan_backward(m: int, n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties) -> BackwardPlan:
-    """How the gradients of ``m`` rows of ``n`` elements are computed, by :func:`backward_config`.
+@planner("layer_norm.backward", _backward_plans)
+def plan_backward(n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties) -> BackwardPlan:
+    """How the gradients of rows of ``n`` elements are computed; without ``NUM_BLOCKS`` and ``SPLIT`` a row is looped over.
 
     As many programs as run at the same time, so that none waits.
     """
-    config = backward_config(n, itemsize, aligned, properties)
-    share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
+    config = _backward_config(n, itemsize, aligned, properties)
+    if config is None:
+        # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a
+        # thread.
+        return BackwardPlan(triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8), 1)
+    share = config.kwargs["BLOCK_N"] * config.kwargs["NUM_BLOCKS"]
     if config.num_warps == 4:
         return BackwardPlan(config, 3 if share == 3072 else 2)
     return BackwardPlan(config, 2 if share == 4096 else 1)
 
 
-def backward_grid(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
+def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
     """How many programs walk over the ``m`` rows."""
-    blocks = plan.config.kwargs
-    tiles = triton.cdiv(m, blocks["BLOCK_M"])
-    return max(1, min(tiles, properties.num_sms * plan.per_sm // blocks.get("SPLIT", 1)))
-
-
-def backward_programs(m: int, config: triton.Config) -> int:
-    """As :func:`backward_grid`, for the rule's plan of a configuration of :func:`backward_config`."""
-    share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
-    per_sm = (3 if share == 3072 else 2) if config.num_warps == 4 else 2 if share == 4096 else 1
-    return backward_grid(m, BackwardPlan(config, per_sm), runtime.properties())
+    tiles = triton.cdiv(m, plan.config.kwargs["BLOCK_M"])
+    return max(1, min(tiles, properties.num_sms * plan.per_sm // plan.config.kwargs.get("SPLIT", 1)))
 
 
 def locks_config(n: int, itemsize: int) -> triton.Config | None:
