@@ -42,7 +42,7 @@ def once(check: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(check)
     def checked(*args: Any) -> Result:
-        if torch.compiler.is_compiling() or runtime.COMPILE_ONLY or launching.is_observed():
+        if runtime.COMPILE_ONLY or launching.is_observed():
             return check(*args)
         key: list[Any] = []
         for arg in args:

@@ -49,9 +49,10 @@ def cdiv(a: int, b: int) -> int:
 
 
 def is_observed() -> bool:
-    """Whether PyTorch's dispatcher has something to add to a call: a mode, a transform, a trace or a profiler."""
+    """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
@@ -418,7 +419,7 @@ def operator(
     Eager.__name__ = Eager.__qualname__ = f"{qualified.partition('::')[2]}"
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or is_observed():
+        if is_observed():
             return registered(*args)
         recording, wanted = torch.is_grad_enabled(), False
         for arg in args:

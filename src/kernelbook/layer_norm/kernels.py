@@ -366,9 +366,7 @@ def _layer_norm_bwd_locks_kernel(
 SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
-def _forward_candidates(
-    n: int, itemsize: int, properties: runtime.DeviceProperties
-) -> Iterator[triton.Config | None]:
+def _forward_candidates(n: int, itemsize: int, properties: runtime.DeviceProperties) -> Iterator[triton.Config | None]:
     width = max(triton.next_power_of_2(n), 16)
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         yield None

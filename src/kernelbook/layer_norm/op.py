@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.launching import Launch, cdiv
 from kernelbook.autotune import derived
+from kernelbook.launching import Launch, cdiv
 from kernelbook.layer_norm import kernels
 
 __all__ = ["layer_norm"]
