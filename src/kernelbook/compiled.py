@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -371,15 +372,30 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
     )
 
 
-def _main(job_path: str, result_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    reports = read_reports(Path(job["reports"])) if job["reports"] else {}
+def _of_target(target: str, job: Mapping[str, Any], reports: Mapping[str, Mapping[str, str]], result: Path) -> None:
     how = job["asm"], reports, job["recompile_every"]
-    results = []
-    for target in job["targets"]:
-        with runtime.compiling_for(target):
-            results += [dataclasses.asdict(_report(launch, target, *how)) for launch in _launches(job["code"])]
-    Path(result_path).write_text(json.dumps(results))
+    with runtime.compiling_for(target):
+        found = [dataclasses.asdict(_report(launch, target, *how)) for launch in _launches(job["code"])]
+    result.write_text(json.dumps(found))
+
+
+def _main(job_path: str, result_path: str) -> None:
+    job, result = json.loads(Path(job_path).read_text()), Path(result_path)
+    reports = read_reports(Path(job["reports"])) if job["reports"] else {}
+    parts = [result.with_suffix(f".{target}") for target in job["targets"]]
+    for target, part in zip(job["targets"], parts, strict=True):
+        # A process for each: what launch code remembers for one target must not reach the next. To import takes longer.
+        child = os.fork()
+        if child == 0:
+            try:
+                _of_target(target, job, reports, part)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            raise SystemExit(1)
+    result.write_text(json.dumps([entry for part in parts for entry in json.loads(part.read_text())]))
 
 
 if __name__ == "__main__":
