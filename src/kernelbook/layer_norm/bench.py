@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +15,7 @@ from kernelbook import check, launching, runtime, timing
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference
 
-__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks"]
+__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks", "tuning_cases"]
 
 EPS = 1e-5
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
@@ -169,6 +169,14 @@ def cases() -> Iterator[timing.Case]:
             for mode in ("forward", "backward"):
                 yield _case(mode, SWEEP_M, n, torch.bfloat16, with_compile=False)
     yield _first_call(4096)
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: the documented shapes, or one with the sizes M and N."""
+    sweep = [(SWEEP_M, n) for n in SWEEP_N if (SWEEP_M, n) not in NAMED_SHAPES]
+    for m, n in [*NAMED_SHAPES, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
+        for mode in ("forward", "backward"):
+            yield _case(mode, m, n, torch.bfloat16, with_compile=False)
 
 
 def small_checks() -> list[check.Verdict]:
