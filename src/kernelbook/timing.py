@@ -241,7 +241,10 @@ def measure_ceilings(*, quick: bool = False) -> Ceilings:
     n = 4096 if quick else 8192
 
     def copy_gbs() -> float:
-        source = torch.randn(2**27 if quick else 2**30, dtype=torch.bfloat16, device=runtime.DEVICE)
+        elements = 2**27 if quick else 2**30
+        while elements > 2**24 and 8 * elements > runtime.free_bytes():  # of which it takes half
+            elements //= 2
+        source = torch.randn(elements, dtype=torch.bfloat16, device=runtime.DEVICE)
         target = torch.empty_like(source)
         return 2 * source.nbytes / measure(lambda: target.copy_(source), rep_ms=rep_ms).ms / 1e6
 
@@ -363,7 +366,8 @@ def run_cases(
 
     Returns:
         The rows (columns :data:`COLUMNS`, one run id) and the failures in words. A case in which one of our own results
-        is not correct, or that raises an error, contributes no row; the others are measured all the same.
+        is not correct, or that raises an error, contributes no row; the others are measured all the same. A case that is too
+        large for the GPU's memory is left out, which is printed and no failure.
     """
     run, about = new_run(), environment(package)
     rows: list[dict[str, Any]] = []
@@ -374,7 +378,10 @@ def run_cases(
         except check.CheckError as error:
             failures.append(f"{case}: {error}")
             continue
-        except Exception as error:  # out of memory, a peer that a new version broke: one case is lost, not the run
+        except torch.OutOfMemoryError:  # this GPU is too small for it; a smaller one of the same sweep may fit
+            tqdm.write(f"left out, too little GPU memory: {case}")
+            continue
+        except Exception as error:  # a peer that a new version broke: one case is lost, not the run
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
         new = [{"run": run, **figures, **about} for figures in found]
