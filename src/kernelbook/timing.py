@@ -49,6 +49,7 @@ __all__ = [
     "measure",
     "measure_ceilings",
     "peak_mib",
+    "recorded_gpus",
     "results_dir",
     "run_cases",
     "write_results",
@@ -524,7 +525,20 @@ def results_dir() -> Path:
     raise FileNotFoundError("results_dir: no folder book/results above the working folder or the package")
 
 
-def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
+BOOKS_GPU = "nvidia-h200"  # whose rows the text of the book speaks of
+
+
+def recorded_gpus(*stems: str) -> list[str]:
+    """The folders of ``book/results`` that have a file of one of these stems (``layer_norm``): the book's GPU first.
+
+    Then the one at hand, if it has been measured, then all others by name.
+    """
+    folders = {path.parent.name for stem in stems for path in results_dir().glob(f"*/{stem}.*")}
+    first = [gpu for gpu in (BOOKS_GPU, runtime.device_slug()) if gpu in folders]
+    return list(dict.fromkeys([*first, *sorted(folders)]))
+
+
+def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
     """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
     rows = pd.read_csv(results_dir() / gpu / f"{room}.csv")
     for name in ("host_us", "gpus"):
@@ -535,13 +549,13 @@ def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
     return rows
 
 
-def load_all_results(gpu: str = "nvidia-h200") -> dict[str, pd.DataFrame]:
+def load_all_results(gpu: str = BOOKS_GPU) -> dict[str, pd.DataFrame]:
     """:func:`load_results` for each file of ``gpu`` that has the columns of a measurement, by its stem."""
     files = sorted((results_dir() / gpu).glob("*.csv"))
     return {path.stem: load_results(path.stem, gpu) for path in files if "ms" in pd.read_csv(path, nrows=0).columns}
 
 
-def load_ceilings(gpu: str = "nvidia-h200", run: str | None = None) -> pd.DataFrame:
+def load_ceilings(gpu: str = BOOKS_GPU, run: str | None = None) -> pd.DataFrame:
     """The recorded ceilings of ``gpu``, those of one ``run`` if it is given."""
     rows = pd.read_csv(results_dir() / gpu / "ceilings.csv")
     return rows if run is None else rows.loc[rows["run"] == run]
