@@ -291,7 +291,8 @@ def _text_of(kernel: Any) -> str:
         found[place] = function.src
         for name in sorted({node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}):
             value = function.__globals__.get(name)
-            if getattr(value, "__module__", "").partition(".")[0] == "triton" or inspect.ismodule(value):
+            of_triton = getattr(value, "__module__", "").partition(".")[0] == "triton"
+            if inspect.ismodule(value) or (of_triton and not isinstance(value, triton.language.constexpr)):
                 continue  # Triton's version stands in the key
             if isinstance(value, JITFunction):
                 waiting.append(value)

@@ -49,6 +49,7 @@ __all__ = [
     "debug_enabled",
     "device_slug",
     "ensure_context",
+    "free_bytes",
     "kernel_dtype",
     "on_device_of",
     "plans_in_use",
@@ -277,6 +278,19 @@ def plans_in_use() -> str:
     if mode not in ("tuned", "shipped", "rules"):
         raise ValueError(f"kernelbook: KERNELBOOK_PLANS must be tuned, shipped or rules, got {mode!r}")
     return mode
+
+
+def free_bytes() -> int:
+    """How much more memory this process can take on the current GPU, or without one in the machine.
+
+    What PyTorch's allocator holds and does not use counts as free; what it was forbidden
+    (``PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.5``) does not.
+    """
+    if DEVICE.type != "cuda":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, total = torch.cuda.mem_get_info()
+    held, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    return min(free + held, int(total * torch.cuda.memory.get_per_process_memory_fraction())) - used
 
 
 def cache_dir() -> Path:
