@@ -414,8 +414,9 @@ def _rms_outputs(
 
 
 def _run_rms(
-    results: tuple[torch.Tensor, ...], x: torch.Tensor, residual: Any, weight: Any, eps: float, _dtype: torch.dtype
-) -> None:
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    x: torch.Tensor, residual: Any, weight: Any, eps: float, _dtype: torch.dtype,
+) -> None:  # fmt: skip
     if x.shape[-1] == 0:
         results[2].zero_()
     _rms_forward(*results, x, residual, weight, eps)
