@@ -10,7 +10,7 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test lint serve bench test-gpu clean lock
+.PHONY: book test lint serve bench test-gpu hub clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -34,6 +34,10 @@ bench: $(ENVIRONMENT)
 
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m gpu tests
+
+# A kernel repository for Hugging Face's kernels, in _build/hub.
+hub: $(ENVIRONMENT)
+	$(PY) tools/build_hub.py
 
 # Pins anew what pyproject.toml asks for. Needs uv.
 lock:

@@ -472,10 +472,11 @@ def looped_config(itemsize: int) -> triton.Config:
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
 
 
-def backward_resources(config: triton.Config, itemsize: int, sums: int = 2) -> Resources:
+def backward_resources(config: triton.Config, itemsize: int, sums: int = 2, added: bool = False) -> Resources:
     """The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
 
-    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once.
+    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once. What is
+    ``added`` to dx is staged for the program's share.
     """
     tile = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
     share, row = tile * config.kwargs["NUM_BLOCKS"], tile * config.kwargs["NUM_BLOCKS"] * config.kwargs["SPLIT"]
@@ -483,13 +484,17 @@ def backward_resources(config: triton.Config, itemsize: int, sums: int = 2) -> R
     stages = config.kwargs["STAGES"] - 1
     return tile_resources(
         triton.Config({}, num_warps=config.num_warps, num_stages=max(stages, 1)),
-        staged=[(4 * row, itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)] if stages else [],
+        staged=[((4 * row + added * share), itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)]
+        if stages
+        else [],
         held=[(sums * share, accumulator), (2 * share, itemsize), (sums * tile, accumulator)],
         scratch_bytes=0 if stages else tile * accumulator,
     )
 
 
-def backward_candidates(n: int, itemsize: int, aligned: bool, sums: int = 2) -> list[triton.Config]:
+def backward_candidates(
+    n: int, itemsize: int, aligned: bool, sums: int = 2, added: bool = False
+) -> list[triton.Config]:
     """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
@@ -510,8 +515,8 @@ def backward_candidates(n: int, itemsize: int, aligned: bool, sums: int = 2) -> 
     elif n <= 6144:
         shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
-        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)]
-        if n <= 16384:
+        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)] if n <= 18432 else []
+        if n <= 24576 - 4096 * sums:
             shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
     configs = [
         triton.Config(
@@ -520,15 +525,16 @@ def backward_candidates(n: int, itemsize: int, aligned: bool, sums: int = 2) -> 
         for rows, block, blocks, split, warps in shapes
         for stages in (3, 2, 1)
     ]
-    return [c for c in configs if fits(backward_resources(c, itemsize, sums), c, runtime.properties())]
+    return [c for c in configs if fits(backward_resources(c, itemsize, sums, added), c, runtime.properties())]
 
 
-def backward_config(n: int, itemsize: int, aligned: bool = True, sums: int = 2) -> triton.Config:
+def backward_config(n: int, itemsize: int, aligned: bool = True, sums: int = 2, added: bool = False) -> triton.Config:
     """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over.
 
-    ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm.
+    ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm. ``added``: whether the gradient of
+    the sum with a residual is added to dx.
     """
-    candidates = backward_candidates(n, itemsize, aligned, sums) if itemsize <= 4 else []
+    candidates = backward_candidates(n, itemsize, aligned, sums, added) if itemsize <= 4 else []
     if candidates:
         return candidates[0]
     # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.

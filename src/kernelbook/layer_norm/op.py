@@ -235,7 +235,7 @@ def _run_backward(
 def _partials_launch(
     n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties, **constants: Any
 ) -> tuple[Launch, Any]:
-    config = kernels.backward_config(n, itemsize, aligned, sums=2 if constants["HAS_MEAN"] else 1)
+    config = kernels.backward_config(n, itemsize, aligned, 2 if constants["HAS_MEAN"] else 1, constants["HAS_DSUM"])
     split = config.kwargs.get("SPLIT")
     kernel = kernels._layer_norm_bwd_partials_kernel if split else kernels._layer_norm_bwd_partials_looped_kernel
     return Launch(kernel, **constants, **config.kwargs, num_warps=config.num_warps), config
