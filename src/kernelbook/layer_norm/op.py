@@ -55,7 +55,9 @@ def layer_norm(
         return _over_several(x, weight, bias, eps, normalized_shape, backward)
     _check(x, weight, bias, eps, backward)
     out_dtype = _out_dtype(x)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    if torch.is_grad_enabled() and (
+        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    ):
         y: torch.Tensor = _layer_norm(x, weight, bias, float(eps), out_dtype, backward)[0]
     else:
         y = _inference(x, weight, bias, float(eps), out_dtype)
@@ -115,14 +117,24 @@ def _out_dtype(x: torch.Tensor) -> torch.dtype:
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
+def _empty(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Half the host's time of new_empty(x.shape).
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 @functools.cache
 def _forward_launch(
-    kernel: Any, looped_kernel: Any, n: int, itemsize: int, eps: float, **constants: Any
+    kernel: Any, looped_kernel: Any, n: int, itemsize: int, eps: float, dtype: torch.dtype, *flags: bool
 ) -> tuple[Launch, int]:
-    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where each program has one that it loops over."""
+    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where each has one that it loops over.
+
+    ``flags``: the kernel's ``HAS_...`` parameters, in order.
+    """
     config = kernels.forward_config(n, itemsize)
     if config is None:
         kernel, config = looped_kernel, kernels.looped_config(itemsize)
+    has = [name for name in kernel.arg_names if name.startswith("HAS_")]
+    constants = {**dict(zip(has, flags, strict=True)), "ACC": launching.tl_accumulator(dtype)}
     launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
     return launch, config.kwargs.get("BLOCK_M", 0)
 
@@ -144,23 +156,25 @@ def _forward(
     x = _rows(x)
     m, n = x.shape
     launch, rows = _forward_launch(
-        kernels._layer_norm_fwd_kernel, kernels._layer_norm_fwd_looped_kernel, int(n), x.element_size(), eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        HAS_STATISTICS=statistics is not None, ACC=launching.tl_accumulator(x.dtype),
+        kernels._layer_norm_fwd_kernel, kernels._layer_norm_fwd_looped_kernel, int(n), x.element_size(), eps, x.dtype,
+        weight is not None, bias is not None, statistics is not None,
     )  # fmt: skip
-    vectors = (*launching.strided(weight, 1, x), *launching.strided(bias, 1, x))
-    given = (x, x.stride(0), *vectors, y, n, x if statistics is None else statistics)
-    if rows:
-        launch((cdiv(m, rows),), *given, m, n)
-    else:
-        launch((m,), *given, m, n)
+    launch(
+        (cdiv(m, rows) if rows else m,),
+        x, x.stride(0),
+        *launching.strided(weight, 1, x), *launching.strided(bias, 1, x),
+        y, n,
+        x if statistics is None else statistics,
+        m, n,
+    )  # fmt: skip
 
 
 def _outputs(
     x: torch.Tensor, weight: Any, bias: Any, eps: float, out_dtype: torch.dtype, backward: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> y like x, and mean and rstd, (2, M)."""
-    statistics = x.new_empty((2, math.prod(x.shape[:-1])), dtype=launching.accumulator(x.dtype))
-    return x.new_empty(x.shape, dtype=out_dtype), statistics
+    shape = (2, math.prod(x.shape[:-1]))
+    return _empty(x, out_dtype), torch.empty(shape, dtype=launching.accumulator(x.dtype), device=x.device)
 
 
 def _run(
@@ -173,7 +187,7 @@ def _run(
 
 _inference = launching.operator(
     "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) -> Tensor",
-    outputs=lambda x, weight, bias, eps, out_dtype: x.new_empty(x.shape, dtype=out_dtype),
+    outputs=lambda x, weight, bias, eps, out_dtype: _empty(x, out_dtype),
     run=lambda y, x, weight, bias, eps, out_dtype: _forward(y, None, x, weight, bias, eps),
     visible=True,
 )
@@ -193,8 +207,9 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dx like x, dweight (N,) or empty, dbias (N,) or empty."""
     n = x.shape[-1]
-    dw, db = (x.new_empty(0 if dtype is None else n, dtype=dtype or x.dtype) for dtype in (dw_dtype, db_dtype))
-    return x.new_empty(x.shape), dw, db
+    dw = torch.empty(0 if dw_dtype is None else n, dtype=dw_dtype or x.dtype, device=x.device)
+    db = torch.empty(0 if db_dtype is None else n, dtype=db_dtype or x.dtype, device=x.device)
+    return _empty(x, x.dtype), dw, db
 
 
 @functools.cache
@@ -256,7 +271,9 @@ def _launch_partials(
     launch, config = _partials_launch(int(n), x.element_size(), aligned, runtime.properties(x.device), **constants)
     programs = kernels.backward_programs(m, config)
     wanted = (constants["WITH_DW"], constants["WITH_DB"])
-    partial_dw, partial_db = (statistics.new_empty((programs, n if want else 0)) for want in wanted)
+    partial_dw, partial_db = (
+        torch.empty((programs, n if want else 0), dtype=statistics.dtype, device=x.device) for want in wanted
+    )
     launch((programs, config.kwargs.get("SPLIT") or 1), *tensors, partial_dw, partial_db, m, n)
     return partial_dw, partial_db
 
@@ -379,8 +396,8 @@ def _rms_forward(
     x = _rows(x)
     m, n = x.shape
     launch, rows = _forward_launch(
-        kernels._rms_norm_fwd_kernel, kernels._rms_norm_fwd_looped_kernel, int(n), x.element_size(), eps, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-        HAS_STATISTICS=rstd is not None, ACC=launching.tl_accumulator(x.dtype),
+        kernels._rms_norm_fwd_kernel, kernels._rms_norm_fwd_looped_kernel, int(n), x.element_size(), eps, x.dtype,
+        residual is not None, weight is not None, rstd is not None,
     )  # fmt: skip
     added = _rows(residual) if residual is not None else x
     given = (
@@ -399,7 +416,7 @@ def _rms_forward(
 
 _rms_inference = launching.operator(
     "rms_norm_inference(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) -> Tensor",
-    outputs=lambda x, weight, eps, out_dtype: x.new_empty(x.shape, dtype=out_dtype),
+    outputs=lambda x, weight, eps, out_dtype: _empty(x, out_dtype),
     run=lambda y, x, weight, eps, out_dtype: _rms_forward(y, None, None, x, None, weight, eps),
     visible=True,
 )
