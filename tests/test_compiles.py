@@ -54,9 +54,15 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     step(64, 40000, dtype)
 x = torch.empty(64, 16384)[:, 3:15363].requires_grad_()  # rows that are not aligned
 kb.layer_norm(x, torch.empty(15360)).backward(torch.empty(64, 15360))
+def rms(n, dtype, **how):
+    x, r, w = (torch.empty(*s, dtype=dtype, requires_grad=True) for s in ((64, n), (64, n), (n,)))
+    y, total = kb.rms_norm(x, w, residual=r)
+    torch.autograd.backward((y, total), (torch.empty_like(x), torch.empty_like(x)))
 for n in WIDTHS:
     step(64, n, torch.bfloat16)
     step(64, n, torch.float32)
+    rms(n, torch.bfloat16)
+rms(40000, torch.float32)
 """,
     "moe_lora": """
 import torch, kernelbook as kb

@@ -119,7 +119,8 @@ def write_reports(path: Path, kernels: Sequence[CompiledKernel]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(REPORT_COLUMNS)
-        writer.writerows(sorted(rows.values(), key=lambda row: (row[1], row[2], row[0])))
+        ordered: list[list[str]] = sorted(rows.values(), key=lambda row: (row[1], row[2], row[0]))
+        writer.writerows(ordered)
 
 
 def compile_calls(
