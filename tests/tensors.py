@@ -38,9 +38,11 @@ def call_with(
 
 
 def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """From here on each buffer that Python code allocates lies between two stretches of memory; returns whether they are
-    as they were, and there are any."""
-    real_empty, guards = torch.empty, []
+    """From here on each buffer that Python code allocates lies between two stretches of memory.
+
+    -> whether there are any, and they are as they were.
+    """
+    real_empty, real_new_empty, guards = torch.empty, torch.Tensor.new_empty, []
 
     def guarded(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         pad = 4096
@@ -51,7 +53,9 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     def empty(*size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return guarded(real_empty(*size, device="meta").shape, dtype, device)
 
-    def new_empty(self: torch.Tensor, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def new_empty(self: torch.Tensor, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        if kwargs:  # the interpreter's own
+            return real_new_empty(self, *size, dtype=dtype, **kwargs)
         return guarded(real_empty(*size, device="meta").shape, dtype or self.dtype, self.device)
 
     monkeypatch.setattr(torch, "empty", empty)

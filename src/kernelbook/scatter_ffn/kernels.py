@@ -667,7 +667,7 @@ PLACE_CONFIG = triton.Config({"BLOCK_N": 4, "BLOCK_K": 1024}, num_warps=4)
 PLACE_VECTOR_CONFIG = triton.Config({"BLOCK_N": 1024, "BLOCK_K": 1}, num_warps=4)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a plan is a key of caches, by which object it is
 class Plan:
     """How a call is computed: which kernels, with which tiles, and into how many shares their sums are split.
 
@@ -681,6 +681,7 @@ class Plan:
     down_split: int
 
 
+@functools.cache
 def has_pdl(properties: runtime.DeviceProperties) -> bool:
     """Whether a kernel can start before the one before it has ended (Hopper and later)."""
     return properties.arch.startswith("sm_") and int(properties.arch[3:].rstrip("a")) >= 90
