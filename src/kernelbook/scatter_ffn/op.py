@@ -137,16 +137,9 @@ def fused_ffn(
 def _dense(
     x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, activation: str
 ) -> torch.Tensor:  # fmt: skip
-    h, gate = F.linear(x, w_up, b_up), None if w_gate is None else F.linear(x, w_gate, b_gate)
-    h = _torch_activation(h, activation) if gate is None else _torch_activation(gate, activation) * h
-    return F.linear(h, w_down.t(), b_down)
-
-
-def _torch_activation(z: torch.Tensor, activation: str) -> torch.Tensor:
-    if activation == "gelu_tanh":
-        return F.gelu(z, approximate="tanh")
-    result: torch.Tensor = getattr(F, activation)(z)
-    return result
+    act = functools.partial(F.gelu, approximate="tanh") if activation == "gelu_tanh" else getattr(F, activation)
+    up = F.linear(x, w_up, b_up)
+    return F.linear(act(up) if w_gate is None else act(F.linear(x, w_gate, b_gate)) * up, w_down.t(), b_down)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -156,7 +149,7 @@ def _torch_activation(z: torch.Tensor, activation: str) -> torch.Tensor:
 def _check_gather(x: Any, weight: Any, rows: Any, activation: str | None, bias: Any) -> None:
     op = "gather_matmul"
     arguments.check_linear(op, x, "weight", weight)
-    _check_vector(op, x, "bias", bias, weight.shape[0])
+    _check_vectors(op, x, bias=(bias, weight.shape[0]))
     if activation is not None:
         arguments.check_choice(op, "activation", activation, ACTIVATIONS)
     arguments.check_indices(op, "rows", rows)
@@ -177,28 +170,27 @@ def _check_ffn(
         arguments.check_tensor(op, "w_gate", w_gate)
         arguments.check_shape(op, "w_gate", w_gate, w_up.shape)
     arguments.check_same_dtype(op, x=x, w_down=w_down, w_gate=w_gate)
-    arguments.check_same_device(op, x=x, w_down=w_down, w_gate=w_gate)
-    _check_vector(op, x, "b_up", b_up, n)
-    _check_vector(op, x, "b_gate", b_gate, n)
-    _check_vector(op, x, "b_down", b_down, w_down.shape[1])
+    _check_vectors(op, x, b_up=(b_up, n), b_gate=(b_gate, n), b_down=(b_down, w_down.shape[1]))
     if b_gate is not None and w_gate is None:
         raise ValueError(f"{op}: b_gate must be None where w_gate is None, got a tensor")
     arguments.check_choice(op, "activation", activation, ACTIVATIONS)
     if neurons is not None:
         arguments.check_indices(op, "neurons", neurons)
-        arguments.check_same_device(op, x=x, neurons=neurons)
+    arguments.check_same_device(op, x=x, w_down=w_down, w_gate=w_gate, neurons=neurons)
 
 
-def _check_vector(op: str, x: torch.Tensor, name: str, value: torch.Tensor | None, size: int) -> None:
-    if value is not None:
-        arguments.check_tensor(op, name, value)
-        arguments.check_shape(op, name, value, (size,))
-        arguments.check_same_dtype(op, x=x, **{name: value})
-        arguments.check_same_device(op, x=x, **{name: value})
+def _check_vectors(op: str, x: torch.Tensor, **vectors: tuple[Any, int]) -> None:
+    for name, (value, size) in vectors.items():
+        if value is not None:
+            arguments.check_tensor(op, name, value)
+            arguments.check_shape(op, name, value, (size,))
+            arguments.check_same_dtype(op, x=x, **{name: value})
+            arguments.check_same_device(op, x=x, **{name: value})
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
-# A whole call can be over in ten microseconds, so what the host does here counts.
+# A whole call can be over in ten microseconds, so what the host does here counts. What PyTorch computes goes to ``out=``,
+# which autocast leaves alone.
 
 _launch = functools.cache(Launch)
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in arguments.FLOATING}
@@ -219,9 +211,8 @@ def _up_launch(
     if plan.strategy == "vector":
         if not wide:
             blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
-        return _launch(kernels._gather_matmul_fwd_vector_kernel, **constants, **blocks), (
-            cdiv(columns, blocks["BLOCK_L"]),
-        )
+        launch = _launch(kernels._gather_matmul_fwd_vector_kernel, **constants, **blocks)
+        return launch, (cdiv(columns, blocks["BLOCK_L"]),)
     constants |= {"PRECISION": PRECISION, "SPLIT": plan.up_split > 1}
     tiles = cdiv(m, blocks["BLOCK_M"]) * cdiv(columns, blocks["BLOCK_L"])
     return _launch(kernels._gather_matmul_fwd_tiles_kernel, **constants, **blocks), (tiles, plan.up_split)
@@ -356,7 +347,6 @@ def _place(rows: torch.Tensor, n: int, pairs: Sequence[tuple[torch.Tensor, torch
 
 
 def _product(y: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
-    # What is written to out= is left alone by autocast.
     torch.mm(x, packed, out=y) if bias is None else torch.addmm(bias, x, packed, out=y)
 
 

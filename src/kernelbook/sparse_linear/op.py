@@ -578,8 +578,7 @@ def _run_packed(
     elif dw is not None:
         product = torch.mm(packed_dy.t(), x, out=x.new_empty((chunks.active, x.shape[1])))
         _place(chunks, ids, product[None], dw, sums, db)
-        db = None
-    if db is not None:
+    if db is not None and (dw is None or chunks.dw_compact):
         _place(chunks, ids, None, None, sums, db, compact=chunks.dw_compact)
 
 
