@@ -21,13 +21,9 @@ PRECISION = "ieee"  # of float32 in tiles, which only tests multiply so: it is l
 
 
 def gather_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    activation: str | None = None,
+    x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, *, activation: str | None = None,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """``act(x weight[rows]^T + bias[rows])`` without copying the rows together; differentiable.
 
     Args:
@@ -54,18 +50,10 @@ def gather_matmul(
 
 
 def scatter_ffn(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    neurons: torch.Tensor | None,
-    *,
-    w_gate: torch.Tensor | None = None,
-    activation: str = "relu",
-    deterministic: bool = False,
-    b_up: torch.Tensor | None = None,
-    b_gate: torch.Tensor | None = None,
-    b_down: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor | None, *,
+    w_gate: torch.Tensor | None = None, activation: str = "relu", deterministic: bool = False,
+    b_up: torch.Tensor | None = None, b_gate: torch.Tensor | None = None, b_down: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """A feed-forward block of which only the listed neurons are computed; differentiable.
 
     ``h = act(x w_up[neurons]^T + b_up[neurons])``, or with a gate
@@ -108,15 +96,9 @@ def scatter_ffn(
 
 
 def fused_ffn(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    neurons: torch.Tensor,
-    *,
-    activation: str = "relu",
-    block_l: int = 32,
-    add: bool = True,
-) -> torch.Tensor:
+    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor, *, activation: str = "relu",
+    block_l: int = 32, add: bool = True,
+) -> torch.Tensor:  # fmt: skip
     """What :func:`scatter_ffn` computes, in one kernel that adds into its result atomically: for comparison.
 
     Its sums depend on the order in which programs come, so its bits do. It needs zeros to begin with and one more pass that
@@ -149,11 +131,12 @@ def _dense(
 def _check_gather(x: Any, weight: Any, rows: Any, activation: str | None, bias: Any) -> None:
     op = "gather_matmul"
     arguments.check_linear(op, x, "weight", weight)
-    _check_vectors(op, x, bias=(bias, weight.shape[0]))
+    _check_vectors(op, bias=(bias, weight.shape[0]))
     if activation is not None:
         arguments.check_choice(op, "activation", activation, ACTIVATIONS)
     arguments.check_indices(op, "rows", rows)
-    arguments.check_same_device(op, x=x, rows=rows)
+    arguments.check_same_dtype(op, x=x, bias=bias)
+    arguments.check_same_device(op, x=x, bias=bias, rows=rows)
 
 
 @arguments.once
@@ -169,23 +152,22 @@ def _check_ffn(
     if w_gate is not None:
         arguments.check_tensor(op, "w_gate", w_gate)
         arguments.check_shape(op, "w_gate", w_gate, w_up.shape)
-    arguments.check_same_dtype(op, x=x, w_down=w_down, w_gate=w_gate)
-    _check_vectors(op, x, b_up=(b_up, n), b_gate=(b_gate, n), b_down=(b_down, w_down.shape[1]))
+    _check_vectors(op, b_up=(b_up, n), b_gate=(b_gate, n), b_down=(b_down, w_down.shape[1]))
     if b_gate is not None and w_gate is None:
         raise ValueError(f"{op}: b_gate must be None where w_gate is None, got a tensor")
     arguments.check_choice(op, "activation", activation, ACTIVATIONS)
     if neurons is not None:
         arguments.check_indices(op, "neurons", neurons)
-    arguments.check_same_device(op, x=x, w_down=w_down, w_gate=w_gate, neurons=neurons)
+    floating = {"x": x, "w_down": w_down, "w_gate": w_gate, "b_up": b_up, "b_gate": b_gate, "b_down": b_down}
+    arguments.check_same_dtype(op, **floating)
+    arguments.check_same_device(op, **floating, neurons=neurons)
 
 
-def _check_vectors(op: str, x: torch.Tensor, **vectors: tuple[Any, int]) -> None:
+def _check_vectors(op: str, **vectors: tuple[Any, int]) -> None:
     for name, (value, size) in vectors.items():
         if value is not None:
             arguments.check_tensor(op, name, value)
             arguments.check_shape(op, name, value, (size,))
-            arguments.check_same_dtype(op, x=x, **{name: value})
-            arguments.check_same_device(op, x=x, **{name: value})
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
@@ -401,7 +383,15 @@ def _padded(count: int) -> int:
 
 def _empty(x: torch.Tensor, shapes: Sequence[Sequence[int]], needs: Sequence[bool]) -> tuple[torch.Tensor, ...]:
     """For each shape a tensor as ``x``; empty where none is needed."""
-    return tuple(x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))
+    return tuple(x.new_empty(tuple(shape) if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))
+
+
+def _autograd(backward: Any, number: int, ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the first ``number`` arguments, by the operator ``backward``."""
+    needs = list(ctx.needs_input_grad)
+    grads = backward(dy, *ctx.saved_tensors, ctx.activation, needs[:number])
+    wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=False))
+    return *wanted, *(None for _ in needs[number:])
 
 
 def _run_gather(
@@ -452,18 +442,12 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     ctx.save_for_backward(*tensors)
 
 
-def _gather_autograd(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    grads = _gather_backward(dout, *ctx.saved_tensors, ctx.activation, needs)
-    return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None, None
-
-
 _gather = launching.operator(
     "gather_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor rows, str activation) -> Tensor",
     outputs=lambda x, weight, bias, rows, activation: x.new_empty((*x.shape[:-1], rows.shape[0])),
     run=_run_gather,
     setup_context=_setup_gather,
-    backward=_gather_autograd,
+    backward=functools.partial(_autograd, _gather_backward, 3),
 )
 
 
@@ -542,19 +526,13 @@ def _setup_ffn(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*tensors, neurons)
 
 
-def _ffn_autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:7])
-    grads = _ffn_backward(dy, *ctx.saved_tensors, ctx.activation, needs)
-    return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None, None, None
-
-
 _ffn = launching.operator(
     "scatter_ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
     "Tensor neurons, str activation, bool deterministic) -> Tensor",
     outputs=lambda x, w_up, w_down, *_: x.new_empty((*x.shape[:-1], w_down.shape[1])),
     run=_run_ffn,
     setup_context=_setup_ffn,
-    backward=_ffn_autograd,
+    backward=functools.partial(_autograd, _ffn_backward, 7),
 )
 
 

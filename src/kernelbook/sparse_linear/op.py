@@ -26,14 +26,9 @@ PRECISION = "ieee"  # of float32, which only the interpreter multiplies here: on
 
 
 def sparse_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    active_chunks: torch.Tensor | None = None,
-    *,
-    chunk_size: int = 64,
-    mode: str = "sparse_dw",
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, active_chunks: torch.Tensor | None = None,
+    *, chunk_size: int = 64, mode: str = "sparse_dw",
+) -> torch.Tensor:  # fmt: skip
     """``x W^T + b``, as ``torch.nn.functional.linear``, with gradients for the active chunks of output features only.
 
     Feature ``n`` belongs to chunk ``n // chunk_size``. The forward pass is dense. In the backward pass the rows of dW and
@@ -67,14 +62,9 @@ def sparse_linear(
 
 
 def sparse_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    active_chunks: torch.Tensor,
-    *,
-    chunk_size: int = 64,
-    compact: bool = False,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, active_chunks: torch.Tensor, *,
+    chunk_size: int = 64, compact: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """The active columns of ``x W^T + b``; differentiable.
 
     Args:
@@ -94,14 +84,9 @@ def sparse_forward(
 
 
 def sparse_dw(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    active_chunks: torch.Tensor,
-    *,
-    chunk_size: int = 64,
-    compact: bool = False,
+    x: torch.Tensor, dy: torch.Tensor, active_chunks: torch.Tensor, *, chunk_size: int = 64, compact: bool = False,
     with_bias: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The gradients of weight and bias in the active chunks, both from one pass over ``dy``; differentiable.
 
     Args:
@@ -144,14 +129,9 @@ def sparse_dx(
 
 
 def sparse_backward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dy: torch.Tensor,
-    active_chunks: torch.Tensor,
-    *,
-    chunk_size: int = 64,
+    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, active_chunks: torch.Tensor, *, chunk_size: int = 64,
     compact: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The whole backward pass of mode ``"sparse_dw_dx"`` in one call (and for 16-bit dtypes one launch).
 
     Args:
@@ -222,7 +202,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, ...]:
     """-> dx, dw, db; empty where not needed."""
     shapes = zip((dx_shape, (rows, d_in), (rows,)), needs, strict=True)
-    return tuple(dy.new_empty(shape if needed else (0,)) for shape, needed in shapes)
+    return tuple(dy.new_empty(tuple(shape) if needed else (0,)) for shape, needed in shapes)
 
 
 def _run_linear_backward(
