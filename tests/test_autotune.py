@@ -77,7 +77,7 @@ for loads, r, d, k, warps, stages in SPREAD:
     plan = kernels.Plan(config, 1, loads == "descriptors")
     d_in = 4095 if loads == "unaligned" else 4096
     x, w, dy = (torch.empty(s, dtype=torch.bfloat16) for s in ((64, d_in), (16384, d_in), (64, 16384)))
-    with mock.patch.multiple(kernels, forward_tiles=lambda *_: config, plan_backward=lambda *_: plan):
+    with mock.patch.multiple(kernels, plan_forward=lambda *_: plan, plan_backward=lambda *_: plan):
         if loads in ("dX", "descriptors"):
             kb.sparse_dx(dy, w, ids)
         else:
@@ -230,7 +230,7 @@ def test_occupancy_is_what_the_driver_says() -> None:
         if loads == "pointers":
             blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
             config = triton.Config(blocks, num_warps=warps, num_stages=stages)
-            with mock.patch.object(kernels, "forward_tiles", lambda *_, c=config: c):
+            with mock.patch.object(kernels, "plan_forward", lambda *_, c=config: kernels.Plan(c)):
                 kb.sparse_forward(x, w, None, ids, compact=True)
     compiled = [
         kernel
