@@ -1,6 +1,7 @@
 """The public function, its custom operators, and the launches."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.attention import kernels
+from kernelbook.attention import kernels, kernels_decode
 from kernelbook.launching import accumulator, box, cdiv, has_aligned_rows, tl_accumulator
 
 # isort: split
@@ -27,6 +28,8 @@ except ImportError:
 __all__ = ["flash_attention"]
 
 MAX_D = 256
+TICKETS = 2**18  # counters for calls in captured graphs
+_tickets_of: dict[tuple[torch.device, int], torch.Tensor] = {}
 LOG2_E = math.log2(math.e)
 # Kernels take the scale in base 2, in float32. What is smaller is zero.
 MAX_SCALE, MIN_SCALE = torch.finfo(torch.float32).max / LOG2_E, torch.finfo(torch.float32).tiny
@@ -275,12 +278,83 @@ def _launch_forward_hopper(
     )  # fmt: skip
 
 
+@functools.cache
+def _spare_tickets(device: torch.device) -> list[torch.Tensor]:
+    return [torch.zeros(TICKETS, dtype=torch.int32, device=device)]
+
+
+def _tickets(device: torch.device, count: int) -> torch.Tensor:
+    """``count`` counters that are zero, as every kernel leaves them, and that no other stream uses.
+
+    A captured graph may run beside anything else, so each call in it gets counters of its own. They come from memory that
+    was zeroed before; where that is used up, zeroing them becomes part of the graph.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if not capturing and key in _tickets_of and _tickets_of[key].numel() >= count:
+        return _tickets_of[key]
+    if capturing and not _spare_tickets.cache_info().currsize:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    spare = _spare_tickets(device)
+    if capturing:
+        if spare[0].numel() < count:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        found, spare[0] = spare[0][:count], spare[0][count:]
+        return found
+    _tickets_of[key] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
+    return _tickets_of[key]
+
+
+def _launch_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale2: float,
+    lengths: torch.Tensor | None = None,
+    window: int | None = None,
+    table: torch.Tensor | None = None,
+) -> None:
+    b, h, n, d = q.shape
+    h_kv, page = k.shape[1], 0 if table is None else k.shape[2]
+    group, s = h // h_kv, k.shape[2] if table is None else page * table.shape[1]
+    properties = runtime.properties(q.device)
+    plan = kernels_decode.plan(b * h_kv, group * n, s, d, q.element_size(), properties, page)
+    partial, tickets = lse, lse
+    if plan.splits > 1:
+        partial = torch.empty(plan.programs * plan.rows * (d + 1), dtype=lse.dtype, device=q.device)
+        tickets = _tickets(q.device, plan.tiles)
+    config = plan.config
+    with runtime.on_device_of(q):
+        kernels_decode._flash_attention_decode_kernel[(plan.programs,)](
+            q, *q.stride(),
+            k, *k.stride(),
+            v, *v.stride(),
+            o, *o.stride(),
+            lse,
+            *launching.strided(lengths, 1, lse),
+            *launching.strided(table, 2, lse),
+            partial, tickets,
+            h, n, s, k.shape[0], plan.splits, window or 0,
+            scale2,
+            D=d, GROUP=group, CAUSAL=causal and n > 1, LENGTHS=lengths is not None, WINDOW=window is not None, PAGE=page,
+            ACC=tl_accumulator(q.dtype), PRECISION=_precision(q.dtype, properties),
+            **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+
 def _launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool, scale2: float
 ) -> None:
     b, h, n, d = q.shape
     s = k.shape[2]
     properties = runtime.properties(q.device)
+    if n <= kernels_decode.MAX_QUERIES:
+        return _launch_decode(q, k, v, o, lse, causal, scale2)
     boxes = _in_boxes(q, k, v)
     if HAS_GLUON and boxes and _in_boxes(o):
         hopper = kernels_hopper.forward_config(d, q.element_size(), s, causal, properties)
