@@ -313,23 +313,20 @@ class Plan:
 def _tiles(rows: int, d: int, itemsize: int, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
     """-> the tiles, and how many programs a multiprocessor holds.
 
-    What counts is how many bytes are under way: two programs of 96 KB on a Hopper multiprocessor.
+    What counts is how many bytes are under way: two programs of about 100 KB on a Hopper multiprocessor.
     """
     width = block_d(d)
-    block_m = min(max(16, triton.next_power_of_2(rows)), 64 if itemsize > 2 or width > 128 else 128)
+    # float32 takes each operand into registers three times over.
+    block_m = min(max(16, triton.next_power_of_2(rows)), 16 if itemsize > 2 else 64 if width > 128 else 128)
     # A tile of keys has 16 KB: wide enough for all threads, small enough for three or four under way.
-    block_n = max(16, min(128, 16384 // (width * itemsize), 16384 // (2 * width) if itemsize > 2 else 128))
-    if itemsize > 2:
-        block_n = min(block_n, 32)
-    warps = 8 if block_m == 128 else 4
-    stage = 2 * block_n * width * itemsize
-    stages = 4
-    spare = block_m * (width + block_n) * itemsize  # queries and probabilities on their way to the tensor cores
-    while stages > 2 and stages * stage + spare > properties.shared_memory_per_program:
+    block_n = max(16, min(16384 // (width * itemsize), 128 if itemsize == 2 else 32))
+    wide = block_m >= 64  # wgmma where there is one: it reads a tile in shared memory, mma.sync from registers
+    stage, queries = 2 * block_n * width * itemsize, block_m * width * itemsize
+    stages = 3 if wide else 4
+    while stages > 2 and stages * stage + queries > properties.shared_memory_per_program:
         stages -= 1
-    # mma.sync (tiles of fewer than 64 rows) has its operands in registers when the next copy starts.
-    buffers = stages - (block_m < 64)
-    per_sm = max(1, min(2, properties.shared_memory_per_sm // (buffers * stage + spare)))
+    per_sm = max(1, min(2, properties.shared_memory_per_sm // ((stages - (not wide)) * stage + queries + 2048)))
+    warps = 8 if block_m * width * (itemsize // 2) ** 2 > 8192 else 4
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": width, "STAGES": stages}
     return triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm
 
