@@ -79,7 +79,7 @@ def flash_attention_reference(
     at position i sees keys i - window < j <= i.
     """
     seen = _seen(q.shape[2], k.shape[2], causal, lengths, window, q.device)
-    k, v = _wide(q, k, v, seen) if lengths is not None else _wide(q, k, v, torch.ones_like(seen))
+    k, v = _wide(q, k, v, seen)
     return _probabilities(q, k, seen, scale) @ v
 
 
