@@ -105,7 +105,7 @@ def _decode_steps(
 def _store_output(
     o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr,
     acc, lse, b, h_kv, first_row, H, N,
-    D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Rows of a group from ``first_row`` on: row r is query r % N of the group's head r // N."""
     offs_r = first_row + tl.arange(0, ROWS)
@@ -113,8 +113,9 @@ def _store_output(
     exists = offs_r < GROUP * N
     h = h_kv * GROUP + offs_r // N
     n = offs_r % N
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    tl.store(lse_ptr + (b.to(tl.int64) * H + h) * N + n, lse, mask=exists)
+    if LSE:
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        tl.store(lse_ptr + (b.to(tl.int64) * H + h) * N + n, lse, mask=exists)
     ptrs = (o_ptr + b.to(tl.int64) * stride_ob) + h.to(tl.int64)[:, None] * stride_oh
     ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d.to(tl.int64)[None, :] * stride_od
     tl.store(ptrs, acc.to(o_ptr.dtype.element_ty), mask=exists[:, None] & (offs_d < D)[None, :])
@@ -162,7 +163,7 @@ def _flash_attention_decode_kernel(
     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys; (P, H / GROUP, PAGE, D) if PAGE
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # the same of values
     o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
-    lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen
+    lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen; if LSE
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
     table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
     partial_ptr,  # (tiles, splits, ROWS, D) and then (tiles, splits, ROWS), contiguous, if SPLIT
@@ -170,7 +171,7 @@ def _flash_attention_decode_kernel(
     H, N, S, P, splits, window,
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
-    PAGE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -232,7 +233,7 @@ def _flash_attention_decode_kernel(
         if used == 1:
             _store_output(
                 o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, acc, lse, b, h_kv, first_row, H, N,
-                D, GROUP, BLOCK_M, BLOCK_D,
+                D, GROUP, LSE, BLOCK_M, BLOCK_D,
             )  # fmt: skip
         elif SPLIT:
             partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * (ROWS * D)
@@ -252,7 +253,7 @@ def _flash_attention_decode_kernel(
                 merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, ACC, D, ROWS, BLOCK_D, MERGED)
                 _store_output(
                     o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, merged, merged_lse,
-                    b, h_kv, first_row, H, N, D, GROUP, ROWS, BLOCK_D,
+                    b, h_kv, first_row, H, N, D, GROUP, LSE, ROWS, BLOCK_D,
                 )  # fmt: skip
 
 
