@@ -248,8 +248,8 @@ SPILLS_ALLOWED = {
 
 
 def _kernels(room: str, target: str) -> set[str]:
-    """The names of the kernels that a room has for a GPU, by reading its kernels.py (and kernels_hopper.py)."""
-    names = {"kernels.py", "kernels_hopper.py"} if target == "sm_90" else {"kernels.py"}
+    """The names of the kernels that a room has for a GPU, by reading its kernels.py (and kernels_*.py)."""
+    names = {"kernels.py", "kernels_decode.py"} | ({"kernels_hopper.py"} if target == "sm_90" else set())
     trees = [ast.parse(path.read_text()) for path in (SRC / room).glob("kernels*.py") if path.name in names]
     nodes = [node for tree in trees for node in tree.body]
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")}
