@@ -175,7 +175,9 @@ def test_lengths_and_windows(
     """In small tiles, so that each kind of loop runs; fewer and more queries than keys; NaN where there is no key."""
     if not causal and window is not None:
         return
-    monkeypatch.setattr(kernels, "config", lambda kernel, d, *_: _tiles(16, 32, d) if kernel != "dkdv" else _tiles(32, 16, d))
+    monkeypatch.setattr(
+        kernels, "config", lambda kernel, d, *_: _tiles(16, 32, d) if kernel != "dkdv" else _tiles(32, 16, d)
+    )
     monkeypatch.setattr(op, "HAS_GLUON", False)
     for n in (20, 90):
         q, k, v = _qkv(2, 2, 1, n, 70, 16, dtype=torch.float16)
@@ -217,10 +219,14 @@ def test_lengths_out_of_range() -> None:
     q, k, v = _qkv(2, 2, 1, 20, 30, 16)
     lengths = torch.tensor([-5, 31], device=runtime.DEVICE)
     if runtime.DEVICE.type == "cpu":
-        with pytest.raises(ValueError, match=r"flash_attention: lengths must lie in \[0, 31\), got entries from -5 to 31"):
+        with pytest.raises(
+            ValueError, match=r"flash_attention: lengths must lie in \[0, 31\), got entries from -5 to 31"
+        ):
             kb.flash_attention(q, k, v, lengths=lengths)
         return
-    assert torch.equal(kb.flash_attention(q, k, v, lengths=lengths), kb.flash_attention(q, k, v, lengths=lengths.clamp(0, 30)))
+    assert torch.equal(
+        kb.flash_attention(q, k, v, lengths=lengths), kb.flash_attention(q, k, v, lengths=lengths.clamp(0, 30))
+    )
 
 
 # --- what a query sees ----------------------------------------------------------------------------------------------
@@ -530,7 +536,11 @@ BAD = {
         ValueError,
         "flash_attention: window must be at least 1 and come with causal=True, got 3 and causal=False; .* FlexAttention",
     ),
-    "window of nothing": (_bad(window=0, causal=True), ValueError, "flash_attention: window must be at least 1 .* got 0"),
+    "window of nothing": (
+        _bad(window=0, causal=True),
+        ValueError,
+        "flash_attention: window must be at least 1 .* got 0",
+    ),
     "window is a mask": (
         _bad(window=lambda: randn(5, 6), causal=True),
         TypeError,

@@ -12,9 +12,6 @@ from kernelbook import arguments, launching, runtime  # before Triton, which it 
 from kernelbook.attention import kernels, kernels_decode
 from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, tl_accumulator
 
-# isort: split
-import triton
-
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -310,7 +307,9 @@ def plain_kernels() -> Iterator[None]:
 @functools.cache
 def _launch(kernel: str, **constants: Any) -> Launch:
     """The launches of all plans that differ in nothing that is compiled."""
-    return Launch(getattr(kernels_hopper if "hopper" in kernel else kernels, f"_flash_attention_{kernel}_kernel"), **constants)
+    return Launch(
+        getattr(kernels_hopper if "hopper" in kernel else kernels, f"_flash_attention_{kernel}_kernel"), **constants
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -466,9 +465,7 @@ def _delta_launch(d: int, dtype: torch.dtype, padded: bool) -> Launch:
     return _launch("bwd_delta", D=d, ACC=tl_accumulator(dtype), PADDED=padded, **constants)
 
 
-def _delta(
-    o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta(o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
     """-> lse and rowsum(o * do), both (B, H, N rounded up to a multiple)."""
     b, h, n, d = o.shape
     n_padded = cdiv(n, multiple) * multiple

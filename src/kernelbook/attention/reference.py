@@ -52,9 +52,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: 
     return scores.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~seen, 0.0)
 
 
-def _wide(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v once for each query head, zeros where no query looks: what lies there, NaN say, has no effect."""
     group = q.shape[1] // max(k.shape[1], 1)
     unused = ~seen.any(-2)[..., None]
