@@ -135,7 +135,7 @@ def append_to_pages(
         ValueError: a shape or a device is not as above.
     """
     _check_append(k, v, k_pages, v_pages, block_table, lengths)
-    tensors = (k, v, k_pages, v_pages)
+    tensors: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages)
     if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
         tensors = tuple(t.view(torch.int16) for t in tensors)
     _append(*tensors, block_table, lengths)
