@@ -12,6 +12,7 @@ and when that costs a host synchronisation.
 import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -450,6 +451,23 @@ class NF4Parametrization(torch.nn.Module):
         return f"{self.shape}, {self.code_name}, block_size={self.block_size}"
 
 
+class _Stack(parametrize.ParametrizationList):
+    """A 4-bit weight's parametrizations: :class:`NF4Parametrization`, and what others put on it for a while."""
+
+    def append(self, module: torch.nn.Module) -> "_Stack":
+        # PEFT 0.21 puts a LoRA pair on a weight as one class and, where the weight has parametrizations of its own, takes
+        # off another: the pair would stay, and be added once more in each forward pass. So it comes as that other one.
+        peft: Any = sys.modules.get("peft.tuners.lora.layer")
+        kind, removed = (getattr(peft, name, None) for name in ("_LoraFactorsProxy", "_LoraParameterProxy"))
+        if kind is not None and removed is not None and type(module) is kind and not issubclass(kind, removed):
+            pair, module = module, removed(None)
+            module.forward = pair.forward  # type: ignore[method-assign]
+        super().append(module)
+        # Under parametrize.cached(), PEFT's way, torch's own checks have just read the weight as it was before.
+        parametrize._cache.clear()
+        return self
+
+
 def quantize_parameter(
     module: torch.nn.Module, name: str, *, block_size: int = 64, double_quant: bool = False
 ) -> NF4Tensor:
@@ -470,6 +488,7 @@ def quantize_parameter(
     q = nf4_quantize(parameter.detach(), block_size=block_size, double_quant=double_quant)
     setattr(module, name, torch.nn.Parameter(q.packed, requires_grad=False))
     parametrize.register_parametrization(module, name, NF4Parametrization(q), unsafe=True)
+    module.parametrizations[name].__class__ = _Stack  # type: ignore[index]
     return q
 
 
