@@ -55,8 +55,9 @@ class SparseLinear(torch.nn.Linear):
         mode: ``"sparse_dw"`` (sparse gradients of weight and bias), ``"sparse_dw_dx"`` (of the input too) or ``"dense"``.
         compact_gradient: the gradients of weight and bias are ``torch.sparse_coo`` tensors of the active rows only, as those
             of ``torch.nn.Embedding(sparse=True)``; the last chunk must then be a full one. See
-            :class:`kernelbook.train.ChunkAdamW` for an optimizer. PyTorch's AdamW, ``clip_grad_norm_`` and
-            ``DistributedDataParallel`` raise with such gradients: for them leave it ``False``.
+            :class:`kernelbook.train.ChunkAdamW` for an optimizer. PyTorch's AdamW, ``clip_grad_norm_``,
+            ``DistributedDataParallel``, FSDP2 and ``torch.compile(fullgraph=True)`` raise with such gradients: for them
+            leave it ``False``.
 
     Raises:
         ValueError: ``chunk_size`` or ``mode`` is not as above, or ``compact_gradient`` is set and ``chunk_size`` does not
@@ -95,8 +96,15 @@ class SparseLinear(torch.nn.Linear):
         return -(-self.out_features // self.chunk_size)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features)."""
+        """(..., in_features) -> (..., out_features).
+
+        Raises ``NotImplementedError`` for compact gradients under FSDP.
+        """
         if self.compact_gradient and self.active_chunks is not None and self.mode != "dense":
+            if getattr(self, "_is_fsdp_managed_module", False):  # FSDP's own mark
+                raise NotImplementedError(
+                    "SparseLinear: compact_gradient must be False under FSDP, which reduces dense gradients only, got True"
+                )
             return compact_sparse_linear(
                 input, self.weight, self.bias, self.active_chunks, chunk_size=self.chunk_size, mode=self.mode
             )

@@ -161,6 +161,7 @@ class TrainConfig:
             chunk_size=self.chunk_size,
             sparse_layers=self.sparse_layers,
             attention=self.attention,
+            compact_gradient=True,
         )
 
 
