@@ -247,7 +247,8 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     With PEFT, call it **after** ``get_peft_model``: around quantized parameters PEFT nests its wrappers in another order,
     and an adapter that is saved so can be loaded only into a model that was quantized first as well.
     ``state_dict()`` holds the packed bytes and the scales, and loads into a model that was quantized in the same way;
-    ``from_pretrained`` does not know them: save the adapters (PEFT does), and quantize the dense model anew.
+    ``from_pretrained`` does not know them and would draw the experts at random, so ``model.save_pretrained`` is refused from
+    here on: save the adapters (PEFT does), and quantize the dense model anew.
     Every implementation of the experts goes on working; all but ``"kernelbook"`` make all experts dense in each forward
     pass and keep them for the backward pass.
 
@@ -266,7 +267,17 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
             saved += (
                 before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
             )
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if hasattr(base, "save_pretrained"):
+        base.save_pretrained = _refuse_to_save
     return saved
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "save_pretrained: the model must have dense experts, but quantize_experts has packed them, and from_pretrained "
+        "would draw them at random. Save the adapters (the PeftModel's save_pretrained) or model.state_dict()"
+    )
 
 
 # --- profiling ------------------------------------------------------------------------------------------------------

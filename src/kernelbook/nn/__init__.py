@@ -3,8 +3,8 @@
 from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.nn.ffn import SparseFFN
 from kernelbook.nn.gpt import GPT, GPTConfig
-from kernelbook.nn.layers import LayerNorm, SparseLinear
-from kernelbook.nn.moe import Float8Tensor, GatedExperts, LoRAPair, MoELayer, gated_experts
+from kernelbook.nn.layers import LayerNorm, NF4Linear, SparseLinear
+from kernelbook.nn.moe import Float8Tensor, GatedExperts, LoRAPair, MoELayer, gated_experts, load_balancing_loss
 
 __all__ = [
     "GPT",
@@ -14,8 +14,10 @@ __all__ = [
     "LayerNorm",
     "LoRAPair",
     "MoELayer",
+    "NF4Linear",
     "SparseFFN",
     "SparseLinear",
     "compact_sparse_linear",
     "gated_experts",
+    "load_balancing_loss",
 ]
