@@ -15,6 +15,7 @@ experts are used as they are, see :mod:`kernelbook.interop.peft`.
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,10 +291,11 @@ class ProfileCallback(transformers.TrainerCallback):
 
         trainer = Trainer(..., callbacks=[ProfileCallback("profile", first=10, last=12)])
 
-    A step is an optimizer step, gradient accumulation included; steps count from 1 as the Trainer's do.
+    A step is an optimizer step, gradient accumulation included; steps count from 1 as the Trainer's do, also where it
+    resumes. One callback records once: another ``train()`` wants another one, with a folder of its own.
 
     Args:
-        out: the folder for ``trace.json``, ``memory.pickle`` and ``kernels.txt``.
+        out: the folder for ``trace.json``, ``memory.pickle`` and ``kernels.txt``; ``out/rank<i>`` with several processes.
         first, last: the first and the last step that is recorded.
         top: how many kernels the table has.
     """
@@ -305,6 +307,14 @@ class ProfileCallback(transformers.TrainerCallback):
     def report(self) -> "profiling.Report | None":
         """What was recorded, once the last step is over."""
         return self.profiler.report
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.report is not None:
+            warnings.warn(
+                f"ProfileCallback: {self.profiler.out} holds what an earlier train() recorded, and this one is not recorded; "
+                f"give it a callback of its own",
+                stacklevel=2,
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.profiler.begin(state.global_step + 1)

@@ -280,11 +280,11 @@ def _compare(block: torch.nn.Module, activation: str, *, replace: bool) -> float
         module.register_forward_hook(lambda module, args, out: last.update({module: out}))
     try:
         theirs = twin(x[None].clone())
-    except Exception as error:  # whatever a block raises that wants other inputs
+    except Exception as raised:  # whatever a block raises that wants other inputs
         raise ValueError(
             f"{op}: block must map (..., {x.shape[1]}) to (..., {w_down.shape[0]}), and {type(block).__name__} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+            f"{type(raised).__name__}: {raised}"
+        ) from raised
     error = float("inf")
     if isinstance(theirs, torch.Tensor) and theirs.shape == (1, *ours.shape):
         size = ours.norm(dim=1)

@@ -447,7 +447,8 @@ class NF4Parametrization(torch.nn.Module):
         return nf4_dequantize(self.tensor(packed), dtype=dtype).to(self.dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "NF4Parametrization":
-        self.dtype = fn(torch.empty(1, dtype=self.dtype, device=self.code.device)).dtype
+        where: Any = self.code.device
+        self.dtype = fn(torch.empty(1, dtype=self.dtype, device=where)).dtype
 
         def keep_dtype(t: torch.Tensor) -> torch.Tensor:
             # Conversions change floating-point tensors only; as integers these pass unchanged.
