@@ -160,6 +160,7 @@ class TrainConfig:
             chunk_size=self.chunk_size,
             sparse_layers=self.sparse_layers,
             attention=self.attention,
+            compact_gradient=True,
         )
 
 
