@@ -7,6 +7,8 @@ first that fails ends all. It runs on GPUs over NCCL where there are any.
 import copy
 import dataclasses
 import faulthandler
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +33,7 @@ from kernelbook.distributed import ExpertParallel, by_expert, fully_shard, keep_
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.bench_moe_block import block_reference
 from kernelbook.nn.moe import LoRAPair, quantize_parameter
-from kernelbook.train import CONFIGS, Trainer
+from kernelbook.train import CONFIGS, Trainer, parallel
 from kernelbook.train.parallel import ParallelTrainer
 
 DEVICE = runtime.DEVICE
@@ -208,7 +210,7 @@ def active_rows(folder: Path) -> None:
         torch.manual_seed(rank)
         model = _Sparse(compact, features).to(DEVICE)
         reduction = reduce_active_rows(model)
-        parallel = DistributedDataParallel(model)
+        wrapped = DistributedDataParallel(model)
         reference = copy.deepcopy(model)
         ids = torch.tensor([3, 0], device=DEVICE)
         for layer in (model.sparse, reference.sparse):
@@ -219,7 +221,7 @@ def active_rows(folder: Path) -> None:
             for hook in list(getattr(p, "_post_accumulate_grad_hooks", None) or ()):
                 p._post_accumulate_grad_hooks.pop(hook)
         for step in (1, 2):  # the second adds to the first, as in gradient accumulation
-            parallel(xs[rank] * step).square().sum().backward()
+            wrapped(xs[rank] * step).square().sum().backward()
             (sum(reference(x * step).square().sum() for x in xs) / ranks).backward()
         for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
             ours, truth = (grad.to_dense() if grad.is_sparse else grad for grad in (p.grad, q.grad))
@@ -255,13 +257,18 @@ SMALL = dataclasses.replace(
 )  # fmt: skip
 
 
-def _as_one(trainer: Trainer, first: int = 0) -> None:
+def _as_one(trainer: Trainer) -> None:
+    """The losses of the steps that this rank has in its log, and the last validation, are those of one process."""
     one = Trainer(SMALL, progress=False)
     one.run()
-    for name in ("losses", "validation_losses"):
-        ours, theirs = (torch.tensor(getattr(t, name)()[first:]) for t in (trainer, one))
-        check.compare(name, ours[-len(theirs) :], theirs.double(), theirs, factor=check.GRADIENT_FACTOR).require()
-    assert torch.equal(one.scheduler.ids, trainer.scheduler.ids)
+    count = len(trainer.losses())
+    for name, ours, theirs in (
+        ("losses", trainer.losses(), one.losses()[-count:]),
+        ("validation", trainer.validation_losses()[-1:], one.validation_losses()[-1:]),
+    ):
+        truth = torch.tensor(theirs)
+        check.compare(name, torch.tensor(ours), truth.double(), truth, factor=check.GRADIENT_FACTOR).require()
+    assert count >= 2 and torch.equal(one.scheduler.ids, trainer.scheduler.ids)
 
 
 def trains_ddp(folder: Path) -> None:
@@ -285,14 +292,23 @@ def resumes_fsdp(folder: Path) -> None:
     if trainer.rank == 0:
         names = sorted(path.name for path in (folder / "fsdp").iterdir())
         assert names == ["checkpoint-4", "config.json", "latest", "log.jsonl"], names
-    _as_one(trainer, first=0 if trainer.rank == 0 else 2)
+    _as_one(trainer)
+
+
+def dies(folder: Path) -> None:
+    """The last rank is killed while it writes a checkpoint: everything ends, and the checkpoint before is whole."""
+    trainer = ParallelTrainer(SMALL, "ddp", out=folder / "dies", progress=False)
+    trainer.run(2)
+    if trainer.rank == trainer.ranks - 1:
+        parallel.state_dict_saver.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    trainer.run()
 
 
 CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
         expert_parallel, expert_parallel_four_bits, sharded_four_bits, sharded_loads_elsewhere, active_rows, kept_equal,
-        trains_ddp, trains_fsdp, resumes_fsdp,
+        trains_ddp, trains_fsdp, resumes_fsdp, dies,
     )
 }  # fmt: skip
 
@@ -306,7 +322,8 @@ def main() -> None:
     for name in sys.argv[2:]:
         CHECKS[name](Path(sys.argv[1]))
         dist.barrier()
-        print(f"ok {name} {dist.get_rank()}", flush=True)
+        sys.stdout.write(f"ok {name} {dist.get_rank()}\n")  # at once: ranks share the pipe
+        sys.stdout.flush()
     dist.destroy_process_group()
 
 
