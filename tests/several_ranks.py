@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import check, runtime
-from kernelbook.distributed import ExpertParallel, by_expert, fully_shard, keep_equal, reduce_active_rows
+from kernelbook.distributed import ExpertParallel, by_expert, fully_shard, keep_equal, reduce_active_rows, save_adapter
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.bench_moe_block import block_reference
 from kernelbook.nn.moe import LoRAPair, quantize_parameter
@@ -128,6 +128,31 @@ def expert_parallel_four_bits(folder: Path) -> None:
     """4-bit experts with LoRA, more ranks than some of them need; all tokens to one expert: the others still have gradients."""
     _expert_parallel(4, "sum", nf4=True, double_quant=True)
     _expert_parallel(3, "mean", all_to=0)
+
+
+def two_dimensions(folder: Path) -> None:
+    """Four ranks: experts over one dimension of the mesh, the rest of the layer and the experts' copies over the other."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "expert"))
+    xs = torch.stack([_tokens(0, 4, None)["x"] * (1 + r) for r in range(4)])
+    reference = _layer(4, seed=0, nf4=True)
+    (sum(reference(x).square().sum() for x in xs) / 4).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+    for wrap in ("fsdp", "equal"):
+        torch.manual_seed(rank)
+        layer = _layer(4, seed=rank, nf4=True)
+        keep_equal(layer.router.parameters())  # over all four ranks
+        parallelize_module(layer, mesh["expert"], {"experts": ExpertParallel()})
+        if wrap == "fsdp":
+            fully_shard(layer.experts, mesh=mesh["data"])
+        else:
+            keep_equal((p for p in layer.experts.parameters()), mesh["data"].get_group())
+        layer(xs[rank]).square().sum().backward()
+        for name, p in layer.named_parameters():
+            if p.requires_grad:
+                truth = expected[name]
+                grad = _whole(p.grad)
+                check.compare(f"{wrap} {name}", grad, truth.double(), truth, factor=check.GRADIENT_FACTOR).require()
 
 
 def sharded_four_bits(folder: Path) -> None:
@@ -251,6 +276,96 @@ def kept_equal(folder: Path) -> None:
         assert torch.equal(least, most)
 
 
+def _tiny_qwen() -> Any:
+    import tiny_models
+
+    return tiny_models.tiny_model("qwen3_moe", num_experts=4, num_hidden_layers=1)
+
+
+def _with_lora(model: Any, seed: int) -> Any:
+    import peft
+
+    from kernelbook.interop import transformers as interop
+
+    torch.manual_seed(seed)
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=interop.expert_parameters(model), init_lora_weights=False
+        ),
+    )
+
+
+def _adapter_grads(model: Any) -> dict[str, torch.Tensor]:
+    return {name: _whole(p.grad).clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def transformers_experts(folder: Path) -> None:
+    """Qwen3-MoE as its users configure it, with PEFT's pairs added on each rank: one adapter, whole when it is saved."""
+    import peft
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    from kernelbook.interop import expert_parallel as expert_parallel_interop
+    from kernelbook.interop import transformers as interop
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    one = interop.use_kernels(_with_lora(_tiny_qwen(), 0))
+    if rank == 0:
+        _tiny_qwen().save_pretrained(folder / "qwen")
+    dist.barrier()
+    torch.manual_seed(3)
+    batches = torch.randint(1, 60, (ranks, 2, 5), device=DEVICE)
+
+    def losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, labels=ids, use_cache=False).loss
+
+    torch.stack([losses(one, ids) for ids in batches]).mean().backward()
+    expected = _adapter_grads(one)
+    expert_parallel_interop.register()
+    settings = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="kernelbook")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen", distributed_config=settings)
+    ours = _tiny_qwen()
+    mesh = init_device_mesh(DEVICE.type, (ranks,))
+    parallelize_module(ours, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+    for name, model in (("plan", theirs), ("style", ours)):
+        model = interop.use_kernels(_with_lora(model, rank))  # each rank draws another adapter
+        keep_equal(p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor))
+        losses(model, batches[rank]).backward()
+        for key, grad in _adapter_grads(model).items():
+            truth = expected[key]
+            check.compare(f"{name} {key}", grad, truth.double(), truth, factor=check.GRADIENT_FACTOR).require()
+        save_adapter(model, folder / f"adapter_{name}")
+        loaded = peft.PeftModel.from_pretrained(_tiny_qwen(), folder / f"adapter_{name}")
+        state = peft.get_peft_model_state_dict(loaded)
+        assert len(state) == len(expected)
+        for key, value in peft.get_peft_model_state_dict(one).items():
+            assert torch.equal(state[key], value), key
+
+
+def adapters_are_safe(folder: Path) -> None:
+    """Adapters that fully_shard cuts are saved whole; those that went apart are not saved at all."""
+    import peft
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    reference, model = _with_lora(_tiny_qwen(), 0), _with_lora(_tiny_qwen(), rank)
+    fully_shard(model, mesh=mesh)
+    save_adapter(model, folder / "adapter_sharded")
+    loaded = peft.PeftModel.from_pretrained(_tiny_qwen(), folder / "adapter_sharded")
+    state = peft.get_peft_model_state_dict(loaded)
+    for key, value in peft.get_peft_model_state_dict(reference).items():
+        assert torch.equal(state[key], value), key
+    apart = _with_lora(_tiny_qwen(), rank)
+    try:
+        save_adapter(apart, folder / "adapter_apart")
+    except RuntimeError as error:
+        assert "keep_equal" in str(error)
+    else:
+        raise AssertionError("adapters that differ were saved")
+    assert not (folder / "adapter_apart").exists()
+
+
 SMALL = dataclasses.replace(
     CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=6, steps=4, dense_steps=1, log_every=2,
     eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
@@ -307,7 +422,7 @@ def dies(folder: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
-        expert_parallel, expert_parallel_four_bits, sharded_four_bits, sharded_loads_elsewhere, active_rows, kept_equal,
+        transformers_experts, adapters_are_safe, expert_parallel, expert_parallel_four_bits, two_dimensions, sharded_four_bits, sharded_loads_elsewhere, active_rows, kept_equal,
         trains_ddp, trains_fsdp, resumes_fsdp, dies,
     )
 }  # fmt: skip

@@ -45,6 +45,7 @@ def test_several_ranks(tmp_path: Path) -> None:
     """Two, then three of them, which go on from what the two have written; at the end one is killed."""
     two = (
         "expert_parallel", "sharded_four_bits", "active_rows", "kept_equal", "trains_ddp", "trains_fsdp",
+        "adapters_are_safe", "transformers_experts",
     )  # fmt: skip
     code, output = _torchrun(2, tmp_path, *two)
     _assert_all_passed(output, 2, *two)

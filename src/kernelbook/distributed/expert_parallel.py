@@ -130,16 +130,24 @@ def _on_own_experts(module: torch.nn.Module, share: _Share) -> Iterator[None]:
             if isinstance(parameter, DTensor):
                 replaced.append((owner._parameters, name, parameter))  # type: ignore[arg-type]
                 owner._parameters[name] = _divided(parameter.to_local(), divisor)  # type: ignore[assignment]
-    handed: dict[str, LoRAPair] = module.__dict__.get(HANDED, {})
-    whole = dict(handed)
-    for name, pair in whole.items():
-        if pair.a.shape[0] == share.num_experts:
-            handed[name] = LoRAPair(pair.a[share.own], pair.b[share.own], pair.scaling)
     try:
-        yield
+        with own_pairs(module.__dict__.get(HANDED, {}), share.own, share.num_experts):
+            yield
     finally:
         for parameters, name, parameter in replaced:
             parameters[name] = parameter
+
+
+@contextlib.contextmanager
+def own_pairs(handed: dict[str, LoRAPair], own: slice, num_experts: int) -> Iterator[None]:
+    """Within the context the LoRA pairs in ``handed`` that are those of all experts are those of the ``own`` ones."""
+    whole = dict(handed)
+    for name, pair in whole.items():
+        if pair.a.shape[0] == num_experts:
+            handed[name] = LoRAPair(pair.a[own], pair.b[own], pair.scaling)
+    try:
+        yield
+    finally:
         handed.update(whole)
 
 
