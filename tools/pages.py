@@ -36,9 +36,7 @@ def _source(node: nodes.literal_block) -> bool:
 def changed_lines(before: str, after: str) -> list[int]:
     """The lines of ``after``, from 1 on, that ``before`` does not have at their place."""
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
-    return [
-        line + 1 for kind, _, _, low, high in matcher.get_opcodes() if kind != "equal" for line in range(low, high)
-    ]
+    return [line + 1 for kind, _, _, low, high in matcher.get_opcodes() if kind != "equal" for line in range(low, high)]
 
 
 def mark_changes(doctree: nodes.document) -> None:

@@ -29,8 +29,8 @@ import torch
 
 import kernelbook as kb
 from kernelbook import autotune, runtime, timing, train
-from kernelbook.nn.bench_moe_block import MODELS
 from kernelbook.nf4 import bench as nf4_bench
+from kernelbook.nn.bench_moe_block import MODELS
 from kernelbook.scatter_ffn.kernels import _total
 
 # isort: split
@@ -101,7 +101,9 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
 
     def note(kind: str, pointers: Any, mask: Any, values: Any) -> None:
         addresses = np.asarray(pointers.data).astype(np.int64).ravel()
-        wanted = np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(mask.data, pointers.data.shape).ravel()
+        wanted = (
+            np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(mask.data, pointers.data.shape).ravel()
+        )
         for name, tensor in tensors.items():
             size = tensor.element_size()
             first = tensor.data_ptr()
@@ -187,7 +189,9 @@ def first_kernel() -> Recording:
         with watch(x=x, y=y, out=out) as seen:
             page._add_fwd_kernel[(programs,)](x, y, out, n, BLOCK=block)
         assert torch.equal(out, x + y)
-        frames: list[dict[str, Any]] = [{"note": f"{programs} programs, each with a tile of {block}. Nothing is loaded yet."}]
+        frames: list[dict[str, Any]] = [
+            {"note": f"{programs} programs, each with a tile of {block}. Nothing is loaded yet."}
+        ]
         for access in seen:
             what = "loads" if access.kind == "load" else "stores"
             low, high = access.elements[0], access.elements[-1] + 1
@@ -218,12 +222,19 @@ def first_kernel() -> Recording:
     }
 
 
-def _replay(schedule: list[tuple[str, int, int]], n: int, shares: list[float], notes: dict[str, str]) -> tuple[list[dict[str, Any]], list[float]]:
+def _replay(
+    schedule: list[tuple[str, int, int]], n: int, shares: list[float], notes: dict[str, str]
+) -> tuple[list[dict[str, Any]], list[float]]:
     """Two programs of two threads each, a thread having half of the row: a frame for each operation of a schedule."""
     sums, registers, owner = [0.0] * n, [[0.0] * n, [0.0] * n], None
     frames: list[dict[str, Any]] = [
         {
-            "set": [["sums", 0, "." * n, ["0"] * n], ["lock", 0, ".", ["0"]], ["p0", 0, "." * n, [""] * n], ["p1", 0, "." * n, [""] * n]],
+            "set": [
+                ["sums", 0, "." * n, ["0"] * n],
+                ["lock", 0, ".", ["0"]],
+                ["p0", 0, "." * n, [""] * n],
+                ["p1", 0, "." * n, [""] * n],
+            ],
             "note": f"Each program has {shares[0]:.0f} or {shares[1]:.0f} to add to every element. Both begin.",
         }
     ]
@@ -283,7 +294,13 @@ def layer_norm() -> Recording:
 
     def whole(program: int) -> list[tuple[str, int, int]]:
         one = both[program]
-        return [("acquire", program, 0), *of("load", one), *of("store", one), ("barrier", program, 0), ("release", program, 0)]
+        return [
+            ("acquire", program, 0),
+            *of("load", one),
+            *of("store", one),
+            ("barrier", program, 0),
+            ("release", program, 0),
+        ]
 
     schedules = {
         "one after the other": whole(0) + whole(1),
@@ -307,7 +324,11 @@ def layer_norm() -> Recording:
     return {
         "title": "Two programs, one row of sums",
         "question": "Both programs run at once. Where is an addition lost?",
-        "choices": ["only without a lock", "without a lock, and without the barrier", "nowhere: each program stores all it has"],
+        "choices": [
+            "only without a lock",
+            "without a lock, and without the barrier",
+            "nowhere: each program stores all it has",
+        ],
         "answer": 1,
         "because": "A lock without the barrier opens while some threads have not stored yet, and loses what they had.",
         "control": "how the two run",
@@ -342,10 +363,12 @@ def attention_online() -> Recording:
         states: list[tuple[float, float, float, float]] = []
         absorb = page._absorb
 
-        def noting(m: Any, l: Any, acc: Any, *rest: Any, absorb: Any = absorb, states: list = states) -> Any:
-            new_m, new_l, new_acc = absorb(m, l, acc, *rest)
+        def noting(m: Any, total: Any, acc: Any, *rest: Any, absorb: Any = absorb, states: list = states) -> Any:
+            new_m, new_l, new_acc = absorb(m, total, acc, *rest)
             before, after = float(m.handle.data[0]), float(new_m.handle.data[0])
-            states.append((np.exp(before - after), after, float(new_l.handle.data[0]), float(new_acc.handle.data[0, 0])))
+            states.append(
+                (np.exp(before - after), after, float(new_l.handle.data[0]), float(new_acc.handle.data[0, 0]))
+            )
             return new_m, new_l, new_acc
 
         o = torch.empty_like(q)
@@ -356,25 +379,32 @@ def attention_online() -> Recording:
         assert len(states) == keys // tile
         values = [f"{value:.1f}" for value in scores[order].tolist()]
         frames: list[dict[str, Any]] = [
-            {"set": [["scores", 0, "." * keys, values]], "note": "One query, 64 scores, a row for each tile. m = minus infinity, l = 0."}
+            {
+                "set": [["scores", 0, "." * keys, values]],
+                "note": "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.",
+            }
         ]
         shrinks = 0
-        for i, (factor, m, l, a) in enumerate(states):
+        for i, (factor, m, total, a) in enumerate(states):
             shrunk = bool(i > 0 and factor < 1)
             shrinks += shrunk
             change = [["scores", i * tile, "b" * tile]]
             if i:
                 change.insert(0, ["scores", (i - 1) * tile, "a" * tile])
-            note = f"After tile {i + 1}: m = {m:.2f}, l = {l:.2f}, a / l = {a / l:.3f}."
+            note = f"After tile {i + 1}: m = {m:.2f}, l = {total:.2f}, a / l = {a / total:.3f}."
             if shrunk:
                 note += f" The maximum grew: what was summed so far is multiplied by {factor:.3f}."
             elif i:
                 note += " The maximum stayed, and the factor is 1."
             frames.append({"set": change, "note": note})
         whole = float(torch.softmax(scores.double(), 0) @ v[0, :, 0].double())
-        _, m, l, a = states[-1]
-        assert abs(a / l - whole) < 1e-5 and abs(float(o[0, 0, 0]) - whole) < 1e-5
-        facts = {"tiles that shrink the sum": shrinks, "a / l at the end": f"{a / l:.4f}", "softmax of the whole row": f"{whole:.4f}"}
+        _, _, total, a = states[-1]
+        assert abs(a / total - whole) < 1e-5 and abs(float(o[0, 0, 0]) - whole) < 1e-5
+        facts = {
+            "tiles that shrink the sum": shrinks,
+            "a / l at the end": f"{a / total:.4f}",
+            "softmax of the whole row": f"{whole:.4f}",
+        }
         runs.append({"name": name, "frames": frames, "facts": facts})
     first = runs[1]["facts"]["tiles that shrink the sum"]
     choices = ["none of the other three", "one of them", "all three"]
@@ -407,14 +437,23 @@ def attention_causal() -> Recording:
                 D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d,
             )  # fmt: skip
         frames: list[dict[str, Any]] = [
-            {"set": [["tiles", 0, "g" * (rows * columns)]], "note": f"{rows} programs, each with {side} queries: a row of tiles."}
+            {
+                "set": [["tiles", 0, "g" * (rows * columns)]],
+                "note": f"{rows} programs, each with {side} queries: a row of tiles.",
+            }
         ]
         visited = 0
         for access in seen:
             row, column = access.program[0], access.elements[0] // (side * d)
             whole = (column + 1) * side - 1 <= row * side + s - n  # even the first query sees its last key
             nobody = column * side > row * side + side - 1 + s - n
-            code, what = ("x", "computed for nothing") if nobody else ("a", "all seen") if whole else ("b", "seen in part, masked")
+            code, what = (
+                ("x", "computed for nothing")
+                if nobody
+                else ("a", "all seen")
+                if whole
+                else ("b", "seen in part, masked")
+            )
             visited += 1
             note = f"Program {row}, tile {column} of the keys: {what}."
             frames.append({"set": [["tiles", row * columns + column, code]], "note": note})
@@ -444,7 +483,14 @@ def choosing_tiles() -> Recording:
     for column, name in sides.items():
         times = times.assign(**{column: times["shape"].str.extract(rf"{name}=(\d+)")[0].astype(float)})
     table = reports.merge(times[[*sides, "ms"]], on=list(sides))
-    wanted = [(64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 256, 64, 16, 3)]
+    wanted = [
+        (64, 64, 64, 4, 4),
+        (64, 128, 64, 4, 3),
+        (128, 128, 64, 4, 3),
+        (128, 128, 64, 8, 3),
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 16, 3),
+    ]
     h200, places = runtime.TARGETS["sm_90"], 64
     runs, measured = [], []
     for config in wanted:
@@ -457,8 +503,13 @@ def choosing_tiles() -> Recording:
                 "note": f"A program takes {row['registers']} registers a lane in {warps} warps, and {row['shared'] // 1024} KiB of shared memory.",
             }
         ]
-        for program in range(found.programs):
-            frames.append({"set": [["warps", program * warps, "abcdef"[program % 6] * warps]], "note": f"Program {program + 1} finds room."})
+        frames += [
+            {
+                "set": [["warps", program * warps, "abcdef"[program % 6] * warps]],
+                "note": f"Program {program + 1} finds room.",
+            }
+            for program in range(found.programs)
+        ]
         left = list(range(found.programs * warps, places))
         frames.append({"set": cells("warps", left, "g"), "note": f"No further program: {found.limit} is used up."})
         facts = {
@@ -469,7 +520,7 @@ def choosing_tiles() -> Recording:
             "measured, ms": f"{row['ms']:.3f}",
         }
         measured.append((found.share, float(row["ms"])))
-        runs.append({"name": f"{config[0]} × {config[1]}, {warps} warps", "frames": frames, "facts": facts})
+        runs.append({"name": f"{config[0]} by {config[1]}, {warps} warps", "frames": frames, "facts": facts})
     fastest = min(range(len(measured)), key=lambda i: measured[i][1])
     shares = [share for share, _ in measured]
     answer = 0 if shares[fastest] == max(shares) else 1
@@ -508,7 +559,10 @@ def nf4() -> Recording:
         asked = {tensor: len(elements) for tensor, elements in by.items()}
         frames: list[dict[str, Any]] = [
             {
-                "set": [["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]], ["absmax", 0, "..", ["1.0", "2.0"]]],
+                "set": [
+                    ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
+                    ["absmax", 0, "..", ["1.0", "2.0"]],
+                ],
                 "note": "Eight bytes hold sixteen codes. The first code of a byte is its high half.",
             }
         ]
@@ -517,8 +571,15 @@ def nf4() -> Recording:
             elements = by["out"][lane * each : (lane + 1) * each]
             byte, scale = by["packed"][lane], by["absmax"][lane * each]
             words = [f"{out[e]:.1f}" for e in elements]
-            halves = " and ".join(f"code {int(codes[e])} → {float(book[codes[e]]):.2f} × {float(absmax[scale]):.0f}" for e in elements)
-            change = [*cells("packed", [byte], "a"), *cells("absmax", [scale], "c"), *cells("code", codes[elements].unique().tolist(), "d"), *cells("out", elements, "b", words)]
+            halves = " and ".join(
+                f"code {int(codes[e])} → {float(book[codes[e]]):.2f} times {float(absmax[scale]):.0f}" for e in elements
+            )
+            change = [
+                *cells("packed", [byte], "a"),
+                *cells("absmax", [scale], "c"),
+                *cells("code", codes[elements].unique().tolist(), "d"),
+                *cells("out", elements, "b", words),
+            ]
             if lane:
                 change = [["code", 0, "." * 16], *change]
             frames.append({"set": change, "note": f"Lane {lane} loads byte {byte}: {halves}."})
@@ -552,7 +613,9 @@ def moe_lora() -> Recording:
     generator = torch.Generator().manual_seed(5)
     routings = {
         "even": torch.stack([torch.arange(tokens) % experts, (torch.arange(tokens) + 1) % experts], 1),
-        "uneven": torch.tensor([[0, 1]]).repeat(tokens, 1).where(torch.rand(tokens, 1, generator=generator) < 0.7, torch.tensor([[0, 2]])),
+        "uneven": torch.tensor([[0, 1]])
+        .repeat(tokens, 1)
+        .where(torch.rand(tokens, 1, generator=generator) < 0.7, torch.tensor([[0, 2]])),
         "one expert only": torch.tensor([[3, 3]]).repeat(tokens, 1),
     }
     x, w = torch.randn(tokens, k, generator=generator), torch.randn(experts, k, n, generator=generator)
@@ -562,7 +625,11 @@ def moe_lora() -> Recording:
         routing = kb.route(ids, experts)
         counts = routing.offsets.diff().tolist()
         room = rows // height + min(experts, rows)
-        tiles = [(e, int(routing.offsets[e]) + i, min(height, counts[e] - i)) for e in range(experts) for i in range(0, counts[e], height)]
+        tiles = [
+            (e, int(routing.offsets[e]) + i, min(height, counts[e] - i))
+            for e in range(experts)
+            for i in range(0, counts[e], height)
+        ]
         listed = torch.full((room, 3), -1, dtype=torch.int32)
         listed[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
         y = torch.zeros(rows, n)
@@ -575,10 +642,15 @@ def moe_lora() -> Recording:
         codes = "abcd"
         by_pair = "".join(codes[e] for e in ids.flatten().tolist())
         frames: list[dict[str, Any]] = [
-            {"set": [["pairs", 0, by_pair]], "note": f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert."},
+            {
+                "set": [["pairs", 0, by_pair]],
+                "note": f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert.",
+            },
             {
                 "set": [["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())]],
-                "note": "Sorted by expert. " + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts)) + " rows.",
+                "note": "Sorted by expert. "
+                + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts))
+                + " rows.",
             },
         ]
         stores = {access.program[0]: access for access in seen if access.tensor == "y"}
@@ -591,7 +663,10 @@ def moe_lora() -> Recording:
             assert len(written) == count
             frames.append(
                 {
-                    "set": [*cells("sorted", list(range(first, first + count)), "e"), *cells("y", written, codes[expert])],
+                    "set": [
+                        *cells("sorted", list(range(first, first + count)), "e"),
+                        *cells("y", written, codes[expert]),
+                    ],
                     "note": f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
                 }
             )
@@ -611,7 +686,11 @@ def moe_lora() -> Recording:
         "answer": choices.index(str(room)),
         "because": "Every expert has at most one tile that is not full. So the number is known without asking, and some programs find nothing to do.",
         "control": "how the tokens chose",
-        "panels": [panel("pairs", "rows, by token", 32, 2), panel("sorted", "rows, by expert", 32, 2), panel("y", "results, by token", 32, 2)],
+        "panels": [
+            panel("pairs", "rows, by token", 32, 2),
+            panel("sorted", "rows, by expert", 32, 2),
+            panel("y", "results, by token", 32, 2),
+        ],
         "legend": {"a": "expert 0", "b": "expert 1", "c": "expert 2", "d": "expert 3", "e": "taken by a program"},
         "runs": runs,
     }
@@ -634,7 +713,9 @@ def sparse_linear() -> Recording:
         kept = torch.zeros(chunks, dtype=torch.bool)
         kept[active] = True
         torch.testing.assert_close(dw, (dy.t() @ x) * kept.repeat_interleave(chunk)[:, None], rtol=1e-4, atol=1e-4)
-        frames: list[dict[str, Any]] = [{"note": f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}."}]
+        frames: list[dict[str, Any]] = [
+            {"note": f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}."}
+        ]
         for access in seen:
             if access.tensor == "x":
                 change = cells("x", sorted({e % d_in // 16 for e in access.elements}), "a")
@@ -646,7 +727,12 @@ def sparse_linear() -> Recording:
                 places = sorted({(e % d_in // 16) * chunks + e // d_in // chunk for e in access.elements})
                 change = cells("dw", places, "b")
                 what = "writes its tile of dW"
-            frames.append({"set": change, "note": f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}."})
+            frames.append(
+                {
+                    "set": change,
+                    "note": f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.",
+                }
+            )
         once = {name: len({e for a in seen if a.tensor == name for e in a.elements}) for name in ("x", "dy", "dw")}
         facts = {
             "elements of dY that are read": once["dy"],
@@ -658,7 +744,9 @@ def sparse_linear() -> Recording:
     quarter, full = runs[1]["facts"], runs[3]["facts"]
     names = list(full)
     same = [name for name in names if quarter[name] == full[name]]
-    assert same == ["elements of X that are read"] and all(4 * quarter[name] == full[name] for name in names if name not in same)
+    assert same == ["elements of X that are read"] and all(
+        4 * quarter[name] == full[name] for name in names if name not in same
+    )
     choices = ["what is read of dY", "what is read of X", "the multiplications"]
     return {
         "title": "The gradient of the weight, a chunk a program",
@@ -667,7 +755,11 @@ def sparse_linear() -> Recording:
         "answer": 1,
         "because": "Every active feature's gradient needs all of X. So X is what the sparse kernel cannot save.",
         "control": "active chunks",
-        "panels": [panel("dy", "dY, chunks of columns", chunks), panel("x", "X, tiles of columns", 2), panel("dw", "dW transposed, chunks across", chunks, 2)],
+        "panels": [
+            panel("dy", "dY, chunks of columns", chunks),
+            panel("x", "X, tiles of columns", 2),
+            panel("dw", "dW transposed, chunks across", chunks, 2),
+        ],
         "legend": {"a": "loaded", "b": "written"},
         "runs": runs,
     }
@@ -699,7 +791,12 @@ def scatter_ffn() -> Recording:
         with watch(order, partial=partial, tickets=tickets, y=y) as seen:
             _tickets_kernel[(split,)](x, partial, tickets, y, SPLIT=split, BLOCK=block)
         totals.append(y)
-        frames: list[dict[str, Any]] = [{"set": [["tickets", 0, ".", ["0"]]], "note": "Four programs have a part of the sum each. The counter is 0."}]
+        frames: list[dict[str, Any]] = [
+            {
+                "set": [["tickets", 0, ".", ["0"]]],
+                "note": "Four programs have a part of the sum each. The counter is 0.",
+            }
+        ]
         drawn, last = 0, -1
         for access in seen:
             program, code = access.program[0], "abcd"[access.program[0]]
@@ -709,16 +806,29 @@ def scatter_ffn() -> Recording:
             if access.tensor == "tickets":
                 drawn += 1
                 note = f"Program {program} draws ticket {drawn - 1}."
-                note += " It is the last one: all parts are there." if drawn == split else " Others are to come: it ends."
+                note += (
+                    " It is the last one: all parts are there." if drawn == split else " Others are to come: it ends."
+                )
                 frames.append({"set": [["tickets", 0, code, [str(drawn)]]], "note": note})
                 last = program
             elif access.tensor == "y":
                 frames.append({"set": [["y", 0, code * block]], "note": f"Program {program} writes the total."})
             elif access.kind == "store":
-                frames.append({"set": [["partial", row * block, code * block]], "note": f"Program {program} writes its part to its own row."})
+                frames.append(
+                    {
+                        "set": [["partial", row * block, code * block]],
+                        "note": f"Program {program} writes its part to its own row.",
+                    }
+                )
             else:
-                frames.append({"set": [["partial", row * block, "e" * block]], "note": f"Program {program} adds row {row}."})
-        facts = {"who adds up": f"program {last}", "order of the additions": "0, 1, 2, 3", "atomic additions of floats": 0}
+                frames.append(
+                    {"set": [["partial", row * block, "e" * block]], "note": f"Program {program} adds row {row}."}
+                )
+        facts = {
+            "who adds up": f"program {last}",
+            "order of the additions": "0, 1, 2, 3",
+            "atomic additions of floats": 0,
+        }
         runs.append({"name": "they end as " + ", ".join(map(str, order)), "frames": frames, "facts": facts})
     assert all(torch.equal(totals[0], other) for other in totals)
     assert len({run["facts"]["who adds up"] for run in runs}) == 3
@@ -729,7 +839,11 @@ def scatter_ffn() -> Recording:
         "answer": 1,
         "because": "Who draws the last ticket is chance. It adds the rows in their order, so the bits are the same.",
         "control": "order in which the programs end",
-        "panels": [panel("tickets", "tickets", 1), panel("partial", "a row for each program", block, split), panel("y", "the total", block)],
+        "panels": [
+            panel("tickets", "tickets", 1),
+            panel("partial", "a row for each program", block, split),
+            panel("y", "the total", block),
+        ],
         "legend": {"a": "program 0", "b": "program 1", "c": "program 2", "d": "program 3", "e": "being added"},
         "runs": runs,
     }
@@ -772,7 +886,9 @@ def attention_backward() -> Recording:
     for name, schedule in schedules.items():
         memory: list[set[int]] = [set() for _ in range(n)]
         held = [[set() for _ in range(n)] for _ in range(2)]
-        frames: list[dict[str, Any]] = [{"note": "Sixteen rows of dQ are zero. Each program has a share for every row."}]
+        frames: list[dict[str, Any]] = [
+            {"note": "Sixteen rows of dQ are zero. Each program has a share for every row."}
+        ]
         for operation, program, half in schedule:
             low, high = halves[half]
             rows = f"rows {low} to {high - 1}"
@@ -784,10 +900,16 @@ def attention_backward() -> Recording:
             else:
                 for i in range(low, high):
                     memory[i] = memory[i] | {program} if operation == "atomic" else set(held[program][i])
-                note = f"Program {program} stores {rows}." if operation == "store" else f"Program {program} adds to {rows}, atomically."
+                note = (
+                    f"Program {program} stores {rows}."
+                    if operation == "store"
+                    else f"Program {program} adds to {rows}, atomically."
+                )
                 where, state = "dq", memory
             code = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
-            frames.append({"set": [[where, low, "".join(code[frozenset(state[i])] for i in range(low, high))]], "note": note})
+            frames.append(
+                {"set": [[where, low, "".join(code[frozenset(state[i])] for i in range(low, high))]], "note": note}
+            )
         lost = sum(len(row) < 2 for row in memory)
         runs.append({"name": name, "frames": frames, "facts": {"rows": n, "rows that lost a share": lost}})
     lost = [run["facts"]["rows that lost a share"] for run in runs]
@@ -799,7 +921,11 @@ def attention_backward() -> Recording:
         "answer": 1,
         "because": "Where both had loaded before one stored, the later store overwrites the earlier. Which rows those are is timing: the interpreter never shows it.",
         "control": "how the two run",
-        "panels": [panel("dq", "dQ in memory", n), panel("p0", "program 0, registers", n), panel("p1", "program 1, registers", n)],
+        "panels": [
+            panel("dq", "dQ in memory", n),
+            panel("p0", "program 0, registers", n),
+            panel("p1", "program 1, registers", n),
+        ],
         "legend": {"a": "share of program 0", "b": "share of program 1", "c": "both"},
         "runs": runs,
     }
@@ -817,7 +943,12 @@ def sparse_training() -> Recording:
         planted: list[list[int]] = []
         select = scheduler.select
 
-        def noting(select: Callable[[], torch.Tensor] = select, chosen: list = chosen, planted: list = planted, teacher: Any = teacher) -> torch.Tensor:
+        def noting(
+            select: Callable[[], torch.Tensor] = select,
+            chosen: list = chosen,
+            planted: list = planted,
+            teacher: Any = teacher,
+        ) -> torch.Tensor:
             ids = select()
             planted.append(sorted(teacher.planted_chunks(len(chosen)).tolist()))
             chosen.append(sorted(ids.tolist()))
@@ -825,7 +956,9 @@ def sparse_training() -> Recording:
 
         with mock.patch.object(scheduler, "select", noting):
             scores = list(train.score_scheduler(teacher, scheduler, steps))
-        frames: list[dict[str, Any]] = [{"note": f"{chunks} chunks across, time goes down. {active} may be chosen in a step."}]
+        frames: list[dict[str, Any]] = [
+            {"note": f"{chunks} chunks across, time goes down. {active} may be chosen in a step."}
+        ]
         for step, (ids, where) in enumerate(zip(chosen, planted, strict=True)):
             row = ["."] * chunks
             for i in where:
@@ -833,7 +966,12 @@ def sparse_training() -> Recording:
             for i in ids:
                 row[i] = "c" if i in where else "g"
             hit = len(set(ids) & set(where))
-            frames.append({"set": [["steps", step * chunks, "".join(row)]], "note": f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen."})
+            frames.append(
+                {
+                    "set": [["steps", step * chunks, "".join(row)]],
+                    "note": f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen.",
+                }
+            )
         recall = float(np.mean([score["recall"] for score in scores]))
         found[name] = recall
         runs.append({"name": name, "frames": frames, "facts": {"found, in the mean": f"{recall:.0%}"}})
@@ -841,7 +979,11 @@ def sparse_training() -> Recording:
     return {
         "title": "Chosen chunks over time",
         "question": "The gradient moves to other chunks every eight steps. What does a scheduler do that goes by running means of what it saw?",
-        "choices": ["it finds them all the time", "it loses them at each move, and finds them again", "it does no better than chance"],
+        "choices": [
+            "it finds them all the time",
+            "it loses them at each move, and finds them again",
+            "it does no better than chance",
+        ],
         "answer": 1,
         "because": f"It finds {found['ema_topk']:.0%} in the mean; chance finds {found['random']:.0%}. What it did not look at it does not know, so every move costs it some steps.",
         "control": "scheduler",
@@ -875,11 +1017,20 @@ def together() -> Recording:
     room = int(np.ceil(max(total.values()) / columns)) * columns
     runs = []
     for name, part in parts.items():
-        frames: list[dict[str, Any]] = [{"note": f"{elements / 1e9:.1f} thousand million weights in the experts of {layers} layers. A cell is a GiB."}]
+        frames: list[dict[str, Any]] = [
+            {
+                "note": f"{elements / 1e9:.1f} thousand million weights in the experts of {layers} layers. A cell is a GiB."
+            }
+        ]
         at = 0.0
         for code, (what, size) in zip("abcd", part.items()):
             first, last = round(at), round(at + size / 2**30)
-            frames.append({"set": cells("gib", list(range(first, last)), code), "note": f"{what.capitalize()}: {size / 2**30:.1f} GiB."})
+            frames.append(
+                {
+                    "set": cells("gib", list(range(first, last)), code),
+                    "note": f"{what.capitalize()}: {size / 2**30:.1f} GiB.",
+                }
+            )
             at += size / 2**30
         fits = "yes" if at < gpu else f"no: {at / gpu:.1f} times as much"
         runs.append({"name": name, "frames": frames, "facts": {"GiB": f"{at:.1f}", f"fits a GPU of {gpu} GB": fits}})

@@ -31,6 +31,10 @@
       Object.assign(this, panel);
       this.count = this.rows * this.columns;
       const room = width - 4;
+      if (this.rows === 1 && room / this.columns < 14) {
+        this.rows = Math.ceil((this.columns * 14) / room);
+        this.columns = Math.ceil(this.columns / this.rows);
+      }
       this.size = Math.max(5, Math.min(28, room / this.columns));
       this.svg = draw("svg", {
         viewBox: `0 0 ${this.columns * this.size} ${this.rows * this.size}`,
@@ -325,55 +329,73 @@
 
   /* -------------------------------------------------------------------------------------------------------- code */
 
-  /** Folds runs of lines that a step leaves as they were. The text stays where it is, so copying copies all of it. */
-  function folds() {
-    for (const pre of document.querySelectorAll(".cell_input pre, .step pre")) {
-      if (!pre.querySelector(".hll")) continue;
-      const lines = [[]];
-      for (const node of [...pre.childNodes]) {
-        if (node.nodeType === Node.TEXT_NODE && node.data.includes("\n")) {
-          node.data.split("\n").forEach((part, i, parts) => {
-            if (part || i < parts.length - 1) lines.at(-1).push(document.createTextNode(i < parts.length - 1 ? `${part}\n` : part));
-            if (i < parts.length - 1) lines.push([]);
-          });
-        } else {
-          lines.at(-1).push(node);
-          // A highlighted line, and a string or a comment of several lines, holds its own end.
-          if (node.textContent.endsWith("\n")) lines.push([]);
-        }
+  /** The lines of a listing, each as the list of its nodes. */
+  function linesOf(pre) {
+    const lines = [[]];
+    for (const node of [...pre.childNodes]) {
+      if (node.nodeType === Node.TEXT_NODE) {
+        node.data.split(/(?<=\n)/).forEach((part) => {
+          lines.at(-1).push(document.createTextNode(part));
+          if (part.endsWith("\n")) lines.push([]);
+        });
+      } else {
+        lines.at(-1).push(node);
+        if (node.textContent.endsWith("\n")) lines.push([]); // a highlighted line holds its own end
       }
+    }
+    if (!lines.at(-1).length) lines.pop();
+    return lines;
+  }
+
+  /** A line that, where it has to be wrapped, goes on further in than it began. */
+  function line(nodes) {
+    const text = nodes.map((node) => node.textContent).join("");
+    const indent = text.match(/^ */)[0].length + 4;
+    const element = make("span", { class: "line", style: `--indent:${indent}ch` });
+    element.append(...nodes);
+    return element;
+  }
+
+  function unfolding(label, spoken, show) {
+    const button = make("button", { type: "button", class: "unfold", "data-label": label, "aria-label": spoken, "aria-expanded": "false" });
+    button.addEventListener("click", () => button.setAttribute("aria-expanded", String(show())));
+    return button;
+  }
+
+  /** Folds runs of lines that a step leaves as they were, and the tail of long listings. The text stays where it is, so that
+      copying copies all of it. */
+  function folds() {
+    for (const pre of document.querySelectorAll(".bd-article .highlight-python pre")) {
+      const lines = linesOf(pre);
       const changed = lines.map((nodes) => nodes.some((node) => node.classList && node.classList.contains("hll")));
+      const step = changed.some(Boolean);
       const near = (i) => changed.slice(Math.max(0, i - 1), i + 2).some(Boolean);
       const pieces = [];
-      for (let i = 0; i < lines.length; ) {
+      const fold = (from, to, label) => {
+        const run = make("span", { class: "same", hidden: true });
+        run.append(...lines.slice(from, to).map(line));
+        const show = () => !(run.hidden = !run.hidden);
+        pieces.push(unfolding(`${to - from} ${label}`, `show ${to - from} ${label}`, show), run);
+      };
+      let i = 0;
+      while (i < lines.length) {
         let end = i;
-        while (end < lines.length && !near(end)) end++;
+        while (step && end < lines.length && !near(end)) end++;
         if (end - i >= 5) {
-          const run = make("span", { class: "same", hidden: true });
-          run.append(...lines.slice(i, end).flat());
-          const button = make("button", {
-            type: "button",
-            class: "unfold",
-            "data-label": `${end - i} lines as before`,
-            "aria-label": `show ${end - i} lines that are as before`,
-            "aria-expanded": "false",
-          });
-          button.addEventListener("click", () => {
-            run.hidden = !run.hidden;
-            button.setAttribute("aria-expanded", String(!run.hidden));
-          });
-          pieces.push(button, run);
+          fold(i, end, "lines as before");
           i = end;
+        } else if (!step && i === 24 && lines.length > 36) {
+          fold(i, lines.length, "more lines");
+          break;
         } else {
-          end = Math.max(end, i + 1);
-          pieces.push(...lines.slice(i, end).flat());
-          i = end;
+          pieces.push(line(lines[i]));
+          i++;
         }
       }
       pre.replaceChildren(...pieces);
     }
     // What scrolls has to be reachable by keyboard.
-    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container")) {
+    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output")) {
       if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
     }
   }
