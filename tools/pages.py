@@ -10,6 +10,7 @@
   are none, and 1,500 kB of icons of which a dozen are used.
 """
 
+import ast
 import difflib
 import html
 import json
@@ -24,8 +25,8 @@ GLOSSARY = "book/notation"
 RECORDINGS = Path(__file__).resolve().parent.parent / "book" / "_static" / "instruments"
 SIMILAR = 0.45  # of two cells: below it, a kernel is another one and not the next step
 
-# What a cell of a panel can be: book.css has the colours.
-CELL, GAP, LABEL_WIDTH, ROW = 26, 4, 92, 30
+GLUED = re.compile(r"^plots\.glue\(.*\)\n?", re.MULTILINE)
+CELL, LABEL_WIDTH = 26, 92  # of a still picture, in its units
 
 
 def _source(node: nodes.literal_block) -> bool:
@@ -39,19 +40,38 @@ def changed_lines(before: str, after: str) -> list[int]:
     return [line + 1 for kind, _, _, low, high in matcher.get_opcodes() if kind != "equal" for line in range(low, high)]
 
 
+def _unmarked(source: str) -> set[int]:
+    """The lines of a cell that belong to no kernel and to no function with a line marked as new."""
+    lines, found = source.splitlines(), set()
+    for node in ast.parse(source).body:
+        decorators = getattr(node, "decorator_list", [])
+        own = range(min([node.lineno, *(d.lineno for d in decorators)]), (node.end_lineno or node.lineno) + 1)
+        if not decorators and not any("# New" in lines[i - 1] for i in own):
+            found |= set(own)
+    return found
+
+
 def mark_changes(doctree: nodes.document) -> None:
-    """Highlights, in cells that mark lines as new, what the most similar kernel before does not have."""
+    """Highlights, in cells that mark lines as new, what the most similar kernel before does not have.
+
+    Lines that hand a number to the text of the page are no part of the lesson, and are left out.
+    """
     earlier: list[str] = []
     for block in doctree.findall(nodes.literal_block):
-        text = block.astext()
-        if not _source(block) or "@triton.jit" not in text:
+        if not _source(block):
+            continue
+        text = GLUED.sub("", block.astext()).rstrip("\n")
+        if text != block.astext() and text:
+            block.rawsource = text
+            block.children[:] = [nodes.Text(text)]
+        if "@triton.jit" not in text:
             continue
         if "# New" in text and earlier:
             ratios = [difflib.SequenceMatcher(None, old.splitlines(), text.splitlines()).ratio() for old in earlier]
             best = max(range(len(ratios)), key=lambda i: (ratios[i], i))
             if ratios[best] >= SIMILAR:
-                block.setdefault("highlight_args", {})["hl_lines"] = changed_lines(earlier[best], text)
-                block["classes"].append("step")
+                changed = set(changed_lines(earlier[best], text))
+                block.setdefault("highlight_args", {})["hl_lines"] = sorted(changed - _unmarked(text) or changed)
         earlier.append(text)
 
 

@@ -370,6 +370,8 @@
       const changed = lines.map((nodes) => nodes.some((node) => node.classList && node.classList.contains("hll")));
       const step = changed.some(Boolean);
       const near = (i) => changed.slice(Math.max(0, i - 1), i + 2).some(Boolean);
+      const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
+      const kernels = texts.some((text) => text.startsWith("@triton.jit"));
       const pieces = [];
       const fold = (from, to, label) => {
         const run = make("span", { class: "same", hidden: true });
@@ -377,14 +379,28 @@
         const show = () => !(run.hidden = !run.hidden);
         pieces.push(unfolding(`${to - from} ${label}`, `show ${to - from} ${label}`, show), run);
       };
+      /** Where the function ends that begins at line i. */
+      const body = (i) => {
+        let end = i + 1;
+        while (end < lines.length && /^([\s)]|$)/.test(texts[end])) end++;
+        return end;
+      };
       let i = 0;
       while (i < lines.length) {
         let end = i;
         while (step && end < lines.length && !near(end)) end++;
-        if (end - i >= 5) {
+        const name = texts[i].match(/^def (\w+)/);
+        const launcher = kernels && name && !(i && texts[i - 1].startsWith("@")) ? body(i) : i;
+        if (launcher - i >= 5 && !changed.slice(i, launcher).some(Boolean)) {
+          fold(i, launcher, `lines of ${name[1]}, which launches it`);
+          i = launcher;
+        } else if (end - i >= 4) {
+          // A launcher behind the lines that stayed keeps its own fold.
+          const next = texts.findIndex((text, j) => j > i && j < end && /^def /.test(text) && !texts[j - 1].startsWith("@"));
+          end = next > i ? next : end;
           fold(i, end, "lines as before");
           i = end;
-        } else if (!step && i === 24 && lines.length > 36) {
+        } else if (!step && !kernels && i === 24 && lines.length > 36) {
           fold(i, lines.length, "more lines");
           break;
         } else {
