@@ -372,6 +372,7 @@
       const near = (i) => changed.slice(Math.max(0, i - 1), i + 2).some(Boolean);
       const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
       const kernels = texts.some((text) => text.startsWith("@triton.jit"));
+      const most = kernels && pre.closest(".cell_input") ? 40 : 24; // lines of a listing that show at first
       const pieces = [];
       const fold = (from, to, label) => {
         const run = make("span", { class: "same", hidden: true });
@@ -400,7 +401,7 @@
           end = next > i ? next : end;
           fold(i, end, "lines as before");
           i = end;
-        } else if (!step && !kernels && i === 24 && lines.length > 36) {
+        } else if (!step && i === most && lines.length > most + 10) {
           fold(i, lines.length, "more lines");
           break;
         } else {
