@@ -4,7 +4,7 @@ from kernelbook import runtime  # first: it sets up Triton before anything impor
 
 # isort: split
 from kernelbook.attention import flash_attention
-from kernelbook.layer_norm import layer_norm
+from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
@@ -23,6 +23,7 @@ __all__ = [
     "nf4_dequantize",
     "nf4_matmul",
     "nf4_quantize",
+    "rms_norm",
     "route",
     "runtime",
     "scatter2scatter",

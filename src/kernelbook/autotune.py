@@ -21,7 +21,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kernelbook import runtime  # before Triton, which it sets up
 
@@ -323,7 +323,7 @@ def planner(
         def plan(*problem: Any) -> Any:
             return made.find(problem)
 
-        return derived(plan)
+        return cast(Rule, derived(plan))
 
     return decorate
 
@@ -419,7 +419,8 @@ def watched() -> Iterator[dict[tuple[str, str], tuple[Any, ...]]]:
     """Yields what fills, within the context, with the problems that planners are asked for: (name, key) -> problem."""
     global _watched
     forget()
-    _watched = asked = {}
+    asked: dict[tuple[str, str], tuple[Any, ...]] = {}
+    _watched = asked
     try:
         yield asked
     finally:

@@ -113,7 +113,9 @@ def read_reports(path: Path) -> dict[str, dict[str, str]]:
 
 def write_reports(path: Path, kernels: Sequence[CompiledKernel]) -> None:
     """Writes the reports of ``kernels``, and no others, in an order that does not change from one machine to the next."""
-    rows = {kernel.key: [str(getattr(kernel, name)) for name in REPORT_COLUMNS] for kernel in kernels if kernel.key}
+    rows: dict[str, list[str]] = {
+        kernel.key: [str(getattr(kernel, name)) for name in REPORT_COLUMNS] for kernel in kernels if kernel.key
+    }
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(REPORT_COLUMNS)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch._C._autograd import DeviceType
 
 from kernelbook import runtime
@@ -51,6 +50,8 @@ class Report:
 
     def table(self, top: int | None = None, width: int = 70) -> str:
         """The rows as text; names are cut to ``width`` characters."""
+        from tabulate import tabulate
+
         shown = [
             (
                 name if len(name) <= width else name[: width - 3] + "...",

@@ -4,7 +4,11 @@ A benchmark of a room (``<room>/bench.py``) lists :class:`Case` objects. :func:`
 case against float64 and times them in one process beside the machine's ceilings, and :func:`write_results` keeps the
 rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
 2**20 bytes, times milliseconds.
+
+Tables need the extra ``commands``; :func:`measure` and the ceilings do not.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -20,14 +24,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
-from tqdm import tqdm
 
 import kernelbook
 from kernelbook import check, runtime
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "CEILING_COLUMNS",
@@ -80,7 +85,7 @@ class Timing:
     samples: int
 
     @classmethod
-    def of(cls, times: Sequence[float]) -> "Timing":
+    def of(cls, times: Sequence[float]) -> Timing:
         ordered = sorted(times)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
@@ -370,6 +375,9 @@ def run_cases(
         is not correct, or that raises an error, contributes no row; the others are measured all the same. A case that is too
         large for the GPU's memory is left out, which is printed and no failure.
     """
+    import pandas as pd
+    from tqdm import tqdm
+
     run, about = new_run(), environment(package)
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
@@ -470,6 +478,8 @@ def environment(package: str) -> dict[str, str]:
 
 def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
     """One row of ``ceilings.csv``."""
+    import pandas as pd
+
     figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
     return pd.DataFrame([{"run": run, **figures, **environment(package)}], columns=list(CEILING_COLUMNS))
 
@@ -480,6 +490,8 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     Rows that are not replaced keep every character. The new file takes the old one's place in one step. Raises
     ``ValueError`` when the columns of the file and of ``rows`` differ.
     """
+    import pandas as pd
+
     rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
     if path.exists():
         old = _with_later_columns(pd.read_csv(path, dtype=str, keep_default_na=False), list(rows.columns))
@@ -540,6 +552,8 @@ def recorded_gpus(*stems: str) -> list[str]:
 
 def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
     """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
+    import pandas as pd
+
     rows = pd.read_csv(results_dir() / gpu / f"{room}.csv")
     for name in ("host_us", "gpus"):
         if name not in rows.columns:
@@ -551,11 +565,15 @@ def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
 
 def load_all_results(gpu: str = BOOKS_GPU) -> dict[str, pd.DataFrame]:
     """:func:`load_results` for each file of ``gpu`` that has the columns of a measurement, by its stem."""
+    import pandas as pd
+
     files = sorted((results_dir() / gpu).glob("*.csv"))
     return {path.stem: load_results(path.stem, gpu) for path in files if "ms" in pd.read_csv(path, nrows=0).columns}
 
 
 def load_ceilings(gpu: str = BOOKS_GPU, run: str | None = None) -> pd.DataFrame:
     """The recorded ceilings of ``gpu``, those of one ``run`` if it is given."""
+    import pandas as pd
+
     rows = pd.read_csv(results_dir() / gpu / "ceilings.csv")
     return rows if run is None else rows.loc[rows["run"] == run]
