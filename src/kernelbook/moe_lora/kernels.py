@@ -28,6 +28,7 @@ import dataclasses
 import functools
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.packed.kernels import load_tile, table
 
 # isort: split
 import triton
@@ -182,12 +183,14 @@ def _rows_tile(
     order_ptr,
     x_ptr, stride_xm, stride_xk, x_box,
     w_ptr, stride_we, stride_wk, stride_wn, w_box,
+    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
     a_ptr, stride_ae, stride_ar, stride_ak,
     b_ptr, stride_be, stride_bn, stride_br,
     u_ptr,
     bias_ptr, stride_ce, stride_cn,
     y_ptr,
     scaling, K, N, slots,
+    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr,
     LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
@@ -207,7 +210,13 @@ def _rows_tile(
     x_ptrs = x_ptr + x_rows[:, None] * stride_xm
     x_ptrs += offs_k.to(tl.int64)[None, :] * stride_xk
     step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
-    if w_box is None:
+    if PACKED == "permute":
+        values = table(code_ptr, dtype)
+        code = values
+    elif PACKED == "gather":
+        code = tl.load(code_ptr + tl.arange(0, 16))
+        values = code
+    elif w_box is None:
         w_ptrs = w_ptr + expert64 * stride_we
         w_ptrs += offs_k.to(tl.int64)[:, None] * stride_wk
         w_ptrs += offs_n.to(tl.int64)[None, :] * stride_wn
@@ -235,7 +244,21 @@ def _rows_tile(
     for k in range(0, K, BLOCK_K):
         mask_k = k + offs_k < K
         # W first: it does not wait for the row numbers.
-        if w_box is not None:
+        if PACKED != "none":
+            if W_BY_ROW:
+                w = load_tile(
+                    w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code, values,
+                    expert, k, pid_n * BLOCK_N, K, N, BLOCK_K, BLOCK_N, BLOCK_SIZE, SCALE, NESTED_BLOCK,
+                    PACKED == "permute", x_ptr.dtype.element_ty,
+                )  # fmt: skip
+            else:
+                w = load_tile(
+                    w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code, values,
+                    expert, pid_n * BLOCK_N, k, N, K, BLOCK_N, BLOCK_K, BLOCK_SIZE, SCALE, NESTED_BLOCK,
+                    PACKED == "permute", x_ptr.dtype.element_ty,
+                )  # fmt: skip
+                w = tl.trans(w)
+        elif w_box is not None:
             if W_BY_ROW:
                 w = w_box.load([expert, k, pid_n * BLOCK_N])
                 w = w.reshape(BLOCK_K, BLOCK_N)
@@ -283,13 +306,15 @@ def _moe_lora_fwd_rows_kernel(
     order_ptr,  # (R,) pair of each sorted position
     tiles_ptr,  # (num_m, 3) group, first position and rows of each tile
     x_ptr, stride_xm, stride_xk, x_box,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
-    w_ptr, stride_we, stride_wk, stride_wn, w_box,  # (E, K, N)
+    w_ptr, stride_we, stride_wk, stride_wn, w_box,  # (E, K, N); if PACKED words, of (E, N, K) unless W_BY_ROW
+    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # as in packed/kernels.py, if PACKED
     a_ptr, stride_ae, stride_ar, stride_ak,  # (E, r, K), if LORA is "fused"
     b_ptr, stride_be, stride_bn, stride_br,  # (E, N, r), if LORA
     u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused"
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
     scaling, E, K, N, slots, num_m,
+    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -319,17 +344,19 @@ def _moe_lora_fwd_rows_kernel(
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
-                w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                scaling, K, N, slots, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
                 SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
         else:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_box,
-                w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                scaling, K, N, slots, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
                 BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
 
@@ -666,6 +693,10 @@ def rows_tiles(
     addresses take so many registers that only small tiles have room.
     """
     mean = _mean_rows(rows, experts)
+    if access == "packed" and itemsize == 2:
+        if mean <= 16:
+            return tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)
+        return tiles(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=64)
     if itemsize == 8:
         return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
     if itemsize == 4 or access == "narrow":

@@ -7,6 +7,7 @@ import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.moe_lora import kernels
+from kernelbook.packed import NESTED_BLOCK, NF4Tensor
 
 __all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
 
@@ -576,6 +577,22 @@ class _Lora:
         return self.a.shape[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """The matrices (E, K, N) that an ``NF4Tensor`` of shape (E, N, K) stands for; ``transposed``: of shape (E, K, N)."""
+
+    q: NF4Tensor
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        e, rows, cols = self.q.shape
+        return (e, rows, cols) if self.transposed else (e, cols, rows)
+
+    def transpose(self, *_: int) -> "_Packed":
+        return dataclasses.replace(self, transposed=not self.transposed)
+
+
 def _one_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """A copy where neither rows nor columns are contiguous (PEFT's B): each tile would read a sector an element."""
     return tensor if 1 in tensor.stride()[1:] else tensor.contiguous()
@@ -602,7 +619,7 @@ def _in_boxes(tensor: torch.Tensor) -> bool:
 def _launch_rows(
     routed: _Routed,
     rows: _Rows,
-    w: torch.Tensor,
+    w: torch.Tensor | _Packed,
     lora: _Lora | None,
     bias: torch.Tensor | None,
     grouped_out: bool,
@@ -632,13 +649,17 @@ def _launch_rows(
             lora = dataclasses.replace(lora, b=lora.b.contiguous())
     properties = runtime.properties()
     rank = kernels.padded_rank(lora.rank) if lora is not None else 0
-    matrix = w.transpose(1, 2)
-    by_row = not _in_boxes(matrix)
-    if by_row:
-        matrix = w
     access = "narrow"
-    if x_aligned and (not by_row or _in_boxes(w)):
-        access = "boxes" if kernels.has_boxes(properties) else "wide"
+    matrix: Any = w
+    if isinstance(w, _Packed):
+        by_row, access = w.transposed, "packed"
+    else:
+        matrix = w.transpose(1, 2)
+        by_row = not _in_boxes(matrix)
+        if by_row:
+            matrix = w
+        if x_aligned and (not by_row or _in_boxes(w)):
+            access = "boxes" if kernels.has_boxes(properties) else "wide"
     tiles = tiles or kernels.rows_tiles(
         routed.rows, experts, rank if how == "fused" else 0, x.element_size(), access, properties
     )
@@ -656,19 +677,40 @@ def _launch_rows(
     kernels._moe_lora_fwd_rows_kernel[(num_m * launching.cdiv(n, blocks["BLOCK_N"]),)](
         routed.order, table,
         x, *x.stride(), x_box,
-        w, *w.stride(), w_box,
+        *_weight_arguments(w, w_box, x),
         *launching.strided(lora.a if lora is not None else None, 3, x),
         *launching.strided(lora.b if lora is not None else None, 3, x),
         lora.u if lora is not None else x,
         *launching.strided(bias, 2, x),
         y,
         lora.scaling if lora is not None else 0.0, experts, k, n, rows.slots, num_m,
+        **_weight_constants(w, x, properties),
         X_GROUPED=rows.grouped, Y_GROUPED=grouped_out, W_BY_ROW=by_row, LORA=how, HAS_BIAS=bias is not None,
         **_numbers(x.dtype), EVEN_K=k % blocks["BLOCK_K"] == 0,
         **blocks, r=lora.rank if lora is not None else 0, RANK=rank, BLOCK_R=block_r,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y
+
+
+def _weight_arguments(w: torch.Tensor | _Packed, w_box: Any, x: torch.Tensor) -> tuple[Any, ...]:
+    if not isinstance(w, _Packed):
+        return (w, *w.stride(), w_box, x, x, x, x, x)
+    q = w.q
+    nested = (q.absmax if t is None else t for t in (q.nested_absmax, q.nested_code, q.nested_offset))
+    return (q.packed.view(torch.int32), 0, 0, 0, None, q.absmax, *nested, q.code)
+
+
+def _weight_constants(w: torch.Tensor | _Packed, x: torch.Tensor, properties: runtime.DeviceProperties) -> dict[str, Any]:
+    if not isinstance(w, _Packed):
+        return {"PACKED": "none", "BLOCK_SIZE": 0, "SCALE": "", "NESTED_BLOCK": NESTED_BLOCK}
+    permute = x.element_size() == 2 and properties.arch.startswith("sm_")
+    return {
+        "PACKED": "permute" if permute else "gather",
+        "BLOCK_SIZE": w.q.block_size,
+        "SCALE": "nested" if w.q.double_quant else "float32",
+        "NESTED_BLOCK": NESTED_BLOCK,
+    }
 
 
 def _launch_thin(routed: _Routed, rows: _Rows, lora: _Lora, tiles: kernels.Tiles | None = None) -> None:
