@@ -41,6 +41,9 @@ _DECODE = """
     prmt.b32 hi, a, b, h;
     prmt.b32 p2, lo, hi, 0x4051;
     prmt.b32 p3, lo, hi, 0x6273;
+REST}
+"""
+_SCALE = """
     mov.b32 z, 0x80008000;
     FMA a, p0, $6, z;
     FMA $0, p0, $5, a;
@@ -50,10 +53,16 @@ _DECODE = """
     FMA $2, p2, $5, a;
     FMA a, p3, $6, z;
     FMA $3, p3, $5, a;
-}
 """
-DECODE_BF16 = tl.constexpr(_DECODE.replace("FMA", "fma.rn.bf16x2"))
-DECODE_FP16 = tl.constexpr(_DECODE.replace("FMA", "fma.rn.f16x2"))
+_PLAIN = """
+    mov.b32 $0, p0;
+    mov.b32 $1, p1;
+    mov.b32 $2, p2;
+    mov.b32 $3, p3;
+"""
+DECODE = tl.constexpr(_DECODE.replace("REST", _PLAIN))
+DECODE_BF16 = tl.constexpr(_DECODE.replace("REST", _SCALE.replace("FMA", "fma.rn.bf16x2")))
+DECODE_FP16 = tl.constexpr(_DECODE.replace("REST", _SCALE.replace("FMA", "fma.rn.f16x2")))
 REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r")
 
 
@@ -102,9 +111,15 @@ def decoded(word, scale, values, dtype: tl.constexpr):
 
     The dimensions are in the order in which they arise: the last tells words of four elements, the first pairs' halves.
     """
-    first, second = in_two(scale, dtype)
+    if scale is None:
+        first = word
+        second = word
+        ASM: tl.constexpr = DECODE
+    else:
+        first, second = in_two(scale, dtype)
+        ASM: tl.constexpr = DECODE_BF16 if dtype == tl.bfloat16 else DECODE_FP16
     p0, p1, p2, p3 = tl.inline_asm_elementwise(
-        DECODE_BF16 if dtype == tl.bfloat16 else DECODE_FP16,
+        ASM,
         REGISTERS,
         [word, first, second, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),

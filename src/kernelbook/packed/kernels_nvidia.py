@@ -20,38 +20,43 @@ from kernelbook.packed.kernels import decoded, table
 
 
 @gluon.constexpr_function
-def _words_layout(warps, rows, groups):
-    """Of words (warps, rows, groups, 4 lanes, 4): a lane has the last four; eight rows lie side by side in a warp."""
+def _words_layout(warps, rows, words):
+    """Of words (warps, rows, 4 lanes, words): a lane has the last ones; eight rows lie side by side in a warp."""
 
     def bases(dim, start, stop):
         found = []
         while start < stop:
-            found.append([start if d == dim else 0 for d in range(5)])
+            found.append([start if d == dim else 0 for d in range(4)])
             start *= 2
         return found
 
-    registers = bases(4, 1, 4) + bases(2, 1, groups) + bases(1, 8, rows)
-    lanes = bases(3, 1, 4) + bases(1, 1, 8)
-    return gl.DistributedLinearLayout(registers, lanes, bases(0, 1, warps), [], [warps, rows, groups, 4, 4])
+    registers = bases(3, 1, words) + bases(1, 8, rows)
+    lanes = bases(2, 1, 4) + bases(1, 1, 8)
+    return gl.DistributedLinearLayout(registers, lanes, bases(0, 1, warps), [], [warps, rows, 4, words])
 
 
 @gluon.jit
 def _load(
-    word_ptrs, absmax_ptr, elements, k_w, k, mask_n, K,
-    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    word_ptrs, absmax_ptr, elements, k_w, k_s, k, mask_w, mask_s, K,
+    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """The words k elements further on, and their blocks' scales."""
-    if EVEN:
-        words = gl.load(word_ptrs + k // 8, cache_modifier=".cg")
-        scale = gl.load(absmax_ptr + (elements + k) // BLOCK_SIZE)
-    else:
-        mask = mask_n & (k_w + k < K)
-        words = gl.load(word_ptrs + k // 8, mask=gl.expand_dims(mask, 4), other=0, cache_modifier=".cg")
-        scale = gl.load(absmax_ptr + (elements + k) // BLOCK_SIZE, mask=mask, other=0.0)
-    return words, scale
+    """GROUPS tensors of words, k elements further on, and their blocks' scales."""
+    words = ()
+    scales = ()
+    for g in gl.static_range(GROUPS):
+        at = k + g * GROUP
+        if EVEN:
+            words += (gl.load(word_ptrs + at // 8, cache_modifier=".cg"),)
+            scales += (gl.load(absmax_ptr + (elements + at) // BLOCK_SIZE),)
+        else:
+            mask = gl.expand_dims(mask_w & (k_w + at < K), 3)
+            words += (gl.load(word_ptrs + at // 8, mask=mask, other=0, cache_modifier=".cg"),)
+            mask = mask_s & (k_s + at < K)
+            scales += (gl.load(absmax_ptr + (elements + at) // BLOCK_SIZE, mask=mask, other=0.0),)
+    return words, scales
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["E", "M", "slots"])
 def _few_rows_kernel(
     order_ptr, tiles_ptr,  # (R,) pair of each sorted position; (num_m, 3) group, first position and rows; if ROUTED
     expert_ptr,  # (1,) integer, unless ROUTED
@@ -68,17 +73,19 @@ def _few_rows_kernel(
     RANK: gl.constexpr, PADDED_RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    FOLD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    STEP: gl.constexpr = GROUPS * 128
+    WORDS: gl.constexpr = 4 if FOLD else 2  # of a lane, side by side
+    GROUP: gl.constexpr = 32 * WORDS
+    STEP: gl.constexpr = GROUPS * GROUP
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     result: gl.constexpr = gl.SliceLayout(0, mma)
-    in_words: gl.constexpr = _words_layout(WARPS, ROWS, GROUPS)
-    in_lanes: gl.constexpr = gl.SliceLayout(4, in_words)  # (WARPS, ROWS, GROUPS, 4)
-    in_groups: gl.constexpr = gl.SliceLayout(3, in_lanes)
-    in_rows: gl.constexpr = gl.SliceLayout(2, in_groups)
+    in_words: gl.constexpr = _words_layout(WARPS, ROWS, WORDS)
+    in_lanes: gl.constexpr = gl.SliceLayout(3, in_words)  # (WARPS, ROWS, 4)
+    in_rows: gl.constexpr = gl.SliceLayout(2, in_lanes)
 
     n0 = gl.program_id(0) * ROWS
     offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
@@ -112,22 +119,28 @@ def _few_rows_kernel(
     absmax_ptr += block0
     offs_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, in_rows))
     offs_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_rows))
-    offs_g = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_groups)))
-    offs_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_lanes))))
-    offs_i = gl.arange(
-        0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, in_words))))
-    )
+    offs_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_lanes)))
+    offs_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
     steps = gl.cdiv(K, STEP * WARPS)  # of a warp
-    k_w = gl.expand_dims(offs_w[:, None] * (steps * STEP) + 0 * offs_n[None, :], 2) + offs_g[None, None, :] * 128
-    k_w = gl.expand_dims(k_w, 3) + (offs_l * 32)[None, None, None, :]  # the first element of a lane's 32
-    row_w = gl.expand_dims(gl.expand_dims(0 * offs_w[:, None] + offs_n[None, :], 2), 3)
-    mask_n = row_w < N - n0
-    word_ptrs = packed_ptr + gl.expand_dims(row_w * (K // 8) + k_w // 8, 4) + offs_i[None, None, None, None, :]
-    elements = within + row_w * K + k_w
+    # The first element of a lane's share: (WARPS, ROWS, 4)
+    k_w = gl.expand_dims(offs_w[:, None] * (steps * STEP) + 0 * offs_n[None, :], 2) + (offs_l * (8 * WORDS))[None, None, :]
+    row_w = gl.expand_dims(0 * offs_w[:, None] + offs_n[None, :], 2)
+    mask_w = row_w < N - n0
+    word_ptrs = packed_ptr + gl.expand_dims(row_w * (K // 8) + k_w // 8, 3) + offs_i[None, None, None, :]
+    if FOLD:
+        elements = within + row_w * K + k_w
+        k_s = k_w
+        mask_s = mask_w
+    else:
+        of_acc: gl.constexpr = gl.SliceLayout(2, mma)
+        row_s = gl.arange(0, ROWS, layout=gl.SliceLayout(0, of_acc))[None, :]
+        k_s = gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_acc))[:, None] * (steps * STEP)
+        elements = within + row_s * K + k_s
+        mask_s = row_s < N - n0
 
-    # Where the K of x lie: the instruction's order is (group, i, lane, 8), that in memory (group, lane, i, 8).
-    offs_k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
-    k_x = offs_k // 128 * 128 + offs_k // 8 % 4 * 32 + offs_k // 32 % 4 * 8 + offs_k % 8
+    # Where the K of x lie: the instruction's order is (i, lane, 8), that in memory (lane, i, 8).
+    offs_k = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
+    k_x = offs_k // 8 % 4 * (8 * WORDS) + offs_k // 32 * 8 + offs_k % 8
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [8]), [8])
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
     k_x = gl.expand_dims(x_w, 1) * (steps * STEP) + k_x[None, :]
@@ -135,29 +148,42 @@ def _few_rows_kernel(
     x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (x_rows * stride_xm)[None, None, :]
 
     acc = gl.zeros((WARPS, ROWS, TOKENS), gl.float32, layout=mma)
-    next_words, next_scale = _load(word_ptrs, absmax_ptr, elements, k_w, 0, mask_n, K, EVEN, BLOCK_SIZE)
+    zeros = gl.zeros((WARPS, ROWS, TOKENS), gl.float32, layout=mma)
+    next_words, next_scales = _load(
+        word_ptrs, absmax_ptr, elements, k_w, k_s, 0, mask_w, mask_s, K, EVEN, BLOCK_SIZE, GROUP, GROUPS
+    )
     values = table(code_ptr, dtype)
     for step in range(steps):
         k = step * STEP
+        words = next_words
+        scales = next_scales
         if AHEAD:
-            words = next_words
-            scale = next_scale
             if step + 1 < steps:
-                next_words, next_scale = _load(
-                    word_ptrs, absmax_ptr, elements, k_w, k + STEP, mask_n, K, EVEN, BLOCK_SIZE
-                )
-        else:
-            words, scale = _load(word_ptrs, absmax_ptr, elements, k_w, k, mask_n, K, EVEN, BLOCK_SIZE)
-        # Tokens that are not there get the last one's x, and are not stored.
-        if EVEN:
-            x = gl.load(x_ptrs + k)
-        else:
-            x = gl.load(x_ptrs + k, mask=gl.expand_dims(k_x + k < K, 2) & (offs_t < TOKENS)[None, None, :], other=0.0)
-        w = decoded(words, gl.expand_dims(scale, 4), values, dtype)
-        # (warp, row, group, lane, i, half of a pair, pair, half of a word) -> (..., group, i, lane, element)
-        w = gl.reshape(gl.permute(w, (0, 1, 2, 4, 3, 7, 6, 5)), (WARPS, ROWS, STEP))
-        acc = mma_v2(gl.convert_layout(w, left, assert_trivial=True), x, acc)
-    y = gl.sum(acc, axis=0)  # (ROWS, TOKENS)
+                next_words, next_scales = _load(
+                    word_ptrs, absmax_ptr, elements, k_w, k_s, k + STEP, mask_w, mask_s, K,
+                    EVEN, BLOCK_SIZE, GROUP, GROUPS,
+                )  # fmt: skip
+        elif step > 0:
+            words, scales = _load(
+                word_ptrs, absmax_ptr, elements, k_w, k_s, k, mask_w, mask_s, K, EVEN, BLOCK_SIZE, GROUP, GROUPS
+            )
+        for g in gl.static_range(GROUPS):
+            # Tokens that are not there get the last one's x, and are not stored.
+            at = k + g * GROUP
+            if EVEN:
+                x = gl.load(x_ptrs + at)
+            else:
+                mask = gl.expand_dims(k_x + at < K, 2) & (offs_t < TOKENS)[None, None, :]
+                x = gl.load(x_ptrs + at, mask=mask, other=0.0)
+            w = decoded(words[g], gl.expand_dims(scales[g], 3) if FOLD else None, values, dtype)
+            # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
+            w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, GROUP))
+            w = gl.convert_layout(w, left, assert_trivial=True)
+            if FOLD:
+                acc = mma_v2(w, x, acc)
+            else:
+                acc += mma_v2(w, x, zeros) * gl.expand_dims(scales[g], 2)
+    y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, TOKENS)
     out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
     if RANK > 0:
         for r in gl.static_range(RANK):
