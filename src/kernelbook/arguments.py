@@ -1,12 +1,13 @@
 """Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
-from kernelbook import runtime
+from kernelbook import launching, runtime
 
 __all__ = [
     "FLOATING",
@@ -20,9 +21,46 @@ __all__ = [
     "check_shape",
     "check_tensor",
     "in_autocast_dtype",
+    "once",
 ]
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+Result = TypeVar("Result")
+_SIMPLE = (bool, float, int, str, type(None))
+
+
+def once(check: Callable[..., Result]) -> Callable[..., Result]:
+    """Calls ``check(*args)`` once for each kind of call, and remembers what it returned.
+
+    Calls are of one kind if their tensors have the same shapes, dtypes, devices and layouts, and all else is equal; so
+    ``check`` looks at nothing but that. Arguments that are neither tensors nor simple values are always checked, and so
+    is everything while PyTorch compiles, traces or transforms.
+    """
+    seen: dict[tuple[Any, ...], Result] = {}
+
+    @functools.wraps(check)
+    def checked(*args: Any) -> Result:
+        if runtime.COMPILE_ONLY or launching.is_observed():
+            return check(*args)
+        key: list[Any] = []
+        for arg in args:
+            kind = type(arg)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                key.append((arg.shape, arg.dtype, arg.device, arg.layout))
+            elif kind in _SIMPLE:
+                key.append((kind, arg))
+            else:
+                return check(*args)
+        found = tuple(key)
+        if found not in seen:
+            if len(seen) >= 4096:
+                seen.clear()
+            seen[found] = check(*args)  # an error is not remembered
+        return seen[found]
+
+    return checked
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -72,6 +72,23 @@ def _machine() -> list[tuple[str, str]]:
     return lines
 
 
+def _host_costs() -> list[tuple[str, float]]:
+    """Microseconds of the host for PyTorch's cheapest operator, one launch, and each room's ``host_calls()``."""
+    from kernelbook import launching
+    from kernelbook.layer_norm import kernels
+
+    x, y = (torch.ones(64, 256, dtype=torch.bfloat16, device=runtime.DEVICE) for _ in range(2))
+    launch = launching.Launch(kernels._layer_norm_bwd_sum_kernel, WITH_DW=True, WITH_DB=False, ACC=launching.tl_accumulator(x.dtype), BLOCK_G=64, BLOCK_N=16)  # fmt: skip
+    calls: dict[str, Callable[[], object]] = {
+        "torch.add(x, 1, out=y)": lambda: torch.add(x, 1, out=y),
+        "one launch": lambda: launch((16, 1), x, x, y, y, 64, 256),
+        "the same, kernel[grid](...)": lambda: launch.kernel[(16, 1)](x, x, y, y, 64, 256, **launch.constants),
+    }
+    for room in _all():
+        calls.update(getattr(_bench_of(room), "host_calls", dict)())
+    return [(name, timing.host_us(call)) for name, call in calls.items()]
+
+
 def _check_room(room: str) -> list[check.Verdict]:
     """The room's small checks; a check that raises is a failed one."""
     try:
@@ -92,6 +109,9 @@ def doctor() -> int:
         print(
             f"\nceilings (a quick measurement): copy {ceilings.copy_gbs:.0f} GB/s, "
             f"bf16 {ceilings.bf16_tflops:.0f} TFLOP/s, tf32 {ceilings.tf32_tflops:.0f} TFLOP/s"
+        )
+        print(
+            "\n" + tabulate(_host_costs(), headers=("what a call costs the host, small tensors", "us"), floatfmt=".1f")
         )
     verdicts = [verdict for room in tqdm(_all(), unit="room", leave=False) for verdict in _check_room(room)]
     failed = [verdict for verdict in verdicts if not verdict.passed]
@@ -151,7 +171,7 @@ def _bench_cases(room: str, cases: Sequence[timing.Case], folder: Path, package:
             recorded.add(run)
         timing.write_results(folder / f"{room}.csv", rows)
         first = rows.iloc[0]
-        shown = rows[["provider", "ms", "peak_mib", "err_ratio"]]
+        shown = rows[["provider", "ms", "host_us", "peak_mib", "err_ratio"]]
         tqdm.write(f"\n{first['mode']} {first['dtype']} {first['shape']} {first['x_name']}={first['x']}")
         tqdm.write(tabulate(shown, headers="keys", showindex=False, disable_numparse=True))
 

@@ -45,6 +45,7 @@ __all__ = [
     "compiling_for",
     "debug_enabled",
     "device_slug",
+    "ensure_context",
     "kernel_dtype",
     "on_device_of",
     "properties",
@@ -93,7 +94,7 @@ COMPILE_ONLY: bool = not INTERPRET and not HAS_GPU
 DEVICE: torch.device = torch.device("cuda" if HAS_GPU and not INTERPRET else "cpu")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # one object a device: as a key of caches it costs no hash of its fields
 class DeviceProperties:
     """What a kernel's launch depends on. Sizes are in bytes; registers are 32-bit."""
 
@@ -188,18 +189,23 @@ def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
 _of_thread = threading.local()
 
 
-def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the GPU that holds ``tensor`` the current one: Triton launches on the current device.
+def ensure_context(device: torch.device) -> None:
+    """Gives this thread a CUDA context on ``device``.
 
     A thread's first kernel may be ours: in the one in which PyTorch runs backward passes, say. It has no CUDA context then,
     and Triton makes no tensor descriptor without one. Whatever PyTorch itself launches brings the context along.
     """
+    ready: set[torch.device] = _of_thread.__dict__.setdefault("ready", set())
+    if device not in ready:
+        torch.zeros(1, device=device)
+        ready.add(device)
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the GPU that holds ``tensor`` the current one: Triton launches on the current device."""
     if not tensor.is_cuda:
         return contextlib.nullcontext()
-    ready: set[torch.device] = _of_thread.__dict__.setdefault("ready", set())
-    if tensor.device not in ready:
-        torch.zeros(1, device=tensor.device)
-        ready.add(tensor.device)
+    ensure_context(tensor.device)
     return torch.cuda.device(tensor.device)
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "drop_unused_ceilings",
     "environment",
     "first_call_ms",
+    "host_us",
     "load_all_results",
     "load_ceilings",
     "load_results",
@@ -55,9 +56,13 @@ __all__ = [
 
 ENVIRONMENT = ("gpu", "driver", "torch", "triton", "package", "date")
 KEY = ("op", "mode", "provider", "dtype", "shape", "x_name", "x")
-FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio")
+FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio", "host_us", "gpus")
 COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT)
-CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", *ENVIRONMENT)
+CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
+# Columns that joined later, with what they are in files that were written before.
+LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan"}
+# What decides the figures of every room, beside its own sources.
+SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tuned")
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
 
@@ -84,9 +89,10 @@ def measure(fn: Callable[[], Any], *, warmup_ms: float = 25.0, rep_ms: float = 1
     """The time of ``fn()`` on the device, with a cold L2 cache, after warm-up.
 
     On a GPU each sample is the time between two events around the call. Before the first event the L2 cache is
-    overwritten, and the device is kept busy for a little longer than the host needs to enqueue the call: so the sample
-    holds the device's time, not the host's (a training loop that runs ahead of the device pays the same). Without a GPU
-    the wall clock is read, which tells nothing about a GPU.
+    overwritten and read again, so that nothing of the call's is in it and no line has to be written back first (between
+    the layers of a model most lines are clean too); and the device is kept busy for a little longer than the host needs to
+    enqueue the call: so the sample holds the device's time, not the host's (:func:`host_us`). Without a GPU the wall clock
+    is read, which tells nothing about a GPU.
     """
     if runtime.DEVICE.type != "cuda":
         return _measure_on_cpu(fn, rep_ms)
@@ -110,11 +116,12 @@ def measure(fn: Callable[[], Any], *, warmup_ms: float = 25.0, rep_ms: float = 1
     # clock_rate is in kHz, so this many cycles are a millisecond.
     cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate
     head_start = int(cycles_per_ms * min(1.5 * enqueue_ms + 0.02, 5.0))
-    flush = torch.empty(max(2 * runtime.properties().l2_bytes, 2**28), dtype=torch.int8, device=runtime.DEVICE)
+    flush = torch.empty(max(runtime.properties().l2_bytes // 2, 2**26), dtype=torch.int32, device=runtime.DEVICE)
+    read = torch.empty((), dtype=torch.int32, device=runtime.DEVICE)
     count = max(min_samples, min(500, math.ceil(rep_ms / estimate)))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
     for begin, finish in events:
-        flush.zero_()
+        torch.amax(flush.zero_(), dim=0, out=read)
         torch.cuda._sleep(head_start)
         begin.record()
         fn()
@@ -130,6 +137,35 @@ def _measure_on_cpu(fn: Callable[[], Any], rep_ms: float) -> Timing:
         fn()
         times.append((time.perf_counter() - start) * 1e3)
     return Timing.of(times)
+
+
+def host_us(fn: Callable[[], Any], *, calls: int = 30, batches: int = 7) -> float:
+    """The host's time for one call of ``fn``, in microseconds, without waiting for the device.
+
+    It is the median of ``batches`` times of ``calls`` calls in a row (fewer where the device needs long, so that its queue
+    never fills); between batches the device is waited for. That is what a caller pays before the next line runs. It is
+    the wall clock of one thread, so other work on the machine shows in it.
+    """
+
+    def wait() -> None:
+        if runtime.DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        fn()
+    wait()
+    start = time.perf_counter()
+    fn()
+    wait()
+    calls = max(4, min(calls, int(0.02 / (time.perf_counter() - start))))
+    times = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+        wait()
+    return statistics.median(times)
 
 
 def peak_mib(fn: Callable[[], Any]) -> float:
@@ -187,11 +223,14 @@ def allow_tf32(allowed: bool) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches with PyTorch: copy bandwidth (bytes read plus written) and matrix products."""
+    """What this machine reaches with PyTorch: copy bandwidth (bytes read plus written), matrix products, and what a call
+    costs at least: the device's time of an empty kernel and the host's of ``torch.add(x, 1, out=y)``, in microseconds."""
 
     copy_gbs: float
     bf16_tflops: float
     tf32_tflops: float
+    empty_us: float
+    add_host_us: float
 
 
 def measure_ceilings(*, quick: bool = False) -> Ceilings:
@@ -211,7 +250,10 @@ def measure_ceilings(*, quick: bool = False) -> Ceilings:
         return 2 * n**3 / measure(lambda: a @ b, rep_ms=rep_ms).ms / 1e9
 
     with allow_tf32(True):
-        return Ceilings(copy_gbs(), tflops(torch.bfloat16), tflops(torch.float32))
+        figures = copy_gbs(), tflops(torch.bfloat16), tflops(torch.float32)
+    x, y = (torch.ones(64, 256, dtype=torch.bfloat16, device=runtime.DEVICE) for _ in range(2))
+    empty_us = measure(lambda: torch.cuda._sleep(0), rep_ms=rep_ms).ms * 1e3
+    return Ceilings(*figures, empty_us, host_us(lambda: torch.add(x, 1, out=y)))
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
@@ -344,6 +386,7 @@ def run_cases(
 
 def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
     problem = case.build()
+    gpus = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     ratios = error_ratios(problem) if isinstance(problem, Problem) else {}
     rows = []
     for provider, call in problem.providers.items():
@@ -368,6 +411,8 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
                 "gflop": f"{case.gflop:.6g}",
                 "peak_mib": f"{peak:.5g}",
                 "err_ratio": f"{ratios.get(provider, math.nan):.3g}",
+                "host_us": f"{math.nan if isinstance(call, str) else host_us(call):.4g}",
+                "gpus": str(gpus),
             }
         )
     return rows
@@ -385,14 +430,15 @@ def source_digest(*places: Path) -> str:
     """Eight hexadecimal digits that change with the Python sources in these folders or files: they tie a row to its code."""
     digest = hashlib.sha256()
     for place in places:
-        for path in [place] if place.is_file() else sorted(place.glob("*.py")):
+        for path in [place] if place.is_file() else sorted([*place.glob("*.py"), *place.glob("*.json")]):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
 
 
 def package_version(*places: Path) -> str:
-    """``<version of kernelbook>+<digest of the sources in these folders or files>``."""
-    return f"{kernelbook.__version__}+{source_digest(*places)}"
+    """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of what all rooms share."""
+    shared = [Path(kernelbook.__file__).parent / name for name in SHARED_SOURCES]
+    return f"{kernelbook.__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
 
 
 def environment(package: str) -> dict[str, str]:
@@ -426,15 +472,21 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     Rows that are not replaced keep every character. The new file takes the old one's place in one step. Raises
     ``ValueError`` when the columns of the file and of ``rows`` differ.
     """
-    rows = rows.astype(str)
+    rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
     if path.exists():
-        old = pd.read_csv(path, dtype=str, keep_default_na=False)
+        old = _with_later_columns(pd.read_csv(path, dtype=str, keep_default_na=False), list(rows.columns))
         if list(old.columns) != list(rows.columns):
             raise ValueError(f"write_results: {path.name} has columns {list(old.columns)}, got {list(rows.columns)}")
         rows = pd.concat([old, rows], ignore_index=True)
     rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
     _replace(path, rows.to_csv(index=False, lineterminator="\n"))
     return rows
+
+
+def _with_later_columns(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """``rows`` with those of :data:`LATER_COLUMNS` that ``columns`` has and a file from before has not."""
+    missing = {name: value for name, value in LATER_COLUMNS.items() if name in columns and name not in rows.columns}
+    return rows.assign(**missing)[list(columns)] if missing and {*rows.columns, *missing} == {*columns} else rows
 
 
 def _replace(path: Path, text: str) -> None:
@@ -468,6 +520,9 @@ def results_dir() -> Path:
 def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
     """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
     rows = pd.read_csv(results_dir() / gpu / f"{room}.csv")
+    for name in ("host_us", "gpus"):
+        if name not in rows.columns:
+            rows[name] = float(LATER_COLUMNS[name])
     rows["gbs"] = rows["gbytes"] / rows["ms"] * 1e3
     rows["tflops"] = rows["gflop"] / rows["ms"]
     return rows

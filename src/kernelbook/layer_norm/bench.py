@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, launching, runtime, timing
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference
 
@@ -19,6 +19,7 @@ __all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing
 
 EPS = 1e-5
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
+SMALL_SHAPES = ((64, 256), (512, 1024))
 SWEEP_M, SWEEP_N = 4096, tuple(512 * i for i in range(2, 32))
 
 BARRIER_COLUMNS = ("run", "op", "variant", "dtype", "shape", "runs", "wrong", *timing.ENVIRONMENT)
@@ -45,6 +46,8 @@ def _layer_norms(with_compile: bool) -> dict[str, LayerNorm]:
         # Donated buffers forbid to run a backward pass twice, which is what measuring does.
         torch._functorch.config.donated_buffer = False
         providers["torch.compile"] = torch.compile(torch_layer_norm, dynamic=False)
+        ours = torch.compile(lambda x, w, b: op.layer_norm(x, w, b, EPS), dynamic=False, fullgraph=True)
+        providers["kernelbook:compiled"] = ours
     if not missing_peers():
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
@@ -98,9 +101,25 @@ def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.
     )
 
 
+def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Problem:
+    x, w, b, dy = _inputs(m, n, dtype)
+    leaves = tuple(tensor.requires_grad_() for tensor in (x, w, b))
+
+    def step(norm: LayerNorm) -> Callable[[], Sequence[torch.Tensor]]:
+        return lambda: torch.autograd.grad(norm(*leaves), leaves, dy)
+
+    providers = {name: step(norm) for name, norm in _layer_norms(with_compile).items()}
+    return timing.Problem(
+        providers=providers,
+        truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
+        baseline=providers["torch"],
+        factor=check.GRADIENT_FACTOR,
+    )
+
+
 def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Case:
-    build = _forward if mode == "forward" else _backward
-    tensors = 2 if mode == "forward" else 3
+    build = {"forward": _forward, "backward": _backward, "forward_backward": _forward_backward}[mode]
+    tensors, operations = {"forward": (2, 8), "backward": (3, 14), "forward_backward": (5, 22)}[mode]
     return timing.Case(
         op="layer_norm",
         mode=mode,
@@ -109,7 +128,7 @@ def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool) -> 
         x_name="N",
         x=n,
         gbytes=tensors * m * n * dtype.itemsize / 1e9,
-        gflop=(8 if mode == "forward" else 14) * m * n / 1e9,
+        gflop=operations * m * n / 1e9,
         build=lambda: build(m, n, dtype, with_compile),
     )
 
@@ -136,7 +155,11 @@ kb.layer_norm(x, w).backward(x)
 
 
 def cases() -> Iterator[timing.Case]:
-    """The shapes of the chapter's table with every peer, a sweep over N without torch.compile, and a first call."""
+    """Small shapes, where the host decides; the chapter's table with every peer; a sweep over N without torch.compile; and a
+    first call."""
+    for m, n in SMALL_SHAPES:
+        for mode in ("forward", "forward_backward"):
+            yield _case(mode, m, n, torch.bfloat16, with_compile=True)
     for m, n in NAMED_SHAPES:
         for dtype in (torch.bfloat16, torch.float16):
             for mode in ("forward", "backward"):
@@ -167,6 +190,16 @@ def small_checks() -> list[check.Verdict]:
     return verdicts
 
 
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    x, w, b, dy = _inputs(64, 256, torch.bfloat16)
+    leaf = x.clone().requires_grad_()
+    return {
+        "layer_norm": lambda: op.layer_norm(x, w, b),
+        "layer_norm, forward and backward": lambda: op.layer_norm(leaf, w, b).backward(dy),
+    }
+
+
 # --- the experiment with the lock -----------------------------------------------------------------------------------
 
 
@@ -177,12 +210,12 @@ def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8
     1e-6; an addition that is lost shows as 1e-4 or more.
     """
     x, w, _, dy = _inputs(m, n, torch.float32)
-    rstd, mean = torch.rsqrt(x.var(1, unbiased=False) + EPS), x.mean(1)
+    statistics = torch.stack([x.mean(1), torch.rsqrt(x.var(1, unbiased=False) + EPS)])
     _, dw, db = layer_norm_backward_reference(dy.double(), x.double(), w.double(), EPS)
-    constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": op._TL_DTYPE[torch.float32]}
+    constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": launching.tl_accumulator(torch.float32)}
     config = kernels.locks_config(n, x.element_size())
     assert config is not None
-    tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), mean, rstd, torch.empty_like(x), n)
+    tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), statistics, torch.empty_like(x), n)
     wrong = 0
     for _ in range(runs):
         sums = op._launch_locks(config, tensors, m, n, constants, buffers=buffers, barrier=barrier)

@@ -19,8 +19,6 @@ values of the accumulator's dtype, twice).
 Not handled here: a dimension other than the last (the caller permutes), 2^31 or more rows or columns.
 """
 
-import torch
-
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.autotune import Resources, fits, tile_resources
 
@@ -31,11 +29,6 @@ import triton.language as tl
 # The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
 MAX_FORWARD_ROW_BYTES = 128 * 1024
 LOCK_BUFFERS = 64
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Statistics and sums are float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # --- device helpers -------------------------------------------------------------------------------------------------
@@ -59,10 +52,10 @@ def _layer_norm_fwd_kernel(
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    mean_ptr, rstd_ptr,  # (M,) statistics for the backward pass
+    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS
     M, N,
     EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +78,9 @@ def _layer_norm_fwd_kernel(
     b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
     y = (centered - shift[:, None]) * rstd[:, None] * w + b
     tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + rows, mean + shift, mask=mask_m)
-    tl.store(rstd_ptr + rows, rstd, mask=mask_m)
+    if HAS_STATISTICS:
+        tl.store(stats_ptr + rows, mean + shift, mask=mask_m)
+        tl.store(stats_ptr + M + rows, rstd, mask=mask_m)
 
 
 @triton.jit
@@ -95,10 +89,10 @@ def _layer_norm_fwd_looped_kernel(
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
     b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    mean_ptr, rstd_ptr,  # (M,) statistics for the backward pass
-    N,
+    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS
+    M, N,
     EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -120,8 +114,9 @@ def _layer_norm_fwd_looped_kernel(
         mean += delta * share
         m2 += tl.sum(centered * centered) - count * shift * shift + delta * delta * start * share
     rstd = 1.0 / tl.sqrt(m2 / N + EPS)
-    tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
+    if HAS_STATISTICS:
+        tl.store(stats_ptr + row, mean)
+        tl.store(stats_ptr + M + row, rstd)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
@@ -140,7 +135,7 @@ def _layer_norm_bwd_partials_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
@@ -165,8 +160,8 @@ def _layer_norm_bwd_partials_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         rows = offs_m.to(tl.int64)
-        mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        rstd = tl.load(stats_ptr + M + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
         dx_rows = dx_ptr + rows[:, None] * stride_dxm
@@ -224,7 +219,7 @@ def _layer_norm_bwd_partials_looped_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
@@ -240,8 +235,8 @@ def _layer_norm_bwd_partials_looped_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         rows = offs_m.to(tl.int64)
-        mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None]
+        rstd = tl.load(stats_ptr + M + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
         dx_rows = dx_ptr + rows[:, None] * stride_dxm
@@ -316,11 +311,11 @@ def _layer_norm_bwd_locks_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    mean_ptr, rstd_ptr,  # (M,) statistics of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     buffer_dw_ptr, buffer_db_ptr,  # (NUM_BUFFERS, N) sums, zero at first
     lock_ptr,  # (NUM_BUFFERS,) int32, zero at first; 1 while a program adds into the buffer
-    N,
+    M, N,
     HAS_WEIGHT: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
     ACC: tl.constexpr,
@@ -330,8 +325,8 @@ def _layer_norm_bwd_locks_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)[None, :]
     mask_n = offs_n < N
-    mean = tl.load(mean_ptr + row)
-    rstd = tl.load(rstd_ptr + row)
+    mean = tl.load(stats_ptr + row)
+    rstd = tl.load(stats_ptr + M + row)
     x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
     dy = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
     w = _load_vector(w_ptr, stride_w, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)

@@ -1,21 +1,19 @@
-"""The public function, its custom operators, and the launches."""
+"""The public function, its operators, and the launches."""
 
+import functools
 import math
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.launching import Launch, cdiv
 from kernelbook.layer_norm import kernels
-
-# isort: split
-import triton
-import triton.language as tl
 
 __all__ = ["layer_norm"]
 
 BACKWARDS = ("partials", "locks")
-_TL_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def layer_norm(
@@ -24,18 +22,21 @@ def layer_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
     *,
+    normalized_shape: int | Sequence[int] | None = None,
     backward: str = "partials",
 ) -> torch.Tensor:
-    """Layer normalization over the last dimension, a drop-in for ``torch.nn.functional.layer_norm``.
+    """Layer normalization over the last dimension, or over as many as ``normalized_shape`` has.
 
     Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3. Statistics are computed in float32 (float64 for
-    float64 inputs), from the deviations, whatever the dtype of ``x``.
+    float64 inputs), from the deviations, whatever the dtype of ``x``. What ``torch.nn.functional.layer_norm`` is given by
+    name this function takes by the same names; by position it takes no ``normalized_shape``.
 
     Args:
         x: (..., N), float16, bfloat16, float32 or float64, any strides.
-        weight: (N,) or ``None``, any of those dtypes.
-        bias: (N,) or ``None``, any of those dtypes.
+        weight: (N,), or ``normalized_shape``, or ``None``; any of those dtypes.
+        bias: as ``weight``.
         eps: added to the variance; not negative.
+        normalized_shape: the last dimensions of ``x``, which are normalized together; ``None``: the last one.
         backward: how the gradients of weight and bias are summed over the rows. ``"partials"``: each program keeps a
             partial sum, a second kernel adds them up; bitwise reproducible on one GPU model. ``"locks"``: programs add
             into shared buffers under spin locks, in whatever order they come; for study. Where
@@ -43,16 +44,54 @@ def layer_norm(
             is used.
 
     Returns:
-        (..., N), contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own.
+        The shape of ``x``, contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own.
 
     Raises:
         TypeError: an argument is not a tensor of a supported dtype.
-        ValueError: ``weight`` or ``bias`` has another shape or device, or ``eps`` or ``backward`` another value.
+        ValueError: ``weight`` or ``bias`` has another shape or device, ``normalized_shape`` is not how ``x`` ends, or
+            ``eps`` or ``backward`` has another value.
     """
+    if normalized_shape is not None:
+        return _over_several(x, weight, bias, eps, normalized_shape, backward)
+    _check(x, weight, bias, eps, backward)
+    out_dtype = x.dtype
+    if out_dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
+        out_dtype = torch.float32  # written as such by the kernel: no copy of x in float32
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        y: torch.Tensor = _layer_norm(x, weight, bias, float(eps), out_dtype, backward)[0]
+    else:
+        y = _inference(x, weight, bias, float(eps), out_dtype)
+    return y
+
+
+def _over_several(
+    x: torch.Tensor, weight: Any, bias: Any, eps: float, normalized_shape: int | Sequence[int], backward: str
+) -> torch.Tensor:
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    arguments.check_tensor("layer_norm", "x", x)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"layer_norm: normalized_shape must be how the shape of x ends, {tuple(x.shape)}, got {normalized_shape}"
+        )
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            arguments.check_tensor("layer_norm", name, vector)
+            arguments.check_shape("layer_norm", name, vector, shape)
+    rows = x.reshape(*x.shape[: x.ndim - len(shape)], math.prod(shape))
+    weight, bias = (None if vector is None else vector.reshape(-1) for vector in (weight, bias))
+    return layer_norm(rows, weight, bias, eps, backward=backward).view(x.shape)
+
+
+@arguments.once
+def _check(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -> None:
     arguments.check_tensor("layer_norm", "x", x)
     if x.ndim == 0:
         raise ValueError("layer_norm: x must have at least one dimension, got a scalar")
     for name, vector in (("weight", weight), ("bias", bias)):
+        if isinstance(vector, int | tuple | list):
+            raise TypeError(
+                f"layer_norm: {name} must be a tensor (a shape goes into normalized_shape=), got {vector!r}"
+            )
         if vector is not None:
             arguments.check_tensor("layer_norm", name, vector)
             arguments.check_shape("layer_norm", name, vector, x.shape[-1:])
@@ -60,16 +99,22 @@ def layer_norm(
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise ValueError(f"layer_norm: eps must be a number that is not negative, got {eps!r}")
     arguments.check_choice("layer_norm", "backward", backward, BACKWARDS)
-    out_dtype = x.dtype
-    if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
-        out_dtype = torch.float32  # written as such by the kernel: no copy of x in float32
-    y: torch.Tensor = _forward(x, weight, bias, float(eps), out_dtype, backward)[0]
-    return y
+    m, n = math.prod(x.shape[:-1]), x.shape[-1]
+    if m >= 2**31 or n >= 2**31 - 2**16:
+        raise ValueError(f"layer_norm: x must have fewer than 2^31 rows and columns, got {m} x {n}")
 
 
-def _launchable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as kernels take it: float32 instead of bfloat16 in the interpreter."""
-    return tensor.to(runtime.kernel_dtype(tensor.dtype))
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _forward_launch(n: int, itemsize: int, eps: float, **constants: Any) -> tuple[Launch, int]:
+    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where the launch takes no number of rows."""
+    config = kernels.forward_config(n, itemsize)
+    kernel = kernels._layer_norm_fwd_kernel if config is not None else kernels._layer_norm_fwd_looped_kernel
+    config = config or kernels.looped_config(itemsize)
+    launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
+    return launch, config.kwargs.get("BLOCK_M", 0)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -77,227 +122,186 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
     Kernels that read along another dimension would fetch a sector for each element; PyTorch's transposing copy does not.
     """
-    rows = _launchable(x).reshape(-1, x.shape[-1])
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def _vector(vector: torch.Tensor | None, stand_in: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The tensor and its stride for weight or bias; any tensor where there is none, since the kernel won't touch it."""
-    if vector is None:
-        return stand_in, 0
-    vector = _launchable(vector)
-    return vector, vector.stride(0)
-
-
-def _check_size(m: int, n: int) -> None:
-    if m >= 2**31 or n >= 2**31 - 2**16:
-        raise ValueError(f"layer_norm: x must have fewer than 2^31 rows and columns, got {m} x {n}")
-
-
-@torch.library.custom_op("kernelbook::layer_norm", mutates_args=())
 def _forward(
-    x: torch.Tensor,
-    weight: Optional[torch.Tensor],  # noqa: UP045
-    bias: Optional[torch.Tensor],  # noqa: UP045
-    eps: float,
-    out_dtype: torch.dtype,
-    backward: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> y like x, mean (M,), rstd (M,)."""
-    n = x.shape[-1]
-    m = math.prod(x.shape[:-1])
-    _check_size(m, n)
-    acc = kernels.accumulator_dtype(x.dtype)
-    y = torch.empty(x.shape, dtype=runtime.kernel_dtype(out_dtype), device=x.device)
-    mean = torch.empty(m, dtype=acc, device=x.device)
-    rstd = torch.empty(m, dtype=acc, device=x.device)
-    if n == 0:
-        mean.zero_(), rstd.zero_()
-    if m == 0 or n == 0:
-        return y.to(out_dtype), mean, rstd
+    y: torch.Tensor, statistics: torch.Tensor | None, x: torch.Tensor, weight: Any, bias: Any, eps: float
+) -> None:
+    if y.numel() == 0:
+        return
     x = _rows(x)
-    vectors = (*_vector(weight, x), *_vector(bias, x))
-    constants = {"EPS": eps, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "ACC": _TL_DTYPE[acc]}
-    config = kernels.forward_config(n, x.element_size())
-    with runtime.on_device_of(x):
-        if config is not None:
-            tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
-            kernels._layer_norm_fwd_kernel[(tiles,)](
-                x, x.stride(0),
-                *vectors,
-                y, n,
-                mean, rstd,
-                m, n,
-                **constants, **config.kwargs, num_warps=config.num_warps,
-            )  # fmt: skip
-        else:
-            looped = kernels.looped_config(x.element_size())
-            kernels._layer_norm_fwd_looped_kernel[(m,)](
-                x, x.stride(0),
-                *vectors,
-                y, n,
-                mean, rstd,
-                n,
-                **constants, **looped.kwargs, num_warps=looped.num_warps,
-            )  # fmt: skip
-    return y.to(out_dtype), mean, rstd
+    m, n = x.shape
+    launch, rows = _forward_launch(
+        int(n), x.element_size(), eps, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        HAS_STATISTICS=statistics is not None, ACC=launching.tl_accumulator(x.dtype),
+    )  # fmt: skip
+    vectors = (*launching.strided(weight, 1, x), *launching.strided(bias, 1, x))
+    given = (x, x.stride(0), *vectors, y, n, x if statistics is None else statistics)
+    if rows:
+        launch((cdiv(m, rows),), *given, m, n)
+    else:
+        launch((m,), *given, m, n)
 
 
-@_forward.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype,
-    backward: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    acc, m = kernels.accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
-    return (
-        torch.empty(x.shape, dtype=out_dtype, device=x.device),
-        torch.empty(m, dtype=acc, device=x.device),
-        torch.empty(m, dtype=acc, device=x.device),
-    )
+def _outputs(
+    x: torch.Tensor, weight: Any, bias: Any, eps: float, out_dtype: torch.dtype, backward: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> y like x, and mean and rstd, (2, M)."""
+    statistics = x.new_empty((2, math.prod(x.shape[:-1])), dtype=launching.accumulator(x.dtype))
+    return x.new_empty(x.shape, dtype=out_dtype), statistics
 
 
-@torch.library.custom_op("kernelbook::layer_norm_backward", mutates_args=())
-def _backward(
+def _run(
+    results: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, weight: Any, bias: Any, eps: float, *_settings: Any
+) -> None:
+    if x.shape[-1] == 0:
+        results[1].zero_()
+    _forward(*results, x, weight, bias, eps)
+
+
+_inference = launching.operator(
+    "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) -> Tensor",
+    outputs=lambda x, weight, bias, eps, out_dtype: x.new_empty(x.shape, dtype=out_dtype),
+    run=lambda y, x, weight, bias, eps, out_dtype: _forward(y, None, x, weight, bias, eps),
+    visible=True,
+)
+
+
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+def _gradients(
     dy: torch.Tensor,
     x: torch.Tensor,
-    weight: Optional[torch.Tensor],  # noqa: UP045
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    dw_dtype: Optional[torch.dtype],  # noqa: UP045
-    db_dtype: Optional[torch.dtype],  # noqa: UP045
+    weight: Any,
+    statistics: torch.Tensor,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
     backward: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dx like x, dweight (N,) or empty, dbias (N,) or empty."""
-    n, m = x.shape[-1], mean.shape[0]
-    dx = torch.empty(x.shape, dtype=runtime.kernel_dtype(x.dtype), device=x.device)
-    dw = torch.empty(0 if dw_dtype is None else n, dtype=dw_dtype or x.dtype, device=x.device)
-    db = torch.empty(0 if db_dtype is None else n, dtype=db_dtype or x.dtype, device=x.device)
-    if m == 0 or n == 0:
-        return dx.to(x.dtype), dw.zero_(), db.zero_()
-    dtype = x.dtype
+    n = x.shape[-1]
+    dw, db = (x.new_empty(0 if dtype is None else n, dtype=dtype or x.dtype) for dtype in (dw_dtype, db_dtype))
+    return x.new_empty(x.shape), dw, db
+
+
+@functools.cache
+def _sum_launch(**constants: Any) -> Launch:
+    config = kernels.SUM_CONFIG
+    return Launch(kernels._layer_norm_bwd_sum_kernel, **constants, **config.kwargs, num_warps=config.num_warps)
+
+
+def _run_backward(
+    results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor,
+    dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None, backward: str,
+) -> None:  # fmt: skip
+    dx, dw, db = results
+    if dx.numel() == 0:
+        dw.zero_(), db.zero_()
+        return
     x, dy = _rows(x), _rows(dy)
-    dw, db = dw.to(runtime.kernel_dtype(dw.dtype)), db.to(runtime.kernel_dtype(db.dtype))
-    constants = {
-        "HAS_WEIGHT": weight is not None,
-        "WITH_DW": dw_dtype is not None,
-        "WITH_DB": db_dtype is not None,
-        "ACC": _TL_DTYPE[mean.dtype],
-    }
-    tensors = (
-        x, x.stride(0),
-        dy, dy.stride(0),
-        *_vector(weight, x),
-        mean, rstd,
-        dx, n,
-    )  # fmt: skip
-    with runtime.on_device_of(x):
-        config = kernels.locks_config(n, x.element_size())
-        if backward == "locks" and config is not None and not torch.are_deterministic_algorithms_enabled():
-            partial_dw, partial_db = _launch_locks(config, tensors, m, n, constants)
-        else:
-            partial_dw, partial_db = _launch_partials(tensors, m, n, constants)
-        if dw_dtype is not None or db_dtype is not None:
-            config = kernels.SUM_CONFIG
-            kernels._layer_norm_bwd_sum_kernel[(triton.cdiv(n, config.kwargs["BLOCK_N"]), 2)](
-                partial_dw, partial_db,
-                dw, db,
-                partial_dw.shape[0], n,
-                constants["WITH_DW"], constants["WITH_DB"], constants["ACC"],
-                **config.kwargs, num_warps=config.num_warps,
-            )  # fmt: skip
-    if n == 1:  # a single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd
-        dx.zero_()
-    return dx.to(dtype), dw.to(dw_dtype or dtype), db.to(db_dtype or dtype)
+    m, n = x.shape
+    with_dw, with_db, acc = dw_dtype is not None, db_dtype is not None, launching.tl_accumulator(x.dtype)
+    constants = {"HAS_WEIGHT": weight is not None, "WITH_DW": with_dw, "WITH_DB": with_db, "ACC": acc}
+    tensors = (x, x.stride(0), dy, dy.stride(0), *launching.strided(weight, 1, x), statistics, dx, n)
+    config = kernels.locks_config(int(n), x.element_size())
+    if backward == "locks" and config is not None and not torch.are_deterministic_algorithms_enabled():
+        partial_dw, partial_db = _launch_locks(config, tensors, m, n, constants)
+    else:
+        partial_dw, partial_db = _launch_partials(tensors, m, n, constants)
+    if with_dw or with_db:
+        launch = _sum_launch(WITH_DW=with_dw, WITH_DB=with_db, ACC=acc)
+        columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
+        launch((columns, 2), partial_dw, partial_db, dw, db, partial_dw.shape[0], n)
+    if n == 1:
+        # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
+        torch.sub(dy, dy, out=dx)  # NaN where dy is
+        dx.view(-1).add_((x - x).view(-1))
+
+
+@functools.cache
+def _partials_launch(
+    n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties, **constants: Any
+) -> tuple[Launch, Any]:
+    config = kernels.backward_config(n, itemsize, aligned)
+    split = config.kwargs.get("SPLIT")
+    kernel = kernels._layer_norm_bwd_partials_kernel if split else kernels._layer_norm_bwd_partials_looped_kernel
+    return Launch(kernel, **constants, **config.kwargs, num_warps=config.num_warps), config
 
 
 def _launch_partials(
     tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> the partial sums of weight's and bias's gradients, each (programs, N)."""
-    x, mean = tensors[0], tensors[6]
+    x, statistics = tensors[0], tensors[6]
     # What Triton's launcher looks at before it widens loads.
-    strides = [number for number in (*tensors, n) if isinstance(number, int) and number != 1]
-    aligned = all(t.data_ptr() % 16 == 0 for t in tensors if isinstance(t, torch.Tensor)) and not any(
+    strides = [number for number in (*tensors, n) if not isinstance(number, torch.Tensor) and number != 1]
+    aligned = launching.is_aligned(*(t for t in tensors if isinstance(t, torch.Tensor))) and not any(
         stride % 16 for stride in strides
     )
-    config = kernels.backward_config(n, x.element_size(), aligned)
+    launch, config = _partials_launch(int(n), x.element_size(), aligned, runtime.properties(x.device), **constants)
     programs = kernels.backward_programs(m, config)
     shape = (programs, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
-    partial_dw, partial_db = (torch.empty(shape, dtype=mean.dtype, device=x.device) for _ in range(2))
-    split = config.kwargs.get("SPLIT")
-    kernel = kernels._layer_norm_bwd_partials_kernel if split else kernels._layer_norm_bwd_partials_looped_kernel
-    kernel[(programs, split or 1)](
-        *tensors, partial_dw, partial_db, m, n, **constants, **config.kwargs, num_warps=config.num_warps
-    )
+    partial_dw, partial_db = (statistics.new_empty(shape) for _ in range(2))
+    launch((programs, config.kwargs.get("SPLIT") or 1), *tensors, partial_dw, partial_db, m, n)
     return partial_dw, partial_db
 
 
 def _launch_locks(
-    config: triton.Config,
-    tensors: tuple[Any, ...],
-    m: int,
-    n: int,
-    constants: dict[str, Any],
-    *,
-    buffers: int = kernels.LOCK_BUFFERS,
-    barrier: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    config: Any, tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any],
+    *, buffers: int = kernels.LOCK_BUFFERS, barrier: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> the buffers that the programs added into, each (buffers, N)."""
-    x, mean = tensors[0], tensors[6]
+    statistics = tensors[6]
     shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
-    buffer_dw, buffer_db = (torch.zeros(shape, dtype=mean.dtype, device=x.device) for _ in range(2))
-    locks = torch.zeros(buffers, dtype=torch.int32, device=x.device)
-    kernels._layer_norm_bwd_locks_kernel[(m,)](
-        *tensors, buffer_dw, buffer_db, locks, n,
-        **constants, NUM_BUFFERS=buffers, **config.kwargs, BARRIER=barrier, num_warps=config.num_warps,
-    )  # fmt: skip
+    buffer_dw, buffer_db = (statistics.new_zeros(shape) for _ in range(2))
+    launch = _locks_launch(
+        NUM_BUFFERS=buffers, BARRIER=barrier, num_warps=config.num_warps, **constants, **config.kwargs
+    )
+    launch((m,), *tensors, buffer_dw, buffer_db, statistics.new_zeros(buffers, dtype=torch.int32), m, n)
     return buffer_dw, buffer_db
 
 
-@_backward.register_fake
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
-    backward: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    n = x.shape[-1]
-    return (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        torch.empty(0 if dw_dtype is None else n, dtype=dw_dtype or x.dtype, device=x.device),
-        torch.empty(0 if db_dtype is None else n, dtype=db_dtype or x.dtype, device=x.device),
-    )
+@functools.cache
+def _locks_launch(**constants: Any) -> Launch:
+    return Launch(kernels._layer_norm_bwd_locks_kernel, **constants)
+
+
+_backward = launching.operator(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, ScalarType? dw_dtype, "
+    "ScalarType? db_dtype, str backward) -> (Tensor, Tensor, Tensor)",
+    outputs=_gradients,
+    run=_run_backward,
+    visible=True,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, _, _, backward = inputs
-    _, mean, rstd = output
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.mark_non_differentiable(mean, rstd)
+    x, weight, bias, _, _, ctx.backward = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.backward = backward
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _autograd(
-    ctx: Any, dy: torch.Tensor | None, _mean: torch.Tensor | None, _rstd: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, dy: torch.Tensor | None, _statistics: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None, None
-    x, weight, mean, rstd = ctx.saved_tensors
+    x, weight, statistics = ctx.saved_tensors
     _, needs_dw, needs_db, *_ = ctx.needs_input_grad
-    dw_dtype = weight.dtype if needs_dw else None
-    db_dtype = ctx.bias_dtype if needs_db else None
-    dx, dw, db = _backward(dy, x, weight, mean, rstd, dw_dtype, db_dtype, ctx.backward)
+    dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
+    dx, dw, db = _backward(dy, x, weight, statistics, dw_dtype, db_dtype, ctx.backward)
     return dx, dw if needs_dw else None, db if needs_db else None, None, None, None
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+_layer_norm = launching.operator(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, str backward) "
+    "-> (Tensor, Tensor)",
+    outputs=_outputs,
+    run=_run,
+    setup_context=_setup_context,
+    backward=_autograd,
+    visible=True,
+)

@@ -331,7 +331,7 @@ def _route_fake(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
     return tuple(torch.empty(shape, dtype=torch.int32, device=expert_ids.device) for shape in shapes)
 
 
-_route = launching.operator("route", _route_now, _route_fake)
+_route = launching.operator_before("route", _route_now, _route_fake)
 
 # --- custom operators -----------------------------------------------------------------------------------------------
 
@@ -520,8 +520,8 @@ def _autograd(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tupl
     return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * 8
 
 
-_forward = launching.operator("moe_lora", _forward_now, _forward_fake, _autograd, _setup)
-_backward = launching.operator("moe_lora_backward", _backward_now, _backward_fake)
+_forward = launching.operator_before("moe_lora", _forward_now, _forward_fake, _autograd, _setup)
+_backward = launching.operator_before("moe_lora_backward", _backward_now, _backward_fake)
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
