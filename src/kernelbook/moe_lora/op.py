@@ -701,7 +701,9 @@ def _weight_arguments(w: torch.Tensor | _Packed, w_box: Any, x: torch.Tensor) ->
     return (q.packed.view(torch.int32), 0, 0, 0, None, q.absmax, *nested, q.code)
 
 
-def _weight_constants(w: torch.Tensor | _Packed, x: torch.Tensor, properties: runtime.DeviceProperties) -> dict[str, Any]:
+def _weight_constants(
+    w: torch.Tensor | _Packed, x: torch.Tensor, properties: runtime.DeviceProperties
+) -> dict[str, Any]:
     if not isinstance(w, _Packed):
         return {"PACKED": "none", "BLOCK_SIZE": 0, "SCALE": "", "NESTED_BLOCK": NESTED_BLOCK}
     permute = x.element_size() == 2 and properties.arch.startswith("sm_")

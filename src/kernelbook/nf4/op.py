@@ -166,6 +166,7 @@ def nf4_quantize(
         raise TypeError(f"nf4_quantize: code must be a CodeBook, got {type(code).__name__}")
     if len(code.values) != 16:
         raise ValueError(f"nf4_quantize: code must have 16 values, got {len(code.values)}")
+    w = w.detach()  # codes have no gradient; with the mean of absmax autograd would keep one
     values = torch.tensor(code.values, dtype=torch.float32, device=w.device)
     packed, absmax = _quantize(w, values, block_size)
     nested = {}
@@ -232,7 +233,7 @@ def _quantize_absmax(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.
     scale = groups.abs().amax(1)
     scaled = (groups * (1.0 / scale.clamp(min=1e-38))[:, None]).clamp(-1, 1)
     index = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2).to(torch.uint8)
-    return index.view(-1)[:n], scale
+    return index.view(-1)[:n].clone(), scale  # no view of the padding: it would be saved along
 
 
 # --- multiply -------------------------------------------------------------------------------------------------------

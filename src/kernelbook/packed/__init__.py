@@ -137,6 +137,11 @@ class NF4Tensor:
         """
         op = "NF4Tensor.from_bitsandbytes"
         arguments.check_choice(op, "quant_state.quant_type", quant_state.quant_type, ("nf4", "fp4"))
+        if getattr(quant_state, "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{op}: quant_state must describe what bitsandbytes quantized, got what it repacked, with rounded scales, "
+                "at the layer's first call on the CPU: take the tensor before that call, or from a checkpoint"
+            )
         n = math.prod(quant_state.shape)
         shape = tuple(quant_state.shape if shape is None else shape)
         if math.prod(shape) != n:
@@ -164,3 +169,7 @@ class NF4Tensor:
             dtype=quant_state.dtype,
             **nested,
         )
+
+
+# What torch.save wrote is loaded under its default, weights_only=True, too: the class holds tensors and plain values.
+torch.serialization.add_safe_globals([NF4Tensor])

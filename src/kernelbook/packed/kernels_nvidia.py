@@ -123,7 +123,10 @@ def _few_rows_kernel(
     offs_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
     steps = gl.cdiv(K, STEP * WARPS)  # of a warp
     # The first element of a lane's share: (WARPS, ROWS, 4)
-    k_w = gl.expand_dims(offs_w[:, None] * (steps * STEP) + 0 * offs_n[None, :], 2) + (offs_l * (8 * WORDS))[None, None, :]
+    k_w = (
+        gl.expand_dims(offs_w[:, None] * (steps * STEP) + 0 * offs_n[None, :], 2)
+        + (offs_l * (8 * WORDS))[None, None, :]
+    )
     row_w = gl.expand_dims(0 * offs_w[:, None] + offs_n[None, :], 2)
     mask_w = row_w < N - n0
     word_ptrs = packed_ptr + gl.expand_dims(row_w * (K // 8) + k_w // 8, 3) + offs_i[None, None, None, :]
