@@ -130,7 +130,8 @@ class _Handle:
             raise NotImplementedError("kernels with scratch memory are left to Triton")
         self.compiled, self.function, self.tail = compiled, compiled.function, tail
         self.key = next(key for key, value in kernel.device_caches[device][0].items() if value is compiled)
-        self.globals = tuple((scope, name, value) for (name, _), (value, scope) in kernel.used_global_vals.items())
+        # Triton keeps copies of the values to compare with; whether the very object is still there is faster to ask.
+        self.globals = tuple((scope, name, scope.get(name)) for (name, _), (_, scope) in kernel.used_global_vals.items())
         self.boxes = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         self.maps: dict[Any, list[Any]] = {}
         launch = launcher.launch
@@ -544,7 +545,11 @@ def operator_before(
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
-    return _of_thread.tracing or all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if not _of_thread.tracing:
+        for tensor in tensors:
+            if tensor.data_ptr() % 16:
+                return False
+    return True
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
