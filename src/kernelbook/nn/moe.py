@@ -11,6 +11,7 @@ and when that costs a host synchronisation.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching  # before Triton, which it sets up
 from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import kernels
@@ -208,49 +209,49 @@ class _Kept(NamedTuple):
 # --- the block ------------------------------------------------------------------------------------------------------
 
 
-class _SwiGLU(torch.autograd.Function):
-    """h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        h = h.contiguous()
-        ctx.save_for_backward(h)
-        return _launch_swiglu(h, None)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return _launch_swiglu(ctx.saved_tensors[0], dout.contiguous())
+@functools.cache
+def _swiglu_launch(backward: bool, dtype: torch.dtype) -> launching.Launch:
+    height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
+    kernel = kernels._swiglu_bwd_kernel if backward else kernels._swiglu_fwd_kernel
+    acc = launching.tl_accumulator(dtype)
+    return launching.Launch(kernel, ACC=acc, ROWS=height, BLOCK_I=kernels.BLOCK_I, num_warps=kernels.WARPS)
 
 
-def _launch_swiglu(h: torch.Tensor, dout: torch.Tensor | None) -> torch.Tensor:
-    """-> out (S, I), or with ``dout`` its gradient dh (S, 2 I)."""
-    dtype, rows, inner = h.dtype, h.shape[0], h.shape[1] // 2
-    h = h.to(runtime.kernel_dtype(dtype))
-    result = h.new_empty((rows, inner)) if dout is None else torch.empty_like(h)
-    if result.numel() > 0:
-        height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-        grid = (launching.cdiv(rows, height), launching.cdiv(inner, kernels.BLOCK_I))
-        settings: dict[str, Any] = {
-            "ACC": launching.tl_accumulator(dtype),
-            "ROWS": height,
-            "BLOCK_I": kernels.BLOCK_I,
-            "num_warps": kernels.WARPS,
-        }
-        with runtime.on_device_of(h):
-            if dout is None:
-                kernels._swiglu_fwd_kernel[grid](h, result, rows, inner, **settings)
-            else:
-                kernels._swiglu_bwd_kernel[grid](dout.to(h.dtype), h, result, rows, inner, **settings)
-    return result.to(dtype)
+def _run_swiglu(result: torch.Tensor, h: torch.Tensor, dout: torch.Tensor | None) -> None:
+    """out (S, I) of h (S, 2 I), or with ``dout`` dh (S, 2 I)."""
+    if result.numel() == 0:
+        return
+    rows, inner = h.shape[0], h.shape[1] // 2
+    launch = _swiglu_launch(dout is not None, h.dtype)
+    grid = (launching.cdiv(rows, launch.constants["ROWS"]), launching.cdiv(inner, kernels.BLOCK_I))
+    gradient = () if dout is None else (dout.contiguous(),)
+    launch(grid, *gradient, h.contiguous(), result, rows, inner)
+
+
+def _keep_h(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_swiglu_backward = launching.operator(
+    "swiglu_backward(Tensor h, Tensor dout) -> Tensor",
+    outputs=lambda h, dout: torch.empty_like(h, memory_format=torch.contiguous_format),
+    run=_run_swiglu,
+)
+# h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass.
+_swiglu_of = launching.operator(
+    "swiglu(Tensor h) -> Tensor",
+    outputs=lambda h: torch.empty((h.shape[0], h.shape[1] // 2), dtype=h.dtype, device=h.device),
+    run=lambda result, h: _run_swiglu(result, h, None),
+    setup_context=_keep_h,
+    backward=lambda ctx, dout: _swiglu_backward(ctx.saved_tensors[0], dout),
+)
 
 
 def _swiglu(h: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
         gate, up = h.chunk(2, dim=-1)
         return F.silu(gate) * up
-    if launching.is_plain(h):
-        return _launch_swiglu(h.contiguous(), None)
-    out: torch.Tensor = _SwiGLU.apply(h)
+    out: torch.Tensor = _swiglu_of(h)
     return out
 
 
