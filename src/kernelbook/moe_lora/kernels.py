@@ -800,6 +800,15 @@ def padded_rank(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))
 
 
+def decodes_on_the_way(rows: int, experts: int) -> bool:
+    """Whether packed experts are decoded on their way into each tile, instead of once for all tiles before the product.
+
+    An expert with R rows is decoded R / 128 times; to make it dense costs 4.5 times the packed bytes to write and read.
+    """
+    return _mean_rows(rows, experts) <= DECODED_ROWS
+
+
+DECODED_ROWS = 512  # four tiles: so often an expert is decoded
 FUSED_RANK = 64  # the widest U that a program of the fused product keeps in registers beside its tile of Y
 FUSED_ROWS = 64
 

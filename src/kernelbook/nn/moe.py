@@ -4,9 +4,10 @@
 :func:`kernelbook.moe_lora`. Rows are sorted by expert once: the first product leaves its rows in expert order, the
 activation takes them as they are, and the second product reads them so and writes tokens, weighted and summed.
 
-Compressed weights become dense ones just before each product, for the experts that the batch uses, and are dropped right
-after it. The backward pass does not keep them: it makes them again. :func:`choose_experts` says which experts these are
-and when that costs a host synchronisation.
+4-bit weights are decoded on their way into the products. Where experts have so many rows that this is slower
+(:func:`kernelbook.moe_lora.decodes_on_the_way`), and float8 ones always, they become dense just before each product, for
+the experts that the batch uses, and are dropped right after it. The backward pass does not keep them: it makes them again.
+:func:`choose_experts` says which experts these are and when that costs a host synchronisation.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
 from kernelbook import arguments, launching  # before Triton, which it sets up
-from kernelbook.moe_lora import Routing, moe_lora, route
+from kernelbook.moe_lora import Routing, decodes_on_the_way, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import kernels
 
@@ -304,7 +305,8 @@ def gated_experts(
         gate_up_bias, down_bias: (E, 2 I) and (E, H).
         transposed: the weights are stored the other way around, (E, H, 2 I) and (E, I, H).
         post_expert: applied to the second product's rows (T k, H) before they are weighted.
-        active: which experts of compressed weights become dense, see :func:`choose_experts`.
+        active: which experts of compressed weights become dense, see :func:`choose_experts`; with ``"auto"`` none of
+            4-bit weights where they are decoded within the product.
 
     Returns:
         (T, H) in the dtype of ``x``.
@@ -348,13 +350,18 @@ def gated_experts(
     compressed = not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor))
     if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
         arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
-    chosen, ids = choose_experts(expert_ids, num_experts, active) if compressed else (None, expert_ids)
+    packed = all(isinstance(weight, torch.Tensor | NF4Tensor) for weight in (gate_up, down))
+    decoded = active == "auto" and packed and not transposed and decodes_on_the_way(expert_ids.numel(), num_experts)
+    dense = compressed and not decoded
+    chosen, ids = choose_experts(expert_ids, num_experts, active) if dense else (None, expert_ids)
     routing = route(ids, num_experts if chosen is None else chosen.shape[0])
 
     def product(
         rows: torch.Tensor, weight: Weight, lora: LoRAPair | None, bias: torch.Tensor | None, **how: Any
     ) -> torch.Tensor:
-        return _product(rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, **how)
+        return _product(
+            rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, decoded=decoded, **how
+        )
 
     hidden = activation(product(x, gate_up, gate_up_lora, gate_up_bias, grouped_out=True))
     if post_expert is None:
@@ -375,6 +382,7 @@ def _product(
     chosen: torch.Tensor | None,
     *,
     transposed: bool,
+    decoded: bool,
     **how: Any,
 ) -> torch.Tensor:
     """One grouped product with the chosen experts' weight, LoRA pair and bias."""
@@ -389,6 +397,8 @@ def _product(
     if bias is not None:
         bias = chosen_of(bias).to(rows.dtype)
 
+    if decoded and isinstance(weight, NF4Tensor):
+        return moe_lora(rows, weight, a, b, routing, scaling=scaling, bias=bias, **how)
     if isinstance(weight, torch.Tensor):
         # Beside a compressed weight a dense one has to follow the same renaming.
         w = chosen_of(weight).to(rows.dtype) if torch.is_autocast_enabled(rows.device.type) else chosen_of(weight)
