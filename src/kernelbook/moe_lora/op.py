@@ -178,9 +178,7 @@ def _product(
         packed = (w.absmax, w.code, w.nested_absmax, w.nested_code, w.nested_offset)
         shape, block_size, w = w.shape, w.block_size, w.packed
     expert_ids, lists, experts = routing
-    n = _check(
-        op, x, w, *shape, lora_a, lora_b, bias, gates, expert_ids, experts, strategy, grouped_in, grouped_out
-    )
+    n = _check(op, x, w, *shape, lora_a, lora_b, bias, gates, expert_ids, experts, strategy, grouped_in, grouped_out)
     given = (
         x, w, lora_a, lora_b, bias, gates, expert_ids, lists, *packed,
         experts, n, block_size, scaling, strategy, grouped_in, grouped_out,
@@ -373,9 +371,7 @@ def _run_route(lists: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> N
     place((programs,), *given, counts, lists, *sizes)
 
 
-_route = launching.operator(
-    "route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route
-)
+_route = launching.operator("route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route)
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
@@ -504,9 +500,7 @@ def _run_backward(results: tuple[torch.Tensor, ...], dy: torch.Tensor, u: torch.
         grouped = given.grouped_in
         direct = gates is None and (grouped or slots == 1)
         grown = dx if direct else torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
-        _launch_rows(
-            routing, dy_rows, given.weight.transpose(1, 2), transposed, None, grown, grouped, given.strategy
-        )
+        _launch_rows(routing, dy_rows, given.weight.transpose(1, 2), transposed, None, grown, grouped, given.strategy)
         if not direct:
             inner = dgates
             if needs["dgates"] and bias is not None:
@@ -597,7 +591,8 @@ class _Lora(NamedTuple):
         """Copies where neither rows nor columns are contiguous (PEFT's B): a tile would read a sector an element."""
         if a is None or b is None:
             return None
-        return cls(*(t if 1 in t.stride()[1:] else t.contiguous() for t in (a, b)), u, scaling)
+        a, b = (t if 1 in t.stride()[1:] else t.contiguous() for t in (a, b))
+        return cls(a, b, u, scaling)
 
 
 @functools.cache
@@ -698,9 +693,8 @@ def _launch_rows(
     """Fills Y (R, N) from rows and w (E, K, N), and lora's U if there is one."""
     x, grouped, slots = rows
     if isinstance(w, _Packed):
-        stored: Any = w.packed
-        packed = (w.transposed, w.block_size, w.nested[0] is not None)
-        w_strides = None
+        stored, w_strides = w.packed, None
+        packed: Any = (w.transposed, w.block_size, w.nested[0] is not None)
     else:
         stored, packed, w_strides = w, None, w.stride()
     shape = tuple(w.shape)
@@ -724,7 +718,6 @@ def _launch_rows(
     w_box = None
     scales: tuple[Any, ...] = (None, None, None, None, None)
     if isinstance(w, _Packed):
-        w_strides = (0, 0, 0)
         scales = (w.absmax, *w.nested, w.code)
         if plan.launch.constants["PACKED"] != "elements":
             stored = stored.view(torch.int32)
@@ -735,7 +728,7 @@ def _launch_rows(
         plan.grid,
         routing.lists, plan.tiles_at,
         x, *x.stride(), None if plan.x_form is None else plan.x_form(x),
-        stored, *w_strides, w_box,
+        stored, *(w_strides or (0, 0, 0)), w_box,
         *scales,
         *_strided(a, 3), *_strided(b, 3), u,
         *_strided(bias, 2),
