@@ -314,6 +314,7 @@ MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
 # In steps of a program: the launch and the pipeline's start; a merge; each share that is merged.
 START, MERGE, SHARE = 2.0, 1.5, 0.06
+MERGE_REGISTERS = 64  # of a thread, for shares on their way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,7 +387,7 @@ def plan(
     splits = _splits(tiles, -(-keys // block_n), properties.num_sms * per_sm)
     stored = min(block_m, triton.next_power_of_2(rows))
     # As many shares at a time as leave room in registers.
-    merged = min(triton.next_power_of_2(splits), max(1, 64 * 32 * config.num_warps // (stored * width)))
+    merged = min(triton.next_power_of_2(splits), max(1, MERGE_REGISTERS * 32 * config.num_warps // (stored * width)))
     blocks = {
         **config.kwargs,
         "ROWS": stored,
