@@ -123,10 +123,10 @@ def _serve(folder: Path) -> None:
     import contextlib
     import io
 
-    from kernelbook import runtime  # before Triton
-
     import torch
     import torch.distributed as dist
+
+    from kernelbook import runtime  # before Triton
 
     torch.set_num_threads(1)
     if runtime.DEVICE.type == "cuda":
