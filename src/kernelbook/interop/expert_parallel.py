@@ -52,7 +52,7 @@ def register() -> None:
         def __call__(
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
-            size = int(self.num_local_experts)
+            size: int = self.num_local_experts  # type: ignore[assignment, unused-ignore]
             first = self.ep_mesh.get_local_rank() * size
             with own_pairs(
                 self.experts.__dict__.get(HANDED, {}), slice(first, first + size), size * self.ep_mesh.size()
