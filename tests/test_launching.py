@@ -1,19 +1,31 @@
 """What launches have in common: tensors, strides and dtypes as kernels take them."""
 
 import functools
+import inspect
+import itertools
 import subprocess
 import sys
+import types
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kernelbook import launching, runtime
+import kernelbook as kb
+from kernelbook import arguments, launching, runtime
 
 
 def test_cdiv_is_tritons() -> None:
@@ -90,8 +102,9 @@ def test_rows_that_begin_on_16_bytes(dtype: torch.dtype) -> None:
 def test_a_box_reads_a_tensor_in_pieces() -> None:
     x = torch.zeros(6, 8, dtype=torch.float16, device=runtime.DEVICE)[:, :4]
     box = launching.box(x, 2, 4)
-    assert box.base is x and box.block_shape == [2, 4]
-    assert list(box.shape) == [6, 4] and list(box.strides) == [8, 1]
+    assert box.tensor is x and box.form is launching.box_form(2, 4)
+    assert box.descriptor().base is x and box.descriptor().block_shape == [2, 4]
+    assert box.descriptor().shape == [6, 4] and box.descriptor().strides == [8, 1]
 
 
 class _Passing(TorchFunctionMode):
@@ -103,30 +116,22 @@ class _Sub(torch.Tensor):
     pass
 
 
-def test_plain_calls() -> None:
-    """Ordinary tensors that record nothing, and only where nobody listens."""
-    x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
-    assert launching.is_plain(x, None, torch.nn.Parameter(x, requires_grad=False))
-    assert launching.is_plain()
-    assert not launching.is_plain(x, leaf)
-    with torch.no_grad():
-        assert launching.is_plain(x, leaf)
-    with torch.inference_mode():
-        assert launching.is_plain(x)
-    for other in (torch.empty(2, device="meta"), x.as_subclass(_Sub)):
-        assert not launching.is_plain(x, other)
+def test_who_observes() -> None:
+    assert not launching.is_observed()
+    with torch.no_grad(), torch.inference_mode():
+        assert not launching.is_observed()
     for mode in (FakeTensorMode, _Passing, torch.autograd.forward_ad.dual_level, torch.profiler.profile):
         with mode():
-            assert not launching.is_plain(x)
-    assert launching.is_plain(x)
+            assert launching.is_observed()
+    assert not launching.is_observed()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
-def test_a_call_that_is_traced_is_not_plain() -> None:
+def test_a_trace_observes() -> None:
     found = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        found.append(launching.is_plain(x))
+        found.append(not launching.is_observed())
         return x + 1 if found[-1] else x - 1
 
     x = torch.ones(2, 3)
@@ -154,12 +159,8 @@ def test_a_first_call_does_not_import_the_compiler() -> None:
     assert done.stdout.split() == ["False"]
 
 
-def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    return x * factor
-
-
-def _scaled_fake(x: torch.Tensor, factor: float) -> torch.Tensor:
-    return torch.empty_like(x)
+def _run_scaled(out: torch.Tensor, x: torch.Tensor, factor: float) -> None:
+    torch.mul(x, factor, out=out)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -168,10 +169,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 @functools.cache
 def _operators() -> tuple[Any, Any]:
-    return (
-        launching.operator("test_scaled", _scaled, _scaled_fake, lambda ctx, dy: (dy * ctx.factor, None), _keep),
-        launching.operator("test_scaled_once", _scaled, _scaled_fake),
-    )
+    for name, more in {
+        "test_scaled": {"setup_context": _keep, "backward": lambda ctx, dy: (dy * ctx.factor, None)},
+        "test_scaled_once": {},
+    }.items():
+        launching.operator(
+            f"{name}(Tensor x, float factor) -> Tensor",
+            outputs=lambda x, factor: torch.empty_like(x), run=_run_scaled, **more,
+        )  # fmt: skip
+    return torch.ops.kernelbook.test_scaled.default, torch.ops.kernelbook.test_scaled_once.default
 
 
 def test_an_operator_is_one_of_pytorchs() -> None:
@@ -185,3 +191,344 @@ def test_an_operator_is_one_of_pytorchs() -> None:
     assert torch.equal(compiled(x), 2 * x + 1)
     with pytest.raises(RuntimeError, match="kernelbook::test_scaled_once cannot be differentiated"):
         once(x, 3.0).sum().backward()
+
+
+# --- the launcher ---------------------------------------------------------------------------------------------------
+
+
+def _arguments_kernel(x_ptr, y_ptr, n, stride, scale, flag, BLOCK: tl.constexpr):
+    pass
+
+
+def _specialization(args: tuple[Any, ...]) -> Any:
+    """What Triton itself derives from the arguments before it looks for a compiled kernel, for an H200."""
+    kernel = JITFunction(_arguments_kernel)
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    return [entry for entry in binder(*args, BLOCK=64)[1] if entry[0] != "constexpr" or entry[1] != 64]
+
+
+_storage = torch.zeros(4096, dtype=torch.float32)
+_tensors = st.builds(
+    lambda dtype, offset: _storage.view(dtype)[offset:],
+    st.sampled_from((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8)),
+    st.integers(0, 40),
+)
+_integers = st.one_of(
+    st.sampled_from((0, 1, -1, 15, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40, 2**63 - 1)),
+    st.integers(-(2**63), 2**63 - 1),
+)
+_launches = st.tuples(
+    _tensors,
+    st.one_of(_tensors, st.none()),
+    _integers,
+    _integers,
+    st.floats(allow_nan=False, width=32),
+    st.booleans(),
+)
+
+
+@hypothesis.settings(max_examples=300)
+@given(_launches, _launches)
+def test_what_has_one_key_is_one_kernel_to_triton(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    def key(args: tuple[Any, ...]) -> Any:
+        return tuple(map(type, args)), launching._key(args, 0)
+
+    # The same arguments, but for values within their kind, have to share a key now and then: else nothing is tested.
+    similar = tuple(
+        near if type(near) is type(mine) and not isinstance(mine, torch.Tensor) else mine
+        for mine, near in zip(one, other, strict=True)
+    )
+    for args in (other, similar):
+        if key(one) == key(args):
+            assert _specialization(one) == _specialization(args)
+
+
+def test_numbers_of_one_kind_share_a_key() -> None:
+    x = _storage
+    for kind in ((32, 48, 1024), (2, 17, 2**31 - 1), (2**31 + 1, 2**40 + 1), (2**31, 2**40)):
+        assert len({launching._key((x, x, n, 1, 0.5, True), 0) for n in kind}) == 1
+    assert len({launching._key((x, x, n, 1, 0.5, True), 0) for n in (1, 2, 16, 2**31, 2**31 + 1, 2**63)}) == 6
+
+
+class _FakeLauncher:
+    """Stands for the launcher of a compiled kernel, and notes what it is called with."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+    arg_annotations = kernel_signature = "signature"
+
+    def __init__(self, name: str, calls: list[Any]) -> None:
+        self.launch = functools.partial(self._launch, name, calls)
+
+    @staticmethod
+    def _launch(name: str, calls: list[Any], *args: Any) -> None:
+        values = args[-1] if launching._TRITON != (3, 6) else args[13:]
+        calls.append((name, args[:5], tuple(values)))
+
+
+class _FakeKernel:
+    """Stands for a ``JITFunction`` on a GPU: compiles once for each dtype and alignment of its first argument."""
+
+    __name__ = "fake"
+    arg_names = ("x_ptr", "n", "BLOCK")
+    params = ()
+
+    def __init__(self) -> None:
+        self.pre_run_hooks: list[Any] = []
+        self.used_global_vals: dict[Any, Any] = {}
+        self.device_caches: dict[int, Any] = defaultdict(lambda: ({},))
+        self.by_triton: list[Any] = []
+        self.by_handle: list[Any] = []
+        self.device = 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any, **constants: Any) -> Any:
+            self.by_triton.append((grid, args))
+            key = f"{args[0].dtype} {args[0].data_ptr() % 16} {launching._kinds[args[1]]}"
+            cache = self.device_caches[self.device][0]
+            if key not in cache:
+                launcher = _FakeLauncher(f"device {self.device}: {key}", self.by_handle)
+                cache[key] = types.SimpleNamespace(
+                    run=launcher, function=len(cache), packed_metadata=(4, 1, 0), metadata=types.SimpleNamespace()
+                )
+            return cache[key]
+
+        return run
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> _FakeKernel:
+    """A kernel that is launched as on a GPU, though there is none: all that touches CUDA is replaced."""
+    kernel = _FakeKernel()
+    monkeypatch.setattr(launching, "_HAS_HANDLES", True)
+    monkeypatch.setattr(runtime, "INTERPRET", False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: kernel.device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: kernel.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    return kernel
+
+
+def test_the_second_launch_goes_through_the_handle(fake: _FakeKernel) -> None:
+    launch, x = launching.Launch(fake, BLOCK=64), torch.zeros(64)
+    for _ in range(3):
+        launch((7,), x, 33)
+    assert len(fake.by_triton) == 1 and len(fake.by_handle) == 2
+    name, (gx, gy, gz, stream, _), values = fake.by_handle[-1]
+    assert "float32" in name and (gx, gy, gz, stream) == (7, 1, 1, 100)
+    assert values == (x.data_ptr(), 33, 64)  # the constant at the end, though the compiled kernel won't look at it
+    launch((2, 3), x, 35)  # of the same kind
+    assert len(fake.by_triton) == 1 and fake.by_handle[-1][1][:3] == (2, 3, 1)
+
+
+def test_what_triton_specializes_on_takes_another_kernel(fake: _FakeKernel) -> None:
+    launch, x = launching.Launch(fake, BLOCK=64), torch.zeros(64)
+    for args in ((x, 33), (x[1:], 33), (x, 32), (x, 1), (x, 2**40 + 1), (x.half(), 33)):
+        before = len(fake.by_triton)
+        launch((1,), *args)
+        launch((1,), *args)
+        assert len(fake.by_triton) == before + 1, args
+    assert len({name for name, *_ in fake.by_handle}) == 6
+    fake.device = 1
+    launch((1,), x, 33)
+    launch((1,), x, 33)
+    assert fake.by_handle[-1][0].startswith("device 1") and fake.by_handle[-1][1][3] == 101
+
+
+def test_a_handle_that_triton_has_dropped_is_not_launched(fake: _FakeKernel) -> None:
+    launch, x = launching.Launch(fake, BLOCK=64), torch.zeros(64)
+    launch((1,), x, 33)
+    fake.device_caches.clear()  # the kernel was defined anew, or the device was reset
+    launch((1,), x, 33)
+    assert len(fake.by_triton) == 2 and not fake.by_handle
+    launch((1,), x, 33)
+    assert len(fake.by_triton) == 2 and len(fake.by_handle) == 1
+
+
+def test_a_changed_constant_of_the_module_is_left_to_triton_to_refuse(fake: _FakeKernel) -> None:
+    scope = {"SLOPE": 0.01}
+    fake.used_global_vals = {("SLOPE", id(scope)): (scope["SLOPE"], scope)}
+    launch, x = launching.Launch(fake, BLOCK=64), torch.zeros(64)
+    launch((1,), x, 33)
+    launch((1,), x, 33)
+    assert len(fake.by_handle) == 1
+    scope["SLOPE"] = 0.02
+    launch((1,), x, 33)
+    assert len(fake.by_handle) == 1 and len(fake.by_triton) == 2
+
+
+def _hook(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "who", ("enter", "exit", "stages", "debug", "instrumentation", "recorder", "pre_run", "version")
+)
+def test_whoever_watches_sees_every_launch(fake: _FakeKernel, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, x = launching.Launch(fake, BLOCK=64), torch.zeros(64)
+    launch((1,), x, 33)
+    knobs = triton.knobs.runtime
+    if who == "enter":
+        monkeypatch.setattr(knobs.launch_enter_hook, "calls", [_hook])
+    elif who == "exit":
+        monkeypatch.setattr(knobs.launch_exit_hook, "calls", [_hook])
+    elif who == "stages":
+        monkeypatch.setattr(knobs, "add_stages_inspection_hook", _hook)
+    elif who == "debug":
+        monkeypatch.setattr(knobs, "debug", True)
+    elif who == "instrumentation":
+        monkeypatch.setitem(triton.knobs.compilation.__dict__, "instrumentation_mode", "fpsan")
+    elif who == "recorder":
+        monkeypatch.setattr(JITFunction, "run", _hook)
+    elif who == "pre_run":
+        fake.pre_run_hooks.append(_hook)
+    else:
+        monkeypatch.setattr(launching, "_HAS_HANDLES", False)
+    launch((1,), x, 33)
+    assert len(fake.by_triton) == 2 and not fake.by_handle
+
+
+def test_constants_are_constexpr() -> None:
+    kernel = JITFunction(_arguments_kernel)
+    with pytest.raises(TypeError, match="constants of _arguments_kernel must be constexpr parameters, got n"):
+        launching.Launch(kernel, n=3, BLOCK=64)
+
+
+@pytest.mark.gpu
+def test_both_ways_choose_the_same_kernel() -> None:
+    """On a GPU: a launch by its handle runs what ``kernel[grid]`` returns, for arguments of every kind."""
+    kernel = JITFunction(_arguments_kernel)
+    launch = launching.Launch(kernel, BLOCK=64)
+    x = torch.zeros(256, device=runtime.DEVICE)
+    for n, stride, pointer in itertools.product((1, 16, 17, 2**31, 2**40 + 1), (1, 16, 3), (x, x[1:], x.half(), None)):
+        args = (x, pointer, n, stride, 0.5, True)
+        launch((1,), *args)
+        variant = launch._variants[tuple(map(type, args))]
+        handle = variant[1][launching._key(args, x.get_device())]
+        assert handle.compiled is kernel[(1,)](*args, BLOCK=64)
+        assert variant[0]((1,), args), "the handle is not taken"
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scale() -> Any:
+    """An operator of the tests: ``(factor x, calls so far)``; it notes who called it."""
+    seen: list[str] = []
+
+    def run(results: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, factor: float) -> None:
+        frames = {frame.function for frame in inspect.stack()}
+        seen.append("dispatcher" if "dispatched" in frames else "function" if "forward" in frames else "plain")
+        torch.mul(x, factor, out=results[0])
+        results[1].fill_(len(seen))
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+        ctx.mark_non_differentiable(output[1])
+
+    call = launching.operator(
+        "test_scale(Tensor x, float factor) -> (Tensor, Tensor)",
+        outputs=lambda x, factor: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
+        run=run,
+        setup_context=setup_context,
+        backward=lambda ctx, dy, _: (dy * ctx.factor, None),
+    )
+    return types.SimpleNamespace(call=call, seen=seen)
+
+
+def test_pytorchs_dispatcher_is_asked_only_where_somebody_looks(scale: Any) -> None:
+    x = torch.ones(4, device=runtime.DEVICE)
+    leaf = x.clone().requires_grad_()
+    for given_x, expected in (
+        (x, "plain"),
+        (torch.nn.Parameter(x, requires_grad=False), "plain"),
+        (leaf, "function"),
+    ):
+        scale.call(given_x, 2.0)
+        assert scale.seen[-1] == expected
+    with torch.no_grad():
+        scale.call(leaf, 2.0)
+        assert scale.seen[-1] == "plain"
+    with torch.profiler.profile() as profile:
+        scale.call(x, 2.0)
+    assert scale.seen[-1] == "dispatcher"
+    assert any("test_scale" in event.key for event in profile.key_averages())
+    with FakeTensorMode() as mode:
+        y, _ = scale.call(mode.from_tensor(x), 2.0)
+    assert y.shape == (4,) and scale.seen[-1] == "dispatcher"
+
+
+def test_gradients_are_the_same_both_ways(scale: Any) -> None:
+    x = torch.ones(4, device=runtime.DEVICE, requires_grad=True)
+    (eager,) = torch.autograd.grad(scale.call(x, 3.0)[0].sum(), x)
+    (dispatched,) = torch.autograd.grad(torch.ops.kernelbook.test_scale(x, 3.0)[0].sum(), x)
+    assert torch.equal(eager, dispatched) and torch.equal(eager, torch.full_like(eager, 3.0))
+
+
+def test_an_operator_without_a_backward_says_so() -> None:
+    call = launching.operator("test_plain(Tensor x) -> Tensor", outputs=torch.empty_like, run=lambda y, x: y.copy_(x))
+    x = torch.ones(4, device=runtime.DEVICE, requires_grad=True)
+    for way in (call, torch.ops.kernelbook.test_plain):
+        with pytest.raises(RuntimeError, match="kernelbook::test_plain cannot be differentiated"):
+            way(x).sum().backward()
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's bfloat16")
+def test_the_interpreter_is_given_float32_for_bfloat16(scale: Any) -> None:
+    seen = []
+    call = launching.operator(
+        "test_widened(Tensor x, Tensor? y) -> Tensor",
+        outputs=lambda x, y: torch.empty_like(x),
+        run=lambda out, x, y: (seen.append((out.dtype, x.dtype, y)), out.copy_(x)),
+    )
+    x = torch.ones(4).bfloat16()
+    assert call(x, None).dtype == torch.bfloat16 and seen == [(torch.float32, torch.float32, None)]
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter patches triton.language while a kernel runs")
+def test_threads_share_the_interpreter() -> None:
+    x = torch.randn(8, 16)
+    expected = kb.layer_norm(x)
+    with ThreadPoolExecutor(4) as pool:
+        for y in pool.map(lambda _: kb.layer_norm(x), range(12)):
+            assert torch.equal(y, expected)
+
+
+# --- checks that are made once --------------------------------------------------------------------------------------
+
+
+def test_a_check_is_made_once_for_each_kind_of_call() -> None:
+    made = []
+
+    @arguments.once
+    def check(x: Any, n: Any) -> Any:
+        made.append((x, n))
+        if n == 3:
+            raise ValueError("three")
+        return n
+
+    a, b = torch.ones(4, 2), torch.zeros(4, 2)
+    assert check(a, 1) == check(b, 1) == 1 and len(made) == 1
+    for args in (
+        (a[:3], 1),
+        (a.double(), 1),
+        (a.to_sparse(), 1),
+        (a.to("meta"), 1),
+        (a, 2),
+        (a, True),
+        (a, 1.0),
+        (None, 1),
+    ):
+        before = len(made)
+        check(*args), check(*args)
+        assert len(made) == before + 1, args
+    for _ in range(2):
+        with pytest.raises(ValueError, match="three"):
+            check(a, 3)
+    before = len(made)
+    check([1], 1), check([1], 1)  # not a simple value
+    assert len(made) == before + 2
+    with torch.autograd.forward_ad.dual_level():
+        check(a, 1)
+    assert len(made) == before + 3

@@ -155,12 +155,39 @@ def test_opcheck(dtype: torch.dtype) -> None:
     x, w, b = (t.requires_grad_() for t in (randn(5, 24, dtype=dtype), randn(24, dtype=dtype), randn(24, dtype=dtype)))
     for arguments in ((x, w, b), (x, None, None), (x, w, None)):
         torch.library.opcheck(torch.ops.kernelbook.layer_norm.default, (*arguments, EPS, dtype, "partials"))
-    y, mean, rstd = torch.ops.kernelbook.layer_norm(x.detach(), w.detach(), b.detach(), EPS, dtype, "partials")
+    y, statistics = torch.ops.kernelbook.layer_norm(x.detach(), w.detach(), b.detach(), EPS, dtype, "partials")
+    torch.library.opcheck(torch.ops.kernelbook.layer_norm_inference.default, (x.detach(), w.detach(), None, EPS, dtype))
     for dw_dtype, db_dtype in ((dtype, dtype), (None, dtype), (None, None)):
         torch.library.opcheck(
             torch.ops.kernelbook.layer_norm_backward.default,
-            (torch.randn_like(y), x.detach(), w.detach(), mean, rstd, dw_dtype, db_dtype, "partials"),
+            (torch.randn_like(y), x.detach(), w.detach(), statistics, dw_dtype, db_dtype, "partials"),
         )
+
+
+def test_normalized_shape_is_pytorchs() -> None:
+    x, w, b = randn(3, 4, 6), randn(4, 6), randn(4, 6)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    ours = kb.layer_norm(x, normalized_shape=(4, 6), weight=w, bias=b, eps=EPS)
+    theirs = F.layer_norm(x, normalized_shape=(4, 6), weight=w, bias=b, eps=EPS)
+    torch.testing.assert_close(ours, theirs)
+    dy = randn(3, 4, 6)
+    for a, c in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(theirs, leaves, dy), strict=True):
+        torch.testing.assert_close(a, c)
+    torch.testing.assert_close(kb.layer_norm(x, normalized_shape=6), F.layer_norm(x, (6,)))
+    with pytest.raises(
+        ValueError, match=r"normalized_shape must be how the shape of x ends, \(3, 4, 6\), got \(6, 4\)"
+    ):
+        kb.layer_norm(x, normalized_shape=(6, 4))
+    with pytest.raises(TypeError, match=r"weight must be a tensor \(a shape goes into normalized_shape=\), got \(6,\)"):
+        kb.layer_norm(x, (6,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("poisoned", ("x", "dy"))
+def test_nan_stays_in_a_row_of_one_element(poisoned: str) -> None:
+    x, dy = randn(3, 1), randn(3, 1)
+    {"x": x, "dy": dy}[poisoned][1] = torch.nan
+    (dx,) = torch.autograd.grad(kb.layer_norm(x.requires_grad_()), x, dy)
+    assert dx.isnan().flatten().tolist() == [False, True, False] and not dx[::2].any()
 
 
 @pytest.mark.parametrize("dynamic", (False, True))
@@ -281,7 +308,7 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 def test_too_many_columns() -> None:
     x = torch.empty(1, 1, device=runtime.DEVICE).expand(1, 2**31)
     with pytest.raises(ValueError, match="layer_norm: x must have fewer than 2\\^31 rows and columns"):
-        torch.ops.kernelbook.layer_norm(x, None, None, EPS, torch.float32, "partials")
+        kb.layer_norm(x)
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
@@ -305,17 +332,20 @@ def _check_strided(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, backward: 
     torch.testing.assert_close(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, dense, dy))
 
 
-def test_every_width_has_a_configuration_that_fits() -> None:
+@pytest.mark.parametrize("target", ("sm_86", "sm_90", "gfx942"))
+def test_every_width_has_a_configuration_that_fits(target: str) -> None:
+    properties = runtime.TARGETS[target]
     for itemsize in (2, 4, 8):
         for n in (*range(1, 100), *range(100, 50_000, 97)):
-            forward, backward = kernels.forward_config(n, itemsize), kernels.backward_config(n, itemsize, n % 16 == 0)
+            forward = kernels.plan_forward(n, itemsize, properties)
+            backward = kernels.plan_backward(n, itemsize, n % 16 == 0, 2, False, properties).config
             if forward is not None:
                 assert forward.kwargs["BLOCK_N"] >= n
             if "SPLIT" in backward.kwargs:
                 kw = backward.kwargs
                 assert kw["BLOCK_N"] * kw["NUM_BLOCKS"] * kw["SPLIT"] >= n
                 needs = kernels.backward_resources(backward, itemsize)
-                assert needs.shared_bytes <= runtime.properties().shared_memory_per_program
+                assert needs.shared_bytes <= properties.shared_memory_per_program
 
 
 def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_rows_have_the_schema() -> None:
     assert not failures
     assert ",".join(rows.columns) == (
         "run,op,mode,provider,dtype,shape,x_name,x,ms,ms_p20,ms_p80,gbytes,gflop,peak_mib,err_ratio,"
-        "gpu,driver,torch,triton,package,date"
+        "host_us,gpus,gpu,driver,torch,triton,package,date"
     )
     assert list(rows["provider"]) == ["torch", "kernelbook"] and rows["run"].nunique() == 1
     assert rows["shape"].eq("M=20 N=30").all() and rows["err_ratio"].astype(float).le(1.0).all()
@@ -141,13 +141,31 @@ def test_every_recorded_ceiling_belongs_to_a_run() -> None:
         assert all(run in others for run in pd.read_csv(path, dtype=str)["run"]), path
 
 
+def _before(columns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in columns if name not in timing.LATER_COLUMNS)
+
+
+def test_rows_join_a_file_from_before_the_later_columns(tmp_path: Path) -> None:
+    path = tmp_path / "room.csv"
+    before = _rows(provider="torch").drop(columns=list(timing.LATER_COLUMNS), errors="ignore")
+    before.to_csv(path, index=False)
+    table = timing.write_results(path, _rows(provider="kernelbook", host_us="12.5", gpus="2"))
+    assert list(table["host_us"]) == ["nan", "12.5"] and list(table["gpus"]) == ["1", "2"]
+    assert list(table.columns) == list(timing.COLUMNS)
+
+
+def test_host_time_counts_the_call_and_not_the_device() -> None:
+    assert timing.host_us(lambda: time.sleep(0.002), calls=4, batches=3) >= 2000
+    assert timing.host_us(lambda: None) < 100
+
+
 def test_every_recorded_file_keeps_the_schema() -> None:
     for path in timing.results_dir().glob("*/*.csv"):
         columns = tuple(pd.read_csv(path, nrows=0).columns)
         if path.name == "ceilings.csv":
-            assert columns == timing.CEILING_COLUMNS
+            assert columns in (timing.CEILING_COLUMNS, _before(timing.CEILING_COLUMNS))
         elif "ms" in columns:
-            assert columns == timing.COLUMNS, path.name
+            assert columns in (timing.COLUMNS, _before(timing.COLUMNS)), path.name
             rows = pd.read_csv(path)
             assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(list(timing.KEY)).any(), path.name
             assert set(rows["run"]) <= set(timing.load_ceilings(path.parent.name)["run"]), path.name

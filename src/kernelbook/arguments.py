@@ -1,12 +1,13 @@
 """Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
-from kernelbook import runtime
+from kernelbook import launching, runtime
 
 __all__ = [
     "FLOATING",
@@ -20,9 +21,48 @@ __all__ = [
     "check_shape",
     "check_tensor",
     "in_autocast_dtype",
+    "once",
 ]
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+Result = TypeVar("Result")
+_SIMPLE = (bool, float, int, str, type(None))
+
+
+def once(check: Callable[..., Result]) -> Callable[..., Result]:
+    """Calls ``check(*args)`` once for each kind of call, and remembers what it returned.
+
+    Calls are of one kind if their tensors have the same shapes, dtypes, devices and layouts, and all else is equal; so
+    ``check`` looks at nothing but that. Arguments that are neither tensors nor simple values are always checked, and so
+    is everything while PyTorch compiles or transforms.
+    """
+    seen: dict[tuple[Any, ...], Result] = {}
+
+    @functools.wraps(check)
+    def checked(*args: Any) -> Result:
+        if runtime.COMPILE_ONLY or launching.is_transformed():
+            return check(*args)
+        key: list[Any] = []
+        for arg in args:
+            kind = type(arg)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                key.append((arg.shape, arg.dtype, arg.device, arg.layout))
+            elif kind in _SIMPLE:
+                key.append((kind, arg))
+            else:
+                return check(*args)
+        kind_of_call = tuple(key)
+        try:
+            return seen[kind_of_call]
+        except KeyError:
+            if len(seen) >= 4096:
+                seen.clear()
+            result = seen[kind_of_call] = check(*args)  # an error is not remembered
+            return result
+
+    return checked
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -38,6 +78,8 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
     _check_transforms(op, name, value)
     if value.device.type in ("meta", "cuda"):
+        if runtime.TOO_OLD and value.is_cuda:
+            raise ValueError(f"{op}: {name} must be on the CPU: {runtime.TOO_OLD}")
         return
     if value.device.type != "cpu":
         raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU under the interpreter), got {value.device}")

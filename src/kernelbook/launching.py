@@ -1,11 +1,13 @@
-"""What the launches of several rooms have in common: tensors as kernels take them, and the dtypes of their sums."""
+"""How the rooms launch kernels and declare operators: one launcher, one declaration, and what launches have in common."""
 
 import contextlib
 import functools
+import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -13,17 +15,25 @@ from torch.autograd import forward_ad
 from kernelbook import runtime  # before Triton, which it sets up
 
 # isort: split
+import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
+    "NAMESPACE",
+    "Box",
+    "Launch",
     "accumulator",
     "allows_tf32",
     "box",
+    "box_form",
     "cdiv",
     "has_aligned_rows",
     "in_kernel_dtype",
-    "is_plain",
+    "is_aligned",
+    "is_observed",
+    "is_transformed",
     "matrix",
     "operator",
     "precision",
@@ -39,6 +49,432 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiling = torch._C._autograd._profiler_enabled
+
+
+def is_transformed() -> bool:
+    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
+
+
+def is_observed() -> bool:
+    """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
+    return is_transformed() or _dispatch_modes() > 0 or _function_modes() > 0 or _profiling() or _trace() is not None
+
+
+# --- one launcher ---------------------------------------------------------------------------------------------------
+
+
+class _IntegerKinds(dict[int, int]):
+    """What Triton specializes an integer argument on: whether it is 1, a multiple of 16, and the type that holds it."""
+
+    def __missing__(self, value: int) -> int:
+        if len(self) >= 2**16:
+            self.clear()
+        wide = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
+        kind = self[value] = (value == 1) + 2 * (value % 16 == 0) + 4 * wide
+        return kind
+
+
+class BoxForm:
+    """How a tensor descriptor reads a tensor: the sides of its boxes and, for Gluon, their layout in shared memory."""
+
+    __slots__ = ("layout", "sides")
+
+    def __init__(self, sides: tuple[int, ...], layout: Any) -> None:
+        self.sides, self.layout = sides, layout
+
+    def __call__(self, tensor: torch.Tensor) -> "Box":
+        return Box(tensor, self)
+
+
+class Box:
+    """A tensor that a kernel reads or writes through a tensor descriptor; made by :func:`box`."""
+
+    __slots__ = ("form", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, form: BoxForm) -> None:
+        self.tensor, self.form = tensor, form
+
+    def descriptor(self) -> Any:
+        """The descriptor as Triton (without a layout) or Gluon (with one) knows it."""
+        shape, strides, sides = list(self.tensor.shape), list(self.tensor.stride()), list(self.form.sides)
+        if self.form.layout is None:
+            return TensorDescriptor(self.tensor, shape, strides, sides)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        return GluonDescriptor(self.tensor, shape, strides, sides, self.form.layout)
+
+
+@functools.cache
+def box_form(*sides: int, layout: Any = None) -> BoxForm:
+    """The one :class:`BoxForm` of these sides and this layout; a plan keeps it, since to look it up costs a hash."""
+    return BoxForm(sides, layout)
+
+
+def box(tensor: torch.Tensor, *sides: int) -> Box:
+    """``tensor``, read in boxes of this shape through a tensor descriptor."""
+    return Box(tensor, box_form(*sides))
+
+
+class _Handle:
+    """A compiled kernel as its C launcher takes it, and what tells whether it is still the one that Triton would take."""
+
+    __slots__ = ("before", "boxes", "compiled", "constants", "function", "globals", "key", "launch", "maps", "tail")
+
+    def __init__(self, kernel: Any, compiled: Any, device: int, tail: tuple[Any, ...]) -> None:
+        launcher = compiled.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise NotImplementedError("kernels with scratch memory are left to Triton")
+        self.compiled, self.function, self.tail = compiled, compiled.function, tail
+        self.key = next(key for key, value in kernel.device_caches[device][0].items() if value is compiled)
+        self.globals = tuple((scope, name, value) for (name, _), (value, scope) in kernel.used_global_vals.items())
+        self.boxes = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        self.maps: dict[Any, list[Any]] = {}
+        launch = launcher.launch
+        if inspect.isfunction(launch):  # Triton's own, which makes the descriptors anew for each launch
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        self.launch = launch
+        grid_and_early_start: tuple[Any, ...] = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        self.before: tuple[Any, ...]
+        if _TRITON == (3, 6):
+            self.before = (*grid_and_early_start, None, None, compiled.packed_metadata, None, None, None)
+        else:
+            self.before = (
+                *grid_and_early_start, compiled.packed_metadata, None, None, None, None, None,
+                launcher.arg_annotations, launcher.kernel_signature,
+            )  # fmt: skip
+
+    def expanded(self, index: int, box: Box, address: int) -> list[Any]:
+        """What the C launcher takes for a descriptor: the map of the tensor, its shape and its strides."""
+        key = (index, address, box.tensor.shape, box.tensor.stride())
+        found = self.maps.get(key)
+        if found is None:
+            if len(self.maps) >= 4096:
+                self.maps.clear()
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            runtime.ensure_context(box.tensor.device)
+            meta = self.boxes[index] if self.boxes else None
+            found = self.maps[key] = make_tensordesc_arg(box.descriptor(), meta)
+        return found
+
+
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_RUN = JITFunction.run
+_interpreting = threading.RLock()
+
+
+class _OfThread(threading.local):
+    tracing = False  # whether a graph is being made of the kernels that are launched
+
+
+_of_thread = _OfThread()
+
+# Whether compiled kernels can be launched by their handles: on NVIDIA's GPUs, by a Triton whose launcher is known.
+_HAS_HANDLES = not runtime.INTERPRET and runtime.HAS_GPU and torch.version.hip is None and _TRITON in ((3, 6), (3, 7))
+
+
+def _is_watched() -> bool:
+    """Whether something in Triton wants to see, change or replace launches: hooks, profilers, recorders, debugging."""
+    watching = triton.knobs.runtime
+    return bool(
+        JITFunction.run is not _RUN
+        or getattr(watching.launch_enter_hook, "calls", watching.launch_enter_hook)
+        or getattr(watching.launch_exit_hook, "calls", watching.launch_exit_hook)
+        or watching.add_stages_inspection_hook is not None
+        or watching.debug
+        or triton.knobs.compilation.__dict__.get("instrumentation_mode")
+    )
+
+
+class Launch:
+    """A kernel with its constants and options, to be launched many times: ``Launch(kernel, BLOCK=64)(grid, x, n)``.
+
+    It launches what ``kernel[grid](*args, **constants)`` would, for a third of the host's time: a compiled kernel is found
+    by what Triton specializes on (dtypes, alignment of pointers, integers that are 1, multiples of 16 or wide, the device;
+    constants and options belong to this object) and its C launcher is called with plain addresses. What was not seen
+    before goes through Triton, which compiles it; so does every launch while something watches (see above), in the
+    interpreter, on other vendors' GPUs and with a Triton whose launcher is not known here. While a graph is traced
+    (:func:`operator` with ``visible``), the kernel goes into the graph.
+
+    Make it where a plan is made, and keep it (``functools.lru_cache``): what it has learned is in it.
+
+    Args:
+        kernel: a function under ``triton.jit`` or ``gluon.jit``.
+        constants: its ``constexpr`` parameters, which come last in its signature, and options such as ``num_warps``.
+    """
+
+    def __init__(self, kernel: Any, /, **constants: Any) -> None:
+        parameters = getattr(kernel, "params", ())  # the interpreter's functions don't tell
+        wrong = [p.name for p in parameters if p.name in constants and not p.is_constexpr]
+        if wrong:
+            raise TypeError(
+                f"Launch: constants of {kernel.__name__} must be constexpr parameters, got {', '.join(wrong)}"
+            )
+        self.kernel, self.constants = kernel, constants
+        self._variants: dict[tuple[type, ...], tuple[Callable[..., bool], dict[Any, _Handle]]] = {}
+
+    def __repr__(self) -> str:
+        return f"Launch({self.kernel.__name__}, {self.constants})"
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        """Launches ``grid`` programs (one to three numbers) on the device of the first tensor, on its current stream.
+
+        Args:
+            grid: numbers of programs.
+            args: the kernel's first parameters, in order: tensors, numbers, ``None``, and what :func:`box` returns.
+        """
+        if not _HAS_HANDLES or _of_thread.tracing or self.kernel.pre_run_hooks or _is_watched():
+            self._by_triton(grid, args)
+            return
+        types = tuple(map(type, args))
+        variant = self._variants.get(types)
+        if variant is None:
+            handles: dict[Any, _Handle] = {}
+            variant = self._variants[types] = _variant(types, self.kernel, handles), handles
+        if not variant[0](grid, args):
+            self._learn(grid, args, variant[1])
+
+    def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
+        """-> the compiled kernel, where there is one."""
+        if _of_thread.tracing:
+            return torch.library.wrap_triton(self.kernel)[grid](*args, **self.constants)
+        args = tuple(arg.descriptor() if type(arg) is Box else arg for arg in args)
+        if runtime.INTERPRET:
+            with _interpreting:  # the interpreter patches triton.language while a kernel runs
+                return self.kernel[grid](*args, **self.constants)
+        with runtime.on_device_of(_first_tensor(args)):
+            return self.kernel[grid](*args, **self.constants)
+
+    def _learn(self, grid: tuple[int, ...], args: tuple[Any, ...], handles: dict[Any, _Handle]) -> None:
+        compiled = self._by_triton(grid, args)
+        device = _first_tensor(args).get_device()
+        tail = tuple(self.constants.get(name) for name in self.kernel.arg_names[len(args) :])
+        try:
+            handle = _Handle(self.kernel, compiled, device, tail)
+        except (AttributeError, KeyError, NotImplementedError, StopIteration):
+            return  # not a kernel that is known here: its next launch comes this way again
+        if len(handles) >= 4096:
+            handles.clear()
+        handles[_key(args, device)] = handle
+
+
+def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
+    for arg in args:
+        tensor = getattr(arg, "tensor", getattr(arg, "base", arg))
+        if isinstance(tensor, torch.Tensor):
+            return tensor
+    raise TypeError("a launch needs a tensor among its arguments")
+
+
+_kinds = _IntegerKinds()
+
+
+def _key(args: tuple[Any, ...], device: int) -> tuple[Any, ...]:
+    """The key of a launch: with the same key (and the same types) Triton takes the same compiled kernel."""
+    key: list[Any] = [device]
+    for arg in args:
+        if type(arg) is Box:
+            key += [arg.tensor.dtype, arg.form]
+        elif isinstance(arg, torch.Tensor):
+            key += [arg.dtype, arg.data_ptr() % 16 == 0]
+        elif type(arg) is int:
+            key.append(_kinds[arg])
+        elif type(arg) not in (bool, float, type(None)):
+            raise TypeError(f"Launch: arguments must be tensors, numbers, None or boxes, got {type(arg).__name__}")
+    return tuple(key)
+
+
+def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) -> Callable[..., bool]:
+    """The launch of arguments of these types written out: a loop over twenty of them would cost more than the launch.
+
+    It returns whether it has launched, and makes its keys as :func:`_key` does.
+    """
+    key, values, before, boxes, device = ["device"], [], [], 0, ""
+    for i, kind in enumerate(types):
+        if kind is Box:
+            before.append(f"t{i} = a{i}.tensor; p{i} = t{i}.data_ptr()")
+            key += [f"t{i}.dtype", f"a{i}.form"]
+            values.append(f"*handle.expanded({boxes}, a{i}, p{i})")
+            boxes += 1
+            device = device or f"t{i}"
+        elif issubclass(kind, torch.Tensor):
+            before.append(f"p{i} = a{i}.data_ptr()")
+            key += [f"a{i}.dtype", f"p{i} % 16 == 0"]
+            values.append(f"p{i}")
+            device = device or f"a{i}"
+        else:
+            if kind is int:
+                key.append(f"kinds[a{i}]")
+            values.append(f"a{i}")
+    names = "".join(f"a{i}, " for i in range(len(types)))
+    arguments = ", ".join([*values, "*handle.tail"])
+    lines = [
+        "def launch(grid, args):",
+        f" {names.rstrip()} = args",
+        *(f" {line}" for line in before),
+        f" device = {device}.get_device()",
+        " if device != current_device():",
+        "  return False",
+        f" handle = handles.get(({', '.join(key)},))",
+        " if handle is None or kernel.device_caches[device][0].get(handle.key) is not handle.compiled:",
+        "  return False",
+        " for scope, name, value in handle.globals:",
+        "  if scope.get(name) is not value:",
+        "   return False",
+        " x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]",
+        " handle.launch(x, y, z, stream(device), handle.function, *handle.before, "
+        f"{arguments if _TRITON == (3, 6) else f'({arguments},)'})",
+        " return True",
+    ]
+    scope = {
+        "handles": handles, "kernel": kernel, "kinds": _kinds,
+        "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream,
+    }  # fmt: skip
+    exec("\n".join(lines), scope)  # noqa: S102
+    return cast(Callable[..., bool], scope["launch"])
+
+
+# --- one declaration an operator ------------------------------------------------------------------------------------
+
+NAMESPACE = "kernelbook"
+
+
+def operator(
+    schema: str,
+    *,
+    outputs: Callable[..., Any],
+    run: Callable[..., None],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    visible: bool = False,
+) -> Callable[..., Any]:
+    """Declares the operator ``kernelbook::<name>`` and returns the function that calls it.
+
+    What a call costs depends on who looks on. Where nobody does, ``outputs`` and ``run`` are called, and nothing else; where
+    a gradient is wanted, they are called in an ``autograd.Function``. PyTorch's dispatcher, and the operator that is
+    registered with it, are there for whoever compiles, traces, transforms, profiles or brings tensors of another class.
+
+    Args:
+        schema: name, arguments and results, such as ``"scale(Tensor x, float factor) -> Tensor"``.
+        outputs: allocates the results (a tensor, or a tuple of tensors) from the arguments; real and fake tensors alike,
+            so it reads shapes, dtypes and devices only.
+        run: ``run(results, *arguments)`` fills them. In the interpreter bfloat16 arguments and results reach it as
+            float32, see :func:`runtime.kernel_dtype`. Checks of values (of ids) stand here.
+        setup_context, backward: as for ``torch.library.register_autograd``; ``None``: to differentiate it is an error.
+        visible: under ``torch.compile`` the graph holds the kernels themselves instead of the operator. ``run`` is then
+            called with fake tensors: it does nothing but launch (:class:`Launch`, without :func:`box`) and allocate.
+    """
+    qualified = f"{NAMESPACE}::{schema.partition('(')[0]}"
+
+    def cannot(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(f"{qualified} cannot be differentiated")
+
+    differentiate = backward or cannot
+
+    def compute(*args: Any) -> Any:
+        results = outputs(*args)
+        run(results, *args)
+        return results
+
+    def compute_widened(*args: Any) -> Any:
+        results = outputs(*args)
+        wide = [_widened(result) for result in (results if isinstance(results, tuple) else (results,))]
+        run(tuple(wide) if isinstance(results, tuple) else wide[0], *map(_widened, args))
+        for result, filled in zip(results if isinstance(results, tuple) else (results,), wide, strict=True):
+            if filled is not result:
+                result.copy_(filled)
+        return results
+
+    implementation = compute_widened if runtime.INTERPRET else compute
+
+    @functools.cache
+    def untraced() -> Callable[..., Any]:
+        return torch.compiler.disable(implementation)
+
+    def dispatched(*args: Any) -> Any:
+        # Only where the compiler has been imported can it be at work on what calls this. (To import it takes seconds.)
+        return (untraced() if "torch._dynamo" in sys.modules else implementation)(*args)
+
+    torch.library.define(qualified, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", dispatched)
+    torch.library.register_fake(qualified, outputs)
+    torch.library.register_autograd(qualified, differentiate, setup_context=setup_context)
+    registered = getattr(getattr(torch.ops, NAMESPACE), qualified.partition("::")[2]).default
+    if visible and _HAS_HANDLES:
+        _decompose(qualified, compute)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            results = implementation(*args)
+            if setup_context is not None:
+                setup_context(ctx, args, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return differentiate(ctx, *gradients)
+
+    # Function.apply without what it does for transforms, of which there are none where this is called.
+    apply = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
+    Eager.__name__ = Eager.__qualname__ = f"{qualified.partition('::')[2]}"
+
+    def call(*args: Any) -> Any:
+        if is_observed():
+            return registered(*args)
+        recording, wanted = torch.is_grad_enabled(), False
+        for arg in args:
+            kind = type(arg)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if recording and arg.requires_grad:
+                    wanted = True
+                if arg.is_meta:
+                    return registered(*args)
+            elif kind not in _NO_TENSORS and isinstance(arg, torch.Tensor):
+                return registered(*args)
+        return apply(*args) if wanted else implementation(*args)
+
+    call.__name__ = call.__qualname__ = qualified
+    return call
+
+
+_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, list))
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def _decompose(qualified: str, compute: Callable[..., Any]) -> None:
+    """Has the compiler see the kernels that the operator launches, as ``torch.library.triton_op`` does."""
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    def decomposed(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        from torch._subclasses import FakeTensor
+        from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+        if custom_triton_ops_decomposition_disabled():  # an exported program keeps operators
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        if any(not issubclass(t, FakeTensor) and t not in (torch.Tensor, FunctionalTensor) for t in types):
+            return NotImplemented
+        before, _of_thread.tracing = _of_thread.tracing, True
+        try:
+            with mode:
+                return compute(*args, **kwargs)
+        finally:
+            _of_thread.tracing = before
+
+    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed)
+
+
+# --- tensors and dtypes as kernels take them ------------------------------------------------------------------------
+
+
+# TO BE DELETED with the last room that calls them: is_plain, operator_before.
 def is_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether PyTorch's dispatcher has nothing to add to an operator's call with ``tensors`` (``None`` among them).
 
@@ -67,7 +503,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
-def operator(
+def operator_before(
     name: str,
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
@@ -104,6 +540,11 @@ def operator(
     torch.library.register_fake(qualified, fake)
     torch.library.register_autograd(qualified, backward or cannot, setup_context=setup_context)
     return getattr(torch.ops.kernelbook, name).default
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
+    return _of_thread.tracing or all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -174,11 +615,10 @@ def has_aligned_rows(tensor: torch.Tensor) -> bool:
 
     Then rows are loaded in pieces of 16 bytes, and a tensor descriptor can read them.
     """
-    *steps, within = tensor.stride()
-    size = tensor.element_size()
-    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps) and tensor.data_ptr() % 16 == 0
+    return tensor.data_ptr() % 16 == 0 and _keep_aligned(tensor.stride(), tensor.element_size())
 
 
-def box(tensor: torch.Tensor, *sides: int) -> TensorDescriptor:
-    """A tensor descriptor that reads ``tensor`` in boxes of this shape."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(sides))
+@functools.lru_cache(maxsize=4096)
+def _keep_aligned(strides: tuple[int, ...], size: int) -> bool:
+    *steps, within = strides
+    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps)

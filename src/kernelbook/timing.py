@@ -4,7 +4,11 @@ A benchmark of a room (``<room>/bench.py``) lists :class:`Case` objects. :func:`
 case against float64 and times them in one process beside the machine's ceilings, and :func:`write_results` keeps the
 rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
 2**20 bytes, times milliseconds.
+
+Tables need the extra ``commands``; :func:`measure` and the ceilings do not.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -20,14 +24,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
-from tqdm import tqdm
 
-import kernelbook
 from kernelbook import check, runtime
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "CEILING_COLUMNS",
@@ -42,12 +46,14 @@ __all__ = [
     "drop_unused_ceilings",
     "environment",
     "first_call_ms",
+    "host_us",
     "load_all_results",
     "load_ceilings",
     "load_results",
     "measure",
     "measure_ceilings",
     "peak_mib",
+    "recorded_gpus",
     "results_dir",
     "run_cases",
     "write_results",
@@ -55,9 +61,13 @@ __all__ = [
 
 ENVIRONMENT = ("gpu", "driver", "torch", "triton", "package", "date")
 KEY = ("op", "mode", "provider", "dtype", "shape", "x_name", "x")
-FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio")
+FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio", "host_us", "gpus")
 COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT)
-CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", *ENVIRONMENT)
+CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
+# Columns that joined later, with what they are in files that were written before.
+LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan"}
+# What decides the figures of every room, beside its own sources.
+SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tuned")
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
 
@@ -74,7 +84,7 @@ class Timing:
     samples: int
 
     @classmethod
-    def of(cls, times: Sequence[float]) -> "Timing":
+    def of(cls, times: Sequence[float]) -> Timing:
         ordered = sorted(times)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
@@ -84,9 +94,10 @@ def measure(fn: Callable[[], Any], *, warmup_ms: float = 25.0, rep_ms: float = 1
     """The time of ``fn()`` on the device, with a cold L2 cache, after warm-up.
 
     On a GPU each sample is the time between two events around the call. Before the first event the L2 cache is
-    overwritten, and the device is kept busy for a little longer than the host needs to enqueue the call: so the sample
-    holds the device's time, not the host's (a training loop that runs ahead of the device pays the same). Without a GPU
-    the wall clock is read, which tells nothing about a GPU.
+    overwritten and read again, so that nothing of the call's is in it and no line has to be written back first (between
+    the layers of a model most lines are clean too); and the device is kept busy for a little longer than the host needs to
+    enqueue the call: so the sample holds the device's time, not the host's (:func:`host_us`). Without a GPU the wall clock
+    is read, which tells nothing about a GPU.
     """
     if runtime.DEVICE.type != "cuda":
         return _measure_on_cpu(fn, rep_ms)
@@ -110,11 +121,12 @@ def measure(fn: Callable[[], Any], *, warmup_ms: float = 25.0, rep_ms: float = 1
     # clock_rate is in kHz, so this many cycles are a millisecond.
     cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate
     head_start = int(cycles_per_ms * min(1.5 * enqueue_ms + 0.02, 5.0))
-    flush = torch.empty(max(2 * runtime.properties().l2_bytes, 2**28), dtype=torch.int8, device=runtime.DEVICE)
+    flush = torch.empty(max(runtime.properties().l2_bytes // 2, 2**26), dtype=torch.int32, device=runtime.DEVICE)
+    read = torch.empty((), dtype=torch.int32, device=runtime.DEVICE)
     count = max(min_samples, min(500, math.ceil(rep_ms / estimate)))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
     for begin, finish in events:
-        flush.zero_()
+        torch.amax(flush.zero_(), dim=0, out=read)
         torch.cuda._sleep(head_start)
         begin.record()
         fn()
@@ -130,6 +142,35 @@ def _measure_on_cpu(fn: Callable[[], Any], rep_ms: float) -> Timing:
         fn()
         times.append((time.perf_counter() - start) * 1e3)
     return Timing.of(times)
+
+
+def host_us(fn: Callable[[], Any], *, calls: int = 30, batches: int = 7) -> float:
+    """The host's time for one call of ``fn``, in microseconds, without waiting for the device.
+
+    It is the median of ``batches`` times of ``calls`` calls in a row (fewer where the device needs long, so that its queue
+    never fills); between batches the device is waited for. That is what a caller pays before the next line runs. It is
+    the wall clock of one thread, so other work on the machine shows in it.
+    """
+
+    def wait() -> None:
+        if runtime.DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        fn()
+    wait()
+    start = time.perf_counter()
+    fn()
+    wait()
+    calls = max(4, min(calls, int(0.02 / (time.perf_counter() - start))))
+    times = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+        wait()
+    return statistics.median(times)
 
 
 def peak_mib(fn: Callable[[], Any]) -> float:
@@ -187,11 +228,14 @@ def allow_tf32(allowed: bool) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches with PyTorch: copy bandwidth (bytes read plus written) and matrix products."""
+    """What this machine reaches with PyTorch: copy bandwidth (bytes read plus written), matrix products, and what a call
+    costs at least: the device's time of an empty kernel and the host's of ``torch.add(x, 1, out=y)``, in microseconds."""
 
     copy_gbs: float
     bf16_tflops: float
     tf32_tflops: float
+    empty_us: float
+    add_host_us: float
 
 
 def measure_ceilings(*, quick: bool = False) -> Ceilings:
@@ -202,7 +246,10 @@ def measure_ceilings(*, quick: bool = False) -> Ceilings:
     n = 4096 if quick else 8192
 
     def copy_gbs() -> float:
-        source = torch.randn(2**27 if quick else 2**30, dtype=torch.bfloat16, device=runtime.DEVICE)
+        elements = 2**27 if quick else 2**30
+        while elements > 2**24 and 8 * elements > runtime.free_bytes():  # of which it takes half
+            elements //= 2
+        source = torch.randn(elements, dtype=torch.bfloat16, device=runtime.DEVICE)
         target = torch.empty_like(source)
         return 2 * source.nbytes / measure(lambda: target.copy_(source), rep_ms=rep_ms).ms / 1e6
 
@@ -211,7 +258,10 @@ def measure_ceilings(*, quick: bool = False) -> Ceilings:
         return 2 * n**3 / measure(lambda: a @ b, rep_ms=rep_ms).ms / 1e9
 
     with allow_tf32(True):
-        return Ceilings(copy_gbs(), tflops(torch.bfloat16), tflops(torch.float32))
+        figures = copy_gbs(), tflops(torch.bfloat16), tflops(torch.float32)
+    x, y = (torch.ones(64, 256, dtype=torch.bfloat16, device=runtime.DEVICE) for _ in range(2))
+    empty_us = measure(lambda: torch.cuda._sleep(0), rep_ms=rep_ms).ms * 1e3
+    return Ceilings(*figures, empty_us, host_us(lambda: torch.add(x, 1, out=y)))
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
@@ -321,8 +371,12 @@ def run_cases(
 
     Returns:
         The rows (columns :data:`COLUMNS`, one run id) and the failures in words. A case in which one of our own results
-        is not correct, or that raises an error, contributes no row; the others are measured all the same.
+        is not correct, or that raises an error, contributes no row; the others are measured all the same. A case that is too
+        large for the GPU's memory is left out, which is printed and no failure.
     """
+    import pandas as pd
+    from tqdm import tqdm
+
     run, about = new_run(), environment(package)
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
@@ -332,7 +386,10 @@ def run_cases(
         except check.CheckError as error:
             failures.append(f"{case}: {error}")
             continue
-        except Exception as error:  # out of memory, a peer that a new version broke: one case is lost, not the run
+        except torch.OutOfMemoryError:  # this GPU is too small for it; a smaller one of the same sweep may fit
+            tqdm.write(f"left out, too little GPU memory: {case}")
+            continue
+        except Exception as error:  # a peer that a new version broke: one case is lost, not the run
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
         new = [{"run": run, **figures, **about} for figures in found]
@@ -344,6 +401,7 @@ def run_cases(
 
 def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
     problem = case.build()
+    gpus = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     ratios = error_ratios(problem) if isinstance(problem, Problem) else {}
     rows = []
     for provider, call in problem.providers.items():
@@ -368,6 +426,8 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
                 "gflop": f"{case.gflop:.6g}",
                 "peak_mib": f"{peak:.5g}",
                 "err_ratio": f"{ratios.get(provider, math.nan):.3g}",
+                "host_us": f"{math.nan if isinstance(call, str) else host_us(call):.4g}",
+                "gpus": str(gpus),
             }
         )
     return rows
@@ -385,14 +445,17 @@ def source_digest(*places: Path) -> str:
     """Eight hexadecimal digits that change with the Python sources in these folders or files: they tie a row to its code."""
     digest = hashlib.sha256()
     for place in places:
-        for path in [place] if place.is_file() else sorted(place.glob("*.py")):
+        for path in [place] if place.is_file() else sorted([*place.glob("*.py"), *place.glob("*.json")]):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
 
 
 def package_version(*places: Path) -> str:
-    """``<version of kernelbook>+<digest of the sources in these folders or files>``."""
-    return f"{kernelbook.__version__}+{source_digest(*places)}"
+    """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of what all rooms share."""
+    from kernelbook import __version__
+
+    shared = [Path(__file__).parent / name for name in SHARED_SOURCES]
+    return f"{__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
 
 
 def environment(package: str) -> dict[str, str]:
@@ -416,6 +479,8 @@ def environment(package: str) -> dict[str, str]:
 
 def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
     """One row of ``ceilings.csv``."""
+    import pandas as pd
+
     figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
     return pd.DataFrame([{"run": run, **figures, **environment(package)}], columns=list(CEILING_COLUMNS))
 
@@ -426,15 +491,23 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     Rows that are not replaced keep every character. The new file takes the old one's place in one step. Raises
     ``ValueError`` when the columns of the file and of ``rows`` differ.
     """
-    rows = rows.astype(str)
+    import pandas as pd
+
+    rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
     if path.exists():
-        old = pd.read_csv(path, dtype=str, keep_default_na=False)
+        old = _with_later_columns(pd.read_csv(path, dtype=str, keep_default_na=False), list(rows.columns))
         if list(old.columns) != list(rows.columns):
             raise ValueError(f"write_results: {path.name} has columns {list(old.columns)}, got {list(rows.columns)}")
         rows = pd.concat([old, rows], ignore_index=True)
     rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
     _replace(path, rows.to_csv(index=False, lineterminator="\n"))
     return rows
+
+
+def _with_later_columns(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """``rows`` with those of :data:`LATER_COLUMNS` that ``columns`` has and a file from before has not."""
+    missing = {name: value for name, value in LATER_COLUMNS.items() if name in columns and name not in rows.columns}
+    return rows.assign(**missing)[list(columns)] if missing and {*rows.columns, *missing} == {*columns} else rows
 
 
 def _replace(path: Path, text: str) -> None:
@@ -465,21 +538,43 @@ def results_dir() -> Path:
     raise FileNotFoundError("results_dir: no folder book/results above the working folder or the package")
 
 
-def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
+BOOKS_GPU = "nvidia-h200"  # whose rows the text of the book speaks of
+
+
+def recorded_gpus(*stems: str) -> list[str]:
+    """The folders of ``book/results`` that have a file of one of these stems (``layer_norm``): the book's GPU first.
+
+    Then the one at hand, if it has been measured, then all others by name.
+    """
+    folders = {path.parent.name for stem in stems for path in results_dir().glob(f"*/{stem}.*")}
+    first = [gpu for gpu in (BOOKS_GPU, runtime.device_slug()) if gpu in folders]
+    return list(dict.fromkeys([*first, *sorted(folders)]))
+
+
+def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
     """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
+    import pandas as pd
+
     rows = pd.read_csv(results_dir() / gpu / f"{room}.csv")
+    for name in ("host_us", "gpus"):
+        if name not in rows.columns:
+            rows[name] = float(LATER_COLUMNS[name])
     rows["gbs"] = rows["gbytes"] / rows["ms"] * 1e3
     rows["tflops"] = rows["gflop"] / rows["ms"]
     return rows
 
 
-def load_all_results(gpu: str = "nvidia-h200") -> dict[str, pd.DataFrame]:
+def load_all_results(gpu: str = BOOKS_GPU) -> dict[str, pd.DataFrame]:
     """:func:`load_results` for each file of ``gpu`` that has the columns of a measurement, by its stem."""
+    import pandas as pd
+
     files = sorted((results_dir() / gpu).glob("*.csv"))
     return {path.stem: load_results(path.stem, gpu) for path in files if "ms" in pd.read_csv(path, nrows=0).columns}
 
 
-def load_ceilings(gpu: str = "nvidia-h200", run: str | None = None) -> pd.DataFrame:
+def load_ceilings(gpu: str = BOOKS_GPU, run: str | None = None) -> pd.DataFrame:
     """The recorded ceilings of ``gpu``, those of one ``run`` if it is given."""
+    import pandas as pd
+
     rows = pd.read_csv(results_dir() / gpu / "ceilings.csv")
     return rows if run is None else rows.loc[rows["run"] == run]

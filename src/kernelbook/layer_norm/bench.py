@@ -1,24 +1,26 @@
-"""What is measured of ``layer_norm``: forward and backward beside PyTorch, torch.compile and Liger, and the lock's barrier."""
+"""What is measured of ``layer_norm`` and ``rms_norm``: forward and backward beside PyTorch, torch.compile and Liger (and
+Quack's RMSNorm where it is installed), and the lock's barrier."""
 
 import functools
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, launching, runtime, timing
 from kernelbook.layer_norm import kernels, op
-from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference
+from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
 
-__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks"]
+__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks", "tuning_cases"]
 
-EPS = 1e-5
+EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
+SMALL_SHAPES = ((64, 256), (512, 1024))
 SWEEP_M, SWEEP_N = 4096, tuple(512 * i for i in range(2, 32))
 
 BARRIER_COLUMNS = ("run", "op", "variant", "dtype", "shape", "runs", "wrong", *timing.ENVIRONMENT)
@@ -27,10 +29,16 @@ BARRIER_KEY = ("op", "variant", "dtype", "shape")
 LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+PEERS = {"liger": ("liger_kernel", "liger-kernel"), "quack": ("quack", "quack-kernels")}  # module, package
+
+
+def _has(peer: str) -> bool:
+    return importlib.util.find_spec(PEERS[peer][0]) is not None
+
+
 def missing_peers() -> list[str]:
     """The peers that are not installed, in words."""
-    found = importlib.util.find_spec("liger_kernel") is not None
-    return [] if found else ["liger (package liger-kernel is not installed)"]
+    return [f"{name} (package {package} is not installed)" for name, (_, package) in PEERS.items() if not _has(name)]
 
 
 def _layer_norms(with_compile: bool) -> dict[str, LayerNorm]:
@@ -45,7 +53,9 @@ def _layer_norms(with_compile: bool) -> dict[str, LayerNorm]:
         # Donated buffers forbid to run a backward pass twice, which is what measuring does.
         torch._functorch.config.donated_buffer = False
         providers["torch.compile"] = torch.compile(torch_layer_norm, dynamic=False)
-    if not missing_peers():
+        ours = torch.compile(lambda x, w, b: op.layer_norm(x, w, b, EPS), dynamic=False, fullgraph=True)
+        providers["kernelbook:compiled"] = ours
+    if _has("liger"):
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
         def liger_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -98,9 +108,25 @@ def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.
     )
 
 
+def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Problem:
+    x, w, b, dy = _inputs(m, n, dtype)
+    leaves = tuple(tensor.requires_grad_() for tensor in (x, w, b))
+
+    def step(norm: LayerNorm) -> Callable[[], Sequence[torch.Tensor]]:
+        return lambda: torch.autograd.grad(norm(*leaves), leaves, dy)
+
+    providers = {name: step(norm) for name, norm in _layer_norms(with_compile).items()}
+    return timing.Problem(
+        providers=providers,
+        truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
+        baseline=providers["torch"],
+        factor=check.GRADIENT_FACTOR,
+    )
+
+
 def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Case:
-    build = _forward if mode == "forward" else _backward
-    tensors = 2 if mode == "forward" else 3
+    build = {"forward": _forward, "backward": _backward, "forward_backward": _forward_backward}[mode]
+    tensors, operations = {"forward": (2, 8), "backward": (3, 14), "forward_backward": (5, 22)}[mode]
     return timing.Case(
         op="layer_norm",
         mode=mode,
@@ -109,9 +135,114 @@ def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool) -> 
         x_name="N",
         x=n,
         gbytes=tensors * m * n * dtype.itemsize / 1e9,
-        gflop=(8 if mode == "forward" else 14) * m * n / 1e9,
+        gflop=operations * m * n / 1e9,
         build=lambda: build(m, n, dtype, with_compile),
     )
+
+
+# --- rms_norm -------------------------------------------------------------------------------------------------------
+
+# x (M, N), weight (N,) and, where it is to be added, a residual (M, N) -> the normalized rows and, with it, the sum.
+RMSNorm = Callable[..., Sequence[torch.Tensor]]
+
+
+def _rms_norms(with_compile: bool) -> dict[str, RMSNorm]:
+    """The forward function of each provider that is installed."""
+
+    def torch_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
+        total = x + residual[0] if residual else x
+        return (F.rms_norm(total, w.shape, w, RMS_EPS), total)[: 1 + len(residual)]
+
+    def ours(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
+        return op.rms_norm(x, w, RMS_EPS, residual=residual[0]) if residual else (op.rms_norm(x, w, RMS_EPS),)
+
+    providers: dict[str, RMSNorm] = {"torch": torch_rms_norm}
+    if with_compile:
+        torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = False
+        providers["torch.compile"] = torch.compile(torch_rms_norm, dynamic=False)
+        providers["kernelbook:compiled"] = torch.compile(ours, dynamic=False, fullgraph=True)
+    if _has("liger"):
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        def liger_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
+            # Not in place: its backward pass would otherwise write into the upstream gradient, which is given again.
+            if residual:
+                return LigerFusedAddRMSNormFunction.apply(x, residual[0], w, RMS_EPS, 0.0, "llama", False)
+            return (LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False),)
+
+        providers["liger"] = liger_rms_norm
+    if _has("quack"):
+        from quack import rmsnorm
+
+        def quack_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
+            if residual:
+                return rmsnorm(x, w, residual=residual[0], eps=RMS_EPS, prenorm=True)
+            return (rmsnorm(x, w, eps=RMS_EPS),)
+
+        providers["quack"] = quack_rms_norm
+    providers["kernelbook"] = ours
+    return providers
+
+
+def _rms_problem(mode: str, m: int, n: int, dtype: torch.dtype, residual: bool, with_compile: bool) -> timing.Problem:
+    x, w, _, dy = _inputs(m, n, dtype)
+    given = [x, w, *([torch.randn_like(x)] if residual else [])]
+    up = [dy, *([torch.randn_like(x)] if residual else [])]
+
+    def reference(leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found = rms_norm_reference(leaves[0], leaves[1], RMS_EPS, *leaves[2:])
+        return list(found) if residual else [found]
+
+    norms = _rms_norms(with_compile)
+    if mode == "forward":
+        forward = {name: functools.partial(norm, *given) for name, norm in norms.items()}
+        return timing.Problem(
+            providers=forward,
+            truth=lambda: reference([t.double() for t in given]),
+            baseline=forward["torch"],
+            factor=check.FORWARD_FACTOR,
+        )
+    leaves = [t.requires_grad_() for t in given]
+
+    def backward(norm: RMSNorm) -> Callable[[], Sequence[torch.Tensor]]:
+        results = norm(*leaves)
+        return lambda: torch.autograd.grad(results, leaves, up, retain_graph=True)
+
+    def truth() -> Sequence[torch.Tensor]:
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        return torch.autograd.grad(reference(exact), exact, [t.double() for t in up])
+
+    providers = {name: backward(norm) for name, norm in norms.items()}
+    return timing.Problem(providers=providers, truth=truth, baseline=providers["torch"], factor=check.GRADIENT_FACTOR)
+
+
+def _rms_case(mode: str, m: int, n: int, *, residual: bool = False, with_compile: bool = False) -> timing.Case:
+    tensors = {"forward": 2, "backward": 3}[mode] + (residual * (2 if mode == "forward" else 1))
+    dtype = torch.bfloat16
+    return timing.Case(
+        op="rms_norm",
+        mode=mode,
+        dtype=dtype,
+        shape={"M": m, "N": n, **({"residual": 1} if residual else {})},
+        x_name="N",
+        x=n,
+        gbytes=tensors * m * n * dtype.itemsize / 1e9,
+        gflop=(4 if mode == "forward" else 10) * m * n / 1e9,
+        build=lambda: _rms_problem(mode, m, n, dtype, residual, with_compile),
+    )
+
+
+def _rms_cases() -> Iterator[timing.Case]:
+    for mode in ("forward", "backward"):
+        for m, n in NAMED_SHAPES:
+            yield _rms_case(mode, m, n, with_compile=True)
+        for m, n in ((4096, 4096), (65536, 4096)):
+            yield _rms_case(mode, m, n, residual=True, with_compile=True)
+        for n in SWEEP_N:
+            if (SWEEP_M, n) not in NAMED_SHAPES:
+                yield _rms_case(mode, SWEEP_M, n)
 
 
 def _first_call(n: int) -> timing.Case:
@@ -136,7 +267,11 @@ kb.layer_norm(x, w).backward(x)
 
 
 def cases() -> Iterator[timing.Case]:
-    """The shapes of the chapter's table with every peer, a sweep over N without torch.compile, and a first call."""
+    """Small shapes, where the host decides; the chapter's table with every peer; a sweep over N without torch.compile; and a
+    first call."""
+    for m, n in SMALL_SHAPES:
+        for mode in ("forward", "forward_backward"):
+            yield _case(mode, m, n, torch.bfloat16, with_compile=True)
     for m, n in NAMED_SHAPES:
         for dtype in (torch.bfloat16, torch.float16):
             for mode in ("forward", "backward"):
@@ -145,7 +280,16 @@ def cases() -> Iterator[timing.Case]:
         if (SWEEP_M, n) not in NAMED_SHAPES:
             for mode in ("forward", "backward"):
                 yield _case(mode, SWEEP_M, n, torch.bfloat16, with_compile=False)
+    yield from _rms_cases()
     yield _first_call(4096)
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: the documented shapes, or one with the sizes M and N."""
+    sweep = [(SWEEP_M, n) for n in SWEEP_N if (SWEEP_M, n) not in NAMED_SHAPES]
+    for m, n in [*NAMED_SHAPES, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
+        for mode in ("forward", "backward"):
+            yield _case(mode, m, n, torch.bfloat16, with_compile=False)
 
 
 def small_checks() -> list[check.Verdict]:
@@ -164,7 +308,31 @@ def small_checks() -> list[check.Verdict]:
                 require=False,
             )
             verdicts += [v.renamed(f"layer_norm[{backward}, {str(dtype)[6:]}] {v.name}") for v in found]
+        found = check.check_op(
+            lambda x, weight, residual: op.rms_norm(x, weight, RMS_EPS, residual=residual),
+            lambda x, weight, residual: rms_norm_reference(x, weight, RMS_EPS, residual),
+            {"x": x, "weight": w, "residual": torch.randn_like(x)},
+            grads=("x", "weight", "residual"),
+            baseline=lambda x, weight, residual: (
+                F.rms_norm(x + residual, weight.shape, weight, RMS_EPS),
+                x + residual,
+            ),
+            require=False,
+        )
+        verdicts += [v.renamed(f"rms_norm[{str(dtype)[6:]}] {v.name}") for v in found]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    x, w, b, dy = _inputs(64, 256, torch.bfloat16)
+    leaf = x.clone().requires_grad_()
+    return {
+        "layer_norm": lambda: op.layer_norm(x, w, b),
+        "layer_norm, forward and backward": lambda: op.layer_norm(leaf, w, b).backward(dy),
+        "rms_norm": lambda: op.rms_norm(x, w),
+        "rms_norm, forward and backward": lambda: op.rms_norm(leaf, w).backward(dy),
+    }
 
 
 # --- the experiment with the lock -----------------------------------------------------------------------------------
@@ -177,12 +345,12 @@ def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8
     1e-6; an addition that is lost shows as 1e-4 or more.
     """
     x, w, _, dy = _inputs(m, n, torch.float32)
-    rstd, mean = torch.rsqrt(x.var(1, unbiased=False) + EPS), x.mean(1)
+    statistics = torch.stack([x.mean(1), torch.rsqrt(x.var(1, unbiased=False) + EPS)])
     _, dw, db = layer_norm_backward_reference(dy.double(), x.double(), w.double(), EPS)
-    constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": op._TL_DTYPE[torch.float32]}
+    constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": launching.tl_accumulator(torch.float32)}
     config = kernels.locks_config(n, x.element_size())
     assert config is not None
-    tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), mean, rstd, torch.empty_like(x), n)
+    tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), statistics, torch.empty_like(x), n)
     wrong = 0
     for _ in range(runs):
         sums = op._launch_locks(config, tensors, m, n, constants, buffers=buffers, barrier=barrier)

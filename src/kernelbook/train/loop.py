@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from kernelbook import runtime
 from kernelbook.nn.gpt import ATTENTION, GPT, OUTPUTS, GPTConfig
@@ -161,6 +160,7 @@ class TrainConfig:
             chunk_size=self.chunk_size,
             sparse_layers=self.sparse_layers,
             attention=self.attention,
+            compact_gradient=True,
         )
 
 
@@ -389,6 +389,8 @@ class Trainer:
 
         Raises ``FloatingPointError`` when a loss or a gradient is not finite; the last checkpoint is from before that.
         """
+        from tqdm import tqdm
+
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
         losses, norms = (torch.zeros(config.log_every, device=runtime.DEVICE) for _ in range(2))
