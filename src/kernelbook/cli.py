@@ -1,4 +1,4 @@
-"""``python -m kernelbook``: does this machine work, how fast is it, a training run, and where does a model's time go?"""
+"""``python -m kernelbook``: does this machine work, how fast is it, faster plans for it, a training run, a profile."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ from tabulate import tabulate
 from tqdm.auto import tqdm
 
 import kernelbook
-from kernelbook import check, profiling, runtime, timing
+from kernelbook import autotune, check, profiling, runtime, timing, tuning
 from kernelbook.train import command as training
 
 __all__ = ["main"]
@@ -55,7 +55,7 @@ def _machine() -> list[tuple[str, str]]:
 
     lines = [
         ("kernels are", "interpreted on the CPU" if runtime.INTERPRET else "compiled"),
-        ("GPU", p.name if runtime.HAS_GPU else "none found: kernels are right here, but not fast"),
+        ("GPU", p.name if runtime.HAS_GPU else runtime.TOO_OLD or "none found: kernels are right here, but not fast"),
         ("kernelbook", str(Path(kernelbook.__file__).parent)),
         ("Python", sys.version.split()[0]),
         ("torch", torch.__version__),
@@ -68,8 +68,19 @@ def _machine() -> list[tuple[str, str]]:
             ("shared memory", f"{p.shared_memory_per_program / 1024:.0f} KiB a program"),
             ("registers", f"{p.registers_per_sm} a multiprocessor"),
             ("L2 cache", f"{p.l2_bytes / 2**20:.0f} MiB"),
+            ("plans", _plans(p.name)),
         ]
     return lines
+
+
+def _plans(gpu: str) -> str:
+    """Which plans are in use, in words."""
+    mode = runtime.plans_in_use()
+    files = {"your own": autotune.own_plans(gpu)} if mode == "tuned" else {}
+    files |= {} if mode == "rules" else {"shipped": autotune.shipped_plans(gpu)}
+    counts = {whose: sum(map(len, autotune.read_plans(path).values())) for whose, path in files.items()}
+    found = [f"{count} {whose}" for whose, count in counts.items() if count]
+    return ", ".join([*found, "rules"]) + ("" if found else " ('python -m kernelbook tune' finds plans for this GPU)")
 
 
 def _host_costs() -> list[tuple[str, float]]:
@@ -214,6 +225,7 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument("--select", help="only the cases whose description contains this, e.g. 'backward bfloat16'")
+    tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), rooms())
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
     return top
@@ -225,6 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = top.parse_args(arguments)
     if given.command == "doctor":
         return doctor()
+    if given.command == "tune":
+        return tuning.main(given, rooms())
     if given.command == "train":
         return training.train(given)
     if given.command == "profile":

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +16,7 @@ from kernelbook import check, launching, runtime, timing
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
 
-__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks"]
+__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks", "tuning_cases"]
 
 EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
@@ -197,11 +197,11 @@ def _rms_problem(mode: str, m: int, n: int, dtype: torch.dtype, residual: bool, 
 
     norms = _rms_norms(with_compile)
     if mode == "forward":
-        providers = {name: functools.partial(norm, *given) for name, norm in norms.items()}
+        forward = {name: functools.partial(norm, *given) for name, norm in norms.items()}
         return timing.Problem(
-            providers=providers,
+            providers=forward,
             truth=lambda: reference([t.double() for t in given]),
-            baseline=providers["torch"],
+            baseline=forward["torch"],
             factor=check.FORWARD_FACTOR,
         )
     leaves = [t.requires_grad_() for t in given]
@@ -282,6 +282,14 @@ def cases() -> Iterator[timing.Case]:
                 yield _case(mode, SWEEP_M, n, torch.bfloat16, with_compile=False)
     yield from _rms_cases()
     yield _first_call(4096)
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: the documented shapes, or one with the sizes M and N."""
+    sweep = [(SWEEP_M, n) for n in SWEEP_N if (SWEEP_M, n) not in NAMED_SHAPES]
+    for m, n in [*NAMED_SHAPES, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
+        for mode in ("forward", "backward"):
+            yield _case(mode, m, n, torch.bfloat16, with_compile=False)
 
 
 def small_checks() -> list[check.Verdict]:
