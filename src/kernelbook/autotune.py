@@ -313,7 +313,9 @@ def planner(
 
     def decorate(rule: Rule) -> Rule:
         *parameters, last = inspect.signature(rule).parameters
-        if last != "properties" or not set(buckets) <= set(parameters) or name in _planners:
+        known = _planners.get(name)  # a notebook's cell may run twice
+        taken = known is not None and known.rule.__qualname__ != rule.__qualname__
+        if last != "properties" or not set(buckets) <= set(parameters) or taken:
             raise ValueError(f"planner: {name} is taken, or its rule has the wrong parameters: {parameters}, {last}")
         made = _planners[name] = Planner(name, rule, candidates, tuple(parameters), frozenset(buckets))
 
