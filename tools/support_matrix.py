@@ -57,10 +57,14 @@ def cases() -> dict[str, Case]:
         "layer_norm": Case(kb.layer_norm, _randn((3, 24), (24,), (24,)), "layer_norm"),
         "rms_norm": Case(lambda x, w, r: kb.rms_norm(x, w, residual=r), _randn((3, 24), (24,), (3, 24)), "rms_norm"),
         "sparse_linear": Case(
-            lambda x, w, b: kb.sparse_linear(x, w, b, active, **chunk), _randn((3, 24), (48, 24), (48,)), "sparse_linear"
+            lambda x, w, b: kb.sparse_linear(x, w, b, active, **chunk),
+            _randn((3, 24), (48, 24), (48,)),
+            "sparse_linear",
         ),
         "sparse_forward": Case(
-            lambda x, w, b: kb.sparse_forward(x, w, b, active, **chunk), _randn((3, 24), (48, 24), (48,)), "sparse_linear"
+            lambda x, w, b: kb.sparse_forward(x, w, b, active, **chunk),
+            _randn((3, 24), (48, 24), (48,)),
+            "sparse_linear",
         ),
         "sparse_dw": Case(
             lambda x, dy: kb.sparse_dw(x, dy, active, **chunk), _randn((3, 24), (3, 48)), "sparse_linear"
@@ -76,6 +80,24 @@ def cases() -> dict[str, Case]:
         ),
         "flash_attention": Case(
             lambda q, k, v: kb.flash_attention(q, k, v, causal=True), _randn(*[(1, 2, 5, 16)] * 3), "attention"
+        ),
+        "paged_attention": Case(
+            lambda q, k, v: kb.paged_attention(q, k, v, _ids(1, 0, 2, 3).view(2, 2), _ids(20, 5)),
+            _randn((2, 2, 1, 16), (4, 2, 16, 16), (4, 2, 16, 16)),
+            "attention",
+            differentiable=False,
+        ),
+        "append_to_pages": Case(
+            lambda k, v: kb.append_to_pages(
+                k,
+                v,
+                *(torch.zeros(4, 2, 16, 16, dtype=k.dtype, device=k.device) for _ in range(2)),
+                _ids(1, 0, 2, 3).view(2, 2),
+                _ids(20, 5),
+            ),
+            _randn((2, 2, 1, 16), (2, 2, 1, 16)),
+            "attention",
+            differentiable=False,
         ),
         "gather_matmul": Case(lambda x, w: kb.gather_matmul(x, w, rows), _randn((3, 24), (8, 24)), "scatter_ffn"),
         "scatter_ffn": Case(
@@ -94,7 +116,9 @@ def cases() -> dict[str, Case]:
             _randn((3, 24), (3, 24, 16), (3, 4, 24), (3, 16, 4)),
             "moe_lora",
         ),
-        "route": Case(lambda _: kb.route(_ids(0, 1, 1, 2).view(2, 2), 3), _randn((1,)), "moe_lora", differentiable=False),
+        "route": Case(
+            lambda _: kb.route(_ids(0, 1, 1, 2).view(2, 2), 3), _randn((1,)), "moe_lora", differentiable=False
+        ),
     }
     return table
 
@@ -148,6 +172,58 @@ def _second_order(case: Case) -> None:
     torch.autograd.grad([g.sum() for g in gradients if g.requires_grad], inputs, allow_unused=True)
 
 
+@contextlib.contextmanager
+def _counting() -> Iterator[list[int]]:
+    """Within the context, the first entry counts the kernels that are launched."""
+    count = [0]
+    if runtime.INTERPRET:
+        from triton.runtime.interpreter import GridExecutor as Watched
+    else:
+        from triton.runtime.jit import JITFunction as Watched
+    name = "__call__" if runtime.INTERPRET else "run"
+    launch = getattr(Watched, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return launch(*args, **kwargs)
+
+    setattr(Watched, name, counted)  # a launcher that sees this leaves the launch to Triton
+    try:
+        yield count
+    finally:
+        setattr(Watched, name, launch)
+
+
+def _launches(case: Case) -> str:
+    inputs = _leaves(case)
+    with _counting() as forward:
+        results = case.call(*inputs)
+    if not case.differentiable:
+        return str(forward[0])
+    outputs = [t for t in _tensors(results) if t.requires_grad]
+    with _counting() as backward:
+        torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+    return f"{forward[0]} + {backward[0]}"
+
+
+def generations() -> list[dict[str, str]]:
+    """A line for each GPU that kernels are compiled for: what it is, and whether somebody measured on it."""
+    from kernelbook import timing
+
+    measured = {p.name for p in timing.results_dir().iterdir() if (p / "ceilings.csv").is_file()}
+    lines = []
+    for target, properties in runtime.TARGETS.items():
+        slug = re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-")
+        lines.append({
+            "generation": target,
+            "such as": properties.name,
+            "shared memory of a program": f"{properties.shared_memory_per_program // 1024} KiB",
+            "compiled in the tests": YES,
+            "figures recorded": YES if slug in measured else NO,
+        })  # fmt: skip
+    return lines
+
+
 def _gpu_tests(stem: str) -> Iterator[str]:
     """The names of the tests in tests/test_<stem>.py that only a GPU runs."""
     path = ROOT / "tests" / f"test_{stem}.py"
@@ -173,6 +249,7 @@ def row(case: Case) -> dict[str, str]:
     inputs = [t.detach() for t in _leaves(case)]
     forward = _outcome(lambda: torch.func.jvp(case.call, tuple(inputs), tuple(torch.ones_like(t) for t in inputs)))
     line["forward mode"] = forward if case.differentiable else NO
+    line["launches"] = _launches(case)
     line["CUDA graph"] = _tested(case, "graph")
     line["same bits"] = _tested(case, "reproducible|bitwise|deterministic|same_bits")
     return line
