@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kernelbook import runtime
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -25,6 +27,14 @@ def test_snippets_run() -> None:
     names: dict[str, Any] = {}
     for snippet in snippets:
         exec(compile(snippet, f"package.md: {snippet.splitlines()[0]}", "exec"), names)  # noqa: S102
+
+
+def test_the_first_pages_snippet_runs() -> None:
+    page = (ROOT / "book" / "intro.md").read_text()
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    small = snippet.replace('device="cuda"', f'device="{runtime.DEVICE}"').replace("1024", "32")
+    assert small != snippet
+    exec(compile(small, "intro.md", "exec"), {})
 
 
 def test_the_table_knows_every_function() -> None:
