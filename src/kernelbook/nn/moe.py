@@ -585,7 +585,7 @@ class GatedExperts(LoRAModule):
     state dict holds ``scaling`` too, and loading takes it over.
 
     Args:
-        num_experts, hidden_size, intermediate_size: E, H, I.
+        num_experts: E. hidden_size: H. intermediate_size: I.
         activation: ``"silu"``, ``"gelu"`` or ``"relu"``.
         device, dtype: of the parameters.
     """
