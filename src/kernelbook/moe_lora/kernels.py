@@ -666,7 +666,9 @@ def _moe_lora_fwd_slots_kernel(
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # made by tiles(), one object each: as a key it costs no hash of its fields
+@dataclasses.dataclass(
+    frozen=True, eq=False
+)  # made by tiles(), one object each: as a key it costs no hash of its fields
 class Tiles:
     """The tiles of one kernel: its constants, warps and stages, and the tile height in :data:`HEIGHTS`, if it has one."""
 

@@ -178,9 +178,7 @@ def _product(
         packed = (w.absmax, w.code, w.nested_absmax, w.nested_code, w.nested_offset)
         shape, block_size, w = w.shape, w.block_size, w.packed
     expert_ids, lists, experts = routing
-    n = _check(
-        op, x, w, *shape, lora_a, lora_b, bias, gates, expert_ids, experts, strategy, grouped_in, grouped_out
-    )
+    n = _check(op, x, w, *shape, lora_a, lora_b, bias, gates, expert_ids, experts, strategy, grouped_in, grouped_out)
     given = (
         x, w, lora_a, lora_b, bias, gates, expert_ids, lists, *packed,
         experts, n, block_size, scaling, strategy, grouped_in, grouped_out,
@@ -373,9 +371,7 @@ def _run_route(lists: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> N
     place((programs,), *given, counts, lists, *sizes)
 
 
-_route = launching.operator(
-    "route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route
-)
+_route = launching.operator("route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route)
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
@@ -504,9 +500,7 @@ def _run_backward(results: tuple[torch.Tensor, ...], dy: torch.Tensor, u: torch.
         grouped = given.grouped_in
         direct = gates is None and (grouped or slots == 1)
         grown = dx if direct else torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
-        _launch_rows(
-            routing, dy_rows, given.weight.transpose(1, 2), transposed, None, grown, grouped, given.strategy
-        )
+        _launch_rows(routing, dy_rows, given.weight.transpose(1, 2), transposed, None, grown, grouped, given.strategy)
         if not direct:
             inner = dgates
             if needs["dgates"] and bias is not None:
