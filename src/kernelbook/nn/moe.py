@@ -11,6 +11,7 @@ and when that costs a host synchronisation.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching  # before Triton, which it sets up
 from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import kernels
@@ -208,49 +209,51 @@ class _Kept(NamedTuple):
 # --- the block ------------------------------------------------------------------------------------------------------
 
 
-class _SwiGLU(torch.autograd.Function):
-    """h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        h = h.contiguous()
-        ctx.save_for_backward(h)
-        return _launch_swiglu(h, None)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return _launch_swiglu(ctx.saved_tensors[0], dout.contiguous())
+@functools.cache
+def _swiglu_launch(kernel: Any, dtype: torch.dtype) -> tuple[launching.Launch, int]:
+    """-> the launch, and the rows of a program."""
+    rows = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
+    constants = {"ACC": launching.tl_accumulator(dtype), "ROWS": rows, "BLOCK_I": kernels.BLOCK_I}
+    return launching.Launch(kernel, **constants, num_warps=kernels.WARPS), rows
 
 
-def _launch_swiglu(h: torch.Tensor, dout: torch.Tensor | None) -> torch.Tensor:
-    """-> out (S, I), or with ``dout`` its gradient dh (S, 2 I)."""
-    dtype, rows, inner = h.dtype, h.shape[0], h.shape[1] // 2
-    h = h.to(runtime.kernel_dtype(dtype))
-    result = h.new_empty((rows, inner)) if dout is None else torch.empty_like(h)
-    if result.numel() > 0:
-        height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-        grid = (launching.cdiv(rows, height), launching.cdiv(inner, kernels.BLOCK_I))
-        settings: dict[str, Any] = {
-            "ACC": launching.tl_accumulator(dtype),
-            "ROWS": height,
-            "BLOCK_I": kernels.BLOCK_I,
-            "num_warps": kernels.WARPS,
-        }
-        with runtime.on_device_of(h):
-            if dout is None:
-                kernels._swiglu_fwd_kernel[grid](h, result, rows, inner, **settings)
-            else:
-                kernels._swiglu_bwd_kernel[grid](dout.to(h.dtype), h, result, rows, inner, **settings)
-    return result.to(dtype)
+def _launch_swiglu(kernel: Any, h: torch.Tensor, *tensors: torch.Tensor) -> None:
+    (rows, both), (launch, height) = h.shape, _swiglu_launch(kernel, h.dtype)
+    if h.numel() > 0:
+        grid = (launching.cdiv(rows, height), launching.cdiv(both // 2, kernels.BLOCK_I))
+        launch(grid, *tensors, rows, both // 2)
+
+
+def _run_swiglu(out: torch.Tensor, h: torch.Tensor) -> None:
+    h = h.contiguous()
+    _launch_swiglu(kernels._swiglu_fwd_kernel, h, h, out)
+
+
+def _run_swiglu_backward(dh: torch.Tensor, dout: torch.Tensor, h: torch.Tensor) -> None:
+    h = h.contiguous()
+    _launch_swiglu(kernels._swiglu_bwd_kernel, h, dout.contiguous(), h, dh)
+
+
+_swiglu_backward = launching.operator(
+    "swiglu_backward(Tensor dout, Tensor h) -> Tensor",
+    outputs=lambda dout, h: torch.empty_like(h, memory_format=torch.contiguous_format),
+    run=_run_swiglu_backward,
+)
+# h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass.
+_fused_swiglu = launching.operator(
+    "swiglu(Tensor h) -> Tensor",
+    outputs=lambda h: h.new_empty((h.shape[0], h.shape[1] // 2)),
+    run=_run_swiglu,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    backward=lambda ctx, dout: _swiglu_backward(dout, *ctx.saved_tensors),
+)
 
 
 def _swiglu(h: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
         gate, up = h.chunk(2, dim=-1)
         return F.silu(gate) * up
-    if launching.is_plain(h):
-        return _launch_swiglu(h.contiguous(), None)
-    out: torch.Tensor = _SwiGLU.apply(h)
+    out: torch.Tensor = _fused_swiglu(h)
     return out
 
 
