@@ -23,8 +23,11 @@ values of the accumulator's dtype, twice). With a residual 4 T and 4 T.
 Not handled here: a dimension other than the last (the caller permutes), 2^31 or more rows or columns.
 """
 
+import dataclasses
+from collections.abc import Iterator
+
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import Resources, fits, tile_resources
+from kernelbook.autotune import Resources, fits, planner, tile_resources
 
 # isort: split
 import triton
@@ -174,7 +177,7 @@ def _rms_norm_fwd_looped_kernel(
     y_ptr, stride_ym,  # (M, N) output, rows contiguous
     sum_ptr, stride_sm,  # (M, N) x + residual, rows contiguous, if HAS_RESIDUAL
     rstd_ptr,  # (M,) statistics for the backward pass, if HAS_STATISTICS
-    N,
+    M, N,
     EPS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
@@ -454,7 +457,19 @@ def _layer_norm_bwd_locks_kernel(
 SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
-def forward_config(n: int, itemsize: int) -> triton.Config | None:
+def _forward_candidates(n: int, itemsize: int, properties: runtime.DeviceProperties) -> Iterator[triton.Config | None]:
+    width = max(triton.next_power_of_2(n), 16)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+        yield None
+        return
+    for rows in (1, 2, 4, 8, 16):
+        for warps in (1, 2, 4, 8, 16, 32):
+            if 4 <= rows * width / (32 * warps) <= 64:  # elements a thread
+                yield triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=warps)
+
+
+@planner("layer_norm.forward", _forward_candidates)
+def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
     """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
 
     Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
@@ -472,10 +487,11 @@ def looped_config(itemsize: int) -> triton.Config:
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
 
 
-def backward_resources(config: triton.Config, itemsize: int, sums: int = 2) -> Resources:
+def backward_resources(config: triton.Config, itemsize: int, sums: int = 2, added: bool = False) -> Resources:
     """The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
 
-    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once.
+    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once. What is
+    ``added`` to dx is staged for the program's share.
     """
     tile = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
     share, row = tile * config.kwargs["NUM_BLOCKS"], tile * config.kwargs["NUM_BLOCKS"] * config.kwargs["SPLIT"]
@@ -483,14 +499,18 @@ def backward_resources(config: triton.Config, itemsize: int, sums: int = 2) -> R
     stages = config.kwargs["STAGES"] - 1
     return tile_resources(
         triton.Config({}, num_warps=config.num_warps, num_stages=max(stages, 1)),
-        staged=[(4 * row, itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)] if stages else [],
+        staged=[((4 * row + added * share), itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)]
+        if stages
+        else [],
         held=[(sums * share, accumulator), (2 * share, itemsize), (sums * tile, accumulator)],
         scratch_bytes=0 if stages else tile * accumulator,
     )
 
 
-def backward_candidates(n: int, itemsize: int, aligned: bool, sums: int = 2) -> list[triton.Config]:
-    """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
+def _backward_config(
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
+) -> triton.Config | None:
+    """The tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps and two programs on a multiprocessor for short rows, eight warps and the whole multiprocessor for long ones;
@@ -510,8 +530,8 @@ def backward_candidates(n: int, itemsize: int, aligned: bool, sums: int = 2) -> 
     elif n <= 6144:
         shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
-        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)]
-        if n <= 16384:
+        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)] if n <= 18432 else []
+        if n <= 24576 - 4096 * sums:
             shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
     configs = [
         triton.Config(
@@ -520,31 +540,63 @@ def backward_candidates(n: int, itemsize: int, aligned: bool, sums: int = 2) -> 
         for rows, block, blocks, split, warps in shapes
         for stages in (3, 2, 1)
     ]
-    return [c for c in configs if fits(backward_resources(c, itemsize, sums), c, runtime.properties())]
+    fitting = (c for c in configs if fits(backward_resources(c, itemsize, sums, added), c, properties))
+    return next(fitting, None) if itemsize <= 4 else None
 
 
-def backward_config(n: int, itemsize: int, aligned: bool = True, sums: int = 2) -> triton.Config:
-    """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over.
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """The tiles of the backward pass, and how many programs of it a multiprocessor gets."""
 
-    ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm.
+    config: triton.Config
+    per_sm: int
+
+
+def _backward_plans(
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
+) -> Iterator[BackwardPlan]:
+    """A row in tiles of 4 to 16 elements a thread, alone or shared, with one program a multiprocessor or a few."""
+    for block in (512, 1024, 2048, 4096):
+        for warps in (2, 4, 8, 16):
+            for rows, split in ((1, 1), (2, 1), (4, 1), (1, 2)):
+                blocks = triton.cdiv(n, block * split)
+                if not 4 <= rows * block / (32 * warps) <= 16 or blocks > 8 or block >= 2 * triton.next_power_of_2(n):
+                    continue
+                for stages in (1, 2, 3):
+                    tiles = {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}
+                    config = triton.Config(tiles, num_warps=warps)
+                    needs = backward_resources(config, itemsize, sums, added)
+                    if fits(needs, config, properties):
+                        for per_sm in (1, 2, 3):
+                            threads, registers = per_sm * 32 * warps, per_sm * 32 * warps * needs.registers_per_thread
+                            if threads <= properties.max_threads_per_sm and registers <= properties.registers_per_sm:
+                                yield BackwardPlan(config, per_sm)
+
+
+@planner("layer_norm.backward", _backward_plans)
+def plan_backward(
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
+) -> BackwardPlan:
+    """How the gradients of rows of ``n`` elements are computed; without ``NUM_BLOCKS`` and ``SPLIT`` a row is looped over.
+
+    ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm. ``added``: whether the gradient of
+    the sum with a residual is added to dx. As many programs as run at the same time, so that none waits.
     """
-    candidates = backward_candidates(n, itemsize, aligned, sums) if itemsize <= 4 else []
-    if candidates:
-        return candidates[0]
-    # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
-    return triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8)
-
-
-def backward_programs(m: int, config: triton.Config) -> int:
-    """How many programs walk over the ``m`` rows: as many as run at the same time, so that none waits."""
-    split = config.kwargs.get("SPLIT", 1)
-    share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
+    config = _backward_config(n, itemsize, aligned, sums, added, properties)
+    if config is None:
+        # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a
+        # thread.
+        return BackwardPlan(triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8), 1)
+    share = config.kwargs["BLOCK_N"] * config.kwargs["NUM_BLOCKS"]
     if config.num_warps == 4:
-        per_sm = 3 if share == 3072 else 2
-    else:
-        per_sm = 2 if share == 4096 else 1
-    tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
-    return max(1, min(tiles, runtime.properties().num_sms * per_sm // split))
+        return BackwardPlan(config, 3 if share == 3072 else 2)
+    return BackwardPlan(config, 2 if share == 4096 else 1)
+
+
+def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
+    """How many programs walk over the ``m`` rows."""
+    tiles = triton.cdiv(m, plan.config.kwargs["BLOCK_M"])
+    return max(1, min(tiles, properties.num_sms * plan.per_sm // plan.config.kwargs.get("SPLIT", 1)))
 
 
 def locks_config(n: int, itemsize: int) -> triton.Config | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.layer_norm import kernels
 
@@ -122,17 +123,20 @@ def _empty(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-@functools.cache
+@derived
 def _forward_launch(
-    kernel: Any, looped_kernel: Any, n: int, itemsize: int, eps: float, dtype: torch.dtype, *flags: bool
+    rms: bool, n: int, itemsize: int, eps: float, dtype: torch.dtype, properties: runtime.DeviceProperties, *flags: bool
 ) -> tuple[Launch, int]:
     """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where each has one that it loops over.
 
     ``flags``: the kernel's ``HAS_...`` parameters, in order.
     """
-    config = kernels.forward_config(n, itemsize)
-    if config is None:
-        kernel, config = looped_kernel, kernels.looped_config(itemsize)
+    config = kernels.plan_forward(n, itemsize, properties)
+    if config is not None:
+        kernel: Any = kernels._rms_norm_fwd_kernel if rms else kernels._layer_norm_fwd_kernel
+    else:
+        kernel = kernels._rms_norm_fwd_looped_kernel if rms else kernels._layer_norm_fwd_looped_kernel
+        config = kernels.looped_config(itemsize)
     has = [name for name in kernel.arg_names if name.startswith("HAS_")]
     constants = {**dict(zip(has, flags, strict=True)), "ACC": launching.tl_accumulator(dtype)}
     launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
@@ -156,7 +160,7 @@ def _forward(
     x = _rows(x)
     m, n = x.shape
     launch, rows = _forward_launch(
-        kernels._layer_norm_fwd_kernel, kernels._layer_norm_fwd_looped_kernel, int(n), x.element_size(), eps, x.dtype,
+        False, int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
         weight is not None, bias is not None, statistics is not None,
     )  # fmt: skip
     launch(
@@ -212,10 +216,53 @@ def _gradients(
     return _empty(x, x.dtype), dw, db
 
 
-@functools.cache
-def _sum_launch(**constants: Any) -> Launch:
-    config = kernels.SUM_CONFIG
-    return Launch(kernels._layer_norm_bwd_sum_kernel, **constants, **config.kwargs, num_warps=config.num_warps)
+@derived
+def _backward_launches(
+    n: int, itemsize: int, aligned: bool, dtype: torch.dtype, has_weight: bool, has_mean: bool, has_dsum: bool,
+    with_dw: bool, with_db: bool, properties: runtime.DeviceProperties,
+) -> tuple[Launch, Launch, kernels.BackwardPlan]:  # fmt: skip
+    """-> the launch that walks over the rows, the one that adds up the partial sums, and the plan of the first."""
+    plan = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, has_dsum, properties)
+    config, total = plan.config, kernels.SUM_CONFIG
+    looped = "SPLIT" not in config.kwargs
+    wanted = {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(dtype)}
+    rows = Launch(
+        kernels._layer_norm_bwd_partials_looped_kernel if looped else kernels._layer_norm_bwd_partials_kernel,
+        HAS_WEIGHT=has_weight, HAS_MEAN=has_mean, HAS_DSUM=has_dsum, **wanted,
+        **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    return rows, Launch(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps), plan
+
+
+def _run_partials(
+    dx: torch.Tensor, dw: torch.Tensor | None, db: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, weight: Any,
+    statistics: torch.Tensor, dsum: torch.Tensor | None, has_mean: bool,
+) -> None:  # fmt: skip
+    """Fills the gradients of LayerNorm, or without a mean of RMSNorm; x, dy and dsum are (M, N) with contiguous rows."""
+    m, n = x.shape
+    w, w_step = (x, 0) if weight is None else (weight, weight.stride(0))
+    added, added_step = (x, 0) if dsum is None else (dsum, dsum.stride(0))
+    # What Triton's launcher looks at before it widens loads.
+    steps = (x.stride(0), dy.stride(0), w_step, added_step, n)
+    aligned = all(step == 1 or step % 16 == 0 for step in steps) and launching.is_aligned(
+        x, dy, w, statistics, dx, added
+    )
+    properties = runtime.properties(x.device)
+    launch, launch_sum, plan = _backward_launches(
+        int(n), x.element_size(), aligned, x.dtype, weight is not None, has_mean, dsum is not None,
+        dw is not None, db is not None, properties,
+    )  # fmt: skip
+    programs = kernels.backward_programs(m, plan, properties)
+    sums = torch.empty((programs, 0 if dw is None else n), dtype=statistics.dtype, device=x.device)
+    sums_db = torch.empty((programs, n), dtype=statistics.dtype, device=x.device) if db is not None else sums
+    launch(
+        (programs, plan.config.kwargs.get("SPLIT", 1)),
+        x, steps[0], dy, steps[1], w, w_step, statistics, dx, n, added, added_step, sums, sums_db, m, n,
+    )  # fmt: skip
+    if dw is not None or db is not None:
+        columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
+        results = (dw if dw is not None else sums, db if db is not None else sums)
+        launch_sum((columns, 1 if db is None else 2), sums, sums_db, *results, programs, n)
 
 
 def _run_backward(
@@ -227,55 +274,30 @@ def _run_backward(
         dw.zero_(), db.zero_()
         return
     x, dy = _rows(x), _rows(dy)
-    m, n = x.shape
-    with_dw, with_db, acc = dw_dtype is not None, db_dtype is not None, launching.tl_accumulator(x.dtype)
-    constants = {"HAS_WEIGHT": weight is not None, "WITH_DW": with_dw, "WITH_DB": with_db, "ACC": acc}
-    tensors = (x, x.stride(0), dy, dy.stride(0), *launching.strided(weight, 1, x), statistics, dx, n)
-    config = kernels.locks_config(int(n), x.element_size())
-    if backward == "locks" and config is not None and not torch.are_deterministic_algorithms_enabled():
-        partial_dw, partial_db = _launch_locks(config, tensors, m, n, constants)
+    locks = kernels.locks_config(x.shape[1], x.element_size()) if backward == "locks" else None
+    if locks is not None and not torch.are_deterministic_algorithms_enabled():
+        _run_locks(locks, results, dy, x, weight, statistics, dw_dtype is not None, db_dtype is not None)
     else:
-        partial_dw, partial_db = _launch_partials(tensors, m, n, {**constants, "HAS_MEAN": True})
-    if with_dw or with_db:
-        launch = _sum_launch(WITH_DW=with_dw, WITH_DB=with_db, ACC=acc)
-        columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
-        launch((columns, 2), partial_dw, partial_db, dw, db, partial_dw.shape[0], n)
-    if n == 1:
+        wanted = (None if dw_dtype is None else dw, None if db_dtype is None else db)
+        _run_partials(dx, *wanted, dy, x, weight, statistics, None, True)
+    if x.shape[1] == 1:
         # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
-        torch.sub(dy, dy, out=dx)  # NaN where dy is
-        dx.view(-1).add_((x - x).view(-1))
+        torch.sub(dy, dy, out=dx.view(-1, 1))  # NaN where dy is
+        dx.view(-1, 1).add_(x - x)
 
 
-@functools.cache
-def _partials_launch(
-    n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties, **constants: Any
-) -> tuple[Launch, Any]:
-    config = kernels.backward_config(n, itemsize, aligned, sums=2 if constants["HAS_MEAN"] else 1)
-    split = config.kwargs.get("SPLIT")
-    kernel = kernels._layer_norm_bwd_partials_kernel if split else kernels._layer_norm_bwd_partials_looped_kernel
-    return Launch(kernel, **constants, **config.kwargs, num_warps=config.num_warps), config
-
-
-def _launch_partials(
-    tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any], dsum: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> the partial sums of weight's and bias's gradients, each (programs, N)."""
-    x, statistics = tensors[0], tensors[6]
-    tensors += (x, 0) if dsum is None else (dsum, dsum.stride(0))
-    constants["HAS_DSUM"] = dsum is not None
-    # What Triton's launcher looks at before it widens loads.
-    strides = [number for number in (*tensors, n) if not isinstance(number, torch.Tensor) and number != 1]
-    aligned = launching.is_aligned(*(t for t in tensors if isinstance(t, torch.Tensor))) and not any(
-        stride % 16 for stride in strides
-    )
-    launch, config = _partials_launch(int(n), x.element_size(), aligned, runtime.properties(x.device), **constants)
-    programs = kernels.backward_programs(m, config)
-    wanted = (constants["WITH_DW"], constants["WITH_DB"])
-    partial_dw, partial_db = (
-        torch.empty((programs, n if want else 0), dtype=statistics.dtype, device=x.device) for want in wanted
-    )
-    launch((programs, config.kwargs.get("SPLIT") or 1), *tensors, partial_dw, partial_db, m, n)
-    return partial_dw, partial_db
+def _run_locks(
+    config: Any, results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any,
+    statistics: torch.Tensor, with_dw: bool, with_db: bool,
+) -> None:  # fmt: skip
+    dx, dw, db = results
+    n, wanted = x.shape[1], {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(x.dtype)}
+    tensors = (x, x.stride(0), dy, dy.stride(0), *launching.strided(weight, 1, x), statistics, dx, n)
+    sums = _launch_locks(config, tensors, x.shape[0], n, {"HAS_WEIGHT": weight is not None, **wanted})
+    if with_dw or with_db:
+        total = kernels.SUM_CONFIG
+        launch = Launch(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps)
+        launch((cdiv(n, total.kwargs["BLOCK_N"]), 2), *sums, dw, db, sums[0].shape[0], n)
 
 
 def _launch_locks(
@@ -396,7 +418,7 @@ def _rms_forward(
     x = _rows(x)
     m, n = x.shape
     launch, rows = _forward_launch(
-        kernels._rms_norm_fwd_kernel, kernels._rms_norm_fwd_looped_kernel, int(n), x.element_size(), eps, x.dtype,
+        True, int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
         residual is not None, weight is not None, rstd is not None,
     )  # fmt: skip
     added = _rows(residual) if residual is not None else x
@@ -408,10 +430,7 @@ def _rms_forward(
         x if residual is None else total, n,
         x if rstd is None else rstd,
     )  # fmt: skip
-    if rows:
-        launch((cdiv(m, rows),), *given, m, n)
-    else:
-        launch((m,), *given, n)
+    launch((cdiv(m, rows) if rows else m,), *given, m, n)
 
 
 _rms_inference = launching.operator(
@@ -426,13 +445,15 @@ def _rms_outputs(
     x: torch.Tensor, residual: Any, weight: Any, eps: float, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> y like x, x + residual (empty without a residual), rstd (M,)."""
-    rstd = x.new_empty(math.prod(x.shape[:-1]), dtype=launching.accumulator(x.dtype))
-    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(0 if residual is None else x.shape), rstd
+    rstd = torch.empty(math.prod(x.shape[:-1]), dtype=launching.accumulator(x.dtype), device=x.device)
+    total = torch.empty(0, dtype=x.dtype, device=x.device) if residual is None else _empty(x, x.dtype)
+    return _empty(x, out_dtype), total, rstd
 
 
 def _run_rms(
-    results: tuple[torch.Tensor, ...], x: torch.Tensor, residual: Any, weight: Any, eps: float, _dtype: torch.dtype
-) -> None:
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    x: torch.Tensor, residual: Any, weight: Any, eps: float, _dtype: torch.dtype,
+) -> None:  # fmt: skip
     if x.shape[-1] == 0:
         results[2].zero_()
     _rms_forward(*results, x, residual, weight, eps)
@@ -443,7 +464,8 @@ def _rms_gradients(
     dw_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dx like x, dweight (N,) or empty."""
-    return x.new_empty(x.shape), x.new_empty(0 if dw_dtype is None else x.shape[-1], dtype=dw_dtype or x.dtype)
+    dw = torch.empty(0 if dw_dtype is None else x.shape[-1], dtype=dw_dtype or x.dtype, device=x.device)
+    return _empty(x, x.dtype), dw
 
 
 def _run_rms_backward(
@@ -454,22 +476,13 @@ def _run_rms_backward(
     if dx.numel() == 0:
         dw.zero_()
         return
-    x, dy = _rows(x), _rows(dy)
+    x, dy, added = _rows(x), _rows(dy), None if dsum is None else _rows(dsum)
     m, n = x.shape
-    with_dw, acc = dw_dtype is not None, launching.tl_accumulator(x.dtype)
-    tensors = (x, x.stride(0), dy, dy.stride(0), *launching.strided(weight, 1, x), rstd, dx, n)
-    constants = {
-        "HAS_WEIGHT": weight is not None, "HAS_MEAN": False, "WITH_DW": with_dw, "WITH_DB": False, "ACC": acc,
-    }  # fmt: skip
-    partial_dw, _ = _launch_partials(tensors, m, n, constants, None if dsum is None else _rows(dsum))
-    if with_dw:
-        launch = _sum_launch(WITH_DW=True, WITH_DB=False, ACC=acc)
-        columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
-        launch((columns,), partial_dw, partial_dw, dw, dw, partial_dw.shape[0], n)
+    _run_partials(dx, None if dw_dtype is None else dw, None, dy, x, weight, rstd, added, False)
     if n == 1:
         # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
         g = dy.to(rstd.dtype) * eps * (1 if weight is None else weight)
-        dx.view(m, 1).copy_(g * rstd[:, None] ** 3 + (0 if dsum is None else _rows(dsum)))
+        dx.view(m, 1).copy_(g * rstd[:, None] ** 3 + (0 if added is None else added))
 
 
 _rms_backward = launching.operator(
