@@ -529,6 +529,6 @@ def test_a_check_is_made_once_for_each_kind_of_call() -> None:
     before = len(made)
     check([1], 1), check([1], 1)  # not a simple value
     assert len(made) == before + 2
-    with TorchFunctionMode():
+    with torch.autograd.forward_ad.dual_level():
         check(a, 1)
     assert len(made) == before + 3

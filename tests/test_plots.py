@@ -1,10 +1,14 @@
 """The shared figures: what they draw is what the rows say."""
 
-from kernelbook import plots, timing
+import re
+from pathlib import Path
+
+from kernelbook import plots, runtime, timing
 
 # isort: split
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 ABOUT = {
     "gpu": "NVIDIA H200",
@@ -101,3 +105,39 @@ def test_titles_and_legends_from_elsewhere_get_the_style_of_the_book() -> None:
     plots.finish(figure, rows())
     assert (ax.get_title("center"), ax.get_title("left")) == ("", "a title")
     assert not ax.get_legend().get_frame_on()
+
+
+def _figure(gpu: str) -> Figure:
+    figure, (ax,) = plots.new_figure()
+    ax.set_title(gpu)
+    return plots.finish(figure)
+
+
+def test_with_one_gpu_a_figure_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200"])
+    assert isinstance(plots.by_gpu("layer_norm", _figure), Figure)
+
+
+def test_other_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "nvidia-l4"])
+    under = plots.by_gpu("layer_norm", _figure)
+    assert len(shown) == 1 and isinstance(shown[0], Figure)
+    text = under.data
+    assert text.count("<img ") == 2 and text.count('type="radio"') == 2 and text.count("checked") == 1
+    assert ">nvidia-h100</label>" in text and ">nvidia-l4</label>" in text and "nvidia-h200" not in text
+    other = plots.tabs({"a < b": "1 < 2"}).data
+    assert "a &lt; b" in other and "1 &lt; 2" in other
+    assert not set(re.findall(r'id="([^"]+)"', text)) & set(re.findall(r'id="([^"]+)"', other))
+
+
+def test_gpus_with_results_come_in_the_readers_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    for gpu in ("a-gpu", "nvidia-h200", "my-gpu", "empty"):
+        (tmp_path / gpu).mkdir()
+        (tmp_path / gpu / ("layer_norm.csv" if gpu != "empty" else "nf4.csv")).write_text("")
+    assert timing.recorded_gpus("layer_norm") == ["nvidia-h200", "a-gpu", "my-gpu"]
+    monkeypatch.setattr(runtime, "device_slug", lambda: "my-gpu")
+    assert timing.recorded_gpus("layer_norm") == ["nvidia-h200", "my-gpu", "a-gpu"]
+    assert timing.recorded_gpus("layer_norm", "nf4")[-1] == "empty"

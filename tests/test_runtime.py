@@ -144,12 +144,69 @@ def test_bfloat16_is_right_in_the_interpreter() -> None:
     assert (ours.float() > exact.float()).float().mean() > 0.3  # truncation would make nearly all smaller in size
 
 
+# NVIDIA's management library as it answers on a machine with these GPUs: names and compute capabilities.
+GPUS = """
+import ctypes, torch
+
+class Nvml:
+    nvmlInit_v2 = staticmethod(lambda: 0)
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = len(GPUS)
+        return 0
+    def nvmlDeviceGetHandleByIndex_v2(self, index, device):
+        device._obj.value = index + 1
+        return 0
+    def nvmlDeviceGetCudaComputeCapability(self, device, major, minor):
+        major._obj.value, minor._obj.value = GPUS[device.value - 1][1]
+        return 0
+    def nvmlDeviceGetName(self, device, name, size):
+        name.value = GPUS[device.value - 1][0]
+        return 0
+
+library = ctypes.CDLL
+ctypes.CDLL = lambda name, *how, **more: Nvml() if name == "libnvidia-ml.so.1" else library(name, *how, **more)
+torch.cuda.is_available = lambda: True
+"""
+T4, H100 = (b"Tesla T4", (7, 5)), (b"NVIDIA H100", (9, 0))
+
+
+def test_a_gpu_that_is_too_old_is_said_so_and_the_interpreter_is_chosen() -> None:
+    done = _python(f"GPUS = {[T4]}\n{GPUS}\n{REPORT}")
+    assert done.stdout.strip() == "True False cpu", done.stderr
+    sentence = "this GPU (Tesla T4, compute capability 7.5) is too old for Triton"
+    assert sentence in done.stderr and "on Colab an L4 or an A100" in done.stderr
+    doctor = "from kernelbook import cli\ncli.rooms = cli.modules_measured = list\nprint(cli.doctor())"
+    done = _python(f"GPUS = {[T4]}\n{GPUS}\n{doctor}")
+    assert sentence in done.stdout and "interpreted on the CPU" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("gpus", ([H100], [T4, H100], []))
+def test_newer_gpus_are_used(gpus: list[object]) -> None:
+    """Also where an older one stands beside it, and where the driver cannot be asked."""
+    done = _python(
+        f"GPUS = {gpus}\n{GPUS}\nimport kernelbook.runtime as r; print(r.HAS_GPU, r.INTERPRET, repr(r.TOO_OLD))"
+    )
+    assert done.stdout.strip() == "True False ''", done.stderr
+
+
+def test_public_functions_say_that_the_gpu_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "TOO_OLD", "this GPU is too old for Triton")
+
+    class OnTheGpu(torch.Tensor):  # nobody has such a GPU here
+        device = torch.device("cuda", 0)
+        is_cuda = True
+
+    x = torch.ones(2, 3).as_subclass(OnTheGpu)
+    with pytest.raises(ValueError, match="layer_norm: x must be on the CPU: this GPU is too old for Triton"):
+        kb.layer_norm(x)
+
+
 def test_properties_follow_the_compilation_target() -> None:
     before = runtime.properties()
     with runtime.compiling_for("sm_80") as target:
         assert runtime.properties() is target and target.num_sms == 108
     assert runtime.properties() == before
-    wrong = "target must be one of sm_80, sm_90, sm_100, gfx942, got 'sm_70'"
+    wrong = "target must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, gfx942, got 'sm_70'"
     with pytest.raises(ValueError, match=wrong), runtime.compiling_for("sm_70"):
         pass
 
@@ -160,9 +217,9 @@ def test_environment_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.delenv("KERNELBOOK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert runtime.cache_dir() == tmp_path / "xdg" / "kernelbook"
-    monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "sometimes")
-    with pytest.raises(ValueError, match="KERNELBOOK_AUTOTUNE must be default, full or off, got 'sometimes'"):
-        runtime.autotune_mode()
+    monkeypatch.setenv("KERNELBOOK_PLANS", "sometimes")
+    with pytest.raises(ValueError, match="KERNELBOOK_PLANS must be tuned, shipped or rules, got 'sometimes'"):
+        runtime.plans_in_use()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, label, randn
+from tensors import call_with, far_apart, guarded_memory, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -357,17 +357,7 @@ def test_ids_out_of_range_count_as_no_neuron(name: str, monkeypatch: pytest.Monk
     network = _network(3, 24, 40, 16, torch.float16, gated=True, bias=True)
     good = torch.tensor([3, 39, 0], device=runtime.DEVICE)
     bad = torch.tensor([-1, 3, 40, 10**12, 39, -(10**12), 0], device=runtime.DEVICE)
-    real_empty, guards = torch.empty, []
-
-    def guarded_empty(*size: Any, **kwargs: Any) -> torch.Tensor:
-        """Every buffer lies between two stretches of memory that must not change."""
-        shape = real_empty(*size, device="meta").shape
-        pad = 4096
-        whole = torch.full((shape.numel() + 2 * pad,), 7, dtype=kwargs["dtype"], device=kwargs["device"])
-        guards.append((whole[:pad], whole[pad + shape.numel() :]))
-        return whole[pad : pad + shape.numel()].view(shape)
-
-    monkeypatch.setattr(torch, "empty", guarded_empty)
+    untouched = guarded_memory(monkeypatch)
     results = []
     with _planned(PLANS[name]):
         for ids in (good, bad):
@@ -382,7 +372,7 @@ def test_ids_out_of_range_count_as_no_neuron(name: str, monkeypatch: pytest.Monk
             gathered = gathered[:, columns]
             results.append((y, gathered, *torch.autograd.grad(y.sum() + gathered.sum(), tuple(leaves.values()))))
     monkeypatch.undo()
-    assert guards and all(bool((g == 7).all()) for pair in guards for g in pair)
+    assert untouched()
     for ours, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=2e-3)
 

@@ -36,13 +36,13 @@ def once(check: Callable[..., Result]) -> Callable[..., Result]:
 
     Calls are of one kind if their tensors have the same shapes, dtypes, devices and layouts, and all else is equal; so
     ``check`` looks at nothing but that. Arguments that are neither tensors nor simple values are always checked, and so
-    is everything while PyTorch compiles, traces or transforms.
+    is everything while PyTorch compiles or transforms.
     """
     seen: dict[tuple[Any, ...], Result] = {}
 
     @functools.wraps(check)
     def checked(*args: Any) -> Result:
-        if runtime.COMPILE_ONLY or launching.is_observed():
+        if runtime.COMPILE_ONLY or launching.is_transformed():
             return check(*args)
         key: list[Any] = []
         for arg in args:
@@ -53,12 +53,14 @@ def once(check: Callable[..., Result]) -> Callable[..., Result]:
                 key.append((kind, arg))
             else:
                 return check(*args)
-        found = tuple(key)
-        if found not in seen:
+        kind_of_call = tuple(key)
+        try:
+            return seen[kind_of_call]
+        except KeyError:
             if len(seen) >= 4096:
                 seen.clear()
-            seen[found] = check(*args)  # an error is not remembered
-        return seen[found]
+            result = seen[kind_of_call] = check(*args)  # an error is not remembered
+            return result
 
     return checked
 
@@ -76,6 +78,8 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
     _check_transforms(op, name, value)
     if value.device.type in ("meta", "cuda"):
+        if runtime.TOO_OLD and value.is_cuda:
+            raise ValueError(f"{op}: {name} must be on the CPU: {runtime.TOO_OLD}")
         return
     if value.device.type != "cpu":
         raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU under the interpreter), got {value.device}")

@@ -33,6 +33,7 @@ __all__ = [
     "in_kernel_dtype",
     "is_aligned",
     "is_observed",
+    "is_transformed",
     "matrix",
     "operator",
     "precision",
@@ -48,17 +49,19 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiling = torch._C._autograd._profiler_enabled
+
+
+def is_transformed() -> bool:
+    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
+
+
 def is_observed() -> bool:
     """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-    )
+    return is_transformed() or _dispatch_modes() > 0 or _function_modes() > 0 or _profiling() or _trace() is not None
 
 
 # --- one launcher ---------------------------------------------------------------------------------------------------
@@ -416,6 +419,8 @@ def operator(
         def backward(ctx: Any, *gradients: Any) -> Any:
             return differentiate(ctx, *gradients)
 
+    # Function.apply without what it does for transforms, of which there are none where this is called.
+    apply = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
     Eager.__name__ = Eager.__qualname__ = f"{qualified.partition('::')[2]}"
 
     def call(*args: Any) -> Any:
@@ -429,12 +434,15 @@ def operator(
                     wanted = True
                 if arg.is_meta:
                     return registered(*args)
-            elif isinstance(arg, torch.Tensor):
+            elif kind not in _NO_TENSORS and isinstance(arg, torch.Tensor):
                 return registered(*args)
-        return Eager.apply(*args) if wanted else implementation(*args)  # type: ignore[no-untyped-call]
+        return apply(*args) if wanted else implementation(*args)
 
     call.__name__ = call.__qualname__ = qualified
     return call
+
+
+_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, list))
 
 
 def _widened(value: Any) -> Any:
@@ -607,6 +615,10 @@ def has_aligned_rows(tensor: torch.Tensor) -> bool:
 
     Then rows are loaded in pieces of 16 bytes, and a tensor descriptor can read them.
     """
-    *steps, within = tensor.stride()
-    size = tensor.element_size()
-    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps) and tensor.data_ptr() % 16 == 0
+    return tensor.data_ptr() % 16 == 0 and _keep_aligned(tensor.stride(), tensor.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _keep_aligned(strides: tuple[int, ...], size: int) -> bool:
+    *steps, within = strides
+    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps)

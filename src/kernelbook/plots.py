@@ -5,8 +5,12 @@ rows (``own``) are open markers of the same colour. A figure names under its axe
 from those rows. Functions return a closed figure: as the last expression of a cell it is shown once.
 """
 
+import base64
+import io
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -24,6 +28,7 @@ __all__ = [
     "ORANGE",
     "STYLE",
     "bandwidth_figure",
+    "by_gpu",
     "finish",
     "glue",
     "new_figure",
@@ -32,6 +37,7 @@ __all__ = [
     "roofline_figure",
     "roofline_points",
     "speedup_figure",
+    "tabs",
 ]
 
 # The colours of the book's drawings (CONTRIBUTING.md).
@@ -81,6 +87,58 @@ def glue(name: str, value: object) -> None:
         print(f"{name} = {value}")
     else:
         keep(name, value, display=False)
+
+
+_sets = itertools.count()  # tab sets of a page, so that each has ids of its own
+
+
+def tabs(parts: Mapping[str, object]) -> Any:
+    """Figures, HTML or text under tabs, by their labels; the first is open. It needs no script, and prints one after another.
+
+    The markup is that of sphinx-design, whose style sheet every page of the book has.
+    """
+    from IPython.display import HTML
+
+    number, items = next(_sets), []
+    for i, (label, part) in enumerate(parts.items()):
+        name = f"kb-tab-{number}-{i}"
+        checked = ' checked="checked"' if i == 0 else ""
+        items.append(
+            f'<input{checked} id="{name}" name="kb-tabs-{number}" type="radio">'
+            f'<label class="sd-tab-label" for="{name}">{escape(label)}</label>'
+            f'<div class="sd-tab-content docutils">{_as_html(part, label)}</div>'
+        )
+    return HTML(f'<div class="sd-tab-set docutils">{"".join(items)}</div>')
+
+
+def _as_html(part: object, label: str) -> str:
+    if isinstance(part, Figure):
+        content = io.BytesIO()
+        part.savefig(content, format="png", bbox_inches="tight")
+        data = base64.b64encode(content.getvalue()).decode()
+        return f'<img alt="The same figure for {escape(label)}" src="data:image/png;base64,{data}">'
+    for name in ("_repr_html_", "_repr_markdown_"):
+        if hasattr(part, name):
+            return str(getattr(part, name)())
+    return escape(str(part))
+
+
+def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
+    """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
+
+    The book's GPU comes first, with the cell's caption and number; under it stand the others, the reader's own before the
+    rest, each under a tab. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results` takes it.
+    """
+    from IPython.display import display
+
+    from kernelbook import timing
+
+    first, *others = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
+    shown = draw(first)
+    if not others:
+        return shown
+    display(shown)  # type: ignore[no-untyped-call]
+    return tabs({gpu: draw(gpu) for gpu in others})
 
 
 def provenance(*tables: pd.DataFrame | None) -> str:
@@ -151,6 +209,8 @@ def _lines(ax: Axes, rows: pd.DataFrame, y: str, styles: dict[str, dict[str, Any
         if own:
             style |= {"linestyle": "none", "markerfacecolor": "white", "markersize": 6, "zorder": 3}
         group = group.sort_values("x")
+        if 2 * group["x"].nunique() < rows["x"].nunique():  # a line would claim the points that were not measured
+            style |= {"linestyle": "none"}
         ax.plot(group["x"], group[y], label=str(provider) if label else None, **style)
 
 

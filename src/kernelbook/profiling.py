@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch._C._autograd import DeviceType
 
 from kernelbook import runtime
@@ -56,6 +55,8 @@ class Report:
 
     def table(self, top: int | None = None, width: int = 70) -> str:
         """The rows as text; names are cut to ``width`` characters."""
+        from tabulate import tabulate
+
         shown = [
             (
                 name if len(name) <= width else name[: width - 3] + "...",

@@ -5,7 +5,8 @@ Importing this module decides how Triton kernels run in this process:
 ========================  ================================================================================
 ``TRITON_INTERPRET``      what happens
 ========================  ================================================================================
-unset                     kernels are compiled if PyTorch sees a GPU, and interpreted on the CPU if not
+unset                     kernels are compiled if PyTorch sees a GPU that is not too old for Triton, and interpreted on
+                          the CPU if not
 ``1``                     kernels are interpreted on the CPU, also where there is a GPU
 ``0``                     kernels are compiled; without a GPU they can be compiled but not launched
 ========================  ================================================================================
@@ -18,17 +19,19 @@ others have defined already could not follow: there importing this module raises
 Other variables, each read when it is needed:
 
 - ``KERNELBOOK_DEBUG=1``: index tensors on the GPU are range-checked too, at the price of a synchronisation.
-- ``KERNELBOOK_AUTOTUNE``: ``default`` | ``full`` | ``off``, see :mod:`kernelbook.autotune`.
-- ``KERNELBOOK_CACHE``: the folder for tuned configurations (default: ``$XDG_CACHE_HOME/kernelbook``).
+- ``KERNELBOOK_PLANS``: ``tuned`` | ``shipped`` | ``rules``, see :mod:`kernelbook.autotune`.
+- ``KERNELBOOK_CACHE``: the folder for tuned plans (default: ``$XDG_CACHE_HOME/kernelbook``).
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,17 +44,20 @@ __all__ = [
     "HAS_GPU",
     "INTERPRET",
     "TARGETS",
+    "TOO_OLD",
     "DeviceProperties",
-    "autotune_mode",
     "cache_dir",
     "can_launch",
     "compiling_for",
     "debug_enabled",
     "device_slug",
     "ensure_context",
+    "free_bytes",
     "kernel_dtype",
     "on_device_of",
+    "plans_in_use",
     "properties",
+    "slug",
 ]
 
 
@@ -72,7 +78,53 @@ def _has_gpu() -> bool:
             os.environ[name] = before
 
 
-HAS_GPU: bool = _has_gpu()
+OLDEST = (8, 0)  # the compute capability from which on Triton is maintained and has bfloat16
+
+
+def _newest_nvidia_gpu() -> tuple[str, tuple[int, int]] | None:
+    """Name and compute capability of this machine's newest NVIDIA GPU; ``None`` where its driver cannot be asked.
+
+    By NVIDIA's management library, as :func:`_has_gpu` asks.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        count, found = ctypes.c_uint(), []
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return None
+        for index in range(count.value):
+            device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+            name = ctypes.create_string_buffer(96)
+            if not (
+                nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+                or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+                or nvml.nvmlDeviceGetName(device, name, len(name))
+            ):
+                found.append(((major.value, minor.value), name.value.decode()))
+    except (OSError, AttributeError):  # no driver of NVIDIA's, or one without these functions
+        return None
+    if not found:
+        return None
+    capability, model = max(found)
+    return model, capability
+
+
+def _why_too_old() -> str:
+    """Why Triton cannot use the GPU that PyTorch sees, and what to do, in a sentence; empty if it can, or there is none."""
+    newest = _newest_nvidia_gpu() if torch.version.hip is None and _has_gpu() else None
+    if newest is None or newest[1] >= OLDEST:
+        return ""
+    (major, minor), (needed, _) = newest[1], OLDEST
+    return (
+        f"this GPU ({newest[0]}, compute capability {major}.{minor}) is too old for Triton, which needs {needed}.0 (Ampere) or "
+        "newer, so kernels run in the interpreter on the CPU, right but slow: keep tensors on the CPU, or take a newer GPU "
+        "(on Colab an L4 or an A100)"
+    )
+
+
+TOO_OLD: str = _why_too_old()
+if TOO_OLD:
+    warnings.warn(f"kernelbook: {TOO_OLD}", stacklevel=2)
+HAS_GPU: bool = _has_gpu() and not TOO_OLD
 
 
 def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
@@ -171,8 +223,11 @@ class DeviceProperties:
 # The GPUs that kernels are compiled for where there is none, from the vendors' data sheets.
 TARGETS: dict[str, DeviceProperties] = {
     "sm_80": DeviceProperties("NVIDIA A100", "sm_80", 108, 166_912, 167_936, 65_536, 2048, 40 * 2**20),
+    "sm_86": DeviceProperties("NVIDIA GeForce RTX 3090", "sm_86", 82, 101_376, 102_400, 65_536, 1536, 6 * 2**20),
+    "sm_89": DeviceProperties("NVIDIA GeForce RTX 4090", "sm_89", 128, 101_376, 102_400, 65_536, 1536, 72 * 2**20),
     "sm_90": DeviceProperties("NVIDIA H200", "sm_90", 132, 232_448, 233_472, 65_536, 2048, 50 * 2**20),
     "sm_100": DeviceProperties("NVIDIA B200", "sm_100", 148, 232_448, 233_472, 65_536, 2048, 126 * 2**20),
+    "sm_120": DeviceProperties("NVIDIA GeForce RTX 5090", "sm_120", 170, 101_376, 102_400, 65_536, 1536, 96 * 2**20),
     "gfx942": DeviceProperties("AMD MI300X", "gfx942", 304, 65_536, 65_536, 131_072, 2048, 4 * 2**20, 64),
 }
 
@@ -228,11 +283,14 @@ def properties(device: torch.device | None = None) -> DeviceProperties:
     return _gpu_properties(index)
 
 
+def slug(name: str) -> str:
+    """A GPU's name as files and folders are called by it: ``NVIDIA H200`` -> ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def device_slug() -> str:
     """The name of the folder under ``book/results`` for this machine: ``nvidia-h200``, ``interpreter``."""
-    if DEVICE.type != "cuda":
-        return "interpreter"
-    return re.sub(r"[^a-z0-9]+", "-", properties().name.lower()).strip("-")
+    return slug(properties().name) if DEVICE.type == "cuda" else "interpreter"
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -273,12 +331,25 @@ def debug_enabled() -> bool:
     return os.environ.get("KERNELBOOK_DEBUG", "") == "1"
 
 
-def autotune_mode() -> str:
-    """``KERNELBOOK_AUTOTUNE``: ``default``, ``full`` or ``off``."""
-    mode = os.environ.get("KERNELBOOK_AUTOTUNE", "default")
-    if mode not in ("default", "full", "off"):
-        raise ValueError(f"kernelbook: KERNELBOOK_AUTOTUNE must be default, full or off, got {mode!r}")
+def plans_in_use() -> str:
+    """``KERNELBOOK_PLANS``: ``tuned`` (own plans, then shipped ones, then the rules), ``shipped`` or ``rules``."""
+    mode = os.environ.get("KERNELBOOK_PLANS", "tuned")
+    if mode not in ("tuned", "shipped", "rules"):
+        raise ValueError(f"kernelbook: KERNELBOOK_PLANS must be tuned, shipped or rules, got {mode!r}")
     return mode
+
+
+def free_bytes() -> int:
+    """How much more memory this process can take on the current GPU, or without one in the machine.
+
+    What PyTorch's allocator holds and does not use counts as free; what it was forbidden
+    (``PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.5``) does not.
+    """
+    if DEVICE.type != "cuda":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, total = torch.cuda.mem_get_info()
+    held, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    return min(free + held, int(total * torch.cuda.memory.get_per_process_memory_fraction())) - used
 
 
 def cache_dir() -> Path:

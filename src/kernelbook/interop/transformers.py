@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from kernelbook import profiling
@@ -118,7 +119,9 @@ def _problem_of(experts: Any) -> str | None:
     (num, out, hidden), (num2, hidden2, inner) = up.shape, down.shape
     if experts.is_transposed:
         out, hidden, hidden2, inner = hidden, out, inner, hidden2
-    if not num == num2 == experts.num_experts or hidden != hidden2 or out != (2 if experts.has_gate else 1) * inner:
+    # Spread over ranks, the module counts its own rank's experts, and its weights know of all.
+    counted = num if isinstance(up, DTensor) else experts.num_experts
+    if not num == num2 == counted or hidden != hidden2 or out != (2 if experts.has_gate else 1) * inner:
         return (
             f"must have {experts.num_experts} experts that take and give the same number of features, got weights "
             f"{tuple(up.shape)} and {tuple(down.shape)}"

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import arguments
-from kernelbook.layer_norm import layer_norm
+from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.nf4 import NF4Tensor, nf4_matmul
 from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.nn.moe import LoRAModule, _draw_pair, quantize_parameter, stored_weight
 from kernelbook.sparse_linear import sparse_linear
 
-__all__ = ["LayerNorm", "NF4Linear", "SparseLinear"]
+__all__ = ["LayerNorm", "NF4Linear", "RMSNorm", "SparseLinear"]
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -47,6 +47,42 @@ class LayerNorm(torch.nn.LayerNorm):
                 f"LayerNorm: input must have shape (..., {self.normalized_shape[0]}), got {tuple(input.shape)}"
             )
         return layer_norm(input, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on :func:`kernelbook.rms_norm`; the state dict is the same.
+
+    Args:
+        normalized_shape: the size of the last dimension, as a number or a sequence of one number.
+        eps, elementwise_affine, device, dtype: as in PyTorch. Without ``eps`` it is the machine epsilon of float32, or of
+            float64 for float64 inputs.
+
+    Raises:
+        ValueError: ``normalized_shape`` names more than one dimension.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        if len(self.normalized_shape) != 1:
+            raise ValueError(f"RMSNorm: normalized_shape must name one dimension, got {tuple(self.normalized_shape)}")
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """(..., N) -> (..., N); with a residual (..., N) the pair of the normalized sum and the sum."""
+        if x.shape[-1:] != self.normalized_shape:
+            raise ValueError(f"RMSNorm: input must have shape (..., {self.normalized_shape[0]}), got {tuple(x.shape)}")
+        eps = (
+            torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+            if self.eps is None
+            else self.eps
+        )
+        return rms_norm(x, self.weight, eps, residual=residual)
 
 
 class SparseLinear(torch.nn.Linear):
