@@ -10,14 +10,18 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test lint serve bench tune compiled test-gpu test-oldest test-next clean lock
+.PHONY: book test test-pages lint serve bench tune compiled hub test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
 test: lint
-	$(PY) -m pytest -n auto --dist worksteal
+	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
 	$(PY) -m pytest -n auto --dist loadscope --nbval --nbval-cell-timeout=600 -p no:cacheprovider notebooks
+
+# Opens every page of the built book in Chromium, if there is one.
+test-pages: $(ENVIRONMENT)
+	$(PY) -m pytest -n auto tests/test_pages.py
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check
@@ -54,6 +58,10 @@ test-oldest test-next:
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis pandas tabulate tqdm matplotlib pyyaml
 	$(VENV)-$@/bin/python -m pip install --quiet $(OTHER)
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not gfx942"
+
+# A kernel repository for Hugging Face's kernels, in _build/hub.
+hub: $(ENVIRONMENT)
+	$(PY) tools/build_hub.py
 
 # Pins anew what pyproject.toml asks for. Needs uv.
 lock:

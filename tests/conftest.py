@@ -4,6 +4,10 @@ import kernelbook  # noqa: F401
 
 # isort: split
 import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
+
+# isort: split
 from collections.abc import Callable
 
 import hypothesis

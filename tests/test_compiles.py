@@ -40,6 +40,15 @@ for d in FLOAT32_HEADS:
     step(d, torch.float32, aligned=False)
 step(64, torch.float16, causal=False, n=2048)
 step(64, torch.bfloat16, n=10000)
+q, k, v = (torch.empty(2, h, 1024, 128, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+o = kb.flash_attention(q, k, v, causal=True, lengths=torch.empty(2, dtype=torch.int32), window=200)
+o.backward(torch.empty_like(o))
+for h, h_kv, n, d, dtype in DECODED:
+    q, k, v = (torch.empty(2, heads, m, d, dtype=dtype) for heads, m in ((h, n), (h_kv, 8192), (h_kv, 8192)))
+    kb.flash_attention(q, k, v, causal=True)
+    pages, table, lengths = k.view(2 * 128, h_kv, 64, d), *(torch.zeros(s, dtype=torch.int32) for s in ((2, 128), (2,)))
+    kb.paged_attention(q, pages, pages, table, lengths)
+kb.append_to_pages(k[:, :, :1], v[:, :, :1], pages, pages, table, lengths)
 """,
     "layer_norm": """
 import torch, kernelbook as kb
@@ -54,9 +63,15 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     step(64, 40000, dtype)
 x = torch.empty(64, 16384)[:, 3:15363].requires_grad_()  # rows that are not aligned
 kb.layer_norm(x, torch.empty(15360)).backward(torch.empty(64, 15360))
+def rms(n, dtype, **how):
+    x, r, w = (torch.empty(*s, dtype=dtype, requires_grad=True) for s in ((64, n), (64, n), (n,)))
+    y, total = kb.rms_norm(x, w, residual=r)
+    torch.autograd.backward((y, total), (torch.empty_like(x), torch.empty_like(x)))
 for n in WIDTHS:
     step(64, n, torch.bfloat16)
     step(64, n, torch.float32)
+    rms(n, torch.bfloat16)
+rms(40000, torch.float32)
 """,
     "moe_lora": """
 import torch, kernelbook as kb
@@ -245,8 +260,11 @@ adam.step()
 # The sizes at which configurations change; all of them on one target, to save time.
 SETTINGS = {
     "attention": {
-        "": "HEADS, FLOAT32_HEADS = (64, 128), (64,)",
-        "sm_90": "HEADS, FLOAT32_HEADS = (16, 32, 64, 80, 128, 256), (64, 128)",
+        "": "import torch\nHEADS, FLOAT32_HEADS, DECODED = (64, 128), (64,), ((32, 4, 1, 128, torch.bfloat16),)",
+        # Decoding: query and key heads, queries, features: every height of a tile.
+        "sm_90": "import torch\nHEADS, FLOAT32_HEADS, DECODED = (16, 32, 64, 80, 128, 256), (64, 128), ((32, 4, 1, 128, torch.bfloat16), "
+        "(32, 8, 16, 128, torch.bfloat16), (64, 8, 16, 128, torch.bfloat16), (16, 4, 16, 256, torch.bfloat16), "
+        "(16, 16, 1, 64, torch.float32), (8, 4, 4, 256, torch.float32))",
     },
     "layer_norm": {
         "": "WIDTHS = (8192,)",
@@ -322,8 +340,8 @@ SPILLS_ALLOWED = {
 
 
 def _kernels(room: str, target: str) -> set[str]:
-    """The names of the kernels that a room has for a GPU, by reading its kernels.py (and kernels_hopper.py)."""
-    names = {"kernels.py", "kernels_hopper.py"} if target == "sm_90" else {"kernels.py"}
+    """The names of the kernels that a room has for a GPU, by reading its kernels.py (and kernels_*.py)."""
+    names = {"kernels.py", "kernels_decode.py"} | ({"kernels_hopper.py"} if target == "sm_90" else set())
     trees = [ast.parse(path.read_text()) for path in (SRC / room).glob("kernels*.py") if path.name in names]
     nodes = [node for tree in trees for node in tree.body]
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")}

@@ -338,7 +338,7 @@ def test_every_width_has_a_configuration_that_fits(target: str) -> None:
     for itemsize in (2, 4, 8):
         for n in (*range(1, 100), *range(100, 50_000, 97)):
             forward = kernels.plan_forward(n, itemsize, properties)
-            backward = kernels.plan_backward(n, itemsize, n % 16 == 0, 2, properties).config
+            backward = kernels.plan_backward(n, itemsize, n % 16 == 0, 2, False, properties).config
             if forward is not None:
                 assert forward.kwargs["BLOCK_N"] >= n
             if "SPLIT" in backward.kwargs:

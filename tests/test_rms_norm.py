@@ -286,7 +286,9 @@ def test_every_width_has_a_configuration_that_fits() -> None:
     """One sum instead of two leaves registers: no width is worse off than LayerNorm's."""
     for n in (*range(16, 20_000, 496), 15_872):
         for aligned in (True, False):
-            ours, layer_norms = (kernels.backward_config(n, 2, aligned, sums) for sums in (1, 2))
+            ours, layer_norms = (
+                kernels.plan_backward(n, 2, aligned, sums, False, runtime.properties()).config for sums in (1, 2)
+            )
             if "SPLIT" in layer_norms.kwargs:
                 kw = ours.kwargs
                 assert kw["BLOCK_N"] * kw["NUM_BLOCKS"] * kw["SPLIT"] >= n

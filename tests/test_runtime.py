@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,10 +43,74 @@ def test_a_setting_that_is_neither() -> None:
     assert "TRITON_INTERPRET must be 0 or 1, got 'maybe'" in done.stderr
 
 
-def test_triton_imported_before_is_refused_with_what_to_do() -> None:
-    done = _python("import triton, kernelbook")
+# What a program may have done before it imports kernelbook; all but the first import Triton on the way.
+BEFORE = {
+    "triton": "import triton",
+    "an optimizer": "torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])",
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_triton_imported_before_to_compile_is_changed_to_interpret(before: str) -> None:
+    """Its helpers too: functions of triton.language that are kernels themselves, and the methods of tensors."""
+    code = f"""
+        import sys, torch
+        {BEFORE[before]}
+        assert "triton" in sys.modules
+        import kernelbook as kb
+        import triton, triton.language as tl
+        from helpers_of_triton import helpers
+        x, out = torch.randn(4, 16), torch.zeros(3)
+        helpers[(1,)](x, out)
+        assert torch.allclose(out, torch.stack([x.sum(), x.max(), x.argmax(1)[0].float()]), atol=1e-4), out
+        y = kb.layer_norm(x)
+        assert kb.runtime.INTERPRET and torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-5)
+        print("fine")
+    """
+    here = os.pathsep.join((SRC, str(Path(__file__).parent)))
+    done = _python(textwrap.dedent(code), PYTHONPATH=here)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_triton_imported_before_to_interpret_is_refused_with_what_to_do() -> None:
+    code = "import triton, os; os.environ['TRITON_INTERPRET'] = '0'; import kernelbook"
+    done = _python(code, TRITON_INTERPRET="1")
     assert done.returncode != 0
-    assert "Import kernelbook before Triton" in done.stderr and "TRITON_INTERPRET=1" in done.stderr
+    assert "Import kernelbook before Triton" in done.stderr and "TRITON_INTERPRET=0" in done.stderr
+
+
+def test_importing_makes_no_cuda_context() -> None:
+    """A process with one cannot fork workers that use CUDA. With one GPU by what the driver's NVML says."""
+    code = """
+        import os, torch
+        def forbidden(*args):
+            raise AssertionError("a CUDA context is made")
+        torch.cuda._is_compiled = lambda: True
+        torch.cuda._device_count_nvml = lambda: 1
+        torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = torch._C._cuda_init = forbidden
+        import kernelbook.nn, kernelbook.train
+        assert kernelbook.runtime.HAS_GPU and kernelbook.runtime.DEVICE.type == "cuda"
+        assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+        print("fine")
+    """
+    done = _python(textwrap.dedent(code), CUDA_VISIBLE_DEVICES="0")
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="about the interpreter")
+def test_threads_take_turns_in_the_interpreter() -> None:
+    """It patches triton.language while a kernel runs, and numbers programs in one place."""
+    from helpers_of_triton import program_ids
+
+    outs = [torch.full((size,), -1.0) for size in (10, 20, 40, 80)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(outs)) as pool:
+            list(pool.map(lambda out: program_ids[(len(out),)](out), outs))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(torch.equal(out, torch.arange(float(len(out)))) for out in outs)
 
 
 def test_triton_imported_before_in_the_right_mode_is_fine() -> None:

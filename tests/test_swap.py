@@ -200,11 +200,11 @@ def test_gpt2(calls: dict[str, int]) -> None:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=31, n_positions=16, n_embd=24, n_layer=2, n_head=3,
-        initializer_range=0.2, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).to(runtime.DEVICE)
     before = model.config._attn_implementation
-    tokens = torch.randint(0, 31, (2, 9), device=runtime.DEVICE)
+    tokens = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
 
     def forward(model: Any, embeddings: torch.Tensor) -> torch.Tensor:
         return model(inputs_embeds=embeddings, use_cache=False).logits

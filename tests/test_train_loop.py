@@ -77,6 +77,20 @@ def test_gpt_is_the_textbooks(device: torch.device) -> None:
     torch.testing.assert_close(model(changed)[:, :-1], ours[:, :-1])
 
 
+def test_gpt_compiles_to_one_graph(device: torch.device) -> None:
+    model = GPT(GPTConfig(vocab_size=11, context=8, width=32, depth=1, heads=2, chunk_size=16)).to(device)
+    for layer in model.sparse_layers().values():
+        layer.active_chunks = torch.tensor([1], device=device)
+    tokens = torch.randint(11, (2, 6), device=device)
+    found = []
+    for each in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
+        model.zero_grad()
+        each(tokens, tokens).backward()
+        found.append([p.grad for p in model.parameters()])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
+
+
 def test_which_layers_are_sparse() -> None:
     shape: dict[str, Any] = {"vocab_size": 5, "width": 32, "depth": 2, "heads": 2, "chunk_size": 16}
     few, many = GPT(GPTConfig(**shape)), GPT(GPTConfig(**shape, sparse_layers="all"))
@@ -92,6 +106,10 @@ def test_which_layers_are_sparse() -> None:
         ({"chunk_size": 24}, r"chunk_size must be at least 16 and divide the width \(32\), got 24"),
         ({"sparse_layers": "none"}, "sparse_layers must be one of 'mlp', 'all', got 'none'"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
+        (
+            {"width": 1024, "heads": 2},
+            r"heads must be at least 4 for a width of 1024 \(a head has at most 256.*, got 2",
+        ),
     ),
 )
 def test_a_bad_shape_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -23,6 +23,8 @@ __all__ = ["main"]
 # By the stem of a results file, a table and its key: what a bench module's ``extras()`` returns, or yields as they come.
 Extra = tuple[pd.DataFrame, Sequence[str]]
 Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
+# What torchrun starts, on several GPUs at once; "all" leaves it out.
+SEVERAL = ("several_gpus",)
 
 
 def rooms() -> list[str]:
@@ -38,6 +40,8 @@ def modules_measured() -> list[str]:
 
 
 def _bench_of(name: str) -> Any:
+    if name in SEVERAL:
+        return importlib.import_module(f"kernelbook.distributed.bench_{name}")
     module = f"kernelbook.nn.bench_{name}" if name in modules_measured() else f"kernelbook.{name}.bench"
     return importlib.import_module(module)
 
@@ -154,6 +158,9 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
     code = 0
     for room in names:
         module = _bench_of(room)
+        if room in SEVERAL:
+            code = max(code, module.bench(folder))
+            continue
         package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
         cases = [case for case in module.cases() if select is None or select in str(case)]
         print(f"{room}: {len(cases)} cases on {runtime.properties().name}", flush=True)
@@ -220,7 +227,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
-    measure.add_argument("room", nargs="?", choices=_all(), help="what to measure")
+    measure.add_argument("room", nargs="?", choices=[*_all(), *SEVERAL], help="what to measure")
     measure.add_argument("--all", action="store_true", help="measure everything")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")

@@ -116,10 +116,11 @@ def write_reports(path: Path, kernels: Sequence[CompiledKernel]) -> None:
     rows: dict[str, list[str]] = {
         kernel.key: [str(getattr(kernel, name)) for name in REPORT_COLUMNS] for kernel in kernels if kernel.key
     }
-    ordered: list[list[str]] = sorted(rows.values(), key=lambda row: (row[1], row[2], row[0]))
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([list(REPORT_COLUMNS), *ordered])
+        writer.writerow(REPORT_COLUMNS)
+        ordered: list[list[str]] = sorted(rows.values(), key=lambda row: (row[1], row[2], row[0]))
+        writer.writerows(ordered)
 
 
 def compile_calls(

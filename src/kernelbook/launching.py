@@ -615,6 +615,10 @@ def has_aligned_rows(tensor: torch.Tensor) -> bool:
 
     Then rows are loaded in pieces of 16 bytes, and a tensor descriptor can read them.
     """
-    *steps, within = tensor.stride()
-    size = tensor.element_size()
-    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps) and tensor.data_ptr() % 16 == 0
+    return tensor.data_ptr() % 16 == 0 and _keep_aligned(tensor.stride(), tensor.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _keep_aligned(strides: tuple[int, ...], size: int) -> bool:
+    *steps, within = strides
+    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps)

@@ -209,6 +209,8 @@ def _lines(ax: Axes, rows: pd.DataFrame, y: str, styles: dict[str, dict[str, Any
         if own:
             style |= {"linestyle": "none", "markerfacecolor": "white", "markersize": 6, "zorder": 3}
         group = group.sort_values("x")
+        if 2 * group["x"].nunique() < rows["x"].nunique():  # a line would claim the points that were not measured
+            style |= {"linestyle": "none"}
         ax.plot(group["x"], group[y], label=str(provider) if label else None, **style)
 
 

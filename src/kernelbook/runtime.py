@@ -11,8 +11,10 @@ unset                     kernels are compiled if PyTorch sees a GPU that is not
 ``0``                     kernels are compiled; without a GPU they can be compiled but not launched
 ========================  ================================================================================
 
-Triton reads that variable when it is imported, so this module has to come first: ``import kernelbook`` before
-``import triton``. If Triton came first and set itself up the other way, importing this module raises.
+Triton reads that variable when it is imported. ``import kernelbook`` may come before or after that: where there is no GPU
+and Triton was set up to compile, as it is where something else has imported it (``torch.compile``, transformers,
+bitsandbytes), its own helpers are changed into interpreted ones. The other way around, and on a machine with a GPU, what
+others have defined already could not follow: there importing this module raises.
 
 Other variables, each read when it is needed:
 
@@ -30,8 +32,9 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,13 +60,31 @@ __all__ = [
     "slug",
 ]
 
+
+def _has_gpu() -> bool:
+    """``torch.cuda.is_available()``, without a CUDA context: a process that has one cannot fork workers that use CUDA.
+
+    PyTorch then asks the driver's library for management (NVML), whose answer does not know whether the driver is recent
+    enough. The first tensor on the GPU will tell.
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
 OLDEST = (8, 0)  # the compute capability from which on Triton is maintained and has bfloat16
 
 
 def _newest_nvidia_gpu() -> tuple[str, tuple[int, int]] | None:
     """Name and compute capability of this machine's newest NVIDIA GPU; ``None`` where its driver cannot be asked.
 
-    By NVIDIA's management library: asking PyTorch would start CUDA, and a process that forks later could not use it.
+    By NVIDIA's management library, as :func:`_has_gpu` asks.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -89,7 +110,7 @@ def _newest_nvidia_gpu() -> tuple[str, tuple[int, int]] | None:
 
 def _why_too_old() -> str:
     """Why Triton cannot use the GPU that PyTorch sees, and what to do, in a sentence; empty if it can, or there is none."""
-    newest = _newest_nvidia_gpu() if torch.version.hip is None and torch.cuda.is_available() else None
+    newest = _newest_nvidia_gpu() if torch.version.hip is None and _has_gpu() else None
     if newest is None or newest[1] >= OLDEST:
         return ""
     (major, minor), (needed, _) = newest[1], OLDEST
@@ -103,7 +124,7 @@ def _why_too_old() -> str:
 TOO_OLD: str = _why_too_old()
 if TOO_OLD:
     warnings.warn(f"kernelbook: {TOO_OLD}", stacklevel=2)
-HAS_GPU: bool = torch.cuda.is_available() and not TOO_OLD
+HAS_GPU: bool = _has_gpu() and not TOO_OLD
 
 
 def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
@@ -119,24 +140,62 @@ def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
 
 
 def _set_up_triton(interpret: bool) -> None:
-    """Switches Triton's interpreter on or off before Triton is imported, and checks that it took."""
-    imported_before = "triton" in sys.modules
-    if not imported_before:
+    """Switches Triton's interpreter on or off before Triton is imported, or mends what was imported before."""
+    if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
     # Triton's own helpers (tl.sum and its like) took their form when Triton was imported; kernels that are
     # defined later have to take the same one.
+    if interpret and not HAS_GPU and not isinstance(tl.sum, InterpretedFunction):
+        _interpret_helpers()
     if isinstance(tl.sum, InterpretedFunction) != interpret:
+        # With a GPU, kernels that others have defined are there to be compiled, with these helpers. And to go back to
+        # compiling is impossible: a helper that was called by the interpreter leaves triton.language.core patched.
         wanted, value = ("the interpreter", 1) if interpret else ("compiled kernels", 0)
         raise ImportError(
-            f"kernelbook needs {wanted} here ({'no GPU was found' if not HAS_GPU else 'TRITON_INTERPRET asks for it'}), "
-            f"but Triton was imported before kernelbook and is set up the other way. Import kernelbook before Triton "
-            f"(and before anything that imports Triton), or start Python with TRITON_INTERPRET={value}."
+            f"kernelbook needs {wanted} here (TRITON_INTERPRET asks for it, or there is a GPU), but Triton was imported "
+            f"before kernelbook and is set up the other way. Import kernelbook before Triton (and before anything that "
+            f"imports Triton), or start Python with TRITON_INTERPRET={value}."
         )
     # Kernels that are defined from here on read the variable anew.
     os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    if interpret:
+        # The interpreter patches triton.language while a kernel runs, and its programs share one index: with two
+        # threads in it, the first that ends takes the patches away from the other.
+        InterpretedFunction.run = _one_at_a_time(InterpretedFunction.run)  # type: ignore[method-assign]
+
+
+def _interpret_helpers() -> None:
+    """Has the interpreter run Triton's own helpers, though Triton was imported to compile.
+
+    Interpreted ones take their places in Triton's modules, where kernels and the other helpers look them up. Kernels of
+    others stay as they are. Without a GPU they could not have been launched anyway.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    interpreted = functools.cache(InterpretedFunction)  # one each: the interpreter compares them
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "triton"]:
+        for name, value in list(vars(module).items()):
+            if type(value) is JITFunction:
+                setattr(module, name, interpreted(value.fn))
+    for name, value in list(vars(tl.tensor).items()):
+        if type(value) is JITFunction:  # the compiler binds such a method by itself, Python only what is made for it
+            setattr(tl.tensor, name, functools.partialmethod(interpreted(value.fn)))
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    lock = threading.RLock()
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return run
 
 
 INTERPRET: bool = _choose_mode(os.environ.get("TRITON_INTERPRET"), HAS_GPU)

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import kernelbook
 from kernelbook import check, runtime
 
 if TYPE_CHECKING:
@@ -453,8 +452,10 @@ def source_digest(*places: Path) -> str:
 
 def package_version(*places: Path) -> str:
     """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of what all rooms share."""
-    shared = [Path(kernelbook.__file__).parent / name for name in SHARED_SOURCES]
-    return f"{kernelbook.__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
+    from kernelbook import __version__
+
+    shared = [Path(__file__).parent / name for name in SHARED_SOURCES]
+    return f"{__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
 
 
 def environment(package: str) -> dict[str, str]:

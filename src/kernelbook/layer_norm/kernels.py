@@ -487,10 +487,11 @@ def looped_config(itemsize: int) -> triton.Config:
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
 
 
-def backward_resources(config: triton.Config, itemsize: int, sums: int = 2) -> Resources:
+def backward_resources(config: triton.Config, itemsize: int, sums: int = 2, added: bool = False) -> Resources:
     """The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
 
-    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once.
+    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once. What is
+    ``added`` to dx is staged for the program's share.
     """
     tile = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
     share, row = tile * config.kwargs["NUM_BLOCKS"], tile * config.kwargs["NUM_BLOCKS"] * config.kwargs["SPLIT"]
@@ -498,14 +499,16 @@ def backward_resources(config: triton.Config, itemsize: int, sums: int = 2) -> R
     stages = config.kwargs["STAGES"] - 1
     return tile_resources(
         triton.Config({}, num_warps=config.num_warps, num_stages=max(stages, 1)),
-        staged=[(4 * row, itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)] if stages else [],
+        staged=[((4 * row + added * share), itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)]
+        if stages
+        else [],
         held=[(sums * share, accumulator), (2 * share, itemsize), (sums * tile, accumulator)],
         scratch_bytes=0 if stages else tile * accumulator,
     )
 
 
 def _backward_config(
-    n: int, itemsize: int, aligned: bool, sums: int, properties: runtime.DeviceProperties
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> triton.Config | None:
     """The tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
 
@@ -527,8 +530,8 @@ def _backward_config(
     elif n <= 6144:
         shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
-        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)]
-        if n <= 16384:
+        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)] if n <= 18432 else []
+        if n <= 24576 - 4096 * sums:
             shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
     configs = [
         triton.Config(
@@ -537,7 +540,7 @@ def _backward_config(
         for rows, block, blocks, split, warps in shapes
         for stages in (3, 2, 1)
     ]
-    fitting = (c for c in configs if fits(backward_resources(c, itemsize, sums), c, properties))
+    fitting = (c for c in configs if fits(backward_resources(c, itemsize, sums, added), c, properties))
     return next(fitting, None) if itemsize <= 4 else None
 
 
@@ -550,7 +553,7 @@ class BackwardPlan:
 
 
 def _backward_plans(
-    n: int, itemsize: int, aligned: bool, sums: int, properties: runtime.DeviceProperties
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> Iterator[BackwardPlan]:
     """A row in tiles of 4 to 16 elements a thread, alone or shared, with one program a multiprocessor or a few."""
     for block in (512, 1024, 2048, 4096):
@@ -562,7 +565,7 @@ def _backward_plans(
                 for stages in (1, 2, 3):
                     tiles = {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}
                     config = triton.Config(tiles, num_warps=warps)
-                    needs = backward_resources(config, itemsize, sums)
+                    needs = backward_resources(config, itemsize, sums, added)
                     if fits(needs, config, properties):
                         for per_sm in (1, 2, 3):
                             threads, registers = per_sm * 32 * warps, per_sm * 32 * warps * needs.registers_per_thread
@@ -572,14 +575,14 @@ def _backward_plans(
 
 @planner("layer_norm.backward", _backward_plans)
 def plan_backward(
-    n: int, itemsize: int, aligned: bool, sums: int, properties: runtime.DeviceProperties
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> BackwardPlan:
     """How the gradients of rows of ``n`` elements are computed; without ``NUM_BLOCKS`` and ``SPLIT`` a row is looped over.
 
-    ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm. As many programs as run at the same
-    time, so that none waits.
+    ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm. ``added``: whether the gradient of
+    the sum with a residual is added to dx. As many programs as run at the same time, so that none waits.
     """
-    config = _backward_config(n, itemsize, aligned, sums, properties)
+    config = _backward_config(n, itemsize, aligned, sums, added, properties)
     if config is None:
         # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a
         # thread.

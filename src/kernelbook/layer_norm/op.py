@@ -222,7 +222,7 @@ def _backward_launches(
     with_dw: bool, with_db: bool, properties: runtime.DeviceProperties,
 ) -> tuple[Launch, Launch, kernels.BackwardPlan]:  # fmt: skip
     """-> the launch that walks over the rows, the one that adds up the partial sums, and the plan of the first."""
-    plan = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, properties)
+    plan = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, has_dsum, properties)
     config, total = plan.config, kernels.SUM_CONFIG
     looped = "SPLIT" not in config.kwargs
     wanted = {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(dtype)}
@@ -452,12 +452,8 @@ def _rms_outputs(
 
 def _run_rms(
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    x: torch.Tensor,
-    residual: Any,
-    weight: Any,
-    eps: float,
-    _dtype: torch.dtype,
-) -> None:
+    x: torch.Tensor, residual: Any, weight: Any, eps: float, _dtype: torch.dtype,
+) -> None:  # fmt: skip
     if x.shape[-1] == 0:
         results[2].zero_()
     _rms_forward(*results, x, residual, weight, eps)

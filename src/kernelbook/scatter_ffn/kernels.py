@@ -21,10 +21,12 @@ that lies outside the matrix stands for a row of zeros.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.autotune import derived, fits, matmul_resources, planner
+from kernelbook.tiles import grouped
 
 # isort: split
 import triton
@@ -77,16 +79,6 @@ def _slope(z, ACTIVATION: tl.constexpr):
     else:
         slope = tl.full(z.shape, 1.0, z.dtype)
     return slope
-
-
-@triton.jit
-def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
-    """Tile number -> (row, column) in groups of GROUP rows, which share their operands in the L2 cache."""
-    per_group = GROUP * num_cols
-    first = tile // per_group * GROUP
-    size = tl.minimum(num_rows - first, GROUP)
-    within = tile % per_group
-    return first + within % size, within // size
 
 
 @triton.jit
@@ -236,7 +228,7 @@ def _gather_matmul_fwd_tiles_kernel(
     _zero_tickets(tickets_ptr, TICKETS)
     tile, share = tl.program_id(0), tl.program_id(1)
     num_m, num_l = tl.cdiv(M, BLOCK_M), tl.cdiv(L_out, BLOCK_L)
-    pid_m, pid_l = _grouped(tile, num_m, num_l, GROUP)
+    pid_m, pid_l = grouped(tile, num_m, num_l, GROUP)
     STEP: tl.constexpr = SHARES * BLOCK_K
     low, high = 0, K
     if SPLIT:
@@ -460,7 +452,7 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     LISTED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     tile, share = tl.program_id(0), tl.program_id(1)
-    pid_m, pid_c = _grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(K_out, BLOCK_C), GROUP)
+    pid_m, pid_c = grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(K_out, BLOCK_C), GROUP)
     tl.static_assert(LISTED % BLOCK_L == 0)
     low, high = 0, L
     if SPLIT:
@@ -677,7 +669,7 @@ PLACE_CONFIG = triton.Config({"BLOCK_N": 4, "BLOCK_K": 1024}, num_warps=4)
 PLACE_VECTOR_CONFIG = triton.Config({"BLOCK_N": 1024, "BLOCK_K": 1}, num_warps=4)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a plan is a key of caches, by which object it is
 class Plan:
     """How a call is computed: which kernels, with which tiles, and into how many shares their sums are split.
 
@@ -691,6 +683,7 @@ class Plan:
     down_split: int
 
 
+@functools.cache
 def has_pdl(properties: runtime.DeviceProperties) -> bool:
     """Whether a kernel can start before the one before it has ended (Hopper and later)."""
     return properties.arch.startswith("sm_") and int(properties.arch[3:].rstrip("a")) >= 90

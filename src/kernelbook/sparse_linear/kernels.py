@@ -23,11 +23,13 @@ twice (the two write the same rows of dW).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.autotune import fits, matmul_resources, planner
+from kernelbook.tiles import grouped
 
 # isort: split
 import triton
@@ -57,16 +59,6 @@ def _slot_of(ids_ptr, chunk, A, BLOCK_A: tl.constexpr):
         ids = tl.load(ids_ptr + offs, mask=offs < A, other=-1)
         found = tl.maximum(found, tl.where(ids == chunk, offs, -1))
     return tl.max(found, axis=0)
-
-
-@triton.jit
-def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
-    """Tile number -> (row, column) in groups of GROUP rows, which share their operands in the L2 cache."""
-    per_group = GROUP * num_cols
-    first = tile // per_group * GROUP
-    size = tl.minimum(num_rows - first, GROUP)
-    within = tile % per_group
-    return first + within % size, within // size
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -134,7 +126,7 @@ def _dw_tile(
 ):  # fmt: skip
     num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
     share = tile // (num_r * num_d)
-    pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
+    pid_r, pid_d = grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
     pos = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
     mask_n = features < d_out
@@ -215,7 +207,7 @@ def _dw_tile_boxes(
     tl.static_assert(CHUNK % BOX == 0 and BLOCK_R % BOX == 0, "a box lies in one chunk")
     num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
     share = tile // (num_r * num_d)
-    pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
+    pid_r, pid_d = grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
     num_chunks = tl.cdiv(d_out, CHUNK)
     columns = ()
     for j in tl.static_range(BLOCK_R // BOX):
@@ -253,7 +245,7 @@ def _dx_tile_boxes(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(CHUNK % BLOCK_K == 0, "a box lies in one chunk")
-    pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
+    pid_r, pid_d = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
     num_chunks = tl.cdiv(d_out, CHUNK)
     acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
     chunk = tl.load(ids_ptr).to(tl.int32)  # one step ahead, as in _dx_tile
@@ -282,7 +274,7 @@ def _dx_tile(
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
+    pid_r, pid_d = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
     offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_m = offs_m < M
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -454,7 +446,7 @@ def _sparse_linear_fwd_tiles_kernel(
                 zeros = tl.zeros((BLOCK_R, triton.next_power_of_2(CHUNK)), y_ptr.dtype.element_ty)
                 tl.store(y_ptrs, zeros, mask=mask, cache_modifier=".cs")
     else:
-        pid_m, pid_n = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(A * CHUNK, BLOCK_D), GROUP)
+        pid_m, pid_n = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(A * CHUNK, BLOCK_D), GROUP)
         offs_m = pid_m * BLOCK_R + tl.arange(0, BLOCK_R)
         mask_m = offs_m < M
         pos = pid_n * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -622,15 +614,16 @@ POINTER_TILES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a plan is a key of caches, by which object it is
 class Plan:
-    """How one backward launch is cut: tiles, into how many shares the reduction of dW is split."""
+    """How one launch is cut: tiles, into how many shares the reduction of dW is split."""
 
     config: triton.Config
-    split: int
+    split: int = 1
     boxes: bool = False  # read through tensor descriptors
 
 
+@functools.cache
 def has_boxes(properties: runtime.DeviceProperties) -> bool:
     """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
     arch = properties.arch
@@ -728,19 +721,20 @@ def plan_backward(
     return Plan(config, split, boxes)
 
 
-def _forward_candidates(
+def _forward_plans(
     m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties
-) -> Iterator[triton.Config]:
-    return _shapes(itemsize, False, properties)
+) -> Iterator[Plan]:
+    for config in _shapes(itemsize, False, properties):
+        yield Plan(config)
 
 
-@planner("sparse_linear.forward", _forward_candidates, buckets=("m", "active"))
-def forward_tiles(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config:
+@planner("sparse_linear.forward", _forward_plans, buckets=("m", "active"))
+def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> Plan:
     """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
     choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])
     if not has_boxes(properties):
         choices = _choices(itemsize, False, properties)
-    return _config(choices, 2.0 * m * d_in * active, itemsize, properties)
+    return Plan(_config(choices, 2.0 * m * d_in * active, itemsize, properties))
 
 
 def alignment(chunk: int) -> int:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -160,6 +160,7 @@ class TrainConfig:
             chunk_size=self.chunk_size,
             sparse_layers=self.sparse_layers,
             attention=self.attention,
+            compact_gradient=True,
         )
 
 
@@ -203,6 +204,8 @@ class Trainer:
         ValueError: the checkpoint belongs to another configuration or corpus or cannot be read, or a CUDA graph is wanted
             without a GPU.
     """
+
+    rank, ranks, parallel = 0, 1, ""  # others in :class:`kernelbook.train.parallel.ParallelTrainer`
 
     def __init__(
         self,
@@ -306,13 +309,24 @@ class Trainer:
             assert grad is not None
             chunk_norms(grad._values() if grad.is_sparse else grad, chunk_size=chunk, out=out)
 
+    def _biases(self) -> list[torch.Tensor | None]:
+        """The gradients of the sparse layers' biases."""
+        return [layer.bias.grad for layer in self.layers.values() if layer.bias is not None]
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The sparse layers' weights."""
+        return [layer.weight for layer in self.layers.values()]
+
+    def _total_norm(self, norms: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients: ``norms`` of chunks, and the gradients of all that is no chunk."""
+        parts = torch.stack([torch.linalg.vector_norm(norms), torch.nn.utils.get_total_norm(others)])
+        return torch.linalg.vector_norm(parts)
+
     def _update(self, norms: torch.Tensor) -> None:
         """Clips, and moves the weights. ``norms`` of the chunks' gradients are a part of the whole norm."""
         others = [p.grad for p in self._rest if p.grad is not None]
-        biases = [layer.bias.grad for layer in self.layers.values() if layer.bias is not None]
-        others_too = others + [b._values() if b.is_sparse else b for b in biases if b is not None]
-        parts = torch.stack([torch.linalg.vector_norm(norms), torch.nn.utils.get_total_norm(others_too)])
-        total = torch.linalg.vector_norm(parts)
+        others_too = others + [b._values() if b.is_sparse else b for b in self._biases() if b is not None]
+        total = self._total_norm(norms, others_too)
         self._grad_norm.copy_(total)
         scale = (self.config.clip / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(others, scale)
@@ -350,7 +364,7 @@ class Trainer:
         if sparse and self.scheduler.needs_weights:
             since = step - config.dense_steps
             if since == 0 or (config.refresh_every and since % config.refresh_every == 0):
-                self.scheduler.refresh([layer.weight for layer in self.layers.values()], config.chunk_size)
+                self.scheduler.refresh(self._weights(), config.chunk_size)
         name = "sparse" if sparse else "dense"
         body: Callable[[], None] = self._sparse_step if sparse else self._dense_step
         if self._stream is None:
@@ -517,18 +531,7 @@ class Trainer:
             raise ValueError(
                 f"Trainer: {path} must be a checkpoint of a run, got a file that cannot be read"
             ) from error
-        own = dataclasses.asdict(self.config)
-        # A run that is watched otherwise may go on from here; one with other steps behind it or before it may not.
-        free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph"}
-        for name, value in state["config"].items():
-            if name not in free and own.get(name) != value:
-                raise ValueError(
-                    f"Trainer: {name} must be that of the run in {path.parent} ({value!r}), got {own.get(name)!r}"
-                )
-        if state["digest"] != self.data.digest:
-            raise ValueError(
-                f"Trainer: the corpus must be that of the run in {path.parent} ({state['digest']}), got {self.data.digest}"
-            )
+        check_same_run(path.parent, state, self.config, self.data.digest)
         self.step, self.seconds = state["step"], state["seconds"]
         self.model.load_state_dict(state["model"])
         for optimizer, name, lr in (
@@ -539,18 +542,33 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         self.scheduler.load_state_dict(state["scheduler"])
-        log = path.with_name("log.jsonl")
+        self._load_log(path.with_name("log.jsonl"))
+
+    def _load_log(self, log: Path) -> None:
+        """The entries of the steps that are done; those of steps that the checkpoint does not have come again."""
         if not log.exists():
-            raise ValueError(f"Trainer: {path.parent} must hold the log of its checkpoint, got no log.jsonl")
+            raise ValueError(f"Trainer: {log.parent} must hold the log of its checkpoint, got no log.jsonl")
         lines = log.read_text(encoding="utf-8").splitlines()
         self.records = [entry for entry in _entries(lines) if entry["step"] <= self.step]
-        # Entries of steps that the checkpoint does not have come again.
-        self._write_text("log.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.records))
+        if self.out is not None:
+            self._write_text("log.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.records))
 
     def _write_text(self, name: str, text: str) -> None:
         assert self.out is not None
         with replacing(self.out / name) as file:
             file.write(text.encode())
+
+
+def check_same_run(folder: Path, saved: Mapping[str, Any], config: TrainConfig, digest: str) -> None:
+    """``ValueError`` unless a run with the ``config`` and ``digest`` in ``saved`` may go on with these."""
+    own = dataclasses.asdict(config)
+    # A run that is watched otherwise may go on from here; one with other steps behind it or before it may not.
+    free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph"}
+    for name, value in saved["config"].items():
+        if name not in free and own.get(name) != value:
+            raise ValueError(f"Trainer: {name} must be that of the run in {folder} ({value!r}), got {own.get(name)!r}")
+    if saved["digest"] != digest:
+        raise ValueError(f"Trainer: the corpus must be that of the run in {folder} ({saved['digest']}), got {digest}")
 
 
 def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

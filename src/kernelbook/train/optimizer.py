@@ -50,8 +50,8 @@ class ChunkAdamW(torch.optim.Optimizer):
             which costs a synchronisation.
 
     Raises:
-        TypeError: a parameter is not float32.
-        ValueError: an argument is out of range, or a parameter is not contiguous.
+        TypeError: a parameter is not float32, or a DTensor.
+        ValueError: an argument is out of range, or a parameter is not contiguous. Both also come from ``add_param_group``.
     """
 
     def __init__(
@@ -66,15 +66,6 @@ class ChunkAdamW(torch.optim.Optimizer):
         inactive: str = "skip",
         unique_rows: bool = False,
     ) -> None:
-        op = "ChunkAdamW"
-        arguments.check_choice(op, "inactive", inactive, INACTIVE)
-        if not (0 <= betas[0] < 1 and 0 < betas[1] < 1):
-            raise ValueError(f"{op}: betas must lie in [0, 1) and (0, 1), got {betas}")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not isinstance(value, torch.Tensor) and value < 0:
-                raise ValueError(f"{op}: {name} must not be negative, got {value}")
-        if chunk_size < 1:
-            raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -85,13 +76,44 @@ class ChunkAdamW(torch.optim.Optimizer):
             "unique_rows": unique_rows,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            for param in group["params"]:
-                arguments.check_tensor(op, "params", param, dtypes=(torch.float32,))
-                if param.ndim not in (1, 2) or not param.is_contiguous():
-                    raise ValueError(
-                        f"{op}: params must be contiguous and have one or two dimensions, got shape {tuple(param.shape)}"
-                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer; the group is checked as the constructor's arguments are, and left out if it is refused."""
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+
+    @staticmethod
+    def _check(group: dict[str, Any]) -> None:
+        op, betas = "ChunkAdamW", group["betas"]
+        arguments.check_choice(op, "inactive", group["inactive"], INACTIVE)
+        if not (0 <= betas[0] < 1 and 0 < betas[1] < 1):
+            raise ValueError(f"{op}: betas must lie in [0, 1) and (0, 1), got {betas}")
+        for name in ("lr", "eps", "weight_decay"):
+            value = group[name]
+            if isinstance(value, torch.Tensor) and name == "lr":
+                if value.numel() != 1:
+                    raise ValueError(f"{op}: lr must have one element, got shape {tuple(value.shape)}")
+            elif not 0 <= value < math.inf:
+                raise ValueError(f"{op}: {name} must not be negative, and finite, got {value}")
+        if group["chunk_size"] < 1:
+            raise ValueError(f"{op}: chunk_size must be at least 1, got {group['chunk_size']}")
+        for param in group["params"]:
+            if type(param) not in (torch.Tensor, torch.nn.Parameter):
+                kind = type(param.data if isinstance(param, torch.nn.Parameter) else param).__name__
+                raise TypeError(
+                    f"{op}: params must be ordinary tensors, got {kind}; for parameters that FSDP2 has sharded "
+                    f"(fully_shard) take torch.optim.AdamW, with compact_gradient=False"
+                )
+            arguments.check_tensor(op, "params", param, dtypes=(torch.float32,))
+            if param.ndim not in (1, 2) or not param.is_contiguous():
+                raise ValueError(
+                    f"{op}: params must be contiguous and have one or two dimensions, got shape {tuple(param.shape)} and "
+                    f"strides {param.stride()}"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: torch.Tensor | None = None) -> Any:  # type: ignore[override]
