@@ -162,7 +162,7 @@ def _rms_norms(with_compile: bool) -> dict[str, RMSNorm]:
         torch._functorch.config.donated_buffer = False
         providers["torch.compile"] = torch.compile(torch_rms_norm, dynamic=False)
         providers["kernelbook:compiled"] = torch.compile(ours, dynamic=False, fullgraph=True)
-    if with_compile is not None and _has("liger"):
+    if _has("liger"):
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
