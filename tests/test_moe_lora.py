@@ -82,11 +82,10 @@ def _check_routing(ids: torch.Tensor, experts: int) -> kb.Routing:
     assert torch.equal(routing.offsets.long(), offsets)
     assert routing.num_experts == experts and routing.slots == ids.shape[1]
     group_of = ids.reshape(-1).long()[order].tolist()
-    routed = op._Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
     for height in kernels.HEIGHTS:
-        tiles, count = routed.tiles_of(height)
+        begin, count = op._section(ids.numel(), experts, height)
         covered = []
-        for group, first, rows in tiles[:count].tolist():
+        for group, first, rows in routing.lists[begin : begin + 3 * count].view(-1, 3).tolist():
             if group >= 0:
                 assert 1 <= rows <= height
                 assert set(group_of[first : first + rows]) == {group}
@@ -225,7 +224,6 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
     """Also transposed weights, and rows that are read in boxes."""
     ids = _experts(60, 3, 2, 0.1)
     routing = kb.route(ids, 3)
-    routed = op._Routed(routing.order, routing.offsets, routing.tiles, 2)
     inputs = _inputs(ids, 3, 72, 80, 16, torch.float16)
     w, lora_a, lora_b = inputs["w"], inputs["lora_a"], inputs["lora_b"]
     factors = (lora_a, lora_b) if lora != "none" else (None, None)
@@ -236,7 +234,9 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
         for rows in (op._Rows(scattered, False, 2), op._Rows(grouped, True, 2)):
             with check.poisoned_empty():
                 u = scattered.new_empty(120, 16)
-                y = op._launch_rows(routed, rows, weight, op._Lora.of(*factors, u, 1.0), None, False, lora, TILES[name])
+                y = scattered.new_empty(120, 80)
+                pair = op._Lora.of(*factors, u, 1.0)
+                op._launch_rows(routing, rows, weight, pair, None, y, False, lora, TILES[name])
             assert check.relative_error(y, exact) < 2e-3
             assert lora == "none" or bool(torch.isfinite(u).all())
 
@@ -248,12 +248,11 @@ def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
         pytest.skip("float64 products are for the interpreter")
     ids = _experts(40, 3, 2, 0.1)
     routing = kb.route(ids, 3)
-    routed = op._Routed(routing.order, routing.offsets, routing.tiles, 2)
     x, lora_a = randn(40, 200, dtype=dtype), randn(3, 5, 200, dtype=dtype)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
     with check.poisoned_empty():
         u = x.new_empty(80, 16)
-        op._launch_thin(routed, op._Rows(x, False, 2), op._Lora(lora_a, lora_a, u, 0.3), tiles)
+        op._launch_thin(routing, op._Rows(x, False, 2), op._Lora(lora_a, lora_a, u, 0.3), tiles)
     exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
     for position, pair in enumerate(routing.order.tolist()):
         expert = int(ids.reshape(-1)[pair])
@@ -394,8 +393,9 @@ def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
     assert recorded.requires_grad and torch.equal(recorded, direct)
     with torch.no_grad():
         assert torch.equal(kb.moe_lora(**inputs, routing=routing), direct)
-    for ours, theirs in zip(routing[1:4], torch.ops.kernelbook.route(ids, 4)[:3], strict=True):
-        assert torch.equal(ours, theirs)
+    dispatched = routing._replace(lists=torch.ops.kernelbook.route(ids, 4))
+    for name in ("order", "inverse", "offsets"):
+        assert torch.equal(getattr(routing, name), getattr(dispatched, name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
@@ -527,8 +527,12 @@ def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyP
     def guarded_new_empty(self: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
         return guarded_empty(size, **{"dtype": self.dtype, "device": self.device, **kwargs})
 
+    def guarded_empty_like(like: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return guarded_new_empty(like, like.shape, dtype=kwargs.get("dtype", like.dtype))
+
     monkeypatch.setattr(torch, "empty", guarded_empty)
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded_new_empty)
+    monkeypatch.setattr(torch, "empty_like", guarded_empty_like)
     results = []
     for chosen in (ids, bad):
         leaves = [t.detach().requires_grad_() for t in inputs.values()]
@@ -572,12 +576,13 @@ def test_opcheck(dtype: torch.dtype) -> None:
     ops = torch.ops.kernelbook
     ids = _experts(5, 3, 2, 0.2)
     torch.library.opcheck(ops.route.default, (ids, 3))
-    routing = kb.route(ids, 3)
-    rest = (ids, routing.order, routing.offsets, routing.tiles)
+    rest = (ids, kb.route(ids, 3).lists, *(None,) * 5, 3, 16, 0)
     inputs = _inputs(ids, 3, 24, 16, 4, dtype, with_bias=True, gates=torch.float32)
     leaves = [t.requires_grad_() for t in inputs.values()]
+    given = [t.detach() for t in leaves]
     if dtype == torch.float32:
         torch.library.opcheck(ops.moe_lora.default, (*leaves, *rest, 0.5, "split", False, False))
+        torch.library.opcheck(ops.moe_lora_inference.default, (*given, *rest, 0.5, "auto", False, False))
     else:
         torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True))
         torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False))
@@ -585,9 +590,8 @@ def test_opcheck(dtype: torch.dtype) -> None:
         torch.library.opcheck(ops.moe_lora.default, (*base, *rest, 1.0, "auto", False, False))
     u = torch.zeros(10, 16, dtype=dtype, device=ids.device)
     needs = (True, True, False, True, False, True)
-    given = [t.detach() for t in leaves]
     dy = randn(5, 16, dtype=dtype)
-    torch.library.opcheck(ops.moe_lora_backward.default, (dy, *given, u, *rest, 0.5, "split", False, False, *needs))
+    torch.library.opcheck(ops.moe_lora_backward.default, (dy, u, *given, *rest, 0.5, "split", False, False, *needs))
 
 
 @pytest.mark.parametrize("dynamic", (False, True))

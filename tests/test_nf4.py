@@ -1,7 +1,10 @@
 """nf4: quantizing, and dequantizing chosen experts."""
 
+import copy
 import dataclasses
+import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -377,6 +380,43 @@ def test_other_storage_and_shapes_of_packed(bnb):
 
 
 # --- the object, bad input, PyTorch's machinery ---------------------------------------------------------------------
+
+
+def test_what_bitsandbytes_repacked_on_the_cpu_is_refused(bnb):
+    """It does so at a layer's first call, where the CPU has instructions for bfloat16, and rounds the scales for good."""
+    for nested in (False, True):
+        packed, state = bnb.quantize_4bit(
+            torch.randn(32, 64), blocksize=64, quant_type="nf4", compress_statistics=nested
+        )
+        packed, state = bnb._convert_weight_packed_for_cpu(packed, state)
+        with pytest.raises(ValueError, match=r"from_bitsandbytes: quant_state must .* it repacked"):
+            NF4Tensor.from_bitsandbytes(packed, state)
+
+
+def test_a_parameter_is_quantized_without_its_gradient():
+    weight = torch.nn.Parameter(torch.randn(2, 16, 32, device=DEV))
+    for double_quant in (False, True):
+        q = nf4_quantize(weight, double_quant=double_quant)
+        parts = [getattr(q, field.name) for field in dataclasses.fields(q)]
+        assert not any(part.requires_grad for part in parts if isinstance(part, torch.Tensor))
+        assert torch.equal(copy.deepcopy(q).absmax, q.absmax)
+        x = torch.randn(3, 32, device=DEV, requires_grad=True)
+        nf4_matmul(x, q, 1).sum().backward()
+        assert x.grad is not None and weight.grad is None
+
+
+def test_saved_and_pickled():
+    for double_quant in (False, True):
+        q = quantized((3, 7, 5), 32, double_quant, dtype=torch.float16)
+        file = io.BytesIO()
+        torch.save({"w": q}, file)
+        # A part that is a view of a padded buffer would be written with the padding, and refused by safetensors.
+        for name, part in q._tensors().items():
+            assert part.untyped_storage().nbytes() == part.nbytes, name
+        file.seek(0)
+        for found in (torch.load(file)["w"], pickle.loads(pickle.dumps(q))):
+            assert found.shape == q.shape and found.dtype == q.dtype and found.code_name == q.code_name
+            assert same_bits(nf4_dequantize(found), nf4_dequantize(q))
 
 
 def test_the_object():
