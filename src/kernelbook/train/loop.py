@@ -59,7 +59,7 @@ class TrainConfig:
     Attributes:
         width, depth, heads, context, chunk_size, sparse_layers, attention: as in :class:`kernelbook.nn.GPTConfig`.
         task: ``"text"``, ``"copy"`` or ``"recall"``. corpus, encoding, vocab_size: as in :class:`TextData`.
-        batch_size, steps, seed: as their names say.
+        batch_size: sequences in a step. steps: optimizer steps. seed: of the first weights, the data and the schedulers.
         mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``. scheduler, explore: see :mod:`kernelbook.train.schedulers`.
         sparse_dx: the layers whose dX mode ``sparse_dw_dx`` makes sparse. ``"all"``, or ``"inputs"``: those that read the
             residual stream, which has a gradient of its own. The dX of the layers that write to it is all that a branch gets.
