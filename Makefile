@@ -10,14 +10,18 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test lint serve bench test-gpu clean lock
+.PHONY: book test test-pages lint serve bench tune compiled hub test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
 test: lint
-	$(PY) -m pytest -n auto --dist worksteal
+	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
 	$(PY) -m pytest -n auto --dist loadscope --nbval --nbval-cell-timeout=600 -p no:cacheprovider notebooks
+
+# Opens every page of the built book in Chromium, if there is one.
+test-pages: $(ENVIRONMENT)
+	$(PY) -m pytest -n auto tests/test_pages.py
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check
@@ -32,8 +36,32 @@ serve:
 bench: $(ENVIRONMENT)
 	$(PY) -m kernelbook bench $(or $(ROOM),--all)
 
+# make tune ROOM=layer_norm; without ROOM, every room. Needs a GPU.
+tune: $(ENVIRONMENT)
+	$(PY) -m kernelbook tune $(ROOM)
+
+# What the compiler says of every kernel, for the tests and for the page "Compiled". Needs no GPU.
+compiled: $(ENVIRONMENT)
+	$(PY) tools/compiled_kernels.py
+
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m gpu tests
+
+# The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
+# environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy
+# 2.4 breaks Triton 3.6's interpreter.)
+SHORT := tests/test_runtime.py tests/test_launching.py tests/test_compiles.py tests/test_layer_norm.py tests/test_nf4.py
+test-oldest: OTHER := torch==2.11.0 triton==3.6.0 numpy==2.2.6
+test-next: OTHER := --upgrade --pre torch triton numpy
+test-oldest test-next:
+	$(PYTHON) -m venv --clear $(VENV)-$@
+	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis pandas tabulate tqdm matplotlib pyyaml
+	$(VENV)-$@/bin/python -m pip install --quiet $(OTHER)
+	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not gfx942"
+
+# A kernel repository for Hugging Face's kernels, in _build/hub.
+hub: $(ENVIRONMENT)
+	$(PY) tools/build_hub.py
 
 # Pins anew what pyproject.toml asks for. Needs uv.
 lock:
@@ -41,7 +69,7 @@ lock:
 	uv pip compile --quiet pyproject.toml >> requirements.txt
 
 clean:
-	rm -rf _build $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf _build $(VENV) $(VENV)-test-* .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

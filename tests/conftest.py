@@ -4,6 +4,10 @@ import kernelbook  # noqa: F401
 
 # isort: split
 import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
+
+# isort: split
 from collections.abc import Callable
 
 import hypothesis
@@ -37,7 +41,7 @@ def _settled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     torch.manual_seed(0)
     torch.set_num_threads(1)
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    for name in ("KERNELBOOK_DEBUG", "KERNELBOOK_AUTOTUNE"):
+    for name in ("KERNELBOOK_DEBUG", "KERNELBOOK_PLANS"):
         monkeypatch.delenv(name, raising=False)
 
 

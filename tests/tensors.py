@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from kernelbook import runtime
@@ -34,3 +35,29 @@ def call_with(
         return function(**given() | {name: v() if callable(v) else v for name, v in changes.items()})
 
     return call
+
+
+def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """From here on each buffer that Python code allocates lies between two stretches of memory.
+
+    -> whether there are any, and they are as they were.
+    """
+    real_empty, real_new_empty, guards = torch.empty, torch.Tensor.new_empty, []
+
+    def guarded(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        pad = 4096
+        whole = torch.full((shape.numel() + 2 * pad,), 7, dtype=dtype, device=device)
+        guards.extend((whole[:pad], whole[pad + shape.numel() :]))
+        return whole[pad : pad + shape.numel()].view(shape)
+
+    def empty(*size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return guarded(real_empty(*size, device="meta").shape, dtype, device)
+
+    def new_empty(self: torch.Tensor, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        if kwargs:  # the interpreter's own
+            return real_new_empty(self, *size, dtype=dtype, **kwargs)
+        return guarded(real_empty(*size, device="meta").shape, dtype or self.dtype, self.device)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    return lambda: bool(guards) and all(bool((guard == 7).all()) for guard in guards)

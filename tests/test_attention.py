@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from kernelbook.attention import (
     flash_attention_backward_reference,
     flash_attention_reference,
     kernels,
+    kernels_decode,
     op,
 )
 
@@ -132,11 +133,20 @@ def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """For tests that change how plans are made."""
+    op._plain.cache_clear()
+    yield
+    op._plain.cache_clear()
+
+
 def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:
     blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": kernels.block_d(d)}
     return kernels.triton.Config(blocks, num_warps=4, num_stages=2)
 
 
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("boxes", (False, True))
 @pytest.mark.parametrize(("m", "n"), ((16, 16), (16, 64), (64, 16), (32, 32)))
 @pytest.mark.parametrize("causal", (False, True))
@@ -153,6 +163,70 @@ def test_every_way_to_cut_the_work(causal: bool, m: int, n: int, boxes: bool, mo
         if problem[-1] == 40 and boxes and runtime.DEVICE.type == "cuda":
             continue
         _check(*_qkv(*problem, dtype=dtype), causal)
+
+
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.parametrize("window", (None, 1, 20, 45))
+@pytest.mark.parametrize("lengths", (None, (0, 33), (70, 51)))
+@pytest.mark.parametrize("causal", (False, True))
+def test_lengths_and_windows(
+    causal: bool, lengths: tuple[int, ...] | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small tiles, so that each kind of loop runs; fewer and more queries than keys; NaN where there is no key."""
+    if not causal and window is not None:
+        return
+    monkeypatch.setattr(
+        kernels, "config", lambda kernel, d, *_: _tiles(16, 32, d) if kernel != "dkdv" else _tiles(32, 16, d)
+    )
+    monkeypatch.setattr(op, "HAS_GLUON", False)
+    for n in (20, 90):
+        q, k, v = _qkv(2, 2, 1, n, 70, 16, dtype=torch.float16)
+        given: dict[str, Any] = {"causal": causal, "window": window}
+        if lengths is not None:
+            given["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=runtime.DEVICE)
+            for b, length in enumerate(lengths):
+                k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
+        check.check_op(
+            functools.partial(kb.flash_attention, **given),
+            functools.partial(flash_attention_reference, **given),
+            {"q": q, "k": k, "v": v},
+            grads=("q", "k", "v"),
+        )
+
+
+def test_references_with_lengths_and_windows_are_pytorchs() -> None:
+    q, k, v = (t.double() for t in _qkv(2, 4, 2, 5, 9, 8))
+    lengths, window = torch.tensor([9, 6], device=q.device), 3
+    mask = torch.zeros(2, 1, 5, 9, dtype=torch.bool, device=q.device)
+    for b, length in enumerate(lengths.tolist()):
+        for i in range(5):
+            last = length - 5 + i
+            mask[b, 0, i, max(last - window + 1, 0) : last + 1] = True
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    given: dict[str, Any] = {"causal": True, "lengths": lengths, "window": window}
+    ours = flash_attention_reference(*leaves, **given)
+    torch.testing.assert_close(ours, theirs)
+    do = torch.randn_like(ours)
+    by_hand = flash_attention_backward_reference(do, *(t.detach() for t in leaves), **given)
+    for a, b in zip(torch.autograd.grad(ours, leaves, do), by_hand, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_lengths_out_of_range() -> None:
+    """On the CPU an error; kernels take the nearest length there is."""
+    q, k, v = _qkv(2, 2, 1, 20, 30, 16)
+    lengths = torch.tensor([-5, 31], device=runtime.DEVICE)
+    if runtime.DEVICE.type == "cpu":
+        with pytest.raises(
+            ValueError, match=r"flash_attention: lengths must lie in \[0, 31\), got entries from -5 to 31"
+        ):
+            kb.flash_attention(q, k, v, lengths=lengths)
+        return
+    assert torch.equal(
+        kb.flash_attention(q, k, v, lengths=lengths), kb.flash_attention(q, k, v, lengths=lengths.clamp(0, 30))
+    )
 
 
 # --- what a query sees ----------------------------------------------------------------------------------------------
@@ -245,7 +319,7 @@ def test_nan_stays_where_it_belongs(dtype: torch.dtype, causal: bool) -> None:
 def test_second_derivatives_are_refused() -> None:
     leaves = [t.requires_grad_() for t in _qkv(1, 1, 1, 5, 5, 16)]
     (dq,) = torch.autograd.grad(kb.flash_attention(*leaves).square().sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="flash_attention_backward cannot be differentiated"):
         torch.autograd.grad(dq.sum(), leaves)
 
 
@@ -333,9 +407,9 @@ def test_opcheck(dtype: torch.dtype) -> None:
     q, k, v = (t.requires_grad_() for t in _qkv(1, 4, 2, 20, 30, 16, dtype=dtype))
     view = randn(1, 20, 4, 16, dtype=dtype).transpose(1, 2)
     for queries in (q, view):
-        torch.library.opcheck(torch.ops.kernelbook.flash_attention.default, (queries, k, v, True, 0.25))
-    o, lse = torch.ops.kernelbook.flash_attention(q.detach(), k.detach(), v.detach(), True, 0.25)
-    given = (torch.randn_like(o), q.detach(), k.detach(), v.detach(), o, lse, True, 0.25)
+        torch.library.opcheck(torch.ops.kernelbook.flash_attention.default, (queries, k, v, True, 0.25, None, None))
+    o, lse = torch.ops.kernelbook.flash_attention(q.detach(), k.detach(), v.detach(), True, 0.25, None, None)
+    given = (torch.randn_like(o), q.detach(), k.detach(), v.detach(), o, lse, True, 0.25, None, None)
     torch.library.opcheck(torch.ops.kernelbook.flash_attention_backward.default, given)
 
 
@@ -457,6 +531,31 @@ BAD = {
         ValueError,
         r"flash_attention: scale must be finite .* got -1e\+300",
     ),
+    "window without causal": (
+        _bad(window=3),
+        ValueError,
+        "flash_attention: window must be at least 1 and come with causal=True, got 3 and causal=False; .* FlexAttention",
+    ),
+    "window of nothing": (
+        _bad(window=0, causal=True),
+        ValueError,
+        "flash_attention: window must be at least 1 .* got 0",
+    ),
+    "window is a mask": (
+        _bad(window=lambda: randn(5, 6), causal=True),
+        TypeError,
+        "flash_attention: window must be an int or None, got Tensor",
+    ),
+    "lengths of another batch": (
+        _bad(lengths=lambda: torch.ones(2, dtype=torch.int64, device=runtime.DEVICE)),
+        ValueError,
+        r"flash_attention: lengths must have shape \(1,\), got \(2,\)",
+    ),
+    "lengths are not integers": (
+        _bad(lengths=lambda: torch.ones(1, device=runtime.DEVICE)),
+        TypeError,
+        "flash_attention: lengths must have dtype int64, int32, got float32",
+    ),
 }
 
 
@@ -468,11 +567,13 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-@pytest.mark.parametrize("boxes", (False, True))
-def test_offsets_are_64_bit(boxes: bool, monkeypatch: pytest.MonkeyPatch, overflow_raises: Callable[[], None]) -> None:
+@pytest.mark.parametrize("how", ("decode", "pointers", "boxes"))
+def test_offsets_are_64_bit(how: str, monkeypatch: pytest.MonkeyPatch, overflow_raises: Callable[[], None]) -> None:
     """Rows, heads and batches lie 2^31 elements and more apart (the memory is reserved, not touched)."""
     overflow_raises()
-    monkeypatch.setattr(op, "_in_boxes", lambda *tensors: boxes)
+    monkeypatch.setattr(op, "_in_boxes", lambda *tensors: how == "boxes")
+    if how != "decode":
+        monkeypatch.setattr(kernels_decode, "MAX_QUERIES", 0)
     far = 2**31 + 8
     for step in ((far, 64, 16), (64, far, 16), (64, 128, far)):
         dense = _qkv(2, 2, 2, 2, 2, 16)
@@ -646,11 +747,11 @@ def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch:
     q, k, v = _qkv(1, 4, 2, 512 if small else 2048, 512 if small else 2048, d, dtype=dtype)
     do = torch.randn_like(q)
     with timing.allow_tf32(True):
-        o, lse = op._forward(q, k, v, True, d**-0.5)
-        first = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5))
+        o, lse = op._flash(q, k, v, True, d**-0.5, None, None)
+        first = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5, None, None))
         for _ in range(250):
-            o, lse = op._forward(q, k, v, True, d**-0.5)
-            again = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5))
+            o, lse = op._flash(q, k, v, True, d**-0.5, None, None)
+            again = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5, None, None))
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 

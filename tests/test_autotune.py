@@ -1,25 +1,16 @@
-"""Candidates, the resource model, the choice and its cache."""
+"""The resource model, and plans: what was tuned before what the rules say."""
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
 
-from kernelbook import autotune, runtime
-from kernelbook.autotune import (
-    Autotuner,
-    Resources,
-    bucket,
-    fits,
-    matmul_resources,
-    occupancy,
-    prune,
-    tensor_core,
-    tile_resources,
-)
+from kernelbook import autotune, cli, runtime, timing
+from kernelbook.autotune import Resources, bucket, fits, matmul_resources, occupancy, prune, tensor_core, tile_resources
 from kernelbook.compiled import CompiledKernel, compile_calls
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
@@ -86,7 +77,7 @@ for loads, r, d, k, warps, stages in SPREAD:
     plan = kernels.Plan(config, 1, loads == "descriptors")
     d_in = 4095 if loads == "unaligned" else 4096
     x, w, dy = (torch.empty(s, dtype=torch.bfloat16) for s in ((64, d_in), (16384, d_in), (64, 16384)))
-    with mock.patch.multiple(kernels, forward_tiles=lambda *_: config, plan_backward=lambda *_: plan):
+    with mock.patch.multiple(kernels, plan_forward=lambda *_: plan, plan_backward=lambda *_: plan):
         if loads in ("dX", "descriptors"):
             kb.sparse_dx(dy, w, ids)
         else:
@@ -239,7 +230,7 @@ def test_occupancy_is_what_the_driver_says() -> None:
         if loads == "pointers":
             blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
             config = triton.Config(blocks, num_warps=warps, num_stages=stages)
-            with mock.patch.object(kernels, "forward_tiles", lambda *_, c=config: c):
+            with mock.patch.object(kernels, "plan_forward", lambda *_, c=config: kernels.Plan(c)):
                 kb.sparse_forward(x, w, None, ids, compact=True)
     compiled = [
         kernel
@@ -263,124 +254,147 @@ def test_buckets() -> None:
     assert len({bucket(m) for m in range(1, 8193)}) == 10
 
 
-def _tuner(version: str = "1", candidates: Sequence[triton.Config] = (SMALL, LARGE)) -> Autotuner:
-    def listed(key: Mapping[str, Any], full: bool) -> Sequence[triton.Config]:
-        return [*candidates, triton.Config({"BLOCK": 512}, num_warps=8)] if full else candidates
+# --- plans ------------------------------------------------------------------------------------------------------------
 
-    return Autotuner("square", listed, lambda config, key: Resources(0, 0), version)
+GPU = dataclasses.replace(H200, name="A Fake GPU", arch="sm_90")
 
 
-def test_the_interpreter_takes_the_first_candidate_without_running_any() -> None:
-    if runtime.DEVICE.type == "cuda":
-        pytest.skip("about machines without a GPU")
-    assert _tuner().choose({"N": 1}, lambda config: pytest.fail("was launched")) is SMALL
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    config: triton.Config
+    split: int
 
 
-class _FakeGpu:
-    """Pretends that candidates can be timed: a launch 'takes' what the table says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ms: Mapping[int, float | Exception]) -> None:
-        import torch
-
-        from kernelbook import timing
-
-        self.timed: list[int] = []
-
-        def measure(fn: Any, **_: Any) -> timing.Timing:
-            fn()
-            result = ms[self.timed[-1]]
-            if isinstance(result, Exception):
-                raise result
-            return timing.Timing(result, result, result, 1)
-
-        monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(timing, "measure", measure)
-        monkeypatch.setattr(runtime, "device_slug", lambda: "fake")
-        monkeypatch.setattr(runtime, "properties", lambda device=None: H200)
-
-    def launch(self, config: triton.Config) -> None:
-        self.timed.append(config.kwargs["BLOCK"])
+def _candidates(m: int, n: int, properties: runtime.DeviceProperties) -> Iterator[_Plan]:
+    yield from (_Plan(config, split) for config in (SMALL, LARGE) for split in (1, 2))
 
 
-def test_the_fastest_is_chosen_once_and_remembered_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., _Plan]]:
+    """A planner; the user's plans lie in ``tmp_path``, the shipped ones in ``tmp_path / "shipped"``."""
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
-    gpu = _FakeGpu(monkeypatch, {64: 2.0, 256: 1.0})
-    tuner = _tuner()
-    assert tuner.choose({"N": 1}, gpu.launch) == LARGE and gpu.timed == [64, 256]
-    assert tuner.choose({"N": 1}, gpu.launch) == LARGE and len(gpu.timed) == 2
-    assert _tuner().choose({"N": 1}, gpu.launch) == LARGE and len(gpu.timed) == 2  # another process
-    assert _tuner().choose({"N": 2}, gpu.launch) == LARGE and len(gpu.timed) == 4  # another problem
-    assert _tuner("2").choose({"N": 1}, gpu.launch) == LARGE and len(gpu.timed) == 6  # another kernel
-    content = json.loads((tmp_path / "fake" / "square.json").read_text())
-    assert content["version"] == "2" and [p.name for p in (tmp_path / "fake").iterdir()] == ["square.json"]
+    monkeypatch.setattr(autotune, "shipped_plans", lambda name: tmp_path / "shipped" / f"{runtime.slug(name)}.json")
+    monkeypatch.setattr(autotune, "_planners", {})
+
+    @autotune.planner("square.tiles", _candidates, buckets=("m",))
+    def rule(m: int, n: int, properties: runtime.DeviceProperties) -> _Plan:
+        return _Plan(SMALL, 1)
+
+    autotune.forget()
+    yield rule
+    autotune.forget()
 
 
-def test_batches_of_one_bucket_are_tuned_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
-    gpu = _FakeGpu(monkeypatch, {64: 2.0, 256: 1.0})
-    tuner = _tuner()
-    for m in (513, 700, 1000, 1024):
-        assert tuner.choose({"M": bucket(m)}, gpu.launch) == LARGE
-    assert gpu.timed == [64, 256]
-    tuner.choose({"M": bucket(1025)}, gpu.launch)
-    assert len(gpu.timed) == 4
+def _entry(config: triton.Config, split: int) -> dict[str, Any]:
+    return {"plan": autotune.as_json(_Plan(config, split)), "us": 1.0}
 
 
-def test_modes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
-    gpu = _FakeGpu(monkeypatch, {64: 3.0, 256: 2.0, 512: 1.0})
-    monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "off")
-    assert _tuner().choose({"N": 1}, gpu.launch) is SMALL and not gpu.timed
-    monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "full")
-    assert _tuner().choose({"N": 1}, gpu.launch).kwargs == {"BLOCK": 512} and gpu.timed == [64, 256, 512]
-    monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "default")
-    assert _tuner().choose({"N": 1}, gpu.launch).kwargs == {"BLOCK": 512} and len(gpu.timed) == 3  # what full found
+def _store(place: Callable[[str], Path], entry: dict[str, Any], key: str = "m=128 n=4096") -> None:
+    autotune.write_plans(place(GPU.name), GPU.name, {"square.tiles": {key: entry}})
 
 
-def test_a_single_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = _FakeGpu(monkeypatch, {})
-    assert _tuner(candidates=[LARGE]).choose({"N": 1}, gpu.launch) is LARGE and not gpu.timed
+def test_the_rule_holds_where_nothing_is_stored(plan: Callable[..., _Plan]) -> None:
+    assert plan(100, 4096, GPU) == _Plan(SMALL, 1)
+    assert plan(100, 4096, GPU) is plan(100, 4096, GPU)  # looked up, not made anew
 
 
-def test_the_budget_bounds_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "BUDGET_S", -1.0)
-    gpu = _FakeGpu(monkeypatch, {64: 2.0, 256: 1.0})
-    assert _tuner().choose({"N": 7}, gpu.launch) is SMALL and gpu.timed == [64]
+def test_own_plans_come_before_shipped_ones_and_those_before_the_rule(
+    plan: Callable[..., _Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _store(autotune.shipped_plans, _entry(LARGE, 1))
+    assert plan(100, 4096, GPU) == _Plan(LARGE, 1)
+    _store(autotune.own_plans, _entry(LARGE, 2))
+    # 65 to 128 share a key; another size, another GPU, and the rules when they are asked for.
+    assert plan(100, 4096, GPU) == plan(65, 4096, GPU) == _Plan(LARGE, 2)
+    assert plan(129, 4096, GPU) == plan(100, 4097, GPU) == plan(100, 4096, H200) == _Plan(SMALL, 1)
+    for mode, expected in (("shipped", _Plan(LARGE, 1)), ("rules", _Plan(SMALL, 1))):
+        monkeypatch.setenv("KERNELBOOK_PLANS", mode)
+        autotune.forget()
+        assert plan(100, 4096, GPU) == expected
 
 
-def test_what_does_not_launch_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    too_much = autotune.OutOfResources(300_000, 232_448, "shared memory")
-    gpu = _FakeGpu(monkeypatch, {64: 2.0, 256: too_much})
-    assert _tuner().choose({"N": 8}, gpu.launch) is SMALL
-    gpu = _FakeGpu(monkeypatch, {64: too_much, 256: too_much})
-    with pytest.raises(RuntimeError, match="square: none of 2 configurations runs here"):
-        _tuner().choose({"N": 9}, gpu.launch)
+def test_a_stored_plan_that_is_no_candidate_is_not_taken(plan: Callable[..., _Plan]) -> None:
+    _store(autotune.own_plans, _entry(triton.Config({"BLOCK": 65536}, num_warps=32), 1))
+    assert plan(100, 4096, GPU) == _Plan(SMALL, 1)
 
 
-def test_nothing_is_timed_during_a_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    gpu = _FakeGpu(monkeypatch, {64: 2.0, 256: 1.0})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    tuner = _tuner()
-    assert tuner.choose({"N": 10}, gpu.launch) is SMALL and not gpu.timed
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert tuner.choose({"N": 10}, gpu.launch) is LARGE
-
-
-@pytest.mark.parametrize("content", ("", "not json", "[]", '{"version": "1"}'))
-def test_a_broken_cache_file_is_ignored(content: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
-    gpu = _FakeGpu(monkeypatch, {64: 2.0, 256: 1.0})
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "square.json").write_text(content)
-    assert _tuner().choose({"N": 1}, gpu.launch) == LARGE
-    assert json.loads((tmp_path / "fake" / "square.json").read_text())["choices"]
+@pytest.mark.parametrize(
+    "content", ("", "not json", "[]", '{"plans": {"square.tiles": []}}', '{"plans": {"a": {"b": 1}}}')
+)
+def test_a_broken_file_is_ignored(content: str, plan: Callable[..., _Plan]) -> None:
+    path = autotune.own_plans(GPU.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    assert plan(100, 4096, GPU) == _Plan(SMALL, 1)
 
 
-def test_a_folder_that_cannot_be_written_costs_only_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path / "file"))
-    gpu = _FakeGpu(monkeypatch, {64: 2.0, 256: 1.0})
-    assert _tuner().choose({"N": 1}, gpu.launch) == LARGE
+def test_a_file_of_plans_is_readable(plan: Callable[..., _Plan]) -> None:
+    _store(autotune.own_plans, _entry(LARGE, 2))
+    text = autotune.own_plans(GPU.name).read_text()
+    assert '"gpu": "A Fake GPU"' in text and len(text.splitlines()) == 8
+    assert autotune.read_plans(autotune.own_plans(GPU.name)) == {"square.tiles": {"m=128 n=4096": _entry(LARGE, 2)}}
+
+
+def test_tuning_can_set_plans_and_watch_what_is_asked(plan: Callable[..., _Plan]) -> None:
+    asking = autotune.derived(lambda m: plan(m, 64, GPU).split)
+    with autotune.watched() as asked:
+        assert asking(100) == 1
+    assert asked == {("square.tiles", "m=128 n=64"): (100, 64, GPU)}
+    with autotune.using("square.tiles", "m=128 n=64", _Plan(LARGE, 2)):
+        assert asking(100) == 2 and asking(200) == 1
+    assert asking(100) == 1
+
+
+def test_a_planner_has_a_name_of_its_own_and_ends_with_the_properties(plan: Callable[..., _Plan]) -> None:
+    with pytest.raises(ValueError, match=r"planner: square\.tiles is taken"):
+        autotune.planner("square.tiles", _candidates)(lambda m, properties: None)
+    with pytest.raises(ValueError, match="wrong parameters"):
+        autotune.planner("square.other", _candidates)(lambda m: None)
+
+
+def test_every_shipped_plan_is_a_candidate() -> None:
+    """Else it would be left out without a word: after a change of the candidates, tune again or strike it."""
+    gpus = {properties.name: properties for properties in runtime.TARGETS.values()}
+    h100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
+    gpus[h100.name] = h100
+    for path in (Path(autotune.__file__).parent / "tuned").glob("*.json"):
+        content = json.loads(path.read_text())
+        assert runtime.slug(content["gpu"]) == path.stem
+        properties = gpus[content["gpu"]]
+        for name, entries in autotune.read_plans(path).items():
+            planner = autotune.planners()[name]
+            for key, entry in entries.items():
+                problem = [_value(part.split("=")[1]) for part in key.split()]
+                plans = [autotune.as_json(candidate) for candidate in planner.candidates(*problem, properties)]
+                assert entry["plan"] in plans, (path.name, name, key)
+
+
+def _value(text: str) -> Any:
+    return {"True": True, "False": False, "None": None}.get(text, int(text) if text.lstrip("-").isdigit() else text)
+
+
+@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
+def test_candidates_of_the_rooms_are_few_enough_to_be_timed_and_not_only_one(target: str) -> None:
+    properties = runtime.TARGETS[target]
+    problems = {
+        "layer_norm.forward": (4096, 2),
+        "layer_norm.backward": (4096, 2, True, 2),
+        "sparse_linear.backward": (8192, 4096, 1664, 2, True, True, False),
+        "sparse_linear.forward": (8192, 4096, 1664, 2),
+        "scatter_ffn.strategy": (1, 4096, 4096, 1638, "bfloat16", False),
+        "scatter_ffn.vector_up": (1, 1638, "bfloat16", False),
+        "scatter_ffn.vector_down": (1, 4096, 1638, "bfloat16"),
+        "scatter_ffn.tiles_up": (16, 1638, False),
+        "scatter_ffn.tiles_down": (16, 4096, 1638),
+    }
+    for name, problem in problems.items():
+        plans = list(autotune.planners()[name].candidates(*problem, properties))
+        assert 2 <= len(plans) <= 170, (name, len(plans))
+        assert len({json.dumps(autotune.as_json(plan)) for plan in plans}) == len(plans), name
+
+
+def test_the_benchmark_of_a_room_with_planners_gives_cases_to_tune() -> None:
+    rooms = {name.split(".")[0] for name in autotune.planners()}
+    assert rooms >= {"layer_norm", "sparse_linear", "scatter_ffn"}
+    for room in rooms:
+        assert all(isinstance(case, timing.Case) for case in cli._bench_of(room).tuning_cases())

@@ -13,7 +13,7 @@ from kernelbook import cli
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "kernelbook"
 ROOMS = cli.rooms()
-ABOVE_THE_ROOMS = {"nn", "train", "interop", "cli", "__main__"}
+ABOVE_THE_ROOMS = {"nn", "distributed", "train", "interop", "cli", "__main__"}
 
 # What each door of a room may import of the package (the room's own modules apart) and of the outside world.
 DOORS = {
@@ -23,13 +23,14 @@ DOORS = {
     "bench.py": {"kernelbook": {"runtime", "check", "timing", "arguments"}, "outside": None},
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
-# A room may have further kernels, for one generation of GPUs, behind the door of kernels.py.
-DOORS_THAT_MAY_BE = {"kernels_hopper.py": DOORS["kernels.py"]}
+# A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py.
+DOORS_THAT_MAY_BE = {"kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"]}
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
     "kernels_hopper.py": set(),
-    "op.py": {"kernels", "kernels_hopper"},
+    "kernels_decode.py": {"kernels"},
+    "op.py": {"kernels", "kernels_hopper", "kernels_decode"},
     "bench.py": {"kernels", "op", "reference"},
     "__init__.py": {"op", "reference", "kernels"},
 }
@@ -128,7 +129,7 @@ def test_kernels_live_in_rooms_in_the_modules_and_in_the_training_loop() -> None
             for decorator in node.decorator_list
         ]
         if any(decorator.startswith("triton.jit") for decorator in decorators):
-            assert path.name == "kernels.py" and path.parent.name in {*ROOMS, "nn", "train"}, path
+            assert path.name in ("kernels.py", *DOORS_THAT_MAY_BE) and path.parent.name in {*ROOMS, "nn", "train"}, path
 
 
 def test_rooms_have_five_doors_one_stem_each() -> None:
@@ -151,7 +152,7 @@ def _environment_reads(source: str) -> list[str]:
 
 def test_only_runtime_reads_the_environment_and_makes_a_device() -> None:
     # A new process gets a changed copy of the environment, which is no setting read.
-    passes_it_on = {"compiled.py", "timing.py"}
+    passes_it_on = {"compiled.py", "timing.py", "distributed/notebook.py"}
     for path in SRC.rglob("*.py"):
         name, source = str(path.relative_to(SRC)), path.read_text()
         if name != "runtime.py":

@@ -242,6 +242,30 @@ def test_4_bit_experts_with_lora(before: bool) -> None:
     assert losses(model, ids) == pytest.approx(losses(dense, ids), rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "before"), (("eager", True), ("eager", False), ("grouped_mm", False)), ids=str
+)
+def test_4_bit_experts_with_lora_on_other_implementations(implementation: str, before: bool) -> None:
+    """Nothing of a forward pass stays behind: not in the next one, not without the adapter, not back on the kernels."""
+    model, dense = _in_4_bits("qwen3_moe", before)
+    ids = tokens()
+    with torch.no_grad(), dense.disable_adapter():
+        plain = dense(ids).logits
+    with torch.no_grad():
+        expected = dense(ids).logits
+    model.get_base_model().set_experts_implementation(implementation)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        with model.disable_adapter():
+            torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-5)
+    found = losses(model, ids)
+    assert found == pytest.approx(losses(dense, ids), rel=1e-4)
+    with torch.no_grad():
+        expected = dense(ids).logits
+        torch.testing.assert_close(interop.use_kernels(model)(ids).logits, expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("length", (1, 4))
 def test_4_bit_experts_under_checkpointing_with_a_few_active(length: int) -> None:
     """Made again in the backward pass, inside of what checkpointing makes again."""

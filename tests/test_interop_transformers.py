@@ -37,6 +37,30 @@ def test_registering_is_enough_for_transformers_own_switch() -> None:
     assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("experts", ("eager", "batched_mm", interop.NAME))
+def test_quantized_and_then_converted(experts: str) -> None:
+    """Every implementation reads experts in the dtype that the model has now."""
+    model, ids = tiny_model("qwen3_moe", num_hidden_layers=1), tokens()
+    interop.register()
+    interop.quantize_experts(model, block_size=32)
+    dense = dequantized("qwen3_moe", model, num_hidden_layers=1)
+    model.set_experts_implementation(experts)
+    with torch.no_grad():
+        truth = copy.deepcopy(dense).double()(ids).logits
+        check.compare("logits", model.bfloat16()(ids).logits, truth, dense.bfloat16()(ids).logits).require()
+
+
+def test_a_quantized_model_is_not_saved_in_a_way_that_loses_its_experts(tmp_path: Path) -> None:
+    model = tiny_model("olmoe", num_hidden_layers=1)
+    interop.quantize_experts(model, block_size=32)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(
+            ValueError, match=r"save_pretrained: the model must have dense experts, but quantize_experts"
+        ):
+            each.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_saved_model_is_loaded_onto_the_kernels(tmp_path: Path) -> None:
     interop.register()
     model, ids = interop.use_kernels(tiny_model("qwen3_moe")), tokens()

@@ -332,17 +332,20 @@ def _check_strided(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, backward: 
     torch.testing.assert_close(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, dense, dy))
 
 
-def test_every_width_has_a_configuration_that_fits() -> None:
+@pytest.mark.parametrize("target", ("sm_86", "sm_90", "gfx942"))
+def test_every_width_has_a_configuration_that_fits(target: str) -> None:
+    properties = runtime.TARGETS[target]
     for itemsize in (2, 4, 8):
         for n in (*range(1, 100), *range(100, 50_000, 97)):
-            forward, backward = kernels.forward_config(n, itemsize), kernels.backward_config(n, itemsize, n % 16 == 0)
+            forward = kernels.plan_forward(n, itemsize, properties)
+            backward = kernels.plan_backward(n, itemsize, n % 16 == 0, 2, False, properties).config
             if forward is not None:
                 assert forward.kwargs["BLOCK_N"] >= n
             if "SPLIT" in backward.kwargs:
                 kw = backward.kwargs
                 assert kw["BLOCK_N"] * kw["NUM_BLOCKS"] * kw["SPLIT"] >= n
                 needs = kernels.backward_resources(backward, itemsize)
-                assert needs.shared_bytes <= runtime.properties().shared_memory_per_program
+                assert needs.shared_bytes <= properties.shared_memory_per_program
 
 
 def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 
 from kernelbook import check, runtime, timing
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
-from kernelbook.nn import GatedExperts, bench_moe_block, moe
+from kernelbook.nn import GatedExperts, MoELayer, NF4Linear, bench_moe_block, load_balancing_loss, moe
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, choose_experts, gated_experts
 
 DEVICE = runtime.DEVICE
@@ -423,6 +425,147 @@ def test_module_quantized() -> None:
     assert torch.equal(other(inputs["x"], ids, inputs["gates"]), module(inputs["x"], ids, inputs["gates"]))
     with pytest.raises(ValueError, match="gate_up must not be parametrized"):
         module.quantize()
+
+
+def test_loading_takes_over_the_scaling() -> None:
+    """A pair means something only with its scaling: under another alpha it would be another network."""
+    module = _module()
+    other = GatedExperts(6, 24, 20, device=DEVICE).add_lora(3, alpha=60)
+    inputs, ids = _inputs(6, experts=6)
+    expected = module(inputs["x"], ids, inputs["gates"])
+    state = module.state_dict()
+    other.load_state_dict(state)
+    assert other.scaling == module.scaling == 2.0
+    assert torch.equal(other(inputs["x"], ids, inputs["gates"]), expected)
+    del state["scaling"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "scaling"'):
+        other.load_state_dict(state)
+    assert "scaling" not in GatedExperts(6, 24, 20).state_dict()
+    with pytest.raises(
+        ValueError, match=r"GatedExperts.add_lora: the module must have no LoRA pairs yet, got .* rank 3"
+    ):
+        other.quantize().add_lora(4)
+    layer = MoELayer(6, 24, 20, 2, device=DEVICE)
+    layer.experts.add_lora(3, alpha=1)
+    layer.experts.load_state_dict(module.state_dict())
+    again = MoELayer(6, 24, 20, 2, device=DEVICE)
+    again.experts.add_lora(3)
+    again.load_state_dict(layer.state_dict())
+    assert again.experts.scaling == 2.0
+
+
+@pytest.mark.parametrize("double_quant", (False, True))
+def test_a_quantized_module_is_saved_by_every_way(double_quant: bool, tmp_path: Path) -> None:
+    """Whole by pickle, too: PyTorch alone refuses that for parametrized modules."""
+    module, (inputs, ids) = _module().quantize(block_size=32, double_quant=double_quant), _inputs(6, experts=6)
+    expected = module(inputs["x"], ids, inputs["gates"])
+    torch.save(module, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    parts = _module().quantize(block_size=32, double_quant=double_quant)
+    torch.save(module.state_dict(), tmp_path / "state.pt")
+    parts.load_state_dict(torch.load(tmp_path / "state.pt"))
+    found = [whole, parts, copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))]
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(module, str(tmp_path / "state.safetensors"))
+    found.append(_module().quantize(block_size=32, double_quant=double_quant))
+    safetensors.load_model(found[-1], str(tmp_path / "state.safetensors"))
+    for other in found:
+        assert torch.equal(other(inputs["x"], ids, inputs["gates"]), expected)
+        assert isinstance(moe.stored_weight(other, "down"), NF4Tensor) and other.gate_up.shape == (6, 40, 24)
+
+
+def test_conversions_of_a_quantized_module_change_the_dense_dtype_alone() -> None:
+    module = _module(lora=False).quantize(block_size=32)
+    before = module.down
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float32):
+        converted = module.to(dtype)
+        assert converted.down.dtype == dtype
+        torch.testing.assert_close(converted.down, before.to(dtype))
+    assert torch.equal(module.down, before)
+
+
+def test_parameters_are_drawn_again() -> None:
+    with torch.device("meta"):
+        module = GatedExperts(6, 24, 20).add_lora(3)
+    module = module.to_empty(device=DEVICE)
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    module.reset_parameters()
+    for name, bound in (("gate_up", 24**-0.5), ("down", 20**-0.5), ("gate_up_a", 24**-0.5), ("down_a", 20**-0.5)):
+        size = getattr(module, name).abs().max()
+        assert 0.9 * bound < size <= bound
+    assert not module.gate_up_b.any() and not module.down_b.any()
+    packed = module.quantize().state_dict()["parametrizations.down.original"].clone()
+    module.reset_parameters()
+    assert torch.equal(module.state_dict()["parametrizations.down.original"], packed)
+
+
+def test_the_layer_takes_an_activation_and_gives_the_loss_of_its_balance() -> None:
+    layer, x = MoELayer(6, 24, 20, 2, activation="gelu", device=DEVICE), torch.randn(2, 7, 24, device=DEVICE)
+    assert layer.experts.activation == "gelu"
+    out, loss = layer(x, with_loss=True)
+    assert torch.equal(out, layer(x))
+    loss.backward()
+    assert layer.router.weight.grad is not None and layer.router.weight.grad.any()
+    pytest.importorskip("transformers", minversion="5")
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    theirs = load_balancing_loss_func((layer.router(x).flatten(0, 1),), num_experts=6, top_k=2)
+    torch.testing.assert_close(loss, theirs)
+    even = torch.full((6, 6), 1 / 6, device=DEVICE)
+    ids = torch.stack([torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE).roll(1)], 1)
+    assert float(load_balancing_loss(even, ids)) == pytest.approx(2)
+    assert float(load_balancing_loss(even[:0], ids[:0])) == 0
+
+
+# --- a linear layer in 4 bits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", (False, True), ids=("plain", "lora"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_nf4_linear(dtype: torch.dtype, lora: bool) -> None:
+    linear = torch.nn.Linear(48, 40, device=DEVICE, dtype=dtype)
+    layer = NF4Linear.from_linear(linear, block_size=32)
+    assert layer.state_dict()["parametrizations.weight.original"].nbytes == 48 * 40 // 2
+    if lora:
+        layer.add_lora(3, alpha=6)
+        torch.nn.init.normal_(layer.lora_b)
+        assert {name for name, p in layer.named_parameters() if p.requires_grad} == {"lora_a", "lora_b"}
+        with pytest.raises(ValueError, match=r"NF4Linear.add_lora: the module must have no LoRA pairs yet"):
+            layer.add_lora(3)
+
+    def plain(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, *pair: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.linear(x, w, bias)
+        return y + 2 * (x @ pair[0].t() @ pair[1].t()) if pair else y
+
+    for rows in ((5,), (2, 9)):
+        x = torch.randn(*rows, 48, device=DEVICE).to(dtype)
+        pair = (layer.lora_a.detach(), layer.lora_b.detach()) if lora else ()
+        given = (x, layer.weight.detach(), linear.bias.detach(), *pair)
+        ours = [x.clone().requires_grad_()]
+        upstream = torch.randn(*rows, 40, device=DEVICE).to(dtype)
+        out = layer(ours[0])
+        out.backward(upstream)
+        grads = [ours[0].grad, *((layer.lora_a.grad, layer.lora_b.grad) if lora else ())]
+        results = []
+        for kind in (torch.float64, dtype):
+            leaves = [t.to(kind).requires_grad_() for t in given]
+            y = plain(*leaves)
+            y.backward(upstream.to(kind))
+            results.append([y, leaves[0].grad, *(t.grad for t in leaves[3:])])
+        names = ("y", "dx", "da", "db")
+        for i, (name, mine, ref, base) in enumerate(zip(names, [out, *grads], *results, strict=False)):
+            check.compare(name, mine, ref, base, factor=check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR).require()
+        layer.zero_grad()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    other = NF4Linear(48, 40, device=DEVICE, dtype=dtype, block_size=32)
+    if lora:
+        other.add_lora(3)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x)) and f"rank={3 * lora}" in repr(other)
+    with pytest.raises(TypeError, match=r"NF4Linear.from_linear: linear must be a torch.nn.Linear, got ReLU"):
+        NF4Linear.from_linear(torch.nn.ReLU())
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
 """The shared figures: what they draw is what the rows say."""
 
-from kernelbook import plots, timing
+import re
+from pathlib import Path
+
+from kernelbook import plots, runtime, timing
 
 # isort: split
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 ABOUT = {
     "gpu": "NVIDIA H200",
@@ -101,3 +105,73 @@ def test_titles_and_legends_from_elsewhere_get_the_style_of_the_book() -> None:
     plots.finish(figure, rows())
     assert (ax.get_title("center"), ax.get_title("left")) == ("", "a title")
     assert not ax.get_legend().get_frame_on()
+
+
+def _figure(gpu: str) -> Figure:
+    figure, (ax,) = plots.new_figure()
+    ax.set_title(gpu)
+    return plots.finish(figure)
+
+
+def test_with_one_gpu_a_figure_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200"])
+    assert isinstance(plots.by_gpu("layer_norm", _figure), Figure)
+
+
+def test_other_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "nvidia-l4"])
+    under = plots.by_gpu("layer_norm", _figure)
+    assert len(shown) == 1 and isinstance(shown[0], Figure)
+    text = under.data
+    assert text.count("<img ") == 2 and text.count('type="radio"') == 2 and text.count("checked") == 1
+    assert ">nvidia-h100</label>" in text and ">nvidia-l4</label>" in text and "nvidia-h200" not in text
+    other = plots.tabs({"a < b": "1 < 2"}).data
+    assert "a &lt; b" in other and "1 &lt; 2" in other
+    assert not set(re.findall(r'id="([^"]+)"', text)) & set(re.findall(r'id="([^"]+)"', other))
+
+
+def test_gpus_with_results_come_in_the_readers_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    for gpu in ("a-gpu", "nvidia-h200", "my-gpu", "empty"):
+        (tmp_path / gpu).mkdir()
+        (tmp_path / gpu / ("layer_norm.csv" if gpu != "empty" else "nf4.csv")).write_text("")
+    assert timing.recorded_gpus("layer_norm") == ["nvidia-h200", "a-gpu", "my-gpu"]
+    monkeypatch.setattr(runtime, "device_slug", lambda: "my-gpu")
+    assert timing.recorded_gpus("layer_norm") == ["nvidia-h200", "my-gpu", "a-gpu"]
+    assert timing.recorded_gpus("layer_norm", "nf4")[-1] == "empty"
+
+
+def _steps() -> pd.DataFrame:
+    rows = {"provider": ["kernelbook:first", "torch", "kernelbook:second"], "ms": [0.4, 0.3, 0.2], "run": "r", "x": 1}
+    return pd.DataFrame({**rows, "gbytes": 0.2, "gflop": 20.0})
+
+
+def test_ladder_compares_each_step_with_the_one_before_and_puts_peers_last() -> None:
+    ceilings = pd.DataFrame({"run": ["r", "other"], "copy_gbs": [2000.0, 1.0], "bf16_tflops": [400.0, 1.0]})
+    steps = _steps().iloc[[0, 2, 1]]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in plots.ladder(steps, ceilings).splitlines()
+    ]
+    assert lines[2:] == [
+        ["first", "400.0", "25%", ""],
+        ["second", "200.0", "50%", "2.00"],
+        ["torch", "300.0", "33%", ""],
+    ]
+    by_rate = plots.ladder(steps, ceilings, by="tflops", upto="second", computed=[("the bytes", 0.1)])
+    assert "25%" in by_rate and "torch" not in by_rate and "the bytes" not in by_rate
+    assert "*the bytes*" in plots.ladder(steps, ceilings, computed=[("the bytes", 0.1)])
+    with pytest.raises(ValueError, match="ladder: upto must be one of first, second, torch, got 'third'"):
+        plots.ladder(steps, ceilings, upto="third")
+
+
+def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
+    rows = pd.DataFrame(
+        {"provider": ["kernelbook"] * 7 + ["peer"] * 2, "x": [*range(1, 8), 1, 7], "ms": 1.0, "run": "r"}
+    )
+    rows = rows.assign(gbytes=1.0, gflop=1.0, x_name="N")
+    _, (ax,) = plots.new_figure()
+    plots.bandwidth_figure(rows, ax=ax)
+    looks = {line.get_label(): line.get_linestyle() for line in ax.lines}
+    assert looks["kernelbook"] == "-" and looks["peer"] == "None"

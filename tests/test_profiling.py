@@ -1,11 +1,14 @@
 """Profiling: chosen steps, the command, and the callback in transformers' Trainer."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kernelbook import cli, profiling, runtime
 
@@ -63,9 +66,46 @@ def test_a_run_that_ends_early_is_recorded_as_far_as_it_went(tmp_path: Path) -> 
 
 
 def test_a_run_that_never_gets_there_records_nothing(tmp_path: Path) -> None:
-    profiler = profiling.StepProfiler(tmp_path, first=5, last=6)
-    _matmuls(profiler, 4)
-    assert profiler.close() is None and not list(tmp_path.iterdir())
+    for first, said in ((5, "steps 5 to 6 were asked for, and steps 1 to 4 were run"), (6, "steps 6 to 6 were asked")):
+        profiler = profiling.StepProfiler(tmp_path, first=first, last=6)
+        _matmuls(profiler, 4)
+        with pytest.warns(UserWarning, match=f"StepProfiler: nothing was recorded in .*: {said}"):
+            assert profiler.close() is None
+        assert profiler.close() is None and not list(tmp_path.iterdir())
+
+
+def test_what_was_recorded_of_a_program_that_fails_is_written_at_its_end(tmp_path: Path) -> None:
+    """A profiler that nobody stops used to crash Python on the way out."""
+    code = (
+        "import kernelbook, torch\nfrom kernelbook import profiling\n"
+        f"profiler = profiling.StepProfiler({str(tmp_path / 'out')!r}, first=1, last=9)\n"
+        "for step in (1, 2):\n    profiler.begin(step); torch.ones(3).tanh(); profiler.end(step)\n"
+        "raise RuntimeError('out of memory')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "RuntimeError: out of memory" in done.stderr
+    assert "2 steps recorded" in (tmp_path / "out" / "kernels.txt").read_text()
+
+
+def test_several_processes_write_folders_of_their_own(tmp_path: Path) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for rank in (0, 1):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            profiler = profiling.StepProfiler(tmp_path, first=1, last=1)
+            _matmuls(profiler, 1)
+        finally:
+            dist.destroy_process_group()
+        assert profiler.report is not None and profiler.report.trace == tmp_path / f"rank{rank}" / "trace.json"
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["trace.json"] * 2
+
+
+@pytest.mark.parametrize("below", ("", "more"))
+def test_a_file_in_the_way_is_found_before_anything_runs(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"StepProfiler: out must be a folder to write to, got .*that is a file"):
+        profiling.StepProfiler(tmp_path / "file" / below)
 
 
 @pytest.mark.parametrize(("first", "last"), ((0, 1), (3, 2)))
@@ -122,6 +162,10 @@ def test_command_with_a_config_of_transformers(
         (("--set", "slots"), "--set must have the form NAME=VALUE, got 'slots'"),
         (("--set", "colour=3"), "--set must name sizes of MoELayer"),
         (("--first", "9", "--last", "3"), "1 <= first <= last"),
+        (("--batch", "0"), "--batch must be at least 1, got 0"),
+        (("--length", "-3"), "--length must be at least 1, got -3"),
+        (("--lora", "-1"), "--lora must be at least 0, got -1"),
+        (("--experts", "bogus"), "--experts must come with --config, got --experts bogus without it"),
         (("--config", "/there/is/nothing"), "--config must be a file or a folder, but there is no /there/is/nothing"),
     ),
 )
@@ -130,6 +174,19 @@ def test_command_that_cannot_be_run(
 ) -> None:
     assert _command(tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_command_with_a_config_refuses_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    from tiny_models import tiny_model
+
+    tiny_model("olmoe", num_hidden_layers=1).config.save_pretrained(tmp_path / "config")
+    for more, message in (
+        (("--set", "num_expertz=3"), "--set must name values of OlmoeConfig, got num_expertz"),
+        (("--experts", "bogus"), "bogus"),
+    ):
+        assert _command(tmp_path, "--config", str(tmp_path / "config"), "--length", "4", *more) == 2
+        assert message in capsys.readouterr().err
 
 
 # --- the Trainer ----------------------------------------------------------------------------------------------------
@@ -159,3 +216,5 @@ def test_callback_in_the_real_trainer(tmp_path: Path) -> None:
     # Two batches a step, one block each.
     routes = [calls for kernel, calls, *_ in report.rows if kernel == "kernelbook::route"]
     assert GPU or routes == [2]
+    with pytest.warns(UserWarning, match=r"ProfileCallback: .* holds what an earlier train\(\) recorded"):
+        callback.on_train_begin(arguments, trainer.state, trainer.control)

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,10 +43,74 @@ def test_a_setting_that_is_neither() -> None:
     assert "TRITON_INTERPRET must be 0 or 1, got 'maybe'" in done.stderr
 
 
-def test_triton_imported_before_is_refused_with_what_to_do() -> None:
-    done = _python("import triton, kernelbook")
+# What a program may have done before it imports kernelbook; all but the first import Triton on the way.
+BEFORE = {
+    "triton": "import triton",
+    "an optimizer": "torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])",
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_triton_imported_before_to_compile_is_changed_to_interpret(before: str) -> None:
+    """Its helpers too: functions of triton.language that are kernels themselves, and the methods of tensors."""
+    code = f"""
+        import sys, torch
+        {BEFORE[before]}
+        assert "triton" in sys.modules
+        import kernelbook as kb
+        import triton, triton.language as tl
+        from helpers_of_triton import helpers
+        x, out = torch.randn(4, 16), torch.zeros(3)
+        helpers[(1,)](x, out)
+        assert torch.allclose(out, torch.stack([x.sum(), x.max(), x.argmax(1)[0].float()]), atol=1e-4), out
+        y = kb.layer_norm(x)
+        assert kb.runtime.INTERPRET and torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-5)
+        print("fine")
+    """
+    here = os.pathsep.join((SRC, str(Path(__file__).parent)))
+    done = _python(textwrap.dedent(code), PYTHONPATH=here)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_triton_imported_before_to_interpret_is_refused_with_what_to_do() -> None:
+    code = "import triton, os; os.environ['TRITON_INTERPRET'] = '0'; import kernelbook"
+    done = _python(code, TRITON_INTERPRET="1")
     assert done.returncode != 0
-    assert "Import kernelbook before Triton" in done.stderr and "TRITON_INTERPRET=1" in done.stderr
+    assert "Import kernelbook before Triton" in done.stderr and "TRITON_INTERPRET=0" in done.stderr
+
+
+def test_importing_makes_no_cuda_context() -> None:
+    """A process with one cannot fork workers that use CUDA. With one GPU by what the driver's NVML says."""
+    code = """
+        import os, torch
+        def forbidden(*args):
+            raise AssertionError("a CUDA context is made")
+        torch.cuda._is_compiled = lambda: True
+        torch.cuda._device_count_nvml = lambda: 1
+        torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = torch._C._cuda_init = forbidden
+        import kernelbook.nn, kernelbook.train
+        assert kernelbook.runtime.HAS_GPU and kernelbook.runtime.DEVICE.type == "cuda"
+        assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+        print("fine")
+    """
+    done = _python(textwrap.dedent(code), CUDA_VISIBLE_DEVICES="0")
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="about the interpreter")
+def test_threads_take_turns_in_the_interpreter() -> None:
+    """It patches triton.language while a kernel runs, and numbers programs in one place."""
+    from helpers_of_triton import program_ids
+
+    outs = [torch.full((size,), -1.0) for size in (10, 20, 40, 80)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(outs)) as pool:
+            list(pool.map(lambda out: program_ids[(len(out),)](out), outs))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(torch.equal(out, torch.arange(float(len(out)))) for out in outs)
 
 
 def test_triton_imported_before_in_the_right_mode_is_fine() -> None:
@@ -78,12 +144,69 @@ def test_bfloat16_is_right_in_the_interpreter() -> None:
     assert (ours.float() > exact.float()).float().mean() > 0.3  # truncation would make nearly all smaller in size
 
 
+# NVIDIA's management library as it answers on a machine with these GPUs: names and compute capabilities.
+GPUS = """
+import ctypes, torch
+
+class Nvml:
+    nvmlInit_v2 = staticmethod(lambda: 0)
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = len(GPUS)
+        return 0
+    def nvmlDeviceGetHandleByIndex_v2(self, index, device):
+        device._obj.value = index + 1
+        return 0
+    def nvmlDeviceGetCudaComputeCapability(self, device, major, minor):
+        major._obj.value, minor._obj.value = GPUS[device.value - 1][1]
+        return 0
+    def nvmlDeviceGetName(self, device, name, size):
+        name.value = GPUS[device.value - 1][0]
+        return 0
+
+library = ctypes.CDLL
+ctypes.CDLL = lambda name, *how, **more: Nvml() if name == "libnvidia-ml.so.1" else library(name, *how, **more)
+torch.cuda.is_available = lambda: True
+"""
+T4, H100 = (b"Tesla T4", (7, 5)), (b"NVIDIA H100", (9, 0))
+
+
+def test_a_gpu_that_is_too_old_is_said_so_and_the_interpreter_is_chosen() -> None:
+    done = _python(f"GPUS = {[T4]}\n{GPUS}\n{REPORT}")
+    assert done.stdout.strip() == "True False cpu", done.stderr
+    sentence = "this GPU (Tesla T4, compute capability 7.5) is too old for Triton"
+    assert sentence in done.stderr and "on Colab an L4 or an A100" in done.stderr
+    doctor = "from kernelbook import cli\ncli.rooms = cli.modules_measured = list\nprint(cli.doctor())"
+    done = _python(f"GPUS = {[T4]}\n{GPUS}\n{doctor}")
+    assert sentence in done.stdout and "interpreted on the CPU" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("gpus", ([H100], [T4, H100], []))
+def test_newer_gpus_are_used(gpus: list[object]) -> None:
+    """Also where an older one stands beside it, and where the driver cannot be asked."""
+    done = _python(
+        f"GPUS = {gpus}\n{GPUS}\nimport kernelbook.runtime as r; print(r.HAS_GPU, r.INTERPRET, repr(r.TOO_OLD))"
+    )
+    assert done.stdout.strip() == "True False ''", done.stderr
+
+
+def test_public_functions_say_that_the_gpu_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "TOO_OLD", "this GPU is too old for Triton")
+
+    class OnTheGpu(torch.Tensor):  # nobody has such a GPU here
+        device = torch.device("cuda", 0)
+        is_cuda = True
+
+    x = torch.ones(2, 3).as_subclass(OnTheGpu)
+    with pytest.raises(ValueError, match="layer_norm: x must be on the CPU: this GPU is too old for Triton"):
+        kb.layer_norm(x)
+
+
 def test_properties_follow_the_compilation_target() -> None:
     before = runtime.properties()
     with runtime.compiling_for("sm_80") as target:
         assert runtime.properties() is target and target.num_sms == 108
     assert runtime.properties() == before
-    wrong = "target must be one of sm_80, sm_90, sm_100, gfx942, got 'sm_70'"
+    wrong = "target must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, gfx942, got 'sm_70'"
     with pytest.raises(ValueError, match=wrong), runtime.compiling_for("sm_70"):
         pass
 
@@ -94,9 +217,9 @@ def test_environment_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.delenv("KERNELBOOK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert runtime.cache_dir() == tmp_path / "xdg" / "kernelbook"
-    monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "sometimes")
-    with pytest.raises(ValueError, match="KERNELBOOK_AUTOTUNE must be default, full or off, got 'sometimes'"):
-        runtime.autotune_mode()
+    monkeypatch.setenv("KERNELBOOK_PLANS", "sometimes")
+    with pytest.raises(ValueError, match="KERNELBOOK_PLANS must be tuned, shipped or rules, got 'sometimes'"):
+        runtime.plans_in_use()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, label, randn
+from tensors import call_with, far_apart, guarded_memory, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -357,17 +357,7 @@ def test_ids_out_of_range_count_as_no_neuron(name: str, monkeypatch: pytest.Monk
     network = _network(3, 24, 40, 16, torch.float16, gated=True, bias=True)
     good = torch.tensor([3, 39, 0], device=runtime.DEVICE)
     bad = torch.tensor([-1, 3, 40, 10**12, 39, -(10**12), 0], device=runtime.DEVICE)
-    real_empty, guards = torch.empty, []
-
-    def guarded_empty(*size: Any, **kwargs: Any) -> torch.Tensor:
-        """Every buffer lies between two stretches of memory that must not change."""
-        shape = real_empty(*size, device="meta").shape
-        pad = 4096
-        whole = torch.full((shape.numel() + 2 * pad,), 7, dtype=kwargs["dtype"], device=kwargs["device"])
-        guards.append((whole[:pad], whole[pad + shape.numel() :]))
-        return whole[pad : pad + shape.numel()].view(shape)
-
-    monkeypatch.setattr(torch, "empty", guarded_empty)
+    untouched = guarded_memory(monkeypatch)
     results = []
     with _planned(PLANS[name]):
         for ids in (good, bad):
@@ -382,7 +372,7 @@ def test_ids_out_of_range_count_as_no_neuron(name: str, monkeypatch: pytest.Monk
             gathered = gathered[:, columns]
             results.append((y, gathered, *torch.autograd.grad(y.sum() + gathered.sum(), tuple(leaves.values()))))
     monkeypatch.undo()
-    assert guards and all(bool((g == 7).all()) for pair in guards for g in pair)
+    assert untouched()
     for ours, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=2e-3)
 
@@ -593,6 +583,102 @@ def test_a_module_from_what_is_none() -> None:
     with pytest.raises(ValueError, match=r"the block's activation must be one of relu, .*, got Tanh\(\)"):
         SparseFFN.from_dense(_sequential(torch.nn.Tanh()))
     assert SparseFFN.from_dense(_sequential(torch.nn.Tanh()), activation="relu").activation == "relu"
+
+
+class _Other(torch.nn.Module):
+    """A block with the attributes of one that is known, and a forward pass of its own."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], gated: bool = False) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = torch.nn.Linear(24, 40), torch.nn.Linear(40, 24)
+        if gated:
+            self.gate_proj = torch.nn.Linear(24, 40)
+        self.act_fn, self.between = torch.nn.SiLU(), between
+        torch.nn.init.zeros_(self.down_proj.weight)  # as where training begins: hides all that comes before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up_proj(x)
+        return self.down_proj(
+            self.between(self.act_fn(self.gate_proj(x)) * h if hasattr(self, "gate_proj") else self.act_fn(h))
+        )
+
+
+@pytest.mark.parametrize(
+    "act",
+    (
+        torch.nn.ReLU6(),
+        torch.nn.Hardtanh(0, 6),
+        torch.nn.Hardtanh(0, 900),
+        torch.nn.CELU(),
+        torch.nn.Threshold(-900, 0),
+    ),
+    ids=str,
+)
+def test_an_activation_that_is_another_one_far_away_is_refused(act: torch.nn.Module) -> None:
+    with pytest.raises(ValueError, match="the block's activation must be one of relu"):
+        SparseFFN.from_dense(_sequential(act))
+
+
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+def test_a_block_that_computes_something_else_beside_is_refused(gated: bool) -> None:
+    assert SparseFFN.from_dense(_Other(lambda h: h, gated)).activation == "silu"
+    changes: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda h: 1.01 * h,
+        lambda h: h.clamp(max=100),
+        lambda h: torch.where(h >= h.topk(39).values[..., -1:], h, 0),
+        lambda h: F.dropout(h, 0.5),
+    )
+    for change in changes:
+        with pytest.raises(
+            ValueError, match=r"block must compute act.*, then down, .*but the output of _Other differs by"
+        ):
+            SparseFFN.from_dense(_Other(change, gated))
+    with pytest.raises(ValueError, match=r"it has between \(LayerNorm\) beside them"):
+        SparseFFN.from_dense(_Other(torch.nn.LayerNorm(40), gated))
+    with pytest.raises(
+        ValueError, match=r"block must map \(\.\.\., 24\) to \(\.\.\., 24\), and _Other raised TypeError"
+    ):
+        SparseFFN.from_dense(_Other(lambda h, more: h, gated))  # type: ignore[misc, arg-type]
+
+
+def test_a_decoder_layer_with_the_names_of_a_block_is_refused() -> None:
+    pytest.importorskip("transformers")
+    from transformers import OPTConfig
+    from transformers.models.opt.modeling_opt import OPTDecoderLayer
+
+    layer = OPTDecoderLayer(OPTConfig(hidden_size=24, ffn_dim=40, num_attention_heads=2, word_embed_proj_dim=24), 0)
+    with pytest.raises(ValueError, match=r"SparseFFN.from_dense: block must"):
+        SparseFFN.from_dense(layer)
+
+
+def test_dropout_of_the_output_is_kept_and_any_other_refused() -> None:
+    up, down = torch.nn.Linear(24, 40), torch.nn.Linear(40, 16)
+    block = torch.nn.Sequential(up, torch.nn.GELU(), down, torch.nn.Dropout(0.25)).to(runtime.DEVICE)
+    ours, x = SparseFFN.from_dense(block), randn(3, 24)
+    assert ours.dropout == 0.25 and ours.training and "dropout=0.25" in repr(ours)
+    torch.testing.assert_close(ours.eval()(x), block.eval()(x), rtol=1e-4, atol=1e-5)
+    for each in (ours, block):
+        each.train()
+        torch.manual_seed(3)
+        dropped = each(x) == 0
+        assert dropped.any() and not dropped.all()
+    block = torch.nn.Sequential(up, torch.nn.GELU(), torch.nn.Dropout(0.25), down)
+    with pytest.raises(ValueError, match=r"nothing but its output, got Dropout\(p=0.25\) before that; set it to 0"):
+        SparseFFN.from_dense(block)
+
+
+def test_projections_of_another_kind_are_named() -> None:
+    class Linear(torch.nn.Module):
+        weight, bias = torch.ones(40, 24), None
+
+    block = _llama()
+    block.up_proj = Linear()
+    with pytest.raises(TypeError, match=r"projections must be .*, got .*test_scatter_ffn.*Linear; merge adapters"):
+        SparseFFN.from_dense(block)
+    block.up_proj = torch.nn.Linear(24, 40)
+    block.up_proj.weight = torch.nn.Parameter(torch.zeros(480, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"with a dense floating-point weight, got torch.nn.modules.linear.Linear"):
+        SparseFFN.from_dense(block)
 
 
 # --- edges ----------------------------------------------------------------------------------------------------------

@@ -77,6 +77,20 @@ def test_gpt_is_the_textbooks(device: torch.device) -> None:
     torch.testing.assert_close(model(changed)[:, :-1], ours[:, :-1])
 
 
+def test_gpt_compiles_to_one_graph(device: torch.device) -> None:
+    model = GPT(GPTConfig(vocab_size=11, context=8, width=32, depth=1, heads=2, chunk_size=16)).to(device)
+    for layer in model.sparse_layers().values():
+        layer.active_chunks = torch.tensor([1], device=device)
+    tokens = torch.randint(11, (2, 6), device=device)
+    found = []
+    for each in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
+        model.zero_grad()
+        each(tokens, tokens).backward()
+        found.append([p.grad for p in model.parameters()])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
+
+
 def test_which_layers_are_sparse() -> None:
     shape: dict[str, Any] = {"vocab_size": 5, "width": 32, "depth": 2, "heads": 2, "chunk_size": 16}
     few, many = GPT(GPTConfig(**shape)), GPT(GPTConfig(**shape, sparse_layers="all"))
@@ -92,6 +106,10 @@ def test_which_layers_are_sparse() -> None:
         ({"chunk_size": 24}, r"chunk_size must be at least 16 and divide the width \(32\), got 24"),
         ({"sparse_layers": "none"}, "sparse_layers must be one of 'mlp', 'all', got 'none'"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
+        (
+            {"width": 1024, "heads": 2},
+            r"heads must be at least 4 for a width of 1024 \(a head has at most 256.*, got 2",
+        ),
     ),
 )
 def test_a_bad_shape_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -351,10 +369,38 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"checkpoint.pt must be a checkpoint of a run, got a file that cannot be read"
     ):
         _trainer(out, resume=True, steps=1)
+    torch.save({"model": {}}, out / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"must be a checkpoint of a run, got a file with something else"):
+        _trainer(out, resume=True, steps=1)
     (out / "checkpoint.pt").write_bytes(whole)
+    lines = (out / "log.jsonl").read_text()
+    for foreign in ("", '{"text": 3}\n[1]\n7\n', lines.replace('"step": 1', '"step": 2')):
+        (out / "log.jsonl").write_text(foreign)
+        with pytest.raises(ValueError, match=r"log.jsonl must be the log of its checkpoint, with steps 1 to 1, got"):
+            _trainer(out, resume=True, steps=1)
     (out / "log.jsonl").unlink()
     with pytest.raises(ValueError, match=r"must hold the log of its checkpoint, got no log.jsonl"):
         _trainer(out, resume=True, steps=1)
+
+
+def test_a_run_that_is_done_can_go_on_for_more_steps(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    _trainer(out, steps=2).run()
+    more = _trainer(out, resume=True, steps=3)
+    assert more.step == 2
+    more.run()
+    assert len(more.losses()) == 3 and json.loads((out / "config.json").read_text())["steps"] == 3
+    with pytest.raises(ValueError, match=r"steps must be that of the run in .* \(3\), got 2"):
+        _trainer(out, resume=True, steps=2)
+
+
+def test_what_a_kill_during_a_save_leaves_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    _trainer(out, steps=1).run()
+    for name in ("checkpoint.ptx1.tmp", "config.jsonab.tmp", "log.jsonlz.tmp", "notes.tmp"):
+        (out / name).write_bytes(b"half")
+    _trainer(out, resume=True, steps=1)
+    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "config.json", "log.jsonl", "notes.tmp"}
 
 
 def test_others_may_read_a_runs_files(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """ChunkAdamW against torch.optim.AdamW, and the compact gradients that it takes."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from kernelbook import check, sparse_linear
 from kernelbook.nn import SparseLinear, compact_sparse_linear
@@ -13,6 +17,7 @@ from kernelbook.train import ChunkAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 CHUNK = 16
+NUMBERS = ("lr", "eps", "weight_decay")
 
 
 def _rows(ids: list[int], device: torch.device) -> torch.Tensor:
@@ -130,10 +135,18 @@ def test_a_learning_rate_on_the_device_and_a_saved_state(device: torch.device) -
     (
         ({"inactive": "freeze"}, ValueError, "inactive must be one of 'skip', 'decay', got 'freeze'"),
         ({"betas": (1.0, 0.9)}, ValueError, "betas must lie in"),
-        ({"lr": -1.0}, ValueError, "lr must not be negative, got -1.0"),
+        ({"lr": -1.0}, ValueError, "lr must not be negative, and finite, got -1.0"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
         ({"params": [torch.nn.Parameter(torch.zeros(2, 2).half())]}, TypeError, "params must have dtype float32"),
         ({"params": [torch.nn.Parameter(torch.zeros(2, 3).t())]}, ValueError, "params must be contiguous"),
+        ({"params": [torch.nn.Parameter(torch.zeros(2, 2).double())]}, TypeError, "params must have dtype float32"),
+        (
+            {"params": [torch.nn.Parameter(torch.zeros(2, 2, 2))]},
+            ValueError,
+            "params must be contiguous and have one or",
+        ),
+        *(({name: float("nan")}, ValueError, f"{name} must not be negative.*, got nan") for name in NUMBERS),
+        ({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got shape \(2,\)"),
     ),
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str, device: torch.device) -> None:
@@ -142,6 +155,10 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
         given["params"] = [torch.nn.Parameter(p.detach().to(device)) for p in given["params"]]
     with pytest.raises(error, match=f"ChunkAdamW: {message}"):
         ChunkAdamW(**given)
+    adam = ChunkAdamW([torch.nn.Parameter(torch.zeros(2, 2, device=device))])
+    with pytest.raises(error, match=f"ChunkAdamW: {message}"):
+        adam.add_param_group(given)
+    assert len(adam.param_groups) == 1
 
 
 def test_half_a_chunk_is_refused(device: torch.device) -> None:
@@ -241,3 +258,34 @@ def test_another_chunk_size_than_the_layers_is_refused(device: torch.device) -> 
     assert torch.equal(layer.weight, before)
     ChunkAdamW(layer.parameters(), chunk_size=16).step()
     assert not torch.equal(layer.weight, before)
+
+
+def test_fsdp2_is_refused_by_name(tmp_path: Path) -> None:
+    """Sparse gradients cannot be reduced by it, and the optimizer's kernel would see a shard."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        layer = SparseLinear(8, 32, chunk_size=CHUNK, compact_gradient=True)
+        model = torch.nn.Sequential(layer)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match=r"ChunkAdamW: params must be ordinary tensors, got DTensor; .*FSDP2"):
+            ChunkAdamW(model.parameters())
+        layer.active_chunks = torch.tensor([0])
+        with pytest.raises(NotImplementedError, match="SparseLinear: compact_gradient must be False under FSDP"):
+            model(torch.randn(3, 8))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_compact_gradients_are_refused_in_one_graph_and_right_in_several(device: torch.device) -> None:
+    layer = SparseLinear(8, 32, chunk_size=CHUNK, compact_gradient=True).to(device)
+    layer.active_chunks = torch.tensor([1], device=device)
+    x = torch.randn(3, 8, device=device)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="set compact_gradient=False, or leave out fullgraph=True"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    found = []
+    for each in (layer, torch.compile(layer, backend="aot_eager")):
+        layer.zero_grad()
+        each(x).square().sum().backward()
+        assert layer.weight.grad is not None and layer.weight.grad.is_sparse
+        found.append(layer.weight.grad.to_dense())
+    torch.testing.assert_close(*found)

@@ -3,8 +3,8 @@
 from kernelbook import runtime  # first: it sets up Triton before anything imports it
 
 # isort: split
-from kernelbook.attention import flash_attention
-from kernelbook.layer_norm import layer_norm
+from kernelbook.attention import append_to_pages, flash_attention, paged_attention
+from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
@@ -16,6 +16,7 @@ __all__ = [
     "NF4Tensor",
     "Routing",
     "__version__",
+    "append_to_pages",
     "flash_attention",
     "gather_matmul",
     "layer_norm",
@@ -23,6 +24,8 @@ __all__ = [
     "nf4_dequantize",
     "nf4_matmul",
     "nf4_quantize",
+    "paged_attention",
+    "rms_norm",
     "route",
     "runtime",
     "scatter2scatter",

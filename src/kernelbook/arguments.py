@@ -78,6 +78,8 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
     _check_transforms(op, name, value)
     if value.device.type in ("meta", "cuda"):
+        if runtime.TOO_OLD and value.is_cuda:
+            raise ValueError(f"{op}: {name} must be on the CPU: {runtime.TOO_OLD}")
         return
     if value.device.type != "cpu":
         raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU under the interpreter), got {value.device}")

@@ -1,51 +1,58 @@
-"""Choosing a kernel's configuration: candidates, the resource model that prunes them, the cache on disk.
+"""Choosing a kernel's configuration: the resource model that prunes candidates, and plans that were tuned.
 
-A room lists few candidates for a problem, best guess first. Those that cannot fit the GPU are dropped by a model of
-shared memory and registers; if one is left it is taken as it is. If several are left they are timed once, within a
-budget that keeps a first call short, and the winner is kept on disk. ``KERNELBOOK_AUTOTUNE`` says how far to go:
+A room decides in functions of its ``kernels.py`` how a problem is cut: tiles, warps, stages, strategy. Each is a rule, a few
+lines with a reason, and :func:`planner` makes a plan of it: what was tuned for this very problem on this GPU comes first.
 
-- ``default``: as described.
-- ``off``: the first candidate that fits, never a measurement.
-- ``full``: the room's whole search space, without a budget (minutes), and the winner is kept for later processes.
+1. The user's own plans, which ``python -m kernelbook tune`` found on this machine: ``<cache>/tuned/<gpu>.json``.
+2. The plans that come with the package: ``kernelbook/tuned/<gpu>.json``.
+3. The rule.
 
-Under the interpreter, without a GPU and while a CUDA graph is captured nothing is timed.
+``KERNELBOOK_PLANS=shipped`` leaves out the first, ``KERNELBOOK_PLANS=rules`` the first two. Nothing is ever timed by a call.
+A stored plan is taken only if it is among the candidates that the room lists for the problem and the GPU, so that an old or
+edited file can cost speed, and nothing else.
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, TypeVar, cast
 
 from kernelbook import runtime  # before Triton, which it sets up
 
 # isort: split
 import triton
-from triton.runtime.errors import OutOfResources, PTXASError
 
 __all__ = [
     "MAX_REGISTERS",
-    "Autotuner",
     "Occupancy",
+    "Planner",
     "Resources",
+    "as_json",
     "bucket",
+    "derived",
     "fits",
     "matmul_resources",
     "occupancy",
+    "own_plans",
+    "planner",
+    "planners",
     "prune",
+    "read_plans",
+    "shipped_plans",
     "tensor_core",
     "tile_resources",
+    "using",
+    "watched",
+    "write_plans",
 ]
 
 MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
-BUDGET_S = 6.0  # for timing candidates in a first call; what has not been timed by then is not
 # Registers that pointers, masks, loop counters and temporaries take beside the tiles: what the compiled kernels of this
 # book show, rounded down so that a kernel that spills a few bytes is still tried.
 BOOKKEEPING_REGISTERS = 70
@@ -62,10 +69,10 @@ STAGING_BYTES = 128  # a thread: at most so much shared memory turns the result 
 BARRIER_BYTES = 8  # a stage and operand, where tensor descriptors load
 
 # How registers and shared memory are handed out, and how many programs run at a time at most: CUDA C++ Programming Guide,
-# "Compute Capabilities", 8.0 to 10.0.
+# "Compute Capabilities", 8.0 to 12.0.
 REGISTER_UNIT, WARP_UNIT = 256, 4  # registers a warp gets at a time; warps, one on each quarter of a multiprocessor
 SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program
-MAX_PROGRAMS = 32  # on a multiprocessor
+MAX_PROGRAMS = {"sm_86": 16, "sm_89": 24, "sm_120": 24}  # on a multiprocessor; 32 on all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +207,7 @@ def occupancy(
         "registers": p.registers_per_sm // per_warp // WARP_UNIT * WARP_UNIT // num_warps,
         "shared memory": p.shared_memory_per_sm // per_program,
         "warps": p.max_threads_per_sm // (p.warp_size * num_warps),
-        "programs": MAX_PROGRAMS,
+        "programs": MAX_PROGRAMS.get(p.arch, 32),
     }
     limit = min(limits, key=limits.__getitem__)
     programs = limits[limit]
@@ -210,8 +217,8 @@ def occupancy(
 def bucket(count: int, *, lowest: int = 16) -> int:
     """``count`` rounded up to a power of two, at least ``lowest``.
 
-    It stands in an :class:`Autotuner`'s key for a size that changes from
-    batch to batch, so that batches of nearly one size share a configuration.
+    It stands in a plan's key for a size that changes from batch to batch, so
+    that batches of nearly one size share a plan.
     """
     return max(triton.next_power_of_2(max(count, 1)), lowest)
 
@@ -236,112 +243,185 @@ def prune(
     return kept
 
 
-def _as_json(config: triton.Config) -> dict[str, Any]:
-    return {"tiles": config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+Plans = dict[str, dict[str, dict[str, Any]]]  # by planner and problem: the plan, and what was measured
 
 
-def _same(config: triton.Config, stored: Mapping[str, Any]) -> bool:
-    return _as_json(config) == stored
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """What :func:`planner` has made of a rule.
 
-
-class Autotuner:
-    """Chooses a configuration for each problem key of one kernel.
-
-    Args:
-        name: names the file on disk, one for each kernel: ``sparse_linear_dw``.
-        candidates: ``candidates(key, full)`` lists configurations for a problem, best guess first.
-        resources: ``resources(config, key)`` is what a configuration needs, by :func:`tile_resources`.
-        version: changes when the kernel does (a digest of its sources), so that old choices are forgotten.
+    Attributes:
+        name: ``<room>.<what>``.
+        rule: from a problem to a plan.
+        candidates: from a problem to the plans that may be tried, the rule's among them or not.
+        parameters: the names of the problem's parts, without the GPU's properties.
+        buckets: those of them that stand in the key rounded up, by :func:`bucket`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        candidates: Callable[[Mapping[str, Any], bool], Sequence[triton.Config]],
-        resources: Callable[[triton.Config, Mapping[str, Any]], Resources],
-        version: str = "",
-    ) -> None:
-        self.name, self._candidates, self._resources, self._version = name, candidates, resources, version
-        self._chosen: dict[tuple[str, str, str], triton.Config] = {}
-        self._lock = threading.Lock()
+    name: str
+    rule: Callable[..., Any]
+    candidates: Callable[..., Iterable[Any]]
+    parameters: tuple[str, ...]
+    buckets: frozenset[str]
 
-    def fitting(self, key: Mapping[str, Any], *, full: bool = False) -> list[triton.Config]:
-        """The candidates for ``key`` that fit the current GPU."""
-        return prune(self._candidates(key, full), lambda config: self._resources(config, key))
+    def key(self, problem: Sequence[Any]) -> str:
+        """The problem as files name it: ``n=4096 itemsize=2``."""
+        pairs = zip(self.parameters, problem, strict=False)
+        return " ".join(f"{k}={bucket(v, lowest=1) if k in self.buckets else v}" for k, v in pairs)
 
-    def path(self) -> Path:
-        """The file that keeps the choices for the current GPU."""
-        return runtime.cache_dir() / runtime.device_slug() / f"{self.name}.json"
+    def find(self, problem: Sequence[Any]) -> Any:
+        """The plan for a problem, whose last part is the GPU's properties."""
+        properties = problem[-1]
+        if _watched is not None:
+            _watched[self.name, self.key(problem)] = tuple(problem)
+        if self.name in _forced:
+            forced = _forced[self.name].get(self.key(problem))
+            if forced is not None:
+                return forced
+        for plans in _in_use(properties):
+            stored = plans.get(self.name)
+            entry = stored.get(self.key(problem)) if stored else None
+            if entry is not None:
+                for candidate in self.candidates(*problem):
+                    if as_json(candidate) == entry["plan"]:
+                        return candidate
+        return self.rule(*problem)
 
-    def choose(self, key: Mapping[str, Any], launch: Callable[[triton.Config], object]) -> triton.Config:
-        """The configuration for ``key``.
 
-        ``launch(config)`` runs the kernel on the caller's tensors. It may be called many times, so it must not
-        accumulate into them.
-        """
-        mode = runtime.autotune_mode()
-        text = json.dumps(dict(key), sort_keys=True)
-        memo = (runtime.properties().arch, mode, text)
-        if memo in self._chosen:
-            return self._chosen[memo]
-        candidates = self.fitting(key, full=mode == "full")
-        can_time = runtime.DEVICE.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        if mode == "off" or len(candidates) == 1 or runtime.DEVICE.type != "cuda":
-            config = candidates[0]
-        else:
-            stored = self._load().get(text)
-            if stored is not None and (mode == "default" or stored["mode"] == "full"):
-                known = self.fitting(key, full=stored["mode"] == "full")
-                config = next((c for c in known if _same(c, stored["config"])), None)
-                if config is not None:
-                    self._chosen[memo] = config
-                    return config
-            if not can_time:
-                return candidates[0]  # not remembered: a later call may time
-            config, ms = self._fastest(candidates, launch, None if mode == "full" else BUDGET_S)
-            self._store(text, {"config": _as_json(config), "mode": mode, "ms": round(ms, 6)})
-        self._chosen[memo] = config
-        return config
+_planners: dict[str, Planner] = {}
+_caches: list[Any] = []
+_forced: dict[str, dict[str, Any]] = {}
+_watched: dict[tuple[str, str], tuple[Any, ...]] | None = None
 
-    def _fastest(
-        self, candidates: Sequence[triton.Config], launch: Callable[[triton.Config], object], budget_s: float | None
-    ) -> tuple[triton.Config, float]:
-        from kernelbook.timing import measure
 
-        started, best, best_ms = time.perf_counter(), None, float("inf")
-        failure: Exception | None = None
-        for config in candidates:
-            if best is not None and budget_s is not None and time.perf_counter() - started > budget_s:
-                break
-            try:
-                ms = measure(functools.partial(launch, config), warmup_ms=2, rep_ms=10, min_samples=5).ms
-            except (OutOfResources, PTXASError) as error:  # the model was wrong about this one
-                failure = error
-                continue
-            if ms < best_ms:
-                best, best_ms = config, ms
-        if best is None:
-            raise RuntimeError(f"{self.name}: none of {len(candidates)} configurations runs here") from failure
-        return best, best_ms
+def planner(
+    name: str, candidates: Callable[..., Iterable[Any]], *, buckets: Sequence[str] = ()
+) -> Callable[[Rule], Rule]:
+    """Decorates a rule: where a tuned plan is stored for the problem, that is returned, else what the rule says.
 
-    def _load(self) -> dict[str, Any]:
-        try:
-            content = json.loads(self.path().read_text())
-            same = content["version"] == self._version and content["triton"] == triton.__version__
-            return dict(content["choices"]) if same else {}
-        except (OSError, ValueError, KeyError, TypeError):  # none yet, or not one of ours
-            return {}
+    The rule takes the problem in positional arguments that can be hashed, and the GPU's properties as the last; so do
+    ``candidates``. Plans are remembered for each problem, so that a call costs one look into a dictionary.
 
-    def _store(self, text: str, choice: Mapping[str, Any]) -> None:
-        """Adds one choice; another process's choices are kept, and a reader never sees half a file."""
-        with self._lock:
-            choices = {**self._load(), text: dict(choice)}
-            content = {"version": self._version, "triton": triton.__version__, "choices": choices}
-            path = self.path()
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-                    json.dump(content, file, indent=1)
-                os.replace(file.name, path)
-            except OSError:  # a read-only home: the choice then lives as long as the process
-                return
+    Args:
+        name: ``<room>.<what>``.
+        candidates: lists plans for a problem that compute the right thing and should fit the GPU.
+        buckets: names of sizes that change from batch to batch. They are rounded up in the key, see :func:`bucket`.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        *parameters, last = inspect.signature(rule).parameters
+        known = _planners.get(name)  # a notebook's cell may run twice
+        taken = known is not None and known.rule.__qualname__ != rule.__qualname__
+        if last != "properties" or not set(buckets) <= set(parameters) or taken:
+            raise ValueError(f"planner: {name} is taken, or its rule has the wrong parameters: {parameters}, {last}")
+        made = _planners[name] = Planner(name, rule, candidates, tuple(parameters), frozenset(buckets))
+
+        @functools.wraps(rule)
+        def plan(*problem: Any) -> Any:
+            return made.find(problem)
+
+        return cast(Rule, derived(plan))
+
+    return decorate
+
+
+def derived(function: Rule) -> Rule:
+    """``functools.lru_cache`` for a function that asks planners: it is asked again when plans change."""
+    cached: Any = functools.lru_cache(maxsize=4096)(function)
+    _caches.append(cached)
+    return cached
+
+
+def planners() -> Mapping[str, Planner]:
+    """All planners of the rooms that have been imported, by name."""
+    return _planners
+
+
+def as_json(plan: Any) -> Any:
+    """A plan as a file holds it; two plans are the same if this is. Takes configurations, dataclasses, tuples and numbers."""
+    if isinstance(plan, triton.Config):
+        return {**plan.kwargs, "num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    if dataclasses.is_dataclass(plan):
+        return {field.name: as_json(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
+    if isinstance(plan, tuple | list):
+        return [as_json(part) for part in plan]
+    return plan
+
+
+def shipped_plans(name: str) -> Path:
+    """The file of the plans that come with the package for the GPU called ``name``; it may not exist."""
+    return Path(__file__).parent / "tuned" / f"{runtime.slug(name)}.json"
+
+
+def own_plans(name: str) -> Path:
+    """The file of the user's own plans for the GPU called ``name``; it may not exist."""
+    return runtime.cache_dir() / "tuned" / f"{runtime.slug(name)}.json"
+
+
+def read_plans(path: Path) -> Plans:
+    """What a file of plans holds; nothing where there is none, or one that is not such a file."""
+    try:
+        plans = json.loads(path.read_text())["plans"]
+        return {str(name): {str(k): dict(v, plan=v["plan"]) for k, v in found.items()} for name, found in plans.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def write_plans(path: Path, gpu: str, plans: Plans) -> None:
+    """Writes a file of plans, a line for each, in one step: a reader never sees half of it."""
+    rooms = []
+    for name, found in sorted(plans.items()):
+        lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(found.items()))
+        rooms.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
+    body = ",\n".join(rooms)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(f'{{\n "gpu": {json.dumps(gpu)},\n "plans": {{\n{body}\n }}\n}}\n')
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    forget()
+
+
+@functools.cache
+def _in_use(properties: runtime.DeviceProperties) -> tuple[Plans, ...]:
+    """The files' contents that are looked into, in their order; those without a plan are left out."""
+    mode = runtime.plans_in_use()
+    paths = [own_plans(properties.name)] if mode == "tuned" else []
+    paths += [] if mode == "rules" else [shipped_plans(properties.name)]
+    return tuple(plans for plans in map(read_plans, paths) if plans)
+
+
+def forget() -> None:
+    """Forgets all plans of this process: files and environment are read again."""
+    _in_use.cache_clear()
+    for cached in _caches:
+        cached.cache_clear()
+
+
+@contextlib.contextmanager
+def using(name: str, key: str, plan: Any) -> Iterator[None]:
+    """Within the context the planner ``name`` answers ``plan`` for the problem ``key``. For tuning, in one thread."""
+    before = _forced.get(name, {})
+    _forced[name] = {**before, key: plan}
+    forget()
+    try:
+        yield
+    finally:
+        _forced[name] = before
+        forget()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict[tuple[str, str], tuple[Any, ...]]]:
+    """Yields what fills, within the context, with the problems that planners are asked for: (name, key) -> problem."""
+    global _watched
+    forget()
+    asked: dict[tuple[str, str], tuple[Any, ...]] = {}
+    _watched = asked
+    try:
+        yield asked
+    finally:
+        _watched = None

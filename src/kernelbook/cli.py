@@ -1,4 +1,4 @@
-"""``python -m kernelbook``: does this machine work, how fast is it, a training run, and where does a model's time go?"""
+"""``python -m kernelbook``: does this machine work, how fast is it, faster plans for it, a training run, a profile."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ from tabulate import tabulate
 from tqdm.auto import tqdm
 
 import kernelbook
-from kernelbook import check, profiling, runtime, timing
+from kernelbook import autotune, check, profiling, runtime, timing, tuning
 from kernelbook.train import command as training
 
 __all__ = ["main"]
@@ -23,6 +23,8 @@ __all__ = ["main"]
 # By the stem of a results file, a table and its key: what a bench module's ``extras()`` returns, or yields as they come.
 Extra = tuple[pd.DataFrame, Sequence[str]]
 Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
+# What torchrun starts, on several GPUs at once; "all" leaves it out.
+SEVERAL = ("several_gpus",)
 
 
 def rooms() -> list[str]:
@@ -38,6 +40,8 @@ def modules_measured() -> list[str]:
 
 
 def _bench_of(name: str) -> Any:
+    if name in SEVERAL:
+        return importlib.import_module(f"kernelbook.distributed.bench_{name}")
     module = f"kernelbook.nn.bench_{name}" if name in modules_measured() else f"kernelbook.{name}.bench"
     return importlib.import_module(module)
 
@@ -55,7 +59,7 @@ def _machine() -> list[tuple[str, str]]:
 
     lines = [
         ("kernels are", "interpreted on the CPU" if runtime.INTERPRET else "compiled"),
-        ("GPU", p.name if runtime.HAS_GPU else "none found: kernels are right here, but not fast"),
+        ("GPU", p.name if runtime.HAS_GPU else runtime.TOO_OLD or "none found: kernels are right here, but not fast"),
         ("kernelbook", str(Path(kernelbook.__file__).parent)),
         ("Python", sys.version.split()[0]),
         ("torch", torch.__version__),
@@ -68,8 +72,19 @@ def _machine() -> list[tuple[str, str]]:
             ("shared memory", f"{p.shared_memory_per_program / 1024:.0f} KiB a program"),
             ("registers", f"{p.registers_per_sm} a multiprocessor"),
             ("L2 cache", f"{p.l2_bytes / 2**20:.0f} MiB"),
+            ("plans", _plans(p.name)),
         ]
     return lines
+
+
+def _plans(gpu: str) -> str:
+    """Which plans are in use, in words."""
+    mode = runtime.plans_in_use()
+    files = {"your own": autotune.own_plans(gpu)} if mode == "tuned" else {}
+    files |= {} if mode == "rules" else {"shipped": autotune.shipped_plans(gpu)}
+    counts = {whose: sum(map(len, autotune.read_plans(path).values())) for whose, path in files.items()}
+    found = [f"{count} {whose}" for whose, count in counts.items() if count]
+    return ", ".join([*found, "rules"]) + ("" if found else " ('python -m kernelbook tune' finds plans for this GPU)")
 
 
 def _host_costs() -> list[tuple[str, float]]:
@@ -143,6 +158,9 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
     code = 0
     for room in names:
         module = _bench_of(room)
+        if room in SEVERAL:
+            code = max(code, module.bench(folder))
+            continue
         package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
         cases = [case for case in module.cases() if select is None or select in str(case)]
         print(f"{room}: {len(cases)} cases on {runtime.properties().name}", flush=True)
@@ -209,11 +227,12 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
-    measure.add_argument("room", nargs="?", choices=_all(), help="what to measure")
+    measure.add_argument("room", nargs="?", choices=[*_all(), *SEVERAL], help="what to measure")
     measure.add_argument("--all", action="store_true", help="measure everything")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument("--select", help="only the cases whose description contains this, e.g. 'backward bfloat16'")
+    tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), rooms())
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
     return top
@@ -225,6 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = top.parse_args(arguments)
     if given.command == "doctor":
         return doctor()
+    if given.command == "tune":
+        return tuning.main(given, rooms())
     if given.command == "train":
         return training.train(given)
     if given.command == "profile":

@@ -3,9 +3,16 @@
 :func:`compile_calls` runs ordinary code that calls public functions, in a new Python process in which kernels are not
 interpreted and not launched either: each launch is recorded with the very types, constants and divisibilities that it
 would have on a GPU, and then compiled for the target. What is compiled is therefore what users run.
+
+Compiling takes a second or more for each kernel. What the compiler said can be kept in a file of reports
+(:func:`read_reports`): a report stands under a digest of all that it depends on, so that one of an older source or another
+compiler is not found.
 """
 
+import ast
+import csv
 import dataclasses
+import hashlib
 import inspect
 import json
 import os
@@ -13,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +35,18 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["CompileError", "CompiledKernel", "compile_calls"]
+__all__ = ["CompileError", "CompiledKernel", "compile_calls", "read_reports", "write_reports"]
+
+# The columns of a file of reports. The key is all that is looked up by; name and target are for those who read the file.
+REPORT_COLUMNS = ("key", "name", "target", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
 
 _GPU_TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
@@ -62,7 +76,9 @@ class CompiledKernel:
 
     ``registers`` and ``spill_bytes`` are per thread (the spills are the bytes of local memory that the compiler
     reports); ``shared_bytes`` is per program. ``asm`` holds the text forms: ``ttir``, ``ttgir``, ``llir``, and ``ptx`` and
-    ``sass`` or ``amdgcn``.
+    ``sass`` or ``amdgcn``. ``key`` is a digest of all that the report depends on: the kernel's source and that of what it
+    calls, the specialization, the target, and Triton's version; empty where something has no lasting text. ``stored`` says
+    whether the report came from a file.
     """
 
     name: str
@@ -75,6 +91,8 @@ class CompiledKernel:
     spill_bytes: int
     shared_bytes: int
     asm: Mapping[str, str]
+    key: str = ""
+    stored: bool = False
 
     def __str__(self) -> str:
         types = " ".join(sorted({t for t in self.signature.values() if t.startswith("*")}))
@@ -85,6 +103,26 @@ class CompiledKernel:
         )
 
 
+def read_reports(path: Path) -> dict[str, dict[str, str]]:
+    """The rows of a file of reports, by their key; none where there is no file."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {row["key"]: row for row in csv.DictReader(file)}
+
+
+def write_reports(path: Path, kernels: Sequence[CompiledKernel]) -> None:
+    """Writes the reports of ``kernels``, and no others, in an order that does not change from one machine to the next."""
+    rows: dict[str, list[str]] = {
+        kernel.key: [str(getattr(kernel, name)) for name in REPORT_COLUMNS] for kernel in kernels if kernel.key
+    }
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(REPORT_COLUMNS)
+        ordered: list[list[str]] = sorted(rows.values(), key=lambda row: (row[1], row[2], row[0]))
+        writer.writerows(ordered)
+
+
 def compile_calls(
     code: str,
     targets: Sequence[str] = ("sm_90",),
@@ -92,6 +130,8 @@ def compile_calls(
     using: Sequence[Callable[..., Any]] = (),
     constants: Mapping[str, Any] | None = None,
     asm: Sequence[str] = (),
+    reports: Path | None = None,
+    recompile_every: int = 0,
     timeout_s: float = 900.0,
 ) -> list[CompiledKernel]:
     """Runs ``code`` with recorded instead of launched kernels, and compiles every launch for every target.
@@ -103,12 +143,15 @@ def compile_calls(
             source from a file, so they are written to one, after imports of torch, runtime, triton and tl.
         constants: what those use besides, by name; the values have to be what their ``repr`` evaluates to.
         asm: which text forms to return (``ptx``, ``sass``, ...); they are large.
+        reports: a file of reports; what stands there is not compiled again, unless ``asm`` asks for texts.
+        recompile_every: of so many stored reports one is compiled all the same, and has to agree. 0: none.
 
     Returns:
         One entry for each distinct specialization and target, in the order of the launches.
 
     Raises:
-        CompileError: ``code`` raised, or a kernel did not compile; the message holds the other process's error.
+        CompileError: ``code`` raised, a kernel did not compile, or a stored report does not agree with the compiler; the
+            message holds the other process's error.
     """
     for target in targets:
         if target not in _GPU_TARGETS:
@@ -119,12 +162,13 @@ def compile_calls(
             Path(folder, "definitions.py").write_text(_definitions(using, constants or {}))
             names = ", ".join(function.__name__ for function in using)
             code = f"import sys\n\nsys.path.insert(0, {folder!r})\nfrom definitions import {names}\n{code}"
-        job.write_text(json.dumps({"code": code, "targets": list(targets), "asm": list(asm)}))
+        what = {"code": code, "targets": list(targets), "asm": list(asm)}
+        job.write_text(json.dumps({**what, "reports": str(reports or ""), "recompile_every": recompile_every}))
         # A GPU that is there is hidden: its presence would change what is chosen and launched.
         hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         done = subprocess.run(
             [sys.executable, "-m", "kernelbook.compiled", str(job), str(result)],
-            env={**os.environ, **hidden, "KERNELBOOK_AUTOTUNE": "off"},
+            env={**os.environ, **hidden, "KERNELBOOK_PLANS": "shipped"},
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -233,6 +277,69 @@ def _amd_report(amdgcn: str) -> tuple[int, int]:
     return int(registers[1]), int(spills[1])
 
 
+def _text_of(kernel: Any) -> str:
+    """The source of a kernel, of the functions that it calls, and the values of the globals that it reads.
+
+    Not where they stand in their file, which Triton's own key holds: a line added above would change it.
+    """
+    found: dict[str, str] = {}
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop()
+        place = f"{function.__module__}.{function.__qualname__}"
+        if place in found:
+            continue
+        found[place] = function.src
+        for name in sorted({node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}):
+            value = function.__globals__.get(name)
+            of_triton = getattr(value, "__module__", "").partition(".")[0] == "triton"
+            if inspect.ismodule(value) or (of_triton and not isinstance(value, triton.language.constexpr)):
+                continue  # Triton's version stands in the key
+            if isinstance(value, JITFunction):
+                waiting.append(value)
+            elif inspect.isclass(value):
+                found[f"{place} {name}"] = inspect.getsource(value)
+            elif value is not None:
+                found[f"{place} {name}"] = repr(value)
+    return json.dumps(found, sort_keys=True)
+
+
+def _key(launch: _Launch, target: str) -> str:
+    parts = (_text_of(launch.kernel), launch.signature, launch.constants, launch.aligned, launch.options)
+    compiler = (triton.__version__, os.environ.get("TRITON_PTXAS_PATH", ""))
+    text = repr((*parts, target, compiler))
+    return "" if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _report(
+    launch: _Launch, target: str, asm: Sequence[str], reports: Mapping[str, Mapping[str, str]], recompile_every: int
+) -> CompiledKernel:
+    key = _key(launch, target)
+    row = reports.get(key)
+    if row is None or asm:
+        return dataclasses.replace(_compile(launch, target, asm), key=key)
+    figures = {name: int(row[name]) for name in REPORT_COLUMNS[3:]}
+    stored = CompiledKernel(
+        name=launch.kernel.__name__,
+        target=target,
+        signature=dict(launch.signature),
+        constants=_plain(launch.constants),
+        asm={},
+        key=key,
+        stored=True,
+        **figures,
+    )
+    if recompile_every and int(key, 16) % recompile_every == 0:
+        compiled = dataclasses.replace(_compile(launch, target, asm), key=key, stored=True)
+        if compiled != stored:
+            raise CompileError(f"the stored report is\n{stored}\nand the compiler says\n{compiled}")
+    return stored
+
+
+def _plain(constants: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in constants}
+
+
 def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel:
     names = [name for name, _ in launch.signature]
     source_type = ASTSource
@@ -259,9 +366,7 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
         name=launch.kernel.__name__,
         target=target,
         signature=dict(launch.signature),
-        constants={
-            name: value if isinstance(value, int | float | str) else str(value) for name, value in launch.constants
-        },
+        constants=_plain(launch.constants),
         num_warps=metadata.num_warps,
         num_stages=metadata.num_stages,
         registers=registers,
@@ -271,13 +376,30 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
     )
 
 
+def _of_target(target: str, job: Mapping[str, Any], reports: Mapping[str, Mapping[str, str]], result: Path) -> None:
+    how = job["asm"], reports, job["recompile_every"]
+    with runtime.compiling_for(target):
+        found = [dataclasses.asdict(_report(launch, target, *how)) for launch in _launches(job["code"])]
+    result.write_text(json.dumps(found))
+
+
 def _main(job_path: str, result_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    results = []
-    for target in job["targets"]:
-        with runtime.compiling_for(target):
-            results += [dataclasses.asdict(_compile(launch, target, job["asm"])) for launch in _launches(job["code"])]
-    Path(result_path).write_text(json.dumps(results))
+    job, result = json.loads(Path(job_path).read_text()), Path(result_path)
+    reports = read_reports(Path(job["reports"])) if job["reports"] else {}
+    parts = [result.with_suffix(f".{target}") for target in job["targets"]]
+    for target, part in zip(job["targets"], parts, strict=True):
+        # A process for each: what launch code remembers for one target must not reach the next. To import takes longer.
+        child = os.fork()
+        if child == 0:
+            try:
+                _of_target(target, job, reports, part)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            raise SystemExit(1)
+    result.write_text(json.dumps([entry for part in parts for entry in json.loads(part.read_text())]))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,10 @@ class _Handle:
             raise NotImplementedError("kernels with scratch memory are left to Triton")
         self.compiled, self.function, self.tail = compiled, compiled.function, tail
         self.key = next(key for key, value in kernel.device_caches[device][0].items() if value is compiled)
-        self.globals = tuple((scope, name, value) for (name, _), (value, scope) in kernel.used_global_vals.items())
+        # Triton keeps copies of the values to compare with; whether the very object is still there is faster to ask.
+        self.globals = tuple(
+            (scope, name, scope.get(name)) for (name, _), (_, scope) in kernel.used_global_vals.items()
+        )
         self.boxes = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         self.maps: dict[Any, list[Any]] = {}
         launch = launcher.launch
@@ -476,7 +479,11 @@ def _decompose(qualified: str, compute: Callable[..., Any]) -> None:
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
-    return _of_thread.tracing or all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if not _of_thread.tracing:
+        for tensor in tensors:
+            if tensor.data_ptr() % 16:
+                return False
+    return True
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -547,6 +554,10 @@ def has_aligned_rows(tensor: torch.Tensor) -> bool:
 
     Then rows are loaded in pieces of 16 bytes, and a tensor descriptor can read them.
     """
-    *steps, within = tensor.stride()
-    size = tensor.element_size()
-    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps) and tensor.data_ptr() % 16 == 0
+    return tensor.data_ptr() % 16 == 0 and _keep_aligned(tensor.stride(), tensor.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _keep_aligned(strides: tuple[int, ...], size: int) -> bool:
+    *steps, within = strides
+    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps)

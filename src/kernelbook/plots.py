@@ -5,8 +5,12 @@ rows (``own``) are open markers of the same colour. A figure names under its axe
 from those rows. Functions return a closed figure: as the last expression of a cell it is shown once.
 """
 
+import base64
+import io
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -24,14 +28,17 @@ __all__ = [
     "ORANGE",
     "STYLE",
     "bandwidth_figure",
+    "by_gpu",
     "finish",
     "glue",
+    "ladder",
     "new_figure",
     "provenance",
     "provider_style",
     "roofline_figure",
     "roofline_points",
     "speedup_figure",
+    "tabs",
 ]
 
 # The colours of the book's drawings (CONTRIBUTING.md).
@@ -81,6 +88,58 @@ def glue(name: str, value: object) -> None:
         print(f"{name} = {value}")
     else:
         keep(name, value, display=False)
+
+
+_sets = itertools.count()  # tab sets of a page, so that each has ids of its own
+
+
+def tabs(parts: Mapping[str, object]) -> Any:
+    """Figures, HTML or text under tabs, by their labels; the first is open. It needs no script, and prints one after another.
+
+    The markup is that of sphinx-design, whose style sheet every page of the book has.
+    """
+    from IPython.display import HTML
+
+    number, items = next(_sets), []
+    for i, (label, part) in enumerate(parts.items()):
+        name = f"kb-tab-{number}-{i}"
+        checked = ' checked="checked"' if i == 0 else ""
+        items.append(
+            f'<input{checked} id="{name}" name="kb-tabs-{number}" type="radio">'
+            f'<label class="sd-tab-label" for="{name}">{escape(label)}</label>'
+            f'<div class="sd-tab-content docutils">{_as_html(part, label)}</div>'
+        )
+    return HTML(f'<div class="sd-tab-set docutils">{"".join(items)}</div>')
+
+
+def _as_html(part: object, label: str) -> str:
+    if isinstance(part, Figure):
+        content = io.BytesIO()
+        part.savefig(content, format="png", bbox_inches="tight")
+        data = base64.b64encode(content.getvalue()).decode()
+        return f'<img alt="The same figure for {escape(label)}" src="data:image/png;base64,{data}">'
+    for name in ("_repr_html_", "_repr_markdown_"):
+        if hasattr(part, name):
+            return str(getattr(part, name)())
+    return escape(str(part))
+
+
+def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
+    """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
+
+    The book's GPU comes first, with the cell's caption and number; under it stand the others, the reader's own before the
+    rest, each under a tab. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results` takes it.
+    """
+    from IPython.display import display
+
+    from kernelbook import timing
+
+    first, *others = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
+    shown = draw(first)
+    if not others:
+        return shown
+    display(shown)  # type: ignore[no-untyped-call]
+    return tabs({gpu: draw(gpu) for gpu in others})
 
 
 def provenance(*tables: pd.DataFrame | None) -> str:
@@ -151,6 +210,8 @@ def _lines(ax: Axes, rows: pd.DataFrame, y: str, styles: dict[str, dict[str, Any
         if own:
             style |= {"linestyle": "none", "markerfacecolor": "white", "markersize": 6, "zorder": 3}
         group = group.sort_values("x")
+        if 2 * group["x"].nunique() < rows["x"].nunique():  # a line would claim the points that were not measured
+            style |= {"linestyle": "none"}
         ax.plot(group["x"], group[y], label=str(provider) if label else None, **style)
 
 
@@ -258,6 +319,55 @@ def speedup_figure(
     ax.set_title(title)
     ax.legend()
     return finish(figure, rows, own=own) if own_figure else figure
+
+
+def ladder(
+    rows: pd.DataFrame,
+    ceilings: pd.DataFrame,
+    *,
+    upto: str | None = None,
+    by: str = "gbs",
+    computed: Sequence[tuple[str, float]] = (),
+) -> str:
+    """The steps of a chapter as a Markdown table: microseconds, share of the ceiling, times the step before.
+
+    Args:
+        rows: the steps of one operation, mode and shape in one run, in their order; providers that are not ours are peers
+            and come last.
+        ceilings: recorded ceilings; that of the rows' run, else the median.
+        upto: the last step to show, with the one before it; ``None`` for all of them.
+        by: ``gbs`` for a share of the copy's bandwidth, ``tflops`` for one of the matrix product's rate.
+        computed: further lines that no kernel ran for, as (name, milliseconds).
+
+    Raises:
+        ValueError: there is no step ``upto``.
+    """
+    rows = _with_rates(rows)
+    ours = rows["provider"].str.startswith("kernelbook")
+    names = rows["provider"].str.removeprefix("kernelbook:").replace("kernelbook", "the package, as it is")
+    column = {"gbs": "copy_gbs", "tflops": "bf16_tflops"}[by]
+    own = ceilings.loc[ceilings["run"].isin(rows["run"]), column]
+    share = rows[by] / float((own if len(own) else ceilings[column]).median())
+    steps = rows["ms"].where(ours)
+    gain = steps.shift(1) / steps
+    table = pd.DataFrame(
+        {
+            "step": names,
+            "µs": [f"{1e3 * ms:.1f}" for ms in rows["ms"]],
+            "of the copy's bandwidth" if by == "gbs" else "of cuBLAS's rate": [f"{value:.0%}" for value in share],
+            "times the step before": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
+        }
+    )
+    if upto is not None:
+        places = [i for i, name in enumerate(names) if name == upto]
+        if not places:
+            raise ValueError(f"ladder: upto must be one of {', '.join(names)}, got {upto!r}")
+        table = table.iloc[max(places[0] - 1, 0) : places[0] + 1]
+    else:
+        table = pd.concat([table[ours], table[~ours]])
+        for name, ms in computed:
+            table.loc[len(table)] = [f"*{name}*", f"{1e3 * ms:.1f}", "", ""]
+    return table.to_markdown(index=False, disable_numparse=True)
 
 
 def roofline_points(rows: pd.DataFrame, provider: str = "kernelbook") -> pd.DataFrame:

@@ -7,18 +7,22 @@
 - ``kernels.txt``: the kernels that took longest, as a table (without a GPU: the host's operators).
 
 The step before the first recorded one runs under the profiler too, unrecorded: it takes the profiler's own start.
+Where several processes train together (``torch.distributed``), each writes into a folder of its own within that one.
 """
 
 import argparse
 import ast
+import atexit
 import dataclasses
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
+import torch.distributed as dist
 from torch._C._autograd import DeviceType
 
 from kernelbook import runtime
@@ -51,6 +55,8 @@ class Report:
 
     def table(self, top: int | None = None, width: int = 70) -> str:
         """The rows as text; names are cut to ``width`` characters."""
+        from tabulate import tabulate
+
         shown = [
             (
                 name if len(name) <= width else name[: width - 3] + "...",
@@ -72,26 +78,35 @@ class Report:
 class StepProfiler:
     """Records the steps ``first`` to ``last`` of a run.
 
+    What was recorded is written after the last step, by :meth:`close`, or when the program ends. A program that ends its
+    run without one of these steps is warned by :meth:`close`.
+
     Args:
-        out: the folder for the files.
+        out: the folder for the files; ``out/rank<i>`` where several processes train together.
         first, last: numbers of the first and the last recorded step, both counted.
         top: rows of the table in ``kernels.txt``.
 
     Raises:
-        ValueError: ``first`` is below 1 or above ``last``.
+        ValueError: ``first`` is below 1 or above ``last``, or ``out`` cannot be a folder.
     """
 
     def __init__(self, out: str | Path, *, first: int = 3, last: int = 5, top: int = 15) -> None:
         if not 1 <= first <= last:
             raise ValueError(f"StepProfiler: first and last must be 1 <= first <= last, got {first} and {last}")
         self.out, self.first, self.last, self.top = Path(out), first, last, top
+        there = next(path for path in (self.out.absolute(), *self.out.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            kind = "that cannot be written to" if there.is_dir() else "that is a file"
+            raise ValueError(f"StepProfiler: out must be a folder to write to, got {self.out}, {kind} ({there})")
         self.report: Report | None = None
         self._profile: Any = None
         self._recorded = 0
+        self._ran: tuple[int, int] | None = None
         self._gpu = runtime.DEVICE.type == "cuda"
 
     def begin(self, step: int) -> None:
         """Step number ``step`` (from 1) is about to run."""
+        self._ran = (step if self._ran is None else self._ran[0], step)
         if self.report is None and self._profile is None and self.first - 1 <= step <= self.last:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._gpu:
@@ -102,6 +117,7 @@ class StepProfiler:
             schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1) if step < self.first else None
             self._profile = torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True)
             self._profile.start()
+            atexit.register(self.close)  # a profiler that still runs when Python ends crashes it
         if self._profile is not None and step == self.first and self._gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -123,28 +139,42 @@ class StepProfiler:
     def close(self) -> Report | None:
         """Writes what was recorded, if anything was and it has not been written yet; ends the recording."""
         profile, self._profile = self._profile, None
-        if profile is None:
-            return self.report
-        if self._gpu:
-            torch.cuda.synchronize()
-        if not self._recorded:
-            profile.stop()
-            return None
-        self.out.mkdir(parents=True, exist_ok=True)
-        snapshot, peak = None, None
+        if profile is not None:
+            atexit.unregister(self.close)
+            try:
+                if self._gpu:
+                    torch.cuda.synchronize()
+            finally:
+                profile.stop()
+            if self._recorded:
+                self.report = self._written(profile)
+        if self.report is None and self._ran is not None:
+            warnings.warn(
+                f"StepProfiler: nothing was recorded in {self.out}: steps {self.first} to {self.last} were asked for, and "
+                f"steps {self._ran[0]} to {self._ran[1]} were run",
+                stacklevel=2,
+            )
+            self._ran = None
+        return self.report
+
+    def _written(self, profile: Any) -> Report:
+        out, snapshot, peak = self.out, None, None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            out = out / f"rank{dist.get_rank()}"
+        out.mkdir(parents=True, exist_ok=True)
         if self._gpu:
             peak = torch.cuda.max_memory_allocated() / 2**20
-            snapshot = self.out / "memory.pickle"
-            torch.cuda.memory._dump_snapshot(str(snapshot))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        profile.stop()
-        trace = self.out / "trace.json"
+            snapshot = out / "memory.pickle"
+            try:
+                torch.cuda.memory._dump_snapshot(str(snapshot))
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        trace, table = out / "trace.json", out / "kernels.txt"
         profile.export_chrome_trace(str(trace))
         rows, total = _rows(profile.key_averages(), self._recorded, self._gpu)
-        table = self.out / "kernels.txt"
-        self.report = Report(trace, snapshot, table, self._recorded, rows, total, peak)
-        table.write_text(self.report.table(self.top) + "\n")
-        return self.report
+        report = Report(trace, snapshot, table, self._recorded, rows, total, peak)
+        table.write_text(report.table(self.top) + "\n")
+        return report
 
 
 def _rows(averages: Any, steps: int, gpu: bool) -> tuple[list[tuple[str, float, float, float, float]], float]:
@@ -205,16 +235,24 @@ def profile(given: argparse.Namespace) -> int:
             raise ValueError("profile: --nf4 freezes the experts, so there must be --lora RANK to train")
         if given.steps < given.last:
             raise ValueError(f"profile: --steps must be at least --last ({given.last}), got {given.steps}")
+        for name, least in (("batch", 1), ("length", 1), ("lora", 0), ("top", 1)):
+            value = getattr(given, name)
+            if value is not None and value < least:
+                raise ValueError(f"profile: --{name} must be at least {least}, got {value}")
+        if given.config is None and given.experts != "kernelbook":
+            raise ValueError(f"profile: --experts must come with --config, got --experts {given.experts} without it")
         profiler = StepProfiler(given.out, first=given.first, last=given.last, top=given.top)
         step = _step_of(given)
     except (ImportError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    for number in range(1, given.steps + 1):
-        profiler.begin(number)
-        step()
-        profiler.end(number)
-    report = profiler.close()
+    try:
+        for number in range(1, given.steps + 1):
+            profiler.begin(number)
+            step()
+            profiler.end(number)
+    finally:
+        report = profiler.close()
     assert report is not None
     print(report.table(given.top))
     for path in (report.trace, report.snapshot, report.table_file):
@@ -285,7 +323,11 @@ def _transformers_model(
 
     if not given.config.exists():  # transformers would look for it on the network
         raise ValueError(f"profile: --config must be a file or a folder, but there is no {given.config}")
-    config = AutoConfig.from_pretrained(given.config, **_changes(given.set))
+    config, changes = AutoConfig.from_pretrained(given.config), _changes(given.set)
+    unknown = [name for name in changes if not hasattr(config, name)]
+    if unknown:
+        raise ValueError(f"profile: --set must name values of {type(config).__name__}, got {', '.join(unknown)}")
+    config = AutoConfig.from_pretrained(given.config, **changes)
     with torch.device(runtime.DEVICE):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if given.lora:

@@ -5,30 +5,36 @@ Importing this module decides how Triton kernels run in this process:
 ========================  ================================================================================
 ``TRITON_INTERPRET``      what happens
 ========================  ================================================================================
-unset                     kernels are compiled if PyTorch sees a GPU, and interpreted on the CPU if not
+unset                     kernels are compiled if PyTorch sees a GPU that is not too old for Triton, and interpreted on
+                          the CPU if not
 ``1``                     kernels are interpreted on the CPU, also where there is a GPU
 ``0``                     kernels are compiled; without a GPU they can be compiled but not launched
 ========================  ================================================================================
 
-Triton reads that variable when it is imported, so this module has to come first: ``import kernelbook`` before
-``import triton``. If Triton came first and set itself up the other way, importing this module raises.
+Triton reads that variable when it is imported. ``import kernelbook`` may come before or after that: where there is no GPU
+and Triton was set up to compile, as it is where something else has imported it (``torch.compile``, transformers,
+bitsandbytes), its own helpers are changed into interpreted ones. The other way around, and on a machine with a GPU, what
+others have defined already could not follow: there importing this module raises.
 
 Other variables, each read when it is needed:
 
 - ``KERNELBOOK_DEBUG=1``: index tensors on the GPU are range-checked too, at the price of a synchronisation.
-- ``KERNELBOOK_AUTOTUNE``: ``default`` | ``full`` | ``off``, see :mod:`kernelbook.autotune`.
-- ``KERNELBOOK_CACHE``: the folder for tuned configurations (default: ``$XDG_CACHE_HOME/kernelbook``).
+- ``KERNELBOOK_PLANS``: ``tuned`` | ``shipped`` | ``rules``, see :mod:`kernelbook.autotune`.
+- ``KERNELBOOK_CACHE``: the folder for tuned plans (default: ``$XDG_CACHE_HOME/kernelbook``).
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,20 +44,87 @@ __all__ = [
     "HAS_GPU",
     "INTERPRET",
     "TARGETS",
+    "TOO_OLD",
     "DeviceProperties",
-    "autotune_mode",
     "cache_dir",
     "can_launch",
     "compiling_for",
     "debug_enabled",
     "device_slug",
     "ensure_context",
+    "free_bytes",
     "kernel_dtype",
     "on_device_of",
+    "plans_in_use",
     "properties",
+    "slug",
 ]
 
-HAS_GPU: bool = torch.cuda.is_available()
+
+def _has_gpu() -> bool:
+    """``torch.cuda.is_available()``, without a CUDA context: a process that has one cannot fork workers that use CUDA.
+
+    PyTorch then asks the driver's library for management (NVML), whose answer does not know whether the driver is recent
+    enough. The first tensor on the GPU will tell.
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+OLDEST = (8, 0)  # the compute capability from which on Triton is maintained and has bfloat16
+
+
+def _newest_nvidia_gpu() -> tuple[str, tuple[int, int]] | None:
+    """Name and compute capability of this machine's newest NVIDIA GPU; ``None`` where its driver cannot be asked.
+
+    By NVIDIA's management library, as :func:`_has_gpu` asks.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        count, found = ctypes.c_uint(), []
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return None
+        for index in range(count.value):
+            device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+            name = ctypes.create_string_buffer(96)
+            if not (
+                nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+                or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+                or nvml.nvmlDeviceGetName(device, name, len(name))
+            ):
+                found.append(((major.value, minor.value), name.value.decode()))
+    except (OSError, AttributeError):  # no driver of NVIDIA's, or one without these functions
+        return None
+    if not found:
+        return None
+    capability, model = max(found)
+    return model, capability
+
+
+def _why_too_old() -> str:
+    """Why Triton cannot use the GPU that PyTorch sees, and what to do, in a sentence; empty if it can, or there is none."""
+    newest = _newest_nvidia_gpu() if torch.version.hip is None and _has_gpu() else None
+    if newest is None or newest[1] >= OLDEST:
+        return ""
+    (major, minor), (needed, _) = newest[1], OLDEST
+    return (
+        f"this GPU ({newest[0]}, compute capability {major}.{minor}) is too old for Triton, which needs {needed}.0 (Ampere) or "
+        "newer, so kernels run in the interpreter on the CPU, right but slow: keep tensors on the CPU, or take a newer GPU "
+        "(on Colab an L4 or an A100)"
+    )
+
+
+TOO_OLD: str = _why_too_old()
+if TOO_OLD:
+    warnings.warn(f"kernelbook: {TOO_OLD}", stacklevel=2)
+HAS_GPU: bool = _has_gpu() and not TOO_OLD
 
 
 def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
@@ -67,24 +140,62 @@ def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
 
 
 def _set_up_triton(interpret: bool) -> None:
-    """Switches Triton's interpreter on or off before Triton is imported, and checks that it took."""
-    imported_before = "triton" in sys.modules
-    if not imported_before:
+    """Switches Triton's interpreter on or off before Triton is imported, or mends what was imported before."""
+    if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
     # Triton's own helpers (tl.sum and its like) took their form when Triton was imported; kernels that are
     # defined later have to take the same one.
+    if interpret and not HAS_GPU and not isinstance(tl.sum, InterpretedFunction):
+        _interpret_helpers()
     if isinstance(tl.sum, InterpretedFunction) != interpret:
+        # With a GPU, kernels that others have defined are there to be compiled, with these helpers. And to go back to
+        # compiling is impossible: a helper that was called by the interpreter leaves triton.language.core patched.
         wanted, value = ("the interpreter", 1) if interpret else ("compiled kernels", 0)
         raise ImportError(
-            f"kernelbook needs {wanted} here ({'no GPU was found' if not HAS_GPU else 'TRITON_INTERPRET asks for it'}), "
-            f"but Triton was imported before kernelbook and is set up the other way. Import kernelbook before Triton "
-            f"(and before anything that imports Triton), or start Python with TRITON_INTERPRET={value}."
+            f"kernelbook needs {wanted} here (TRITON_INTERPRET asks for it, or there is a GPU), but Triton was imported "
+            f"before kernelbook and is set up the other way. Import kernelbook before Triton (and before anything that "
+            f"imports Triton), or start Python with TRITON_INTERPRET={value}."
         )
     # Kernels that are defined from here on read the variable anew.
     os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    if interpret:
+        # The interpreter patches triton.language while a kernel runs, and its programs share one index: with two
+        # threads in it, the first that ends takes the patches away from the other.
+        InterpretedFunction.run = _one_at_a_time(InterpretedFunction.run)  # type: ignore[method-assign]
+
+
+def _interpret_helpers() -> None:
+    """Has the interpreter run Triton's own helpers, though Triton was imported to compile.
+
+    Interpreted ones take their places in Triton's modules, where kernels and the other helpers look them up. Kernels of
+    others stay as they are. Without a GPU they could not have been launched anyway.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    interpreted = functools.cache(InterpretedFunction)  # one each: the interpreter compares them
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "triton"]:
+        for name, value in list(vars(module).items()):
+            if type(value) is JITFunction:
+                setattr(module, name, interpreted(value.fn))
+    for name, value in list(vars(tl.tensor).items()):
+        if type(value) is JITFunction:  # the compiler binds such a method by itself, Python only what is made for it
+            setattr(tl.tensor, name, functools.partialmethod(interpreted(value.fn)))
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    lock = threading.RLock()
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return run
 
 
 INTERPRET: bool = _choose_mode(os.environ.get("TRITON_INTERPRET"), HAS_GPU)
@@ -112,8 +223,11 @@ class DeviceProperties:
 # The GPUs that kernels are compiled for where there is none, from the vendors' data sheets.
 TARGETS: dict[str, DeviceProperties] = {
     "sm_80": DeviceProperties("NVIDIA A100", "sm_80", 108, 166_912, 167_936, 65_536, 2048, 40 * 2**20),
+    "sm_86": DeviceProperties("NVIDIA GeForce RTX 3090", "sm_86", 82, 101_376, 102_400, 65_536, 1536, 6 * 2**20),
+    "sm_89": DeviceProperties("NVIDIA GeForce RTX 4090", "sm_89", 128, 101_376, 102_400, 65_536, 1536, 72 * 2**20),
     "sm_90": DeviceProperties("NVIDIA H200", "sm_90", 132, 232_448, 233_472, 65_536, 2048, 50 * 2**20),
     "sm_100": DeviceProperties("NVIDIA B200", "sm_100", 148, 232_448, 233_472, 65_536, 2048, 126 * 2**20),
+    "sm_120": DeviceProperties("NVIDIA GeForce RTX 5090", "sm_120", 170, 101_376, 102_400, 65_536, 1536, 96 * 2**20),
     "gfx942": DeviceProperties("AMD MI300X", "gfx942", 304, 65_536, 65_536, 131_072, 2048, 4 * 2**20, 64),
 }
 
@@ -169,11 +283,14 @@ def properties(device: torch.device | None = None) -> DeviceProperties:
     return _gpu_properties(index)
 
 
+def slug(name: str) -> str:
+    """A GPU's name as files and folders are called by it: ``NVIDIA H200`` -> ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def device_slug() -> str:
     """The name of the folder under ``book/results`` for this machine: ``nvidia-h200``, ``interpreter``."""
-    if DEVICE.type != "cuda":
-        return "interpreter"
-    return re.sub(r"[^a-z0-9]+", "-", properties().name.lower()).strip("-")
+    return slug(properties().name) if DEVICE.type == "cuda" else "interpreter"
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -214,12 +331,25 @@ def debug_enabled() -> bool:
     return os.environ.get("KERNELBOOK_DEBUG", "") == "1"
 
 
-def autotune_mode() -> str:
-    """``KERNELBOOK_AUTOTUNE``: ``default``, ``full`` or ``off``."""
-    mode = os.environ.get("KERNELBOOK_AUTOTUNE", "default")
-    if mode not in ("default", "full", "off"):
-        raise ValueError(f"kernelbook: KERNELBOOK_AUTOTUNE must be default, full or off, got {mode!r}")
+def plans_in_use() -> str:
+    """``KERNELBOOK_PLANS``: ``tuned`` (own plans, then shipped ones, then the rules), ``shipped`` or ``rules``."""
+    mode = os.environ.get("KERNELBOOK_PLANS", "tuned")
+    if mode not in ("tuned", "shipped", "rules"):
+        raise ValueError(f"kernelbook: KERNELBOOK_PLANS must be tuned, shipped or rules, got {mode!r}")
     return mode
+
+
+def free_bytes() -> int:
+    """How much more memory this process can take on the current GPU, or without one in the machine.
+
+    What PyTorch's allocator holds and does not use counts as free; what it was forbidden
+    (``PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.5``) does not.
+    """
+    if DEVICE.type != "cuda":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, total = torch.cuda.mem_get_info()
+    held, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    return min(free + held, int(total * torch.cuda.memory.get_per_process_memory_fraction())) - used
 
 
 def cache_dir() -> Path:

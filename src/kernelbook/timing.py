@@ -4,7 +4,11 @@ A benchmark of a room (``<room>/bench.py``) lists :class:`Case` objects. :func:`
 case against float64 and times them in one process beside the machine's ceilings, and :func:`write_results` keeps the
 rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
 2**20 bytes, times milliseconds.
+
+Tables need the extra ``commands``; :func:`measure` and the ceilings do not.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -20,14 +24,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
-from tqdm import tqdm
 
-import kernelbook
 from kernelbook import check, runtime
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "CEILING_COLUMNS",
@@ -49,6 +53,7 @@ __all__ = [
     "measure",
     "measure_ceilings",
     "peak_mib",
+    "recorded_gpus",
     "results_dir",
     "run_cases",
     "write_results",
@@ -79,7 +84,7 @@ class Timing:
     samples: int
 
     @classmethod
-    def of(cls, times: Sequence[float]) -> "Timing":
+    def of(cls, times: Sequence[float]) -> Timing:
         ordered = sorted(times)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
@@ -241,7 +246,10 @@ def measure_ceilings(*, quick: bool = False) -> Ceilings:
     n = 4096 if quick else 8192
 
     def copy_gbs() -> float:
-        source = torch.randn(2**27 if quick else 2**30, dtype=torch.bfloat16, device=runtime.DEVICE)
+        elements = 2**27 if quick else 2**30
+        while elements > 2**24 and 8 * elements > runtime.free_bytes():  # of which it takes half
+            elements //= 2
+        source = torch.randn(elements, dtype=torch.bfloat16, device=runtime.DEVICE)
         target = torch.empty_like(source)
         return 2 * source.nbytes / measure(lambda: target.copy_(source), rep_ms=rep_ms).ms / 1e6
 
@@ -363,8 +371,12 @@ def run_cases(
 
     Returns:
         The rows (columns :data:`COLUMNS`, one run id) and the failures in words. A case in which one of our own results
-        is not correct, or that raises an error, contributes no row; the others are measured all the same.
+        is not correct, or that raises an error, contributes no row; the others are measured all the same. A case that is too
+        large for the GPU's memory is left out, which is printed and no failure.
     """
+    import pandas as pd
+    from tqdm import tqdm
+
     run, about = new_run(), environment(package)
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
@@ -374,7 +386,10 @@ def run_cases(
         except check.CheckError as error:
             failures.append(f"{case}: {error}")
             continue
-        except Exception as error:  # out of memory, a peer that a new version broke: one case is lost, not the run
+        except torch.OutOfMemoryError:  # this GPU is too small for it; a smaller one of the same sweep may fit
+            tqdm.write(f"left out, too little GPU memory: {case}")
+            continue
+        except Exception as error:  # a peer that a new version broke: one case is lost, not the run
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
         new = [{"run": run, **figures, **about} for figures in found]
@@ -437,8 +452,10 @@ def source_digest(*places: Path) -> str:
 
 def package_version(*places: Path) -> str:
     """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of what all rooms share."""
-    shared = [Path(kernelbook.__file__).parent / name for name in SHARED_SOURCES]
-    return f"{kernelbook.__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
+    from kernelbook import __version__
+
+    shared = [Path(__file__).parent / name for name in SHARED_SOURCES]
+    return f"{__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
 
 
 def environment(package: str) -> dict[str, str]:
@@ -462,6 +479,8 @@ def environment(package: str) -> dict[str, str]:
 
 def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
     """One row of ``ceilings.csv``."""
+    import pandas as pd
+
     figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
     return pd.DataFrame([{"run": run, **figures, **environment(package)}], columns=list(CEILING_COLUMNS))
 
@@ -472,6 +491,8 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     Rows that are not replaced keep every character. The new file takes the old one's place in one step. Raises
     ``ValueError`` when the columns of the file and of ``rows`` differ.
     """
+    import pandas as pd
+
     rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
     if path.exists():
         old = _with_later_columns(pd.read_csv(path, dtype=str, keep_default_na=False), list(rows.columns))
@@ -517,8 +538,23 @@ def results_dir() -> Path:
     raise FileNotFoundError("results_dir: no folder book/results above the working folder or the package")
 
 
-def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
+BOOKS_GPU = "nvidia-h200"  # whose rows the text of the book speaks of
+
+
+def recorded_gpus(*stems: str) -> list[str]:
+    """The folders of ``book/results`` that have a file of one of these stems (``layer_norm``): the book's GPU first.
+
+    Then the one at hand, if it has been measured, then all others by name.
+    """
+    folders = {path.parent.name for stem in stems for path in results_dir().glob(f"*/{stem}.*")}
+    first = [gpu for gpu in (BOOKS_GPU, runtime.device_slug()) if gpu in folders]
+    return list(dict.fromkeys([*first, *sorted(folders)]))
+
+
+def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
     """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
+    import pandas as pd
+
     rows = pd.read_csv(results_dir() / gpu / f"{room}.csv")
     for name in ("host_us", "gpus"):
         if name not in rows.columns:
@@ -528,13 +564,17 @@ def load_results(room: str, gpu: str = "nvidia-h200") -> pd.DataFrame:
     return rows
 
 
-def load_all_results(gpu: str = "nvidia-h200") -> dict[str, pd.DataFrame]:
+def load_all_results(gpu: str = BOOKS_GPU) -> dict[str, pd.DataFrame]:
     """:func:`load_results` for each file of ``gpu`` that has the columns of a measurement, by its stem."""
+    import pandas as pd
+
     files = sorted((results_dir() / gpu).glob("*.csv"))
     return {path.stem: load_results(path.stem, gpu) for path in files if "ms" in pd.read_csv(path, nrows=0).columns}
 
 
-def load_ceilings(gpu: str = "nvidia-h200", run: str | None = None) -> pd.DataFrame:
+def load_ceilings(gpu: str = BOOKS_GPU, run: str | None = None) -> pd.DataFrame:
     """The recorded ceilings of ``gpu``, those of one ``run`` if it is given."""
+    import pandas as pd
+
     rows = pd.read_csv(results_dir() / gpu / "ceilings.csv")
     return rows if run is None else rows.loc[rows["run"] == run]

@@ -14,12 +14,13 @@ Each output has one owner, so nothing is added atomically and results are bitwis
 kernels recompute the scores: seven matrix products where five would do. dkdv computes transposed tiles (keys x queries), so
 that each of its products reads its left operand as it lies in registers.
 
-Causal: query i sees the keys up to i + S - N. Tiles that no query sees are not visited; only tiles on the diagonal, and the
-last ones, are masked, in loops of their own.
+Causal: query i sees the keys up to i + S - N; with a window, as many before that one only. Tiles that no query sees are
+not visited; only tiles on the two diagonals, and the last ones, are masked, in loops of their own. With lengths, each
+sequence has its own S, which is read on the device.
 
 Operations: 4 B H N S D forward, 10 B H N S D backward (half of that if causal). Bytes: q, k, v, o once, plus 4 B H N.
 
-Not handled: dropout, bias, windows, other masks, head sizes above 256.
+Not handled: dropout, bias, other masks, head sizes above 256.
 """
 
 import dataclasses
@@ -106,6 +107,41 @@ def _place(pid, num_blocks, num_heads, section, REVERSED: tl.constexpr):
     return block, first + within % heads
 
 
+@triton.jit
+def _length(lengths_ptr, stride_lb, b, S, LENGTHS: tl.constexpr):
+    """How many keys sequence ``b`` has: S if nothing else is said."""
+    length = S
+    if LENGTHS:
+        length = tl.load(lengths_ptr + b.to(tl.int64) * stride_lb)
+        length = tl.minimum(tl.maximum(length, 0), S).to(tl.int32)
+    return length
+
+
+@triton.jit
+def _visible(
+    start_m, N, S, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """-> first, left, full, last: what keys the queries from ``start_m`` on see, in whole tiles but for ``last``.
+
+    Some query sees a key from ``first`` to ``last``, and all of them see those from ``left`` to ``full``.
+    """
+    first = 0
+    left = 0
+    last = S
+    full = S // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        diagonal = S - N
+        last = tl.maximum(tl.minimum(start_m + BLOCK_M + diagonal, S), 0)
+        full = tl.maximum(tl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N * BLOCK_N
+        if WINDOW:
+            first = tl.maximum(start_m + diagonal - window + 1, 0) // BLOCK_N * BLOCK_N
+            left = tl.maximum(start_m + BLOCK_M + diagonal - window, 0)
+            left = tl.minimum(tl.cdiv(left, BLOCK_N), tl.cdiv(last, BLOCK_N)) * BLOCK_N
+            full = tl.maximum(full, left)
+    return first, left, full, last
+
+
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
@@ -114,8 +150,8 @@ def _flash_attention_fwd_steps(
     acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,), (BLOCK_M,), (BLOCK_M, BLOCK_D)
     k, stride_kb, stride_kh, stride_kn, stride_kd,
     v, stride_vb, stride_vh, stride_vn, stride_vd,
-    b, h_kv, offs_m, first, last, diagonal, S, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
+    b, h_kv, offs_m, first, last, diagonal, S, window, scale,
+    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -132,6 +168,8 @@ def _flash_attention_fwd_steps(
             seen = (offs_n < S)[None, :]
             if CAUSAL:
                 seen = seen & (offs_n[None, :] <= offs_m[:, None] + diagonal)
+            if WINDOW:
+                seen = seen & (offs_n[None, :] > offs_m[:, None] + diagonal - window)
             scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
         # Where nothing was seen yet, -inf - (-inf) would be NaN.
@@ -149,7 +187,7 @@ def _flash_attention_fwd_steps(
     return acc, l, m
 
 
-@triton.jit(do_not_specialize=["B", "H", "N", "S", "section"])
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "section", "window"])
 def _flash_attention_fwd_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
@@ -157,7 +195,10 @@ def _flash_attention_fwd_kernel(
     o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen
     B, H, N, S, section,
+    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
+    window,
     scale,  # with log2(e)
+    LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -174,26 +215,26 @@ def _flash_attention_fwd_kernel(
     l = tl.zeros((BLOCK_M,), ACC)
     m = tl.full((BLOCK_M,), float("-inf"), ACC)
 
-    # Query i sees the keys up to i + diagonal. All queries of the block see those before ``full``,
-    # none those from ``last``.
-    diagonal = S - N
-    if CAUSAL:
-        last = tl.maximum(tl.minimum(start_m + BLOCK_M + diagonal, S), 0)
-        full = tl.maximum(tl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N * BLOCK_N
-    else:
-        last = S
-        full = S // BLOCK_N * BLOCK_N
+    S = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
+    first, left, full, last = _visible(start_m, N, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if WINDOW:
+        acc, l, m = _flash_attention_fwd_steps(
+            acc, l, m, q_tile,
+            k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+            b, h // GROUP, offs_m, first, tl.minimum(left, last), S - N, S, window, scale,
+            D, True, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     acc, l, m = _flash_attention_fwd_steps(
         acc, l, m, q_tile,
         k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-        b, h // GROUP, offs_m, 0, full, diagonal, S, scale,
-        D, False, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        b, h // GROUP, offs_m, left, full, S - N, S, window, scale,
+        D, False, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     acc, l, m = _flash_attention_fwd_steps(
         acc, l, m, q_tile,
         k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-        b, h // GROUP, offs_m, full, last, diagonal, S, scale,
-        D, True, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        b, h // GROUP, offs_m, full, last, S - N, S, window, scale,
+        D, True, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     seen = l > 0.0
@@ -245,8 +286,8 @@ def _flash_attention_bwd_dkdv_steps(
     q, stride_qb, stride_qh, stride_qn, stride_qd,
     do, stride_dob, stride_doh, stride_don, stride_dod,
     lse_ptr, delta_ptr,  # of this head
-    b, h, offs_n, first, last, diagonal, N, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, BOXES: tl.constexpr,
+    b, h, offs_n, first, last, diagonal, N, window, scale,
+    D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -265,7 +306,10 @@ def _flash_attention_bwd_dkdv_steps(
         scores = _dot(k_tile, q_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
         p = tl.math.exp2(scores * scale - lse[None, :])
         if MASKED:
-            p = tl.where(offs_n[:, None] <= offs_m[None, :] + diagonal, p, 0.0)
+            seen = offs_n[:, None] <= offs_m[None, :] + diagonal
+            if WINDOW:
+                seen = seen & (offs_n[:, None] > offs_m[None, :] + diagonal - window)
+            p = tl.where(seen, p, 0.0)
         do_tile = _rows(
             do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N,
             D, True, BOXES, BLOCK_M, BLOCK_D,
@@ -278,7 +322,7 @@ def _flash_attention_bwd_dkdv_steps(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
 def _flash_attention_bwd_dkdv_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
@@ -288,8 +332,11 @@ def _flash_attention_bwd_dkdv_kernel(
     dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,  # (B, H / GROUP, S, D)
     dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd,  # (B, H / GROUP, S, D)
     B, H, N, S, n_padded, section,
+    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
+    window,
     scale,  # with log2(e)
     dk_scale,  # without
+    LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -298,24 +345,33 @@ def _flash_attention_bwd_dkdv_kernel(
     b, h_kv = head_kv // (H // GROUP), head_kv % (H // GROUP)
     start_n = pid_n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
+    length = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
     k_tile = _rows(
-        k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start_n, S,
+        k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start_n, length,
         D, True, BOXES, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     v_tile = _rows(
-        v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start_n, S,
+        v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start_n, length,
         D, True, BOXES, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     dk = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     dv = tl.zeros((BLOCK_N, BLOCK_D), ACC)
 
-    # No query before ``first`` sees any of these keys; those from ``full`` on see all of them.
-    diagonal = S - N
+    # No query before ``first`` or from ``last`` on sees any of these keys; those from ``full`` to ``right`` see all of them.
+    diagonal = length - N
     first = 0
     full = 0
+    last = N
+    if LENGTHS:
+        last = tl.where(start_n < length, N, 0)
+    right = last
     if CAUSAL:
         first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M
         full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
+        if WINDOW:
+            last = tl.minimum(start_n + BLOCK_N - 1 - diagonal + window, last)
+            right = tl.minimum(tl.maximum(start_n - diagonal + window, 0), N) // BLOCK_M * BLOCK_M
+            right = tl.maximum(right, full)
     for member in range(GROUP):
         h = h_kv * GROUP + member
         rows = (b.to(tl.int64) * H + h) * n_padded
@@ -323,15 +379,26 @@ def _flash_attention_bwd_dkdv_kernel(
             dk, dv = _flash_attention_bwd_dkdv_steps(
                 dk, dv, k_tile, v_tile,
                 q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
-                lse_ptr + rows, delta_ptr + rows, b, h, offs_n, first, tl.minimum(full, N), diagonal, N, scale,
-                D, True, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                lse_ptr + rows, delta_ptr + rows, b, h, offs_n, first, tl.minimum(full, last), diagonal, N, window, scale,
+                D, True, WINDOW, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
             )  # fmt: skip
         dk, dv = _flash_attention_bwd_dkdv_steps(
             dk, dv, k_tile, v_tile,
             q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
-            lse_ptr + rows, delta_ptr + rows, b, h, offs_n, full, N, diagonal, N, scale,
-            D, False, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
+            lse_ptr + rows, delta_ptr + rows, b, h, offs_n, full, tl.minimum(right, last), diagonal, N, window, scale,
+            D, False, WINDOW, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
+        if WINDOW:
+            dk, dv = _flash_attention_bwd_dkdv_steps(
+                dk, dv, k_tile, v_tile,
+                q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
+                lse_ptr + rows, delta_ptr + rows, b, h, offs_n, right, last, diagonal, N, window, scale,
+                D, True, WINDOW, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+    if LENGTHS:  # keys beyond the length were zeros, not out of sight
+        there = (offs_n < length)[:, None]
+        dk = tl.where(there, dk, 0.0)
+        dv = tl.where(there, dv, 0.0)
     _store_rows(
         dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd, dk * dk_scale, b, h_kv, start_n, S,
         D, BLOCK_N, BLOCK_D,
@@ -348,8 +415,8 @@ def _flash_attention_bwd_dq_steps(
     lse, delta,  # (BLOCK_M,) each
     k, stride_kb, stride_kh, stride_kn, stride_kd,
     v, stride_vb, stride_vh, stride_vn, stride_vd,
-    b, h_kv, offs_m, first, last, diagonal, S, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
+    b, h_kv, offs_m, first, last, diagonal, S, window, scale,
+    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -371,6 +438,8 @@ def _flash_attention_bwd_dq_steps(
             seen = (offs_n < S)[None, :]
             if CAUSAL:
                 seen = seen & (offs_n[None, :] <= offs_m[:, None] + diagonal)
+            if WINDOW:
+                seen = seen & (offs_n[None, :] > offs_m[:, None] + diagonal - window)
             p = tl.where(seen, p, 0.0)
         zeros = tl.zeros((do_tile.shape[0], BLOCK_N), ACC)
         dp = _dot(do_tile, v_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -379,7 +448,7 @@ def _flash_attention_bwd_dq_steps(
     return dq
 
 
-@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
 def _flash_attention_bwd_dq_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
@@ -388,8 +457,11 @@ def _flash_attention_bwd_dq_kernel(
     lse_ptr, delta_ptr,  # (B, H, n_padded) from the forward pass; rowsum(o * do)
     dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd,  # (B, H, N, D)
     B, H, N, S, n_padded, section,
+    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
+    window,
     scale,  # with log2(e)
     dq_scale,  # without
+    LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -411,24 +483,26 @@ def _flash_attention_bwd_dq_kernel(
     delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < N, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), ACC)
 
-    diagonal = S - N
-    if CAUSAL:
-        last = tl.maximum(tl.minimum(start_m + BLOCK_M + diagonal, S), 0)
-        full = tl.maximum(tl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N * BLOCK_N
-    else:
-        last = S
-        full = S // BLOCK_N * BLOCK_N
+    S = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
+    first, left, full, last = _visible(start_m, N, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if WINDOW:
+        dq = _flash_attention_bwd_dq_steps(
+            dq, q_tile, do_tile, lse, delta,
+            k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+            b, h // GROUP, offs_m, first, tl.minimum(left, last), S - N, S, window, scale,
+            D, True, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     dq = _flash_attention_bwd_dq_steps(
         dq, q_tile, do_tile, lse, delta,
         k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-        b, h // GROUP, offs_m, 0, full, diagonal, S, scale,
-        D, False, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        b, h // GROUP, offs_m, left, full, S - N, S, window, scale,
+        D, False, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     dq = _flash_attention_bwd_dq_steps(
         dq, q_tile, do_tile, lse, delta,
         k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-        b, h // GROUP, offs_m, full, last, diagonal, S, scale,
-        D, True, CAUSAL, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        b, h // GROUP, offs_m, full, last, S - N, S, window, scale,
+        D, True, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     _store_rows(
         dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, dq * dq_scale, b, h, start_m, N,
@@ -504,9 +578,12 @@ TILES = {
 
 
 def has_boxes(properties: runtime.DeviceProperties) -> bool:
-    """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
-    arch = properties.arch
-    return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
+    """Whether tiles are copied by tensor descriptor: on Hopper and later, and in the interpreter.
+
+    GeForce's Blackwell (sm_120) has descriptors too, but multiplies from registers and has less than half the shared
+    memory: there the large tiles that descriptors are for spill or do not fit.
+    """
+    return properties.arch in ("interpreter", "sm_90", "sm_90a", "sm_100", "sm_103")
 
 
 def _shared_bytes(kernel: str, tiles: _Tiles, width: int, itemsize: int, amd: bool) -> int:

@@ -15,12 +15,14 @@ experts are used as they are, see :mod:`kernelbook.interop.peft`.
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from kernelbook import profiling
@@ -117,7 +119,9 @@ def _problem_of(experts: Any) -> str | None:
     (num, out, hidden), (num2, hidden2, inner) = up.shape, down.shape
     if experts.is_transposed:
         out, hidden, hidden2, inner = hidden, out, inner, hidden2
-    if not num == num2 == experts.num_experts or hidden != hidden2 or out != (2 if experts.has_gate else 1) * inner:
+    # Spread over ranks, the module counts its own rank's experts, and its weights know of all.
+    counted = num if isinstance(up, DTensor) else experts.num_experts
+    if not num == num2 == counted or hidden != hidden2 or out != (2 if experts.has_gate else 1) * inner:
         return (
             f"must have {experts.num_experts} experts that take and give the same number of features, got weights "
             f"{tuple(up.shape)} and {tuple(down.shape)}"
@@ -247,7 +251,8 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     With PEFT, call it **after** ``get_peft_model``: around quantized parameters PEFT nests its wrappers in another order,
     and an adapter that is saved so can be loaded only into a model that was quantized first as well.
     ``state_dict()`` holds the packed bytes and the scales, and loads into a model that was quantized in the same way;
-    ``from_pretrained`` does not know them: save the adapters (PEFT does), and quantize the dense model anew.
+    ``from_pretrained`` does not know them and would draw the experts at random, so ``model.save_pretrained`` is refused from
+    here on: save the adapters (PEFT does), and quantize the dense model anew.
     Every implementation of the experts goes on working; all but ``"kernelbook"`` make all experts dense in each forward
     pass and keep them for the backward pass.
 
@@ -266,7 +271,17 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
             saved += (
                 before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
             )
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if hasattr(base, "save_pretrained"):
+        base.save_pretrained = _refuse_to_save
     return saved
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "save_pretrained: the model must have dense experts, but quantize_experts has packed them, and from_pretrained "
+        "would draw them at random. Save the adapters (the PeftModel's save_pretrained) or model.state_dict()"
+    )
 
 
 # --- profiling ------------------------------------------------------------------------------------------------------
@@ -279,10 +294,11 @@ class ProfileCallback(transformers.TrainerCallback):
 
         trainer = Trainer(..., callbacks=[ProfileCallback("profile", first=10, last=12)])
 
-    A step is an optimizer step, gradient accumulation included; steps count from 1 as the Trainer's do.
+    A step is an optimizer step, gradient accumulation included; steps count from 1 as the Trainer's do, also where it
+    resumes. One callback records once: another ``train()`` wants another one, with a folder of its own.
 
     Args:
-        out: the folder for ``trace.json``, ``memory.pickle`` and ``kernels.txt``.
+        out: the folder for ``trace.json``, ``memory.pickle`` and ``kernels.txt``; ``out/rank<i>`` with several processes.
         first, last: the first and the last step that is recorded.
         top: how many kernels the table has.
     """
@@ -294,6 +310,14 @@ class ProfileCallback(transformers.TrainerCallback):
     def report(self) -> "profiling.Report | None":
         """What was recorded, once the last step is over."""
         return self.profiler.report
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.report is not None:
+            warnings.warn(
+                f"ProfileCallback: {self.profiler.out} holds what an earlier train() recorded, and this one is not recorded; "
+                f"give it a callback of its own",
+                stacklevel=2,
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.profiler.begin(state.global_step + 1)

@@ -1,6 +1,18 @@
-"""LayerNorm with its backward pass in two variants: partial sums and locks."""
+"""LayerNorm, with its backward pass in two variants (partial sums and locks), and RMSNorm."""
 
-from kernelbook.layer_norm.op import layer_norm
-from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference
+from kernelbook.layer_norm.op import layer_norm, rms_norm
+from kernelbook.layer_norm.reference import (
+    layer_norm_backward_reference,
+    layer_norm_reference,
+    rms_norm_backward_reference,
+    rms_norm_reference,
+)
 
-__all__ = ["layer_norm", "layer_norm_backward_reference", "layer_norm_reference"]
+__all__ = [
+    "layer_norm",
+    "layer_norm_backward_reference",
+    "layer_norm_reference",
+    "rms_norm",
+    "rms_norm_backward_reference",
+    "rms_norm_reference",
+]

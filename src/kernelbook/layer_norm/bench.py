@@ -1,10 +1,11 @@
-"""What is measured of ``layer_norm``: forward and backward beside PyTorch, torch.compile and Liger, and the lock's barrier."""
+"""What is measured of ``layer_norm`` and ``rms_norm``: forward and backward beside PyTorch, torch.compile and Liger (and
+Quack's RMSNorm where it is installed), and the lock's barrier."""
 
 import functools
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -13,11 +14,11 @@ import torch.nn.functional as F
 
 from kernelbook import check, launching, runtime, timing
 from kernelbook.layer_norm import kernels, op
-from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference
+from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
 
-__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks"]
+__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks", "tuning_cases"]
 
-EPS = 1e-5
+EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
 SMALL_SHAPES = ((64, 256), (512, 1024))
 SWEEP_M, SWEEP_N = 4096, tuple(512 * i for i in range(2, 32))
@@ -28,10 +29,16 @@ BARRIER_KEY = ("op", "variant", "dtype", "shape")
 LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+PEERS = {"liger": ("liger_kernel", "liger-kernel"), "quack": ("quack", "quack-kernels")}  # module, package
+
+
+def _has(peer: str) -> bool:
+    return importlib.util.find_spec(PEERS[peer][0]) is not None
+
+
 def missing_peers() -> list[str]:
     """The peers that are not installed, in words."""
-    found = importlib.util.find_spec("liger_kernel") is not None
-    return [] if found else ["liger (package liger-kernel is not installed)"]
+    return [f"{name} (package {package} is not installed)" for name, (_, package) in PEERS.items() if not _has(name)]
 
 
 def _layer_norms(with_compile: bool) -> dict[str, LayerNorm]:
@@ -48,7 +55,7 @@ def _layer_norms(with_compile: bool) -> dict[str, LayerNorm]:
         providers["torch.compile"] = torch.compile(torch_layer_norm, dynamic=False)
         ours = torch.compile(lambda x, w, b: op.layer_norm(x, w, b, EPS), dynamic=False, fullgraph=True)
         providers["kernelbook:compiled"] = ours
-    if not missing_peers():
+    if _has("liger"):
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
         def liger_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -133,6 +140,111 @@ def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool) -> 
     )
 
 
+# --- rms_norm -------------------------------------------------------------------------------------------------------
+
+# x (M, N), weight (N,) and, where it is to be added, a residual (M, N) -> the normalized rows and, with it, the sum.
+RMSNorm = Callable[..., Sequence[torch.Tensor]]
+
+
+def _rms_norms(with_compile: bool) -> dict[str, RMSNorm]:
+    """The forward function of each provider that is installed."""
+
+    def torch_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
+        total = x + residual[0] if residual else x
+        return (F.rms_norm(total, w.shape, w, RMS_EPS), total)[: 1 + len(residual)]
+
+    def ours(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
+        return op.rms_norm(x, w, RMS_EPS, residual=residual[0]) if residual else (op.rms_norm(x, w, RMS_EPS),)
+
+    providers: dict[str, RMSNorm] = {"torch": torch_rms_norm}
+    if with_compile:
+        torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = False
+        providers["torch.compile"] = torch.compile(torch_rms_norm, dynamic=False)
+        providers["kernelbook:compiled"] = torch.compile(ours, dynamic=False, fullgraph=True)
+    if _has("liger"):
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        def liger_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
+            # Not in place: its backward pass would otherwise write into the upstream gradient, which is given again.
+            if residual:
+                return LigerFusedAddRMSNormFunction.apply(x, residual[0], w, RMS_EPS, 0.0, "llama", False)
+            return (LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False),)
+
+        providers["liger"] = liger_rms_norm
+    if _has("quack"):
+        from quack import rmsnorm
+
+        def quack_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
+            if residual:
+                return rmsnorm(x, w, residual=residual[0], eps=RMS_EPS, prenorm=True)
+            return (rmsnorm(x, w, eps=RMS_EPS),)
+
+        providers["quack"] = quack_rms_norm
+    providers["kernelbook"] = ours
+    return providers
+
+
+def _rms_problem(mode: str, m: int, n: int, dtype: torch.dtype, residual: bool, with_compile: bool) -> timing.Problem:
+    x, w, _, dy = _inputs(m, n, dtype)
+    given = [x, w, *([torch.randn_like(x)] if residual else [])]
+    up = [dy, *([torch.randn_like(x)] if residual else [])]
+
+    def reference(leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found = rms_norm_reference(leaves[0], leaves[1], RMS_EPS, *leaves[2:])
+        return list(found) if residual else [found]
+
+    norms = _rms_norms(with_compile)
+    if mode == "forward":
+        forward = {name: functools.partial(norm, *given) for name, norm in norms.items()}
+        return timing.Problem(
+            providers=forward,
+            truth=lambda: reference([t.double() for t in given]),
+            baseline=forward["torch"],
+            factor=check.FORWARD_FACTOR,
+        )
+    leaves = [t.requires_grad_() for t in given]
+
+    def backward(norm: RMSNorm) -> Callable[[], Sequence[torch.Tensor]]:
+        results = norm(*leaves)
+        return lambda: torch.autograd.grad(results, leaves, up, retain_graph=True)
+
+    def truth() -> Sequence[torch.Tensor]:
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        return torch.autograd.grad(reference(exact), exact, [t.double() for t in up])
+
+    providers = {name: backward(norm) for name, norm in norms.items()}
+    return timing.Problem(providers=providers, truth=truth, baseline=providers["torch"], factor=check.GRADIENT_FACTOR)
+
+
+def _rms_case(mode: str, m: int, n: int, *, residual: bool = False, with_compile: bool = False) -> timing.Case:
+    tensors = {"forward": 2, "backward": 3}[mode] + (residual * (2 if mode == "forward" else 1))
+    dtype = torch.bfloat16
+    return timing.Case(
+        op="rms_norm",
+        mode=mode,
+        dtype=dtype,
+        shape={"M": m, "N": n, **({"residual": 1} if residual else {})},
+        x_name="N",
+        x=n,
+        gbytes=tensors * m * n * dtype.itemsize / 1e9,
+        gflop=(4 if mode == "forward" else 10) * m * n / 1e9,
+        build=lambda: _rms_problem(mode, m, n, dtype, residual, with_compile),
+    )
+
+
+def _rms_cases() -> Iterator[timing.Case]:
+    for mode in ("forward", "backward"):
+        for m, n in NAMED_SHAPES:
+            yield _rms_case(mode, m, n, with_compile=True)
+        for m, n in ((4096, 4096), (65536, 4096)):
+            yield _rms_case(mode, m, n, residual=True, with_compile=True)
+        for n in SWEEP_N:
+            if (SWEEP_M, n) not in NAMED_SHAPES:
+                yield _rms_case(mode, SWEEP_M, n)
+
+
 def _first_call(n: int) -> timing.Case:
     code = f"""
 import kernelbook as kb
@@ -168,7 +280,16 @@ def cases() -> Iterator[timing.Case]:
         if (SWEEP_M, n) not in NAMED_SHAPES:
             for mode in ("forward", "backward"):
                 yield _case(mode, SWEEP_M, n, torch.bfloat16, with_compile=False)
+    yield from _rms_cases()
     yield _first_call(4096)
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: the documented shapes, or one with the sizes M and N."""
+    sweep = [(SWEEP_M, n) for n in SWEEP_N if (SWEEP_M, n) not in NAMED_SHAPES]
+    for m, n in [*NAMED_SHAPES, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
+        for mode in ("forward", "backward"):
+            yield _case(mode, m, n, torch.bfloat16, with_compile=False)
 
 
 def small_checks() -> list[check.Verdict]:
@@ -187,6 +308,18 @@ def small_checks() -> list[check.Verdict]:
                 require=False,
             )
             verdicts += [v.renamed(f"layer_norm[{backward}, {str(dtype)[6:]}] {v.name}") for v in found]
+        found = check.check_op(
+            lambda x, weight, residual: op.rms_norm(x, weight, RMS_EPS, residual=residual),
+            lambda x, weight, residual: rms_norm_reference(x, weight, RMS_EPS, residual),
+            {"x": x, "weight": w, "residual": torch.randn_like(x)},
+            grads=("x", "weight", "residual"),
+            baseline=lambda x, weight, residual: (
+                F.rms_norm(x + residual, weight.shape, weight, RMS_EPS),
+                x + residual,
+            ),
+            require=False,
+        )
+        verdicts += [v.renamed(f"rms_norm[{str(dtype)[6:]}] {v.name}") for v in found]
     return verdicts
 
 
@@ -197,6 +330,8 @@ def host_calls() -> dict[str, Callable[[], object]]:
     return {
         "layer_norm": lambda: op.layer_norm(x, w, b),
         "layer_norm, forward and backward": lambda: op.layer_norm(leaf, w, b).backward(dy),
+        "rms_norm": lambda: op.rms_norm(x, w),
+        "rms_norm, forward and backward": lambda: op.rms_norm(leaf, w).backward(dy),
     }
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm over the last dimension, forward and backward.
+"""LayerNorm and RMSNorm over the last dimension, forward and backward.
 
 Forward: a program holds BLOCK_M whole rows in registers, reads them once, and computes mean and variance from the
 registers (no second pass over memory). A row that is larger than a tile is read twice: once for its statistics, merged
@@ -13,14 +13,21 @@ The sums run over rows, so over programs. "partials": a fixed number of programs
 sums in registers and writes one row of partial sums at the end, which a second kernel adds up in a fixed order. "locks":
 a program per row adds into one of a few buffers, each guarded by a spin lock.
 
+RMSNorm (Zhang and Sennrich 2019) is the same without a mean: x is divided by the root of its mean square, and in the
+backward pass mean and mean(g) are 0, which HAS_MEAN = False leaves out. It can add a residual to x before, and write the
+sum; the sum's own gradient is then added to dx.
+
 Bytes moved, with T the bytes of x: forward 2 T, backward 3 T, plus weight, bias and the partial sums (2 * programs * N
-values of the accumulator's dtype, twice).
+values of the accumulator's dtype, twice). With a residual 4 T and 4 T.
 
 Not handled here: a dimension other than the last (the caller permutes), 2^31 or more rows or columns.
 """
 
+import dataclasses
+from collections.abc import Iterator
+
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import Resources, fits, tile_resources
+from kernelbook.autotune import Resources, fits, planner, tile_resources
 
 # isort: split
 import triton
@@ -127,6 +134,83 @@ def _layer_norm_fwd_looped_kernel(
         tl.store(y_ptr + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_n[None, :])
 
 
+@triton.jit
+def _rms_norm_fwd_kernel(
+    x_ptr, stride_xm,  # (M, N) input, rows contiguous
+    res_ptr, stride_rm,  # (M, N) residual, rows contiguous, if HAS_RESIDUAL
+    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    y_ptr, stride_ym,  # (M, N) output, rows contiguous
+    sum_ptr, stride_sm,  # (M, N) x + residual, rows contiguous, if HAS_RESIDUAL
+    rstd_ptr,  # (M,) statistics for the backward pass, if HAS_STATISTICS
+    M, N,
+    EPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_STATISTICS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_m = offs_m < M
+    mask_n = offs_n < N
+    mask = mask_m[:, None] & mask_n[None, :]
+    rows = offs_m.to(tl.int64)
+    x = tl.load(x_ptr + rows[:, None] * stride_xm + offs_n[None, :], mask=mask, other=0.0).to(ACC)  # (BLOCK_M, BLOCK_N)
+    if HAS_RESIDUAL:
+        x += tl.load(res_ptr + rows[:, None] * stride_rm + offs_n[None, :], mask=mask, other=0.0).to(ACC)
+        # Rounded as it is written: the backward pass, which reads it back, differentiates this very function.
+        total = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + rows[:, None] * stride_sm + offs_n[None, :], total, mask=mask)
+        x = total.to(ACC)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / N + EPS)
+    w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
+    y = x * rstd[:, None] * w
+    tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    if HAS_STATISTICS:
+        tl.store(rstd_ptr + rows, rstd, mask=mask_m)
+
+
+@triton.jit
+def _rms_norm_fwd_looped_kernel(
+    x_ptr, stride_xm,  # (M, N) input, rows contiguous
+    res_ptr, stride_rm,  # (M, N) residual, rows contiguous, if HAS_RESIDUAL
+    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    y_ptr, stride_ym,  # (M, N) output, rows contiguous
+    sum_ptr, stride_sm,  # (M, N) x + residual, rows contiguous, if HAS_RESIDUAL
+    rstd_ptr,  # (M,) statistics for the backward pass, if HAS_STATISTICS
+    M, N,
+    EPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_STATISTICS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    squares = tl.zeros((BLOCK_N,), ACC)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)  # (BLOCK_N,)
+        if HAS_RESIDUAL:
+            x += tl.load(res_ptr + row * stride_rm + offs_n, mask=mask_n, other=0.0).to(ACC)
+            total = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + row * stride_sm + offs_n, total, mask=mask_n)
+            x = total.to(ACC)
+        squares += x * x
+    rstd = 1.0 / tl.sqrt(tl.sum(squares) / N + EPS)
+    if HAS_STATISTICS:
+        tl.store(rstd_ptr + row, rstd)
+    if HAS_RESIDUAL:
+        # Threads may read what other threads of the program wrote.
+        tl.debug_barrier()
+        x_ptr = sum_ptr + row * stride_sm
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)[None, :]  # (1, BLOCK_N)
+        y = x * rstd * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+        tl.store(y_ptr + row * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_n[None, :])
+
+
 # --- backward, partial sums -----------------------------------------------------------------------------------------
 
 
@@ -135,11 +219,12 @@ def _layer_norm_bwd_partials_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    stats_ptr,  # (2, M) mean and rstd of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass; (M,) rstd unless HAS_MEAN
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    dsum_ptr, stride_dsm,  # (M, N) what is added to it, rows contiguous, if HAS_DSUM
     partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
-    HAS_WEIGHT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -160,11 +245,13 @@ def _layer_norm_bwd_partials_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         rows = offs_m.to(tl.int64)
-        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None]
-        rstd = tl.load(stats_ptr + M + rows, mask=mask_m, other=0.0)[:, None]
+        # A mean that is the constant 0 leaves no trace in the compiled kernel.
+        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None] if HAS_MEAN else 0.0
+        rstd = tl.load(stats_ptr + (M if HAS_MEAN else 0) + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
         dx_rows = dx_ptr + rows[:, None] * stride_dxm
+        dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         # Tiles until the end of the row, so that there is one reduction across threads for each of the two sums.
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
@@ -186,7 +273,7 @@ def _layer_norm_bwd_partials_kernel(
             if c < NUM_BLOCKS:
                 xs = xs + (x,)
                 dys = dys + (dy,)
-        mean_g = (tl.sum(sum_g, axis=1) / N)[:, None]
+        mean_g = (tl.sum(sum_g, axis=1) / N)[:, None] if HAS_MEAN else 0.0
         mean_gx = (tl.sum(sum_gx, axis=1) / N)[:, None]
         new_dw = ()
         new_db = ()
@@ -198,6 +285,8 @@ def _layer_norm_bwd_partials_kernel(
             xhat = (xs[c].to(ACC) - mean) * rstd
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
             mask = mask_m[:, None] & mask_n[None, :]
+            if HAS_DSUM:
+                dx += tl.load(dsum_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             tl.store(dx_rows + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
             # Rows beyond M have dy = 0.
             new_dw = new_dw + (dw[c] + dy * xhat,)
@@ -219,11 +308,12 @@ def _layer_norm_bwd_partials_looped_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    stats_ptr,  # (2, M) mean and rstd of the forward pass
+    stats_ptr,  # (2, M) mean and rstd of the forward pass; (M,) rstd unless HAS_MEAN
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    dsum_ptr, stride_dsm,  # (M, N) what is added to it, rows contiguous, if HAS_DSUM
     partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
-    HAS_WEIGHT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -235,11 +325,13 @@ def _layer_norm_bwd_partials_looped_kernel(
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         rows = offs_m.to(tl.int64)
-        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None]
-        rstd = tl.load(stats_ptr + M + rows, mask=mask_m, other=0.0)[:, None]
+        # A mean that is the constant 0 leaves no trace in the compiled kernel.
+        mean = tl.load(stats_ptr + rows, mask=mask_m, other=0.0)[:, None] if HAS_MEAN else 0.0
+        rstd = tl.load(stats_ptr + (M if HAS_MEAN else 0) + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
         dx_rows = dx_ptr + rows[:, None] * stride_dxm
+        dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         for start in range(0, N, BLOCK_N):
@@ -251,7 +343,7 @@ def _layer_norm_bwd_partials_looped_kernel(
             g = dy * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             sum_g += g
             sum_gx += g * ((x - mean) * rstd)
-        mean_g = (tl.sum(sum_g, axis=1) / N)[:, None]
+        mean_g = (tl.sum(sum_g, axis=1) / N)[:, None] if HAS_MEAN else 0.0
         mean_gx = (tl.sum(sum_gx, axis=1) / N)[:, None]
         for start in range(0, N, BLOCK_N):
             offs_n = start + tl.arange(0, BLOCK_N)
@@ -262,6 +354,8 @@ def _layer_norm_bwd_partials_looped_kernel(
             w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             xhat = (x - mean) * rstd
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
+            if HAS_DSUM:
+                dx += tl.load(dsum_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             tl.store(dx_rows + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
             offs = pid.to(tl.int64) * N + offs_n
             mask_old = mask_n & (tile != pid)  # the first time there is nothing to add to
@@ -363,7 +457,19 @@ def _layer_norm_bwd_locks_kernel(
 SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
-def forward_config(n: int, itemsize: int) -> triton.Config | None:
+def _forward_candidates(n: int, itemsize: int, properties: runtime.DeviceProperties) -> Iterator[triton.Config | None]:
+    width = max(triton.next_power_of_2(n), 16)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+        yield None
+        return
+    for rows in (1, 2, 4, 8, 16):
+        for warps in (1, 2, 4, 8, 16, 32):
+            if 4 <= rows * width / (32 * warps) <= 64:  # elements a thread
+                yield triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=warps)
+
+
+@planner("layer_norm.forward", _forward_candidates)
+def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
     """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
 
     Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
@@ -381,10 +487,11 @@ def looped_config(itemsize: int) -> triton.Config:
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
 
 
-def backward_resources(config: triton.Config, itemsize: int) -> Resources:
-    """Two accumulators, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
+def backward_resources(config: triton.Config, itemsize: int, sums: int = 2, added: bool = False) -> Resources:
+    """The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
 
-    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once.
+    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once. What is
+    ``added`` to dx is staged for the program's share.
     """
     tile = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
     share, row = tile * config.kwargs["NUM_BLOCKS"], tile * config.kwargs["NUM_BLOCKS"] * config.kwargs["SPLIT"]
@@ -392,14 +499,18 @@ def backward_resources(config: triton.Config, itemsize: int) -> Resources:
     stages = config.kwargs["STAGES"] - 1
     return tile_resources(
         triton.Config({}, num_warps=config.num_warps, num_stages=max(stages, 1)),
-        staged=[(4 * row, itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)] if stages else [],
-        held=[(2 * share, accumulator), (2 * share, itemsize), (2 * tile, accumulator)],
+        staged=[((4 * row + added * share), itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)]
+        if stages
+        else [],
+        held=[(sums * share, accumulator), (2 * share, itemsize), (sums * tile, accumulator)],
         scratch_bytes=0 if stages else tile * accumulator,
     )
 
 
-def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Config]:
-    """Candidates that fit the GPU for rows of ``n`` elements, best first; empty where a row has to be looped over.
+def _backward_config(
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
+) -> triton.Config | None:
+    """The tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps and two programs on a multiprocessor for short rows, eight warps and the whole multiprocessor for long ones;
@@ -419,8 +530,8 @@ def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Con
     elif n <= 6144:
         shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
-        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)]
-        if n <= 16384:
+        shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)] if n <= 18432 else []
+        if n <= 24576 - 4096 * sums:
             shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
     configs = [
         triton.Config(
@@ -429,28 +540,63 @@ def backward_candidates(n: int, itemsize: int, aligned: bool) -> list[triton.Con
         for rows, block, blocks, split, warps in shapes
         for stages in (3, 2, 1)
     ]
-    return [c for c in configs if fits(backward_resources(c, itemsize), c, runtime.properties())]
+    fitting = (c for c in configs if fits(backward_resources(c, itemsize, sums, added), c, properties))
+    return next(fitting, None) if itemsize <= 4 else None
 
 
-def backward_config(n: int, itemsize: int, aligned: bool = True) -> triton.Config:
-    """The tiles of the backward pass; without ``NUM_BLOCKS`` and ``SPLIT`` where a row has to be looped over."""
-    candidates = backward_candidates(n, itemsize, aligned) if itemsize <= 4 else []
-    if candidates:
-        return candidates[0]
-    # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a thread.
-    return triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8)
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """The tiles of the backward pass, and how many programs of it a multiprocessor gets."""
+
+    config: triton.Config
+    per_sm: int
 
 
-def backward_programs(m: int, config: triton.Config) -> int:
-    """How many programs walk over the ``m`` rows: as many as run at the same time, so that none waits."""
-    split = config.kwargs.get("SPLIT", 1)
-    share = config.kwargs["BLOCK_N"] * config.kwargs.get("NUM_BLOCKS", 1)
+def _backward_plans(
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
+) -> Iterator[BackwardPlan]:
+    """A row in tiles of 4 to 16 elements a thread, alone or shared, with one program a multiprocessor or a few."""
+    for block in (512, 1024, 2048, 4096):
+        for warps in (2, 4, 8, 16):
+            for rows, split in ((1, 1), (2, 1), (4, 1), (1, 2)):
+                blocks = triton.cdiv(n, block * split)
+                if not 4 <= rows * block / (32 * warps) <= 16 or blocks > 8 or block >= 2 * triton.next_power_of_2(n):
+                    continue
+                for stages in (1, 2, 3):
+                    tiles = {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}
+                    config = triton.Config(tiles, num_warps=warps)
+                    needs = backward_resources(config, itemsize, sums, added)
+                    if fits(needs, config, properties):
+                        for per_sm in (1, 2, 3):
+                            threads, registers = per_sm * 32 * warps, per_sm * 32 * warps * needs.registers_per_thread
+                            if threads <= properties.max_threads_per_sm and registers <= properties.registers_per_sm:
+                                yield BackwardPlan(config, per_sm)
+
+
+@planner("layer_norm.backward", _backward_plans)
+def plan_backward(
+    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
+) -> BackwardPlan:
+    """How the gradients of rows of ``n`` elements are computed; without ``NUM_BLOCKS`` and ``SPLIT`` a row is looped over.
+
+    ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm. ``added``: whether the gradient of
+    the sum with a residual is added to dx. As many programs as run at the same time, so that none waits.
+    """
+    config = _backward_config(n, itemsize, aligned, sums, added, properties)
+    if config is None:
+        # Warps side by side along the row, 8 elements a thread in the 16-bit dtypes, so that sums over rows stay in a
+        # thread.
+        return BackwardPlan(triton.Config({"BLOCK_M": 4, "BLOCK_N": 8192 // max(itemsize, 4)}, num_warps=8), 1)
+    share = config.kwargs["BLOCK_N"] * config.kwargs["NUM_BLOCKS"]
     if config.num_warps == 4:
-        per_sm = 3 if share == 3072 else 2
-    else:
-        per_sm = 2 if share == 4096 else 1
-    tiles = triton.cdiv(m, config.kwargs["BLOCK_M"])
-    return max(1, min(tiles, runtime.properties().num_sms * per_sm // split))
+        return BackwardPlan(config, 3 if share == 3072 else 2)
+    return BackwardPlan(config, 2 if share == 4096 else 1)
+
+
+def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
+    """How many programs walk over the ``m`` rows."""
+    tiles = -(-m // plan.config.kwargs["BLOCK_M"])
+    return max(1, min(tiles, properties.num_sms * plan.per_sm // plan.config.kwargs.get("SPLIT", 1)))
 
 
 def locks_config(n: int, itemsize: int) -> triton.Config | None:

@@ -1,4 +1,4 @@
-"""The public function, its operators, and the launches."""
+"""The public functions, their operators, and the launches."""
 
 import functools
 import math
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.layer_norm import kernels
 
-__all__ = ["layer_norm"]
+__all__ = ["layer_norm", "rms_norm"]
 
 BACKWARDS = ("partials", "locks")
 
@@ -54,9 +55,7 @@ def layer_norm(
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape, backward)
     _check(x, weight, bias, eps, backward)
-    out_dtype = x.dtype
-    if out_dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
-        out_dtype = torch.float32  # written as such by the kernel: no copy of x in float32
+    out_dtype = _out_dtype(x)
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
@@ -86,9 +85,7 @@ def _over_several(
 
 @arguments.once
 def _check(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -> None:
-    arguments.check_tensor("layer_norm", "x", x)
-    if x.ndim == 0:
-        raise ValueError("layer_norm: x must have at least one dimension, got a scalar")
+    _check_rows("layer_norm", x, eps)
     for name, vector in (("weight", weight), ("bias", bias)):
         if isinstance(vector, int | tuple | list):
             raise TypeError(
@@ -98,12 +95,24 @@ def _check(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -
             arguments.check_tensor("layer_norm", name, vector)
             arguments.check_shape("layer_norm", name, vector, x.shape[-1:])
     arguments.check_same_device("layer_norm", x=x, weight=weight, bias=bias)
-    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ValueError(f"layer_norm: eps must be a number that is not negative, got {eps!r}")
     arguments.check_choice("layer_norm", "backward", backward, BACKWARDS)
+
+
+def _check_rows(op: str, x: torch.Tensor, eps: float) -> None:
+    arguments.check_tensor(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"{op}: eps must be a number that is not negative, got {eps!r}")
     m, n = math.prod(x.shape[:-1]), x.shape[-1]
     if m >= 2**31 or n >= 2**31 - 2**16:
-        raise ValueError(f"layer_norm: x must have fewer than 2^31 rows and columns, got {m} x {n}")
+        raise ValueError(f"{op}: x must have fewer than 2^31 rows and columns, got {m} x {n}")
+
+
+def _out_dtype(x: torch.Tensor) -> torch.dtype:
+    """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
+    lowered = x.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if lowered and torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -114,18 +123,22 @@ def _empty(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-@functools.cache
+@derived
 def _forward_launch(
-    n: int, itemsize: int, eps: float, has_weight: bool, has_bias: bool, has_statistics: bool, dtype: torch.dtype
+    rms: bool, n: int, itemsize: int, eps: float, dtype: torch.dtype, properties: runtime.DeviceProperties, *flags: bool
 ) -> tuple[Launch, int]:
-    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where a program has one."""
-    config = kernels.forward_config(n, itemsize)
-    constants = {
-        "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "HAS_STATISTICS": has_statistics,
-        "ACC": launching.tl_accumulator(dtype),
-    }  # fmt: skip
-    kernel = kernels._layer_norm_fwd_kernel if config is not None else kernels._layer_norm_fwd_looped_kernel
-    config = config or kernels.looped_config(itemsize)
+    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where each has one that it loops over.
+
+    ``flags``: the kernel's ``HAS_...`` parameters, in order.
+    """
+    config = kernels.plan_forward(n, itemsize, properties)
+    if config is not None:
+        kernel: Any = kernels._rms_norm_fwd_kernel if rms else kernels._layer_norm_fwd_kernel
+    else:
+        kernel = kernels._rms_norm_fwd_looped_kernel if rms else kernels._layer_norm_fwd_looped_kernel
+        config = kernels.looped_config(itemsize)
+    has = [name for name in kernel.arg_names if name.startswith("HAS_")]
+    constants = {**dict(zip(has, flags, strict=True)), "ACC": launching.tl_accumulator(dtype)}
     launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
     return launch, config.kwargs.get("BLOCK_M", 0)
 
@@ -147,8 +160,9 @@ def _forward(
     x = _rows(x)
     m, n = x.shape
     launch, rows = _forward_launch(
-        int(n), x.element_size(), eps, weight is not None, bias is not None, statistics is not None, x.dtype
-    )
+        False, int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
+        weight is not None, bias is not None, statistics is not None,
+    )  # fmt: skip
     launch(
         (cdiv(m, rows) if rows else m,),
         x, x.stride(0),
@@ -202,10 +216,53 @@ def _gradients(
     return _empty(x, x.dtype), dw, db
 
 
-@functools.cache
-def _sum_launch(**constants: Any) -> Launch:
-    config = kernels.SUM_CONFIG
-    return Launch(kernels._layer_norm_bwd_sum_kernel, **constants, **config.kwargs, num_warps=config.num_warps)
+@derived
+def _backward_launches(
+    n: int, itemsize: int, aligned: bool, dtype: torch.dtype, has_weight: bool, has_mean: bool, has_dsum: bool,
+    with_dw: bool, with_db: bool, properties: runtime.DeviceProperties,
+) -> tuple[Launch, Launch, kernels.BackwardPlan]:  # fmt: skip
+    """-> the launch that walks over the rows, the one that adds up the partial sums, and the plan of the first."""
+    plan = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, has_dsum, properties)
+    config, total = plan.config, kernels.SUM_CONFIG
+    looped = "SPLIT" not in config.kwargs
+    wanted = {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(dtype)}
+    rows = Launch(
+        kernels._layer_norm_bwd_partials_looped_kernel if looped else kernels._layer_norm_bwd_partials_kernel,
+        HAS_WEIGHT=has_weight, HAS_MEAN=has_mean, HAS_DSUM=has_dsum, **wanted,
+        **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    return rows, Launch(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps), plan
+
+
+def _run_partials(
+    dx: torch.Tensor, dw: torch.Tensor | None, db: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, weight: Any,
+    statistics: torch.Tensor, dsum: torch.Tensor | None, has_mean: bool,
+) -> None:  # fmt: skip
+    """Fills the gradients of LayerNorm, or without a mean of RMSNorm; x, dy and dsum are (M, N) with contiguous rows."""
+    m, n = x.shape
+    w, w_step = (x, 0) if weight is None else (weight, weight.stride(0))
+    added, added_step = (x, 0) if dsum is None else (dsum, dsum.stride(0))
+    # What Triton's launcher looks at before it widens loads.
+    steps = (x.stride(0), dy.stride(0), w_step, added_step, n)
+    aligned = all(step == 1 or step % 16 == 0 for step in steps) and launching.is_aligned(
+        x, dy, w, statistics, dx, added
+    )
+    properties = runtime.properties(x.device)
+    launch, launch_sum, plan = _backward_launches(
+        int(n), x.element_size(), aligned, x.dtype, weight is not None, has_mean, dsum is not None,
+        dw is not None, db is not None, properties,
+    )  # fmt: skip
+    programs = kernels.backward_programs(m, plan, properties)
+    sums = torch.empty((programs, 0 if dw is None else n), dtype=statistics.dtype, device=x.device)
+    sums_db = torch.empty((programs, n), dtype=statistics.dtype, device=x.device) if db is not None else sums
+    launch(
+        (programs, plan.config.kwargs.get("SPLIT", 1)),
+        x, steps[0], dy, steps[1], w, w_step, statistics, dx, n, added, added_step, sums, sums_db, m, n,
+    )  # fmt: skip
+    if dw is not None or db is not None:
+        columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
+        results = (dw if dw is not None else sums, db if db is not None else sums)
+        launch_sum((columns, 1 if db is None else 2), sums, sums_db, *results, programs, n)
 
 
 def _run_backward(
@@ -217,52 +274,30 @@ def _run_backward(
         dw.zero_(), db.zero_()
         return
     x, dy = _rows(x), _rows(dy)
-    m, n = x.shape
-    with_dw, with_db, acc = dw_dtype is not None, db_dtype is not None, launching.tl_accumulator(x.dtype)
-    constants = {"HAS_WEIGHT": weight is not None, "WITH_DW": with_dw, "WITH_DB": with_db, "ACC": acc}
-    tensors = (x, x.stride(0), dy, dy.stride(0), *launching.strided(weight, 1, x), statistics, dx, n)
-    config = kernels.locks_config(int(n), x.element_size())
-    if backward == "locks" and config is not None and not torch.are_deterministic_algorithms_enabled():
-        partial_dw, partial_db = _launch_locks(config, tensors, m, n, constants)
+    locks = kernels.locks_config(x.shape[1], x.element_size()) if backward == "locks" else None
+    if locks is not None and not torch.are_deterministic_algorithms_enabled():
+        _run_locks(locks, results, dy, x, weight, statistics, dw_dtype is not None, db_dtype is not None)
     else:
-        partial_dw, partial_db = _launch_partials(tensors, m, n, constants)
-    if with_dw or with_db:
-        launch = _sum_launch(WITH_DW=with_dw, WITH_DB=with_db, ACC=acc)
-        columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
-        launch((columns, 2), partial_dw, partial_db, dw, db, partial_dw.shape[0], n)
-    if n == 1:
+        wanted = (None if dw_dtype is None else dw, None if db_dtype is None else db)
+        _run_partials(dx, *wanted, dy, x, weight, statistics, None, True)
+    if x.shape[1] == 1:
         # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
-        torch.sub(dy, dy, out=dx)  # NaN where dy is
-        dx.view(-1).add_((x - x).view(-1))
+        torch.sub(dy, dy, out=dx.view(-1, 1))  # NaN where dy is
+        dx.view(-1, 1).add_(x - x)
 
 
-@functools.cache
-def _partials_launch(
-    n: int, itemsize: int, aligned: bool, properties: runtime.DeviceProperties, **constants: Any
-) -> tuple[Launch, Any]:
-    config = kernels.backward_config(n, itemsize, aligned)
-    split = config.kwargs.get("SPLIT")
-    kernel = kernels._layer_norm_bwd_partials_kernel if split else kernels._layer_norm_bwd_partials_looped_kernel
-    return Launch(kernel, **constants, **config.kwargs, num_warps=config.num_warps), config
-
-
-def _launch_partials(
-    tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> the partial sums of weight's and bias's gradients, each (programs, N)."""
-    x, statistics = tensors[0], tensors[6]
-    # What Triton's launcher looks at before it widens loads.
-    strides = [number for number in (*tensors, n) if not isinstance(number, torch.Tensor) and number != 1]
-    aligned = launching.is_aligned(*(t for t in tensors if isinstance(t, torch.Tensor))) and not any(
-        stride % 16 for stride in strides
-    )
-    launch, config = _partials_launch(int(n), x.element_size(), aligned, runtime.properties(x.device), **constants)
-    programs = kernels.backward_programs(m, config)
-    shape = (programs, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
-    partial_dw = torch.empty(shape, dtype=statistics.dtype, device=x.device)
-    partial_db = torch.empty_like(partial_dw)
-    launch((programs, config.kwargs.get("SPLIT") or 1), *tensors, partial_dw, partial_db, m, n)
-    return partial_dw, partial_db
+def _run_locks(
+    config: Any, results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any,
+    statistics: torch.Tensor, with_dw: bool, with_db: bool,
+) -> None:  # fmt: skip
+    dx, dw, db = results
+    n, wanted = x.shape[1], {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(x.dtype)}
+    tensors = (x, x.stride(0), dy, dy.stride(0), *launching.strided(weight, 1, x), statistics, dx, n)
+    sums = _launch_locks(config, tensors, x.shape[0], n, {"HAS_WEIGHT": weight is not None, **wanted})
+    if with_dw or with_db:
+        total = kernels.SUM_CONFIG
+        launch = Launch(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps)
+        launch((cdiv(n, total.kwargs["BLOCK_N"]), 2), *sums, dw, db, sums[0].shape[0], n)
 
 
 def _launch_locks(
@@ -319,5 +354,170 @@ _layer_norm = launching.operator(
     run=_run,
     setup_context=_setup_context,
     backward=_autograd,
+    visible=True,
+)
+
+
+# --- RMSNorm --------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+) -> Any:
+    """Root mean square normalization over the last dimension, ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), section 4. The mean square and all that follows is
+    computed in float32 (float64 for float64 inputs) and rounded once, as by ``torch.nn.functional.rms_norm``.
+
+    Args:
+        x: (..., N), float16, bfloat16, float32 or float64, any strides.
+        weight: (N,) or ``None``, any of those dtypes.
+        eps: added to the mean square; not negative.
+        residual: the shape and dtype of ``x``, any strides, or ``None``. It is added to ``x`` first, in the same pass over
+            memory, forward and backward.
+
+    Returns:
+        (..., N), contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own. With a residual the pair of the
+        normalized sum and the sum ``x + residual``, which has the dtype of ``x`` and is what the next layer adds to.
+
+    Raises:
+        TypeError: an argument is not a tensor of a supported dtype, or ``residual`` has not the dtype of ``x``.
+        ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
+    """
+    _check_rms(x, weight, residual, eps)
+    out_dtype = _out_dtype(x)
+    if residual is not None:
+        return _rms_norm(x, residual, weight, float(eps), out_dtype)[:2]
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        return _rms_norm(x, None, weight, float(eps), out_dtype)[0]
+    return _rms_inference(x, weight, float(eps), out_dtype)
+
+
+@arguments.once
+def _check_rms(x: torch.Tensor, weight: Any, residual: Any, eps: float) -> None:
+    _check_rows("rms_norm", x, eps)
+    if weight is not None:
+        arguments.check_tensor("rms_norm", "weight", weight)
+        arguments.check_shape("rms_norm", "weight", weight, x.shape[-1:])
+    if residual is not None:
+        arguments.check_tensor("rms_norm", "residual", residual)
+        arguments.check_shape("rms_norm", "residual", residual, x.shape)
+        arguments.check_same_dtype("rms_norm", x=x, residual=residual)
+    arguments.check_same_device("rms_norm", x=x, weight=weight, residual=residual)
+
+
+def _rms_forward(
+    y: torch.Tensor, total: Any, rstd: Any, x: torch.Tensor, residual: Any, weight: Any, eps: float
+) -> None:
+    if y.numel() == 0:
+        return
+    x = _rows(x)
+    m, n = x.shape
+    launch, rows = _forward_launch(
+        True, int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
+        residual is not None, weight is not None, rstd is not None,
+    )  # fmt: skip
+    added = _rows(residual) if residual is not None else x
+    given = (
+        x, x.stride(0),
+        added, added.stride(0),
+        *launching.strided(weight, 1, x),
+        y, n,
+        x if residual is None else total, n,
+        x if rstd is None else rstd,
+    )  # fmt: skip
+    launch((cdiv(m, rows) if rows else m,), *given, m, n)
+
+
+_rms_inference = launching.operator(
+    "rms_norm_inference(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) -> Tensor",
+    outputs=lambda x, weight, eps, out_dtype: _empty(x, out_dtype),
+    run=lambda y, x, weight, eps, out_dtype: _rms_forward(y, None, None, x, None, weight, eps),
+    visible=True,
+)
+
+
+def _rms_outputs(
+    x: torch.Tensor, residual: Any, weight: Any, eps: float, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> y like x, x + residual (empty without a residual), rstd (M,)."""
+    rstd = torch.empty(math.prod(x.shape[:-1]), dtype=launching.accumulator(x.dtype), device=x.device)
+    total = torch.empty(0, dtype=x.dtype, device=x.device) if residual is None else _empty(x, x.dtype)
+    return _empty(x, out_dtype), total, rstd
+
+
+def _run_rms(
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    x: torch.Tensor, residual: Any, weight: Any, eps: float, _dtype: torch.dtype,
+) -> None:  # fmt: skip
+    if x.shape[-1] == 0:
+        results[2].zero_()
+    _rms_forward(*results, x, residual, weight, eps)
+
+
+def _rms_gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, rstd: torch.Tensor, dsum: Any, eps: float,
+    dw_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> dx like x, dweight (N,) or empty."""
+    dw = torch.empty(0 if dw_dtype is None else x.shape[-1], dtype=dw_dtype or x.dtype, device=x.device)
+    return _empty(x, x.dtype), dw
+
+
+def _run_rms_backward(
+    results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any, rstd: torch.Tensor,
+    dsum: Any, eps: float, dw_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    dx, dw = results
+    if dx.numel() == 0:
+        dw.zero_()
+        return
+    x, dy, added = _rows(x), _rows(dy), None if dsum is None else _rows(dsum)
+    m, n = x.shape
+    _run_partials(dx, None if dw_dtype is None else dw, None, dy, x, weight, rstd, added, False)
+    if n == 1:
+        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
+        g = dy.to(rstd.dtype) * eps * (1 if weight is None else weight)
+        dx.view(m, 1).copy_(g * rstd[:, None] ** 3 + (0 if added is None else added))
+
+
+_rms_backward = launching.operator(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? dsum, float eps, "
+    "ScalarType? dw_dtype) -> (Tensor, Tensor)",
+    outputs=_rms_gradients,
+    run=_run_rms_backward,
+    visible=True,
+)
+
+
+def _setup_rms_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, residual, weight, ctx.eps, _ = inputs
+    _, total, rstd = output
+    ctx.save_for_backward(x if residual is None else total, weight, rstd)
+    ctx.mark_non_differentiable(*((total, rstd) if residual is None else (rstd,)))
+    ctx.set_materialize_grads(False)
+
+
+def _rms_autograd(
+    ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None, _rstd: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    needs_x, needs_residual, needs_dw, *_ = ctx.needs_input_grad
+    dx, dw = dsum, None
+    if dy is not None:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = _rms_backward(dy, x, weight, rstd, dsum, ctx.eps, weight.dtype if needs_dw else None)
+    return dx if needs_x else None, dx if needs_residual else None, dw if needs_dw else None, None, None
+
+
+_rms_norm = launching.operator(
+    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    outputs=_rms_outputs,
+    run=_run_rms,
+    setup_context=_setup_rms_context,
+    backward=_rms_autograd,
     visible=True,
 )

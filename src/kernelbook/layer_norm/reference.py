@@ -1,8 +1,15 @@
-"""LayerNorm (Ba, Kiros and Hinton 2016, section 3) in plain PyTorch: the specification, in any dtype."""
+"""LayerNorm (Ba, Kiros and Hinton 2016, section 3) and RMSNorm in plain PyTorch: the specification, in any dtype."""
+
+from typing import Any
 
 import torch
 
-__all__ = ["layer_norm_backward_reference", "layer_norm_reference"]
+__all__ = [
+    "layer_norm_backward_reference",
+    "layer_norm_reference",
+    "rms_norm_backward_reference",
+    "rms_norm_reference",
+]
 
 
 def layer_norm_reference(
@@ -38,3 +45,33 @@ def layer_norm_backward_reference(
     g = dy if weight is None else dy * weight
     dx = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
     return dx, (dy * xhat).sum(0), dy.sum(0)
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, residual: torch.Tensor | None = None
+) -> Any:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension: Zhang and Sennrich 2019, section 4.
+
+    Args:
+        x: (..., N).
+        weight: (N,) or ``None``.
+        eps: added to the mean square.
+        residual: (..., N) or ``None``, added to ``x`` before.
+
+    Returns:
+        (..., N) in the dtype of ``x``; with a residual the pair of it and ``x + residual``.
+    """
+    total = x if residual is None else x + residual
+    y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
+    y = (y if weight is None else y * weight).to(x.dtype)
+    return y if residual is None else (y, total)
+
+
+def rms_norm_backward_reference(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients for ``dy`` and ``x`` (M, N): dx (M, N), dweight (N,). What a residual's sum gets is added to dx."""
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    xhat = x * rstd
+    g = dy if weight is None else dy * weight
+    return rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True)), (dy * xhat).sum(0)

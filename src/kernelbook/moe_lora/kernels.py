@@ -690,9 +690,12 @@ def tiles(warps: int, stages: int, **blocks: int) -> Tiles:
 
 
 def has_boxes(properties: runtime.DeviceProperties) -> bool:
-    """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
-    arch = properties.arch
-    return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
+    """Whether tiles are copied by tensor descriptor: on Hopper and later, and in the interpreter.
+
+    GeForce's Blackwell (sm_120) has descriptors too, but multiplies from registers and has less than half the shared
+    memory: there the large tiles that descriptors are for spill or do not fit.
+    """
+    return properties.arch in ("interpreter", "sm_90", "sm_90a", "sm_100", "sm_103")
 
 
 def _mean_rows(rows: int, experts: int) -> int:

@@ -29,6 +29,8 @@ def compact_sparse_linear(
         x, weight, bias, active_chunks, chunk_size: as :func:`kernelbook.sparse_linear`; ``chunk_size`` divides the features.
         mode: ``"sparse_dw"`` or ``"sparse_dw_dx"``.
 
+    ``torch.compile`` breaks its graph here, and with ``fullgraph=True`` it raises.
+
     Returns:
         (..., d_out); under autocast in its dtype, while the gradients have the dtype of the weight.
 
@@ -37,6 +39,12 @@ def compact_sparse_linear(
         ValueError: ``chunk_size`` does not divide the features, or ``mode`` is another one; all else as ``sparse_linear``.
     """
     op = "compact_sparse_linear"
+    if torch.compiler.is_compiling():
+        # Its gradients are sparse tensors, which the compiler does not know: this call stays outside of its graphs.
+        torch._dynamo.graph_break(
+            msg=f"{op}: gradients of active rows only cannot be compiled into one graph; set compact_gradient=False, or "
+            f"leave out fullgraph=True"
+        )
     arguments.check_tensor(op, "x", x)
     arguments.check_tensor(op, "weight", weight)
     if weight.ndim != 2:

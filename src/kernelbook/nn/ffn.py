@@ -1,11 +1,14 @@
 """A feed-forward block that computes only the neurons it is told to."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
-from kernelbook.scatter_ffn import ACTIVATIONS, activation_reference, scatter_ffn
+from kernelbook import arguments
+from kernelbook.scatter_ffn import ACTIVATIONS, activation_reference, dense_ffn, scatter_ffn
 
 __all__ = ["SparseFFN"]
 
@@ -16,6 +19,9 @@ _LAYOUTS = (
     ("fc1", None, "fc2"),  # OPT, Phi, many vision models
     ("up_proj", None, "down_proj"),
 )
+_ACTS = ("act", "act_fn", "activation_fn")
+# Largest hidden values of the rows on which two blocks are compared: some functions differ only far from zero.
+_REACHES = tuple(2.0**i for i in range(-3, 11))
 
 
 class SparseFFN(torch.nn.Module):
@@ -33,6 +39,7 @@ class SparseFFN(torch.nn.Module):
         activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
         router: called with the input (..., K), returns the neurons (L,) for it. A module is registered as a child.
         deterministic: as in :func:`kernelbook.scatter_ffn`.
+        dropout: the share of the output that is dropped in training mode.
         device, dtype: of the parameters.
 
     Attributes:
@@ -58,6 +65,7 @@ class SparseFFN(torch.nn.Module):
         activation: str = "relu",
         router: Callable[[torch.Tensor], torch.Tensor] | None = None,
         deterministic: bool = False,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,7 +76,7 @@ class SparseFFN(torch.nn.Module):
             )
         out_features = features if out_features is None else out_features
         self.features, self.num_neurons, self.out_features = features, neurons, out_features
-        self.activation, self.router, self.deterministic = activation, router, deterministic
+        self.activation, self.router, self.deterministic, self.dropout = activation, router, deterministic, dropout
         self.neurons = None
 
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -106,18 +114,25 @@ class SparseFFN(torch.nn.Module):
     ) -> "SparseFFN":
         """The same network with its weights repacked once, a row a neuron: new tensors, none shared with ``block``.
 
+        Both are run on a batch whose hidden values reach from small to large ones, in float64 and with random weights, and
+        have to agree: a block that computes anything else beside is refused. That takes a copy of it for the moment.
+
         Args:
-            block: ``torch.nn.Sequential(Linear, activation, Linear)`` (dropout layers are passed over), or a block with the
-                attributes of transformers' GPT-2 (``c_fc``, ``c_proj``), OPT (``fc1``, ``fc2``) or Llama (``gate_proj``,
-                ``up_proj``, ``down_proj``). Its projections are ``torch.nn.Linear`` or transformers' ``Conv1D``.
-            activation: its name; ``None``: found by comparing the block's own with each that there is.
+            block: ``torch.nn.Sequential(Linear, activation, Linear)``, or a block with the attributes of transformers' GPT-2
+                (``c_fc``, ``c_proj``), Phi (``fc1``, ``fc2``) or Llama (``gate_proj``, ``up_proj``, ``down_proj``). Its
+                projections are ``torch.nn.Linear`` or transformers' ``Conv1D``. Dropout of its output is kept.
+            activation: its name, also where it is to be another one than the block's. ``None``: found by comparing the
+                block's own with each that there is.
             router, deterministic: as in :class:`SparseFFN`.
 
         Raises:
             TypeError: ``block`` has none of these forms.
-            ValueError: its activation is none of those that there are.
+            ValueError: its activation is none of those that there are, it computes something else beside, or it drops out
+                hidden values.
         """
-        up, gate, down, act = _parts(block)
+        named, parts = activation, _parts(block)
+        new_activation = _name_of(parts[3]) if named is None else named
+        up, gate, down, _ = parts
         w_up, b_up = _in_rows(up)
         w_gate, b_gate = (None, None) if gate is None else _in_rows(gate)
         w_down, b_down = _in_rows(down)
@@ -126,9 +141,10 @@ class SparseFFN(torch.nn.Module):
             w_up.shape[0],
             w_down.shape[0],
             gated=gate is not None,
-            activation=activation or _name_of(act),
+            activation=new_activation,
             router=router,
             deterministic=deterministic,
+            dropout=_compare(block, new_activation, replace=named is not None),
             device=w_up.device,
             dtype=w_up.dtype,
         )
@@ -141,14 +157,14 @@ class SparseFFN(torch.nn.Module):
             ("b_down", b_down),
         ):
             if value is not None:
-                copy = value.detach().clone(memory_format=torch.contiguous_format)
-                setattr(new, name, torch.nn.Parameter(copy, requires_grad=value.requires_grad))
+                copied = value.detach().clone(memory_format=torch.contiguous_format)
+                setattr(new, name, torch.nn.Parameter(copied, requires_grad=value.requires_grad))
         return new.train(block.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) -> (..., K_out)."""
         neurons = self.neurons if self.router is None else self.router(input)
-        return scatter_ffn(
+        out = scatter_ffn(
             input,
             self.w_up,
             self.w_down,
@@ -160,24 +176,25 @@ class SparseFFN(torch.nn.Module):
             activation=self.activation,
             deterministic=self.deterministic,
         )
+        return torch.nn.functional.dropout(out, self.dropout, self.training) if self.dropout else out
 
     def extra_repr(self) -> str:
         gated = self.w_gate is not None
         return (
             f"features={self.features}, neurons={self.num_neurons}, out_features={self.out_features}, gated={gated}, "
-            f"bias={self.b_down is not None}, activation={self.activation!r}"
+            f"bias={self.b_down is not None}, activation={self.activation!r}, dropout={self.dropout}"
         )
 
 
 def _parts(block: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module | None, torch.nn.Module, Any]:
     """-> up, gate or ``None``, down, activation."""
     if isinstance(block, torch.nn.Sequential):
-        layers = [layer for layer in block if not isinstance(layer, torch.nn.Dropout | torch.nn.Identity)]
+        layers = [layer for layer in block if not isinstance(layer, _DropoutNd | torch.nn.Identity)]
         if len(layers) == 3 and isinstance(layers[0], torch.nn.Linear) and isinstance(layers[2], torch.nn.Linear):
             return layers[0], None, layers[2], layers[1]
     for up, gate, down in _LAYOUTS:
         if all(isinstance(getattr(block, name, None), torch.nn.Module) for name in (up, gate, down) if name):
-            act = getattr(block, "act", None) or getattr(block, "act_fn", None) or getattr(block, "activation_fn", None)
+            act = next((getattr(block, name) for name in _ACTS if getattr(block, name, None)), None)
             return getattr(block, up), getattr(block, gate) if gate else None, getattr(block, down), act
     raise TypeError(
         "SparseFFN.from_dense: block must be Sequential(Linear, activation, Linear) or have gate_proj, up_proj and down_proj, "
@@ -187,25 +204,109 @@ def _parts(block: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module | N
 
 def _in_rows(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     """-> weight (out, in) and bias of a Linear, or of transformers' Conv1D, which stores (in, out)."""
-    weight: Any = layer.weight
+    weight: Any = getattr(layer, "weight", None)
+    linear, conv = isinstance(layer, torch.nn.Linear), type(layer).__name__ == "Conv1D"
+    if not (linear or conv) or weight.ndim != 2 or weight.dtype not in arguments.FLOATING:
+        kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        raise TypeError(
+            f"SparseFFN.from_dense: projections must be torch.nn.Linear or transformers' Conv1D with a dense floating-point "
+            f"weight, got {kind}; merge adapters into them, and dequantize them, first"
+        )
     bias: Any = layer.bias
-    if isinstance(layer, torch.nn.Linear):
-        return weight, bias
-    if type(layer).__name__ == "Conv1D" and weight.ndim == 2:
-        return weight.t(), bias
-    raise TypeError(f"SparseFFN.from_dense: projections must be Linear or Conv1D, got {type(layer).__name__}")
+    return (weight if linear else weight.t()), bias
 
 
 def _name_of(act: Any) -> str:
     """Which of ours ``act`` computes, by its values: libraries have many classes for the same function."""
     if not callable(act):
         raise ValueError("SparseFFN.from_dense: block has no activation that can be called; name it with activation=")
-    z = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    z = torch.cat([torch.linspace(-6, 6, 97, dtype=torch.float64), torch.tensor(_REACHES), -torch.tensor(_REACHES)])
     with torch.no_grad():
-        values = act(z)
+        values = act(z.clone())
     for name in ACTIVATIONS:
-        if torch.allclose(values, activation_reference(z, name), rtol=0, atol=1e-9):
+        if torch.allclose(values, activation_reference(z, name), rtol=1e-12, atol=1e-9):
             return name
     raise ValueError(
         f"SparseFFN.from_dense: the block's activation must be one of {', '.join(ACTIVATIONS)}, got {act!r}"
     )
+
+
+class _Activation(torch.nn.Module):
+    """One of ours by its name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return activation_reference(z, self.name)
+
+
+@torch.no_grad()
+def _compare(block: torch.nn.Module, activation: str, *, replace: bool) -> float:
+    """Raises unless ``block`` is the network that its parts make; returns how much of its output it drops in training.
+
+    ``replace``: it is compared with ``activation`` in the place of its own.
+    """
+    op = "SparseFFN.from_dense"
+    twin = copy.deepcopy(block)
+    if any(parameter.is_meta for parameter in twin.parameters()):
+        twin = twin.to_empty(device="cpu")
+    twin = twin.double().train()
+    act = _parts(twin)[3]
+    if replace and act is not None:
+        for name, child in [*twin.named_children(), *((name, getattr(twin, name, None)) for name in _ACTS)]:
+            if child is act:
+                setattr(twin, name, _Activation(activation))
+    up, gate, down, _ = _parts(twin)
+    parts = [(part, *_in_rows(part)) for part in (up, gate, down) if part is not None]
+    for parameter in twin.parameters():  # those of a new model may be zeros, and hide what it does
+        parameter.uniform_(-1, 1)
+    for _, weight, _ in parts:
+        weight.div_(weight.shape[1] ** 0.5)
+
+    (_, w_up, b_up), (_, w_acted, _), (_, w_down, b_down) = parts[0], parts[-2], parts[-1]
+    w_gate, b_gate = (None, None) if gate is None else parts[1][1:]
+    # Rows whose largest hidden values are as they are to be.
+    x = torch.randn(len(_REACHES), w_up.shape[1], dtype=w_up.dtype, device=w_up.device)
+    x *= torch.tensor(_REACHES).to(x)[:, None] / (x @ w_acted.t()).abs().amax(1, keepdim=True)
+    ours = dense_ffn(x, w_up, w_down.t(), w_gate=w_gate, b_up=b_up, b_gate=b_gate, b_down=b_down, activation=activation)
+
+    # Dropout is off here, but the rest of training mode is on: whatever else it does has to show.
+    dropouts: list[Any] = [module for module in twin.modules() if isinstance(module, _DropoutNd)]
+    rates, last = [module.p for module in dropouts], {}
+    for module in dropouts:
+        module.p = 0.0
+        module.register_forward_hook(lambda module, args, out: last.update({module: out}))
+    try:
+        theirs = twin(x[None].clone())
+    except Exception as raised:  # whatever a block raises that wants other inputs
+        raise ValueError(
+            f"{op}: block must map (..., {x.shape[1]}) to (..., {w_down.shape[0]}), and {type(block).__name__} raised "
+            f"{type(raised).__name__}: {raised}"
+        ) from raised
+    error = float("inf")
+    if isinstance(theirs, torch.Tensor) and theirs.shape == (1, *ours.shape):
+        size = ours.norm(dim=1)
+        error = float(((theirs[0] - ours).norm(dim=1) / size).max())
+    if not error <= 1e-6:
+        used = {id(part) for part, _, _ in parts} | {id(act)}
+        others = [
+            f"{name} ({type(module).__name__})"
+            for name, module in twin.named_modules()
+            if name and id(module) not in used and module not in dropouts and not isinstance(module, _Activation)
+        ]
+        beside = f"it has {', '.join(others)} beside them" if others else "look at its forward(), also in training mode"
+        raise ValueError(
+            f"{op}: block must compute {'act(gate) * up' if gate is not None else 'act(up)'}, then down, with activation "
+            f"{activation!r} and nothing else, but the output of {type(block).__name__} differs by {error:.1g} "
+            f"(relative): {beside}"
+        )
+    kept = 0.0
+    for module, rate in zip(dropouts, rates, strict=True):
+        if rate and last.get(module) is not theirs:
+            raise ValueError(
+                f"{op}: block must drop out nothing but its output, got Dropout(p={rate}) before that; set it to 0 first"
+            )
+        kept = max(kept, rate)
+    return kept

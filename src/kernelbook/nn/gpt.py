@@ -17,6 +17,7 @@ __all__ = ["GPT", "GPTConfig"]
 
 
 OUTPUTS = ("attention_out", "down")  # the layers of a block that write to the residual stream; the others read it
+MAX_HEAD_SIZE = 256  # of flash_attention
 # Causal attention of (B, H, N, D) three times.
 ATTENTION: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "kernelbook": functools.partial(flash_attention, causal=True),
@@ -36,7 +37,8 @@ class GPTConfig:
         bias: whether linear layers have biases.
         attention: ``"kernelbook"`` or ``"torch"``: :func:`kernelbook.flash_attention`, or PyTorch's own.
         compact_gradient: sparse layers hand out gradients of their active rows only, for
-            :class:`kernelbook.train.ChunkAdamW`; PyTorch's optimizers, clipping and DDP need ``False``.
+            :class:`kernelbook.train.ChunkAdamW`; PyTorch's optimizers, clipping, DDP, FSDP2 and
+            ``torch.compile(fullgraph=True)`` need ``False``.
     """
 
     vocab_size: int
@@ -49,7 +51,7 @@ class GPTConfig:
     sparse_layers: str = "mlp"
     bias: bool = False
     attention: str = "kernelbook"
-    compact_gradient: bool = True
+    compact_gradient: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "width", "depth", "heads", "mlp_ratio"):
@@ -63,6 +65,11 @@ class GPTConfig:
             )
         if self.attention not in ATTENTION:
             raise ValueError(f"GPTConfig: attention must be one of 'kernelbook', 'torch', got {self.attention!r}")
+        if self.attention == "kernelbook" and self.width // self.heads > MAX_HEAD_SIZE:
+            raise ValueError(
+                f"GPTConfig: heads must be at least {-(-self.width // MAX_HEAD_SIZE)} for a width of {self.width} (a head has "
+                f"at most {MAX_HEAD_SIZE} features, or take attention='torch'), got {self.heads}"
+            )
         if self.sparse_layers not in ("mlp", "all"):
             raise ValueError(f"GPTConfig: sparse_layers must be one of 'mlp', 'all', got {self.sparse_layers!r}")
 

@@ -1,13 +1,19 @@
 """Layers that stand in for PyTorch's own."""
 
+import dataclasses
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from kernelbook import arguments
-from kernelbook.layer_norm import layer_norm
+from kernelbook.layer_norm import layer_norm, rms_norm
+from kernelbook.nf4 import NF4Tensor, nf4_matmul
 from kernelbook.nn.compact import compact_sparse_linear
+from kernelbook.nn.moe import LoRAModule, _draw_pair, quantize_parameter, stored_weight
 from kernelbook.sparse_linear import sparse_linear
 
-__all__ = ["LayerNorm", "SparseLinear"]
+__all__ = ["LayerNorm", "NF4Linear", "RMSNorm", "SparseLinear"]
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -43,6 +49,42 @@ class LayerNorm(torch.nn.LayerNorm):
         return layer_norm(input, self.weight, self.bias, self.eps)
 
 
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on :func:`kernelbook.rms_norm`; the state dict is the same.
+
+    Args:
+        normalized_shape: the size of the last dimension, as a number or a sequence of one number.
+        eps, elementwise_affine, device, dtype: as in PyTorch. Without ``eps`` it is the machine epsilon of float32, or of
+            float64 for float64 inputs.
+
+    Raises:
+        ValueError: ``normalized_shape`` names more than one dimension.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        if len(self.normalized_shape) != 1:
+            raise ValueError(f"RMSNorm: normalized_shape must name one dimension, got {tuple(self.normalized_shape)}")
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """(..., N) -> (..., N); with a residual (..., N) the pair of the normalized sum and the sum."""
+        if x.shape[-1:] != self.normalized_shape:
+            raise ValueError(f"RMSNorm: input must have shape (..., {self.normalized_shape[0]}), got {tuple(x.shape)}")
+        eps = (
+            torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+            if self.eps is None
+            else self.eps
+        )
+        return rms_norm(x, self.weight, eps, residual=residual)
+
+
 class SparseLinear(torch.nn.Linear):
     """``torch.nn.Linear`` on :func:`kernelbook.sparse_linear`; the state dict is the same.
 
@@ -55,8 +97,9 @@ class SparseLinear(torch.nn.Linear):
         mode: ``"sparse_dw"`` (sparse gradients of weight and bias), ``"sparse_dw_dx"`` (of the input too) or ``"dense"``.
         compact_gradient: the gradients of weight and bias are ``torch.sparse_coo`` tensors of the active rows only, as those
             of ``torch.nn.Embedding(sparse=True)``; the last chunk must then be a full one. See
-            :class:`kernelbook.train.ChunkAdamW` for an optimizer. PyTorch's AdamW, ``clip_grad_norm_`` and
-            ``DistributedDataParallel`` raise with such gradients: for them leave it ``False``.
+            :class:`kernelbook.train.ChunkAdamW` for an optimizer. PyTorch's AdamW, ``clip_grad_norm_``,
+            ``DistributedDataParallel``, FSDP2 and ``torch.compile(fullgraph=True)`` raise with such gradients: for them
+            leave it ``False``.
 
     Raises:
         ValueError: ``chunk_size`` or ``mode`` is not as above, or ``compact_gradient`` is set and ``chunk_size`` does not
@@ -95,8 +138,15 @@ class SparseLinear(torch.nn.Linear):
         return -(-self.out_features // self.chunk_size)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features)."""
+        """(..., in_features) -> (..., out_features).
+
+        Raises ``NotImplementedError`` for compact gradients under FSDP.
+        """
         if self.compact_gradient and self.active_chunks is not None and self.mode != "dense":
+            if getattr(self, "_is_fsdp_managed_module", False):  # FSDP's own mark
+                raise NotImplementedError(
+                    "SparseLinear: compact_gradient must be False under FSDP, which reduces dense gradients only, got True"
+                )
             return compact_sparse_linear(
                 input, self.weight, self.bias, self.active_chunks, chunk_size=self.chunk_size, mode=self.mode
             )
@@ -106,3 +156,89 @@ class SparseLinear(torch.nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, chunk_size={self.chunk_size}, mode={self.mode!r}"
+
+
+class NF4Linear(LoRAModule):
+    """A linear layer whose weight is frozen in 4 bits, on :func:`kernelbook.nf4_matmul`, with or without a LoRA pair.
+
+    ``layer.weight`` reads the dense weight (out_features, in_features), made anew each time; the state dict holds its packed
+    bytes and scales, and with LoRA ``lora_a`` (r, in_features), ``lora_b`` (out_features, r) and ``scaling``.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of ``torch.nn.Linear``; the weight is drawn as its.
+        block_size, double_quant: as in :func:`kernelbook.nf4_quantize`.
+
+    Raises:
+        TypeError, ValueError: ``dtype`` is neither float32, float16 nor bfloat16, or ``block_size`` is not known.
+    """
+
+    bias: torch.nn.Parameter | None
+    lora_a: torch.nn.Parameter | None
+    lora_b: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block_size: int = 64,
+        double_quant: bool = False,
+    ) -> None:
+        super().__init__()
+        self._take(torch.nn.Linear(in_features, out_features, bias, device, dtype), block_size, double_quant)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, *, block_size: int = 64, double_quant: bool = False) -> "NF4Linear":
+        """The layer in 4 bits; the bias is shared. Raises ``TypeError`` for what is no ``torch.nn.Linear``."""
+        if not isinstance(linear, torch.nn.Linear):
+            raise TypeError(f"NF4Linear.from_linear: linear must be a torch.nn.Linear, got {type(linear).__name__}")
+        new = cls.__new__(cls)
+        super(NF4Linear, new).__init__()
+        new._take(linear, block_size, double_quant)
+        return new.train(linear.training)
+
+    def _take(self, linear: torch.nn.Linear, block_size: int, double_quant: bool) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = torch.nn.Parameter(linear.weight.detach())
+        self.register_parameter("bias", linear.bias)
+        self.register_parameter("lora_a", None)
+        self.register_parameter("lora_b", None)
+        quantize_parameter(self, "weight", block_size=block_size, double_quant=double_quant)
+
+    def add_lora(self, rank: int, alpha: float | None = None, dtype: torch.dtype | None = None) -> "NF4Linear":
+        """Freezes the bias and adds ``alpha / rank`` (default 1) times ``x a^T b^T``; b starts at zero.
+
+        Raises ``ValueError`` where there is a pair already, and for a rank below 1.
+        """
+        self._begin_lora(rank, alpha)
+        stored = stored_weight(self, "weight")
+        where: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+        self.lora_a = torch.nn.Parameter(torch.empty(rank, self.in_features, **where))
+        self.lora_b = torch.nn.Parameter(torch.empty(self.out_features, rank, **where))
+        _draw_pair(self.lora_a, self.lora_b)
+        return self
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        x, bias, a, b = arguments.in_autocast_dtype(input, self.bias, self.lora_a, self.lora_b)
+        stored = stored_weight(self, "weight")
+        if isinstance(stored, NF4Tensor):
+            out = nf4_matmul(x, dataclasses.replace(stored, shape=(1, *stored.shape)), 0)
+        else:  # something else has been put on it
+            out = F.linear(x, stored.to(x.dtype))
+        if bias is not None:
+            out = out + bias
+        if a is not None:
+            out = out + F.linear(F.linear(x.to(a.dtype), a), b).to(out.dtype) * self.scaling
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank={self.rank}"
+        )

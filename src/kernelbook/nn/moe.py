@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,11 +30,13 @@ from kernelbook.nn import kernels
 __all__ = [
     "Float8Tensor",
     "GatedExperts",
+    "LoRAModule",
     "LoRAPair",
     "MoELayer",
     "NF4Parametrization",
     "choose_experts",
     "gated_experts",
+    "load_balancing_loss",
     "quantize_parameter",
     "stored_weight",
 ]
@@ -423,7 +426,7 @@ class NF4Parametrization(torch.nn.Module):
     """Keeps a 4-bit parameter's scales; as a parametrization it makes the parameter dense again where it is read.
 
     The packed bytes are the parametrization's ``original``. Who wants the 4-bit form asks :func:`stored_weight`.
-    Conversions of the module to another dtype leave the scales as they are.
+    Conversions of the module to another dtype leave the scales as they are, and are that of the dense parameter.
     """
 
     PARTS = ("absmax", "code", "nested_absmax", "nested_code", "nested_offset")
@@ -432,7 +435,10 @@ class NF4Parametrization(torch.nn.Module):
         super().__init__()
         self.shape, self.block_size, self.code_name, self.dtype = q.shape, q.block_size, q.code_name, q.dtype
         for name in self.PARTS:
-            self.register_buffer(name, getattr(q, name))
+            part = getattr(q, name)
+            # A view of something larger could not be saved by safetensors.
+            whole = part is None or part.untyped_storage().nbytes() == part.nbytes
+            self.register_buffer(name, part if whole else part.clone())
 
     def tensor(self, packed: torch.Tensor) -> NF4Tensor:
         """The 4-bit tensor with these bytes; everything is shared."""
@@ -448,9 +454,13 @@ class NF4Parametrization(torch.nn.Module):
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """packed (ceil(n / 2),) -> the dense tensor."""
-        return nf4_dequantize(self.tensor(packed), dtype=self.dtype)
+        dtype = self.dtype if self.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
+        return nf4_dequantize(self.tensor(packed), dtype=dtype).to(self.dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "NF4Parametrization":
+        where: Any = self.code.device
+        self.dtype = fn(torch.empty(1, dtype=self.dtype, device=where)).dtype
+
         def keep_dtype(t: torch.Tensor) -> torch.Tensor:
             # Conversions change floating-point tensors only; as integers these pass unchanged.
             return fn(t.view(torch.int32)).view(torch.float32) if t.dtype == torch.float32 else fn(t)
@@ -459,6 +469,23 @@ class NF4Parametrization(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shape}, {self.code_name}, block_size={self.block_size}"
+
+
+class _Stack(parametrize.ParametrizationList):
+    """A 4-bit weight's parametrizations: :class:`NF4Parametrization`, and what others put on it for a while."""
+
+    def append(self, module: torch.nn.Module) -> "_Stack":
+        # PEFT 0.21 puts a LoRA pair on a weight as one class and, where the weight has parametrizations of its own, takes
+        # off another: the pair would stay, and be added once more in each forward pass. So it comes as that other one.
+        peft: Any = sys.modules.get("peft.tuners.lora.layer")
+        kind, removed = (getattr(peft, name, None) for name in ("_LoraFactorsProxy", "_LoraParameterProxy"))
+        if kind is not None and removed is not None and type(module) is kind and not issubclass(kind, removed):
+            pair, module = module, removed(None)
+            module.forward = pair.forward  # type: ignore[method-assign]
+        super().append(module)
+        # Under parametrize.cached(), PEFT's way, torch's own checks have just read the weight as it was before.
+        parametrize._cache.clear()
+        return self
 
 
 def quantize_parameter(
@@ -481,7 +508,24 @@ def quantize_parameter(
     q = nf4_quantize(parameter.detach(), block_size=block_size, double_quant=double_quant)
     setattr(module, name, torch.nn.Parameter(q.packed, requires_grad=False))
     parametrize.register_parametrization(module, name, NF4Parametrization(q), unsafe=True)
+    module.parametrizations[name].__class__ = _Stack  # type: ignore[index]
+    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
     return q
+
+
+def _reduce(module: torch.nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """How a module with 4-bit parameters is pickled. PyTorch makes a class for each parametrized module, and refuses."""
+    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    return _parametrized, (type(module).__bases__[0], names), dict(module.__dict__)
+
+
+def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:
+    module = kind.__new__(kind)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
+    return module
 
 
 def stored_weight(module: torch.nn.Module, name: str) -> torch.Tensor | NF4Tensor:
@@ -493,13 +537,55 @@ def stored_weight(module: torch.nn.Module, name: str) -> torch.Tensor | NF4Tenso
     return getattr(module, name)
 
 
-class GatedExperts(torch.nn.Module):
+class LoRAModule(torch.nn.Module):
+    """A module with LoRA pairs, whose scaling is part of the state dict: loading takes it over, as it does the pairs.
+
+    Attributes:
+        rank: of the pairs; 0 without any. scaling: what their products are multiplied by.
+    """
+
+    rank: int = 0
+    scaling: float = 1.0
+
+    def _begin_lora(self, rank: int, alpha: float | None) -> None:
+        op = f"{type(self).__name__.removeprefix('Parametrized')}.add_lora"
+        if rank < 1:
+            raise ValueError(f"{op}: rank must be at least 1, got {rank}")
+        if self.rank:
+            raise ValueError(f"{op}: the module must have no LoRA pairs yet, got one with pairs of rank {self.rank}")
+        self.rank, self.scaling = rank, 1.0 if alpha is None else alpha / rank
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.rank:
+            destination[f"{prefix}scaling"] = torch.tensor(self.scaling, dtype=torch.float64)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        _, strict, missing, *_ = args
+        if self.rank:
+            found = state_dict.pop(f"{prefix}scaling", None)
+            if found is not None:
+                self.scaling = float(found)
+            elif strict:
+                missing.append(f"{prefix}scaling")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _draw_pair(a: torch.nn.Parameter | None, b: torch.nn.Parameter | None) -> None:
+    """LoRA's beginning: a as a linear layer's weight, b zero."""
+    if a is not None and b is not None:
+        torch.nn.init.uniform_(a, -1 / math.sqrt(a.shape[-1]), 1 / math.sqrt(a.shape[-1]))
+        torch.nn.init.zeros_(b)
+
+
+class GatedExperts(LoRAModule):
     """The experts of a mixture-of-experts layer, on :func:`gated_experts`; a router is not part of it.
 
-    The parameters are ``gate_up`` (E, 2 I, H) and ``down`` (E, H, I), drawn as ``torch.nn.Linear``'s are.
+    The parameters are ``gate_up`` (E, 2 I, H) and ``down`` (E, H, I), drawn as ``torch.nn.Linear``'s are. With LoRA the
+    state dict holds ``scaling`` too, and loading takes it over.
 
     Args:
-        num_experts, hidden_size, intermediate_size: E, H, I.
+        num_experts: E. hidden_size: H. intermediate_size: I.
         activation: ``"silu"``, ``"gelu"`` or ``"relu"``.
         device, dtype: of the parameters.
     """
@@ -524,13 +610,22 @@ class GatedExperts(torch.nn.Module):
         super().__init__()
         arguments.check_choice("GatedExperts", "activation", activation, tuple(ACTIVATIONS))
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
-        self.activation, self.active, self.scaling = activation, "auto", 1.0
+        self.activation, self.active = activation, "auto"
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         for name, (n, k) in self._sizes().items():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(num_experts, n, k, **where)))
-            torch.nn.init.uniform_(getattr(self, name), -1 / math.sqrt(k), 1 / math.sqrt(k))
             self.register_parameter(f"{name}_a", None)
             self.register_parameter(f"{name}_b", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws new weights, as ``torch.nn.Linear`` does, and new LoRA pairs. Weights in 4 bits stay as they are."""
+        for name in self._sizes():
+            weight = stored_weight(self, name)
+            if isinstance(weight, torch.Tensor):
+                bound = 1 / math.sqrt(max(weight.shape[-1], 1))
+                torch.nn.init.uniform_(weight, -bound, bound)
+            _draw_pair(getattr(self, f"{name}_a"), getattr(self, f"{name}_b"))
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
         hidden, intermediate = self.hidden_size, self.intermediate_size
@@ -540,19 +635,20 @@ class GatedExperts(torch.nn.Module):
         """Freezes the weights and gives each expert a pair of ``rank``, scaled by ``alpha / rank`` (default 1).
 
         ``gate_up_a`` (E, r, H), ``gate_up_b`` (E, 2 I, r), ``down_a`` (E, r, I), ``down_b`` (E, H, r); b starts at zero.
+
+        Raises ``ValueError`` where there are pairs already, and for a rank below 1.
         """
-        if rank < 1:
-            raise ValueError(f"GatedExperts.add_lora: rank must be at least 1, got {rank}")
-        self.scaling = 1.0 if alpha is None else alpha / rank
+        self._begin_lora(rank, alpha)
         for name, (n, k) in self._sizes().items():
             stored = stored_weight(self, name)
             if isinstance(stored, torch.Tensor):
                 stored.requires_grad_(False)
             where: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
-            a = torch.nn.Parameter(torch.empty(self.num_experts, rank, k, **where))
-            torch.nn.init.uniform_(a, -1 / math.sqrt(k), 1 / math.sqrt(k))
-            self.register_parameter(f"{name}_a", a)
-            self.register_parameter(f"{name}_b", torch.nn.Parameter(torch.zeros(self.num_experts, n, rank, **where)))
+            for part, shape in (("a", (rank, k)), ("b", (n, rank))):
+                self.register_parameter(
+                    f"{name}_{part}", torch.nn.Parameter(torch.empty(self.num_experts, *shape, **where))
+                )
+            _draw_pair(getattr(self, f"{name}_a"), getattr(self, f"{name}_b"))
         return self
 
     def quantize(self, *, block_size: int = 64, double_quant: bool = False) -> "GatedExperts":
@@ -587,6 +683,26 @@ class GatedExperts(torch.nn.Module):
         )
 
 
+def load_balancing_loss(probabilities: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    """``E * sum_e f_e p_e``: what grows where few experts get most tokens.
+
+    Fedus, Zoph and Shazeer, "Switch transformers" (2022), equation 4, for k slots as Mixtral counts them: k where all
+    experts get as many tokens with the same probability.
+
+    Args:
+        probabilities: (..., E), the router's, over all experts. Their mean is p.
+        expert_ids: (..., k), where the tokens go. f_e counts the slots that expert e gets, over the number of tokens.
+
+    Returns:
+        () in the dtype of ``probabilities``, differentiable in them.
+    """
+    num_experts = probabilities.shape[-1]
+    tokens = max(probabilities.numel() // num_experts, 1)
+    ids = expert_ids.flatten().long()
+    share = probabilities.new_zeros(num_experts).index_add_(0, ids, probabilities.new_ones(ids.shape)) / tokens
+    return num_experts * (share * probabilities.flatten(0, -2).sum(0) / tokens).sum()
+
+
 class MoELayer(torch.nn.Module):
     """A router and its experts: each token goes to the ``slots`` experts of the highest probability.
 
@@ -596,6 +712,7 @@ class MoELayer(torch.nn.Module):
     Args:
         num_experts, hidden_size, intermediate_size: of the :class:`GatedExperts`.
         slots: k, how many experts a token goes to.
+        activation: of the :class:`GatedExperts`.
         device, dtype: of the parameters.
     """
 
@@ -606,6 +723,7 @@ class MoELayer(torch.nn.Module):
         intermediate_size: int,
         slots: int,
         *,
+        activation: str = "silu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -613,11 +731,13 @@ class MoELayer(torch.nn.Module):
         if not 1 <= slots <= num_experts:
             raise ValueError(f"MoELayer: slots must be in [1, {num_experts}], got {slots}")
         self.slots = slots
-        self.router = torch.nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
-        self.experts = GatedExperts(num_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router = torch.nn.Linear(hidden_size, num_experts, bias=False, **where)
+        self.experts = GatedExperts(num_experts, hidden_size, intermediate_size, activation=activation, **where)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., H) -> (..., H)."""
+    def forward(self, x: torch.Tensor, *, with_loss: bool = False) -> Any:
+        """(..., H) -> (..., H); ``with_loss``: and the :func:`load_balancing_loss` of these tokens, to add to the model's."""
         probabilities = self.router(x).softmax(dim=-1, dtype=torch.float32)
         gates, expert_ids = probabilities.topk(self.slots, dim=-1)
-        return self.experts(x, expert_ids, gates / gates.sum(dim=-1, keepdim=True))
+        out = self.experts(x, expert_ids, gates / gates.sum(dim=-1, keepdim=True))
+        return (out, load_balancing_loss(probabilities, expert_ids)) if with_loss else out

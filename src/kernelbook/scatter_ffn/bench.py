@@ -1,7 +1,7 @@
 """What is measured of ``scatter_ffn``: the chosen neurons beside all of them, and what PyTorch users would write."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kernelbook import check, runtime, timing
 from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 
-__all__ = ["atomics_experiment", "cases", "extras", "ffn_case", "small_checks"]
+__all__ = ["atomics_experiment", "cases", "extras", "ffn_case", "small_checks", "tuning_cases"]
 
 ATOMICS_COLUMNS = (
     "run",
@@ -260,6 +260,21 @@ def cases() -> Iterator[timing.Case]:
             yield _step_case(PLAIN, m, fraction)
     for m in (1, 1024):
         yield _first_call(m)
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: the documented shapes, or one with the sizes M, K and N, the active fraction, and gated=1."""
+    if shape is not None:
+        gated = bool(shape.get("gated", 0))
+        network = Shape(int(shape["K"]), int(shape["N"]), gated, "silu" if gated else "relu")
+        yield ffn_case(network, int(shape["M"]), shape["active"])
+        return
+    for fraction in FRACTIONS:
+        for network in (PLAIN, LLAMA):
+            for m in TOKENS:
+                yield ffn_case(network, m, fraction)
+    for m in (4, 32, 64, 256):
+        yield ffn_case(PLAIN, m, 0.1)
 
 
 def atomics_experiment() -> pd.DataFrame:

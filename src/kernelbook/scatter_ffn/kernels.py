@@ -22,8 +22,11 @@ that lies outside the matrix stands for a row of zeros.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.autotune import derived, fits, matmul_resources, planner
+from kernelbook.tiles import grouped
 
 # isort: split
 import triton
@@ -76,16 +79,6 @@ def _slope(z, ACTIVATION: tl.constexpr):
     else:
         slope = tl.full(z.shape, 1.0, z.dtype)
     return slope
-
-
-@triton.jit
-def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
-    """Tile number -> (row, column) in groups of GROUP rows, which share their operands in the L2 cache."""
-    per_group = GROUP * num_cols
-    first = tile // per_group * GROUP
-    size = tl.minimum(num_rows - first, GROUP)
-    within = tile % per_group
-    return first + within % size, within // size
 
 
 @triton.jit
@@ -235,7 +228,7 @@ def _gather_matmul_fwd_tiles_kernel(
     _zero_tickets(tickets_ptr, TICKETS)
     tile, share = tl.program_id(0), tl.program_id(1)
     num_m, num_l = tl.cdiv(M, BLOCK_M), tl.cdiv(L_out, BLOCK_L)
-    pid_m, pid_l = _grouped(tile, num_m, num_l, GROUP)
+    pid_m, pid_l = grouped(tile, num_m, num_l, GROUP)
     STEP: tl.constexpr = SHARES * BLOCK_K
     low, high = 0, K
     if SPLIT:
@@ -459,7 +452,7 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     LISTED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     tile, share = tl.program_id(0), tl.program_id(1)
-    pid_m, pid_c = _grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(K_out, BLOCK_C), GROUP)
+    pid_m, pid_c = grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(K_out, BLOCK_C), GROUP)
     tl.static_assert(LISTED % BLOCK_L == 0)
     low, high = 0, L
     if SPLIT:
@@ -676,7 +669,7 @@ PLACE_CONFIG = triton.Config({"BLOCK_N": 4, "BLOCK_K": 1024}, num_warps=4)
 PLACE_VECTOR_CONFIG = triton.Config({"BLOCK_N": 1024, "BLOCK_K": 1}, num_warps=4)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a plan is a key of caches, by which object it is
 class Plan:
     """How a call is computed: which kernels, with which tiles, and into how many shares their sums are split.
 
@@ -690,18 +683,33 @@ class Plan:
     down_split: int
 
 
+@functools.cache
 def has_pdl(properties: runtime.DeviceProperties) -> bool:
     """Whether a kernel can start before the one before it has ended (Hopper and later)."""
     return properties.arch.startswith("sm_") and int(properties.arch[3:].rstrip("a")) >= 90
 
 
-@functools.lru_cache(maxsize=4096)
-def plan(
+def _narrow(dtype: str) -> bool:
+    return dtype in ("float16", "bfloat16")
+
+
+def _strategies(
+    m: int, k: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
+) -> Iterator[str]:
+    yield "packed"
+    if m <= 4 and dtype != "float64":
+        yield "vector"
+    if _narrow(dtype):  # exactly in float32, tensor cores are slower than anything else
+        yield "tiles"
+
+
+@planner("scatter_ffn.strategy", _strategies, buckets=("m", "active"))
+def strategy(
     m: int, k: int, k_out: int, active: int, dtype: str, gated: bool,
     properties: runtime.DeviceProperties,
-) -> Plan:  # fmt: skip
-    """The rules: which kernels compute ``active`` neurons for ``m`` tokens,
-    K inputs and K_out outputs.
+) -> str:  # fmt: skip
+    """Which kernels compute ``active`` neurons for ``m`` tokens, K inputs and
+    K_out outputs.
 
     ==================  ==============  =======================================
     dtype               tokens          strategy
@@ -715,45 +723,148 @@ def plan(
                                         PyTorch allows it
     float64             any             ``packed``
     ==================  ==============  =======================================
+    """
+    if (_narrow(dtype) and m == 1) or (dtype == "float32" and m <= 4):
+        return "vector"
+    return "tiles" if _narrow(dtype) and m < PACKED_TOKENS else "packed"
+
+
+@derived
+def plan(
+    m: int, k: int, k_out: int, active: int, dtype: str, gated: bool,
+    properties: runtime.DeviceProperties,
+) -> Plan:  # fmt: skip
+    """Which kernels, see :func:`strategy`, and how they are cut.
 
     Within a strategy the tiles grow with the number of neurons: few neurons
     have to be spread over all multiprocessors, many should share what is read
     of x and h. The thresholds are where the measured order of the tiles
     changes on an H200.
     """
-    narrow, m = dtype in ("float16", "bfloat16"), max(m, 1)
-    if (narrow and m == 1) or (dtype == "float32" and m <= 4):
-        return _vector_plan(m, k_out, active, dtype, gated, properties)
-    if narrow and m < PACKED_TOKENS:
-        return _tiles_plan(m, k_out, active, gated, properties)
-    return Plan("packed", None, 1, None, 1)
-
-
-def _vector_plan(
-    m: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
-) -> Plan:
-    tokens = triton.next_power_of_2(m)
-    # As many bytes in flight in each thread whatever the dtype; several tokens take registers for their sums.
-    size = 1 if dtype != "float32" else 2 * tokens
-    if active <= FEW:
-        up = triton.Config({"BLOCK_L": 2, "BLOCK_K": 4096 // size}, num_warps=4)
-        down = triton.Config({"BLOCK_L": 128, "BLOCK_C": 32, "UNROLL": max(1, 4 // size)}, num_warps=16)
-        split = 1
+    m = max(m, 1)
+    way = strategy(m, k, k_out, active, dtype, gated, properties)
+    if way == "packed":
+        return Plan(way, None, 1, None, 1)
+    if way == "vector":
+        up = vector_up(m, active, dtype, gated, properties), 1
+        down = vector_down(m, k_out, active, dtype, properties)
     else:
-        up = triton.Config({"BLOCK_L": 2, "BLOCK_K": 2048 // size}, num_warps=4 if gated else 2)
-        down = triton.Config({"BLOCK_L": 16, "BLOCK_C": 64, "UNROLL": max(1, 8 // size)}, num_warps=4)
-        columns = -(-k_out // 64)
-        split = max(1, min(4 * properties.num_sms // max(columns, 1), active // 128, 64))
-    up.kwargs |= {"TOKENS": tokens, "STAGES": 1}
-    down.kwargs |= {"TOKENS": tokens}
-    return Plan("vector", up, 1, down, split)
+        up = tiles_up(m, active, gated, properties)
+        down = tiles_down(m, k_out, active, properties)
+    return Plan(way, *up, *down)
 
 
-def _tiles_plan(m: int, k_out: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> Plan:
+# As many bytes in flight in each thread whatever the dtype; several tokens take registers for their sums.
+def _per_element(m: int, dtype: str) -> int:
+    return 1 if dtype != "float32" else 2 * triton.next_power_of_2(m)
+
+
+def _vector_up(m: int, block_l: int, block_k: int, warps: int) -> triton.Config:
+    blocks = {"BLOCK_L": block_l, "BLOCK_K": block_k, "TOKENS": triton.next_power_of_2(m), "STAGES": 1}
+    return triton.Config(blocks, num_warps=warps)
+
+
+def _vector_ups(
+    m: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
+) -> Iterator[triton.Config]:
+    for block_l in (1, 2, 4):
+        for block_k in (512, 1024, 2048, 4096):
+            for warps in (1, 2, 4, 8):
+                if 8 <= block_l * block_k * _per_element(m, dtype) / (32 * warps) <= 64:
+                    yield _vector_up(m, block_l, block_k, warps)
+
+
+@planner("scatter_ffn.vector_up", _vector_ups, buckets=("active",))
+def vector_up(m: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties) -> triton.Config:
+    """Two rows a program; few neurons are read by more warps each."""
+    size = _per_element(m, dtype)
+    if active <= FEW:
+        return _vector_up(m, 2, 4096 // size, 4)
+    return _vector_up(m, 2, 2048 // size, 4 if gated else 2)
+
+
+def _vector_down(m: int, block_l: int, block_c: int, unroll: int, warps: int) -> triton.Config:
+    blocks = {"BLOCK_L": block_l, "BLOCK_C": block_c, "UNROLL": unroll, "TOKENS": triton.next_power_of_2(m)}
+    return triton.Config(blocks, num_warps=warps)
+
+
+def _vector_downs(
+    m: int, k_out: int, active: int, dtype: str, properties: runtime.DeviceProperties
+) -> Iterator[tuple[triton.Config, int]]:
+    wide = max(1, 4 // _per_element(m, dtype))
+    for block_l, block_c, warps in (
+        (16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 4), (32, 32, 4), (32, 64, 4), (32, 64, 8), (64, 32, 8), (128, 32, 16),
+    ):  # fmt: skip
+        for unroll in (wide, 2 * wide):
+            for split in (1, 2, 4, 8, 16, 32):
+                if split == 1 or active // split >= 4 * block_l:
+                    yield _vector_down(m, block_l, block_c, unroll, warps), split
+
+
+@planner("scatter_ffn.vector_down", _vector_downs, buckets=("active",))
+def vector_down(
+    m: int, k_out: int, active: int, dtype: str, properties: runtime.DeviceProperties
+) -> tuple[triton.Config, int]:
+    """Few neurons: all of them in each program. Many: shares of them, four programs a multiprocessor."""
+    size = _per_element(m, dtype)
+    if active <= FEW:
+        return _vector_down(m, 128, 32, max(1, 4 // size), 16), 1
+    columns = -(-k_out // 64)
+    split = max(1, min(4 * properties.num_sms // max(columns, 1), active // 128, 64))
+    return _vector_down(m, 16, 64, max(1, 8 // size), 4), split
+
+
+def _height(m: int) -> int:
+    """The tokens of a tile."""
+    return min(128, max(16, triton.next_power_of_2(m)))
+
+
+def _tiles_up(
+    tiles: tuple[int, ...], stages: int, warps: int, gated: bool, properties: runtime.DeviceProperties
+) -> triton.Config:
+    block_m, block_l, block_k, shares = tiles
+    blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_K": block_k, "SHARES": shares, "GROUP": 8}
+    stage_bytes = 2 * shares * block_k * (block_m + block_l * (2 if gated else 1))
+    return triton.Config(blocks | {"STAGES": _stages(stages, stage_bytes, properties)}, num_warps=warps)
+
+
+def _tiles_ups(
+    m: int, active: int, gated: bool, properties: runtime.DeviceProperties
+) -> Iterator[tuple[triton.Config, int]]:
+    height, products = _height(m), 2 if gated else 1
+    for block_m in sorted({height, max(16, height // 2)}):
+        for block_l in (8, 16, 32, 64, 128, 256):
+            for block_k in (64, 128):
+                for shares, warps in ((1, 2), (1, 4), (1, 8), (2, 2), (4, 4), (8, 8)):
+                    if (shares > 1 and block_m > 32) or (shares == 1 and block_l < 16):
+                        continue
+                    # mma.sync in registers, or wgmma: a thread has 8 to 128 sums.
+                    sums = shares * block_m * block_l * products / (32 * warps)
+                    needs = matmul_resources(
+                        triton.Config({}, num_warps=warps, num_stages=3),
+                        rows=block_m,
+                        operands=[(shares * block_k * block_m, 2), *[(shares * block_k * block_l, 2)] * products],
+                        accumulators=[(shares * block_m * block_l, 4)] * products,
+                        properties=properties,
+                    )
+                    if not (2 <= sums <= 128 and fits(needs, triton.Config({}, num_warps=warps), properties)):
+                        continue
+                    for stages in (3, 4, 6):
+                        tiles = block_m, block_l, block_k, shares
+                        config = _tiles_up(tiles, stages, warps, gated, properties)
+                        if config.kwargs["STAGES"] == stages:
+                            yield config, 1
+                            if m > 128:
+                                yield config, 2
+
+
+@planner("scatter_ffn.tiles_up", _tiles_ups, buckets=("m", "active"))
+def tiles_up(m: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
+    """The tiles of the up kernel, and its split."""
     few, many = active <= FEW, active >= MANY
-    hopper, amd = has_pdl(properties), properties.arch.startswith("gfx")
+    hopper, amd = _has_wgmma(properties), properties.arch.startswith("gfx")
     split = 1
-    # BLOCK_M, BLOCK_L, BLOCK_K, SHARES, stages, warps; then BLOCK_M, BLOCK_L, BLOCK_C, stages, warps, and programs a tile
+    # BLOCK_M, BLOCK_L, BLOCK_K, SHARES, stages, warps
     if m <= 16:
         up = (16, 32, 128, 1, 4, 4)
         if few and not amd:
@@ -762,44 +873,89 @@ def _tiles_plan(m: int, k_out: int, active: int, gated: bool, properties: runtim
             up = (16, 16, 64, 4, 6, 4)
         elif active < 5000:
             up = (16, 8, 128, 2, 4, 2)
-        down = (16, 64, 64, 5, 4, 2) if few else (16, 32, 128, 4, 4, 8) if many else (16, 64, 128, 4, 4, 4)
     elif m <= 32:
         up = (32, 32, 128, 1, 4, 4) if active >= 5000 else (32, 16, 64, 4, 4, 4)
-        down = (32, 64, 128, 3, 4, 8 if many else 4)
     elif m <= 64:
         up = (64, 32, 128, 1, 4, 4) if many else (64, 16, 128, 1, 5, 4)
-        down = (64, 64, 64, 5, 4, 4 if many else 2)
     elif m <= 128:
         up = (64, 32, 128, 1, 5, 4)
         if many and not gated:
             up = (64, 64, 64, 1, 6, 4)
         elif active >= 5000:
             up = (128, 64, 64, 1, 5, 4 if hopper else 8)
-        down = (128, 64, 128, 4, 8, 4) if many else (64, 64, 64, 5, 4, 1 if few else 2)
     elif m <= 256:
         up = (128, 128, 64, 1, 4, 8) if many else (128, 64, 64, 1, 5, 4)
         split = 1 if many else 2
-        down = (128, 64, 128, 4, 8, 2)
     else:
         wide, square = (-(-m // 128) * -(-active // side) for side in (256, 128))
         if wide >= 0.75 * properties.num_sms and hopper and not gated:
             up = (128, 256, 64, 1, 3, 8)
         else:
             up = (128, 128, 64, 1, 4, 8) if square >= 0.5 * properties.num_sms else (128, 64, 64, 1, 4, 4)
-        down = (128, 64, 256, 3, 8, min(4, properties.num_sms // (-(-m // 128) * -(-k_out // 256) or 1)))
-    block_m, block_l, block_k, shares, stages, warps = up
-    blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_K": block_k, "SHARES": shares, "GROUP": 8}
-    stage_bytes = 2 * shares * block_k * (block_m + block_l * (2 if gated else 1))
-    up_config = triton.Config(blocks | {"STAGES": _stages(stages, stage_bytes, properties)}, num_warps=warps)
-    block_m, block_l, block_c, stages, warps, programs = down
+    *tiles, stages, warps = up
+    return _tiles_up(tuple(tiles), stages, warps, gated, properties), split
+
+
+def _tiles_down(
+    m: int, tiles: tuple[int, ...], stages: int, warps: int, properties: runtime.DeviceProperties
+) -> triton.Config:
+    block_m, block_l, block_c = tiles
     blocks = {"BLOCK_M": block_m, "BLOCK_L": block_l, "BLOCK_C": block_c, "GROUP": 8}
     blocks |= {"STAGES": _stages(stages, 2 * block_l * (block_m + block_c), properties)}
-    blocks |= {"LISTED": 1024, "AHEAD": 64 if m <= 256 else 0}
+    return triton.Config(blocks | {"LISTED": 1024, "AHEAD": 64 if m <= 256 else 0}, num_warps=warps)
+
+
+def _tiles_downs(
+    m: int, k_out: int, active: int, properties: runtime.DeviceProperties
+) -> Iterator[tuple[triton.Config, int]]:
+    height = _height(m)
+    for block_m in sorted({height, max(16, height // 2)}):
+        for block_l, block_c, warps in (
+            (32, 128, 4), (32, 128, 8), (64, 64, 2), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (64, 256, 8),
+        ):  # fmt: skip
+            needs = matmul_resources(
+                triton.Config({}, num_warps=warps, num_stages=3),
+                rows=block_m,
+                operands=[(block_l * block_m, 2), (block_l * block_c, 2)],
+                accumulators=[(block_m * block_c, 4)],
+                properties=properties,
+            )
+            for stages in (3, 4, 5) if fits(needs, triton.Config({}, num_warps=warps), properties) else ():
+                config = _tiles_down(m, (block_m, block_l, block_c), stages, warps, properties)
+                for split in (1, 2, 4, 8, 16) if config.kwargs["STAGES"] == stages else ():
+                    if split == 1 or active // split >= 2 * block_l:
+                        yield config, split
+
+
+@planner("scatter_ffn.tiles_down", _tiles_downs, buckets=("m", "active"))
+def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
+    """The tiles of the down kernel, and into how many shares the listed neurons are split."""
+    few, many = active <= FEW, active >= MANY
+    # BLOCK_M, BLOCK_L, BLOCK_C, stages, warps, and programs a tile
+    if m <= 16:
+        down = (16, 64, 64, 5, 4, 2) if few else (16, 32, 128, 4, 4, 8) if many else (16, 64, 128, 4, 4, 4)
+    elif m <= 32:
+        down = (32, 64, 128, 3, 4, 8 if many else 4)
+    elif m <= 64:
+        down = (64, 64, 64, 5, 4, 4 if many else 2)
+    elif m <= 128:
+        down = (128, 64, 128, 4, 8, 4) if many else (64, 64, 64, 5, 4, 1 if few else 2)
+    elif m <= 256:
+        down = (128, 64, 128, 4, 8, 2)
+    else:
+        down = (128, 64, 256, 3, 8, min(4, properties.num_sms // (-(-m // 128) * -(-k_out // 256) or 1)))
+    *tiles, stages, warps, programs = down
+    _, block_l, block_c = tiles
     # The shares are for 4,096 outputs; of fewer outputs there are fewer tiles, so more programs share one.
     columns = -(-k_out // block_c)
-    down_split = programs if m > 256 else programs * max(1, 4096 // block_c // max(columns, 1))
-    down_split = max(1, min(down_split, active // block_l, 64))
-    return Plan("tiles", up_config, split, triton.Config(blocks, num_warps=warps), down_split)
+    split = programs if m > 256 else programs * max(1, 4096 // block_c // max(columns, 1))
+    split = max(1, min(split, active // block_l, 64))
+    return _tiles_down(m, tuple(tiles), stages, warps, properties), split
+
+
+def _has_wgmma(properties: runtime.DeviceProperties) -> bool:
+    """Whether tensor cores read both operands from shared memory; elsewhere they take registers that large tiles need."""
+    return properties.arch in ("sm_90", "sm_100")
 
 
 def _stages(wanted: int, stage_bytes: int, properties: runtime.DeviceProperties) -> int:

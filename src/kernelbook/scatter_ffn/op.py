@@ -1,30 +1,29 @@
-"""The public functions, their custom operators, and the launches."""
+"""The public functions, their operators, and the launches."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.launching import Launch, cdiv
 from kernelbook.scatter_ffn import kernels
 
 __all__ = ["ACTIVATIONS", "fused_ffn", "gather_matmul", "scatter_ffn"]
 
 ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
+PRECISION = "ieee"  # of float32 in tiles, which only tests multiply so: it is left to cuBLAS
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
 
 
 def gather_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    activation: str | None = None,
+    x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, *, activation: str | None = None,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """``act(x weight[rows]^T + bias[rows])`` without copying the rows together; differentiable.
 
     Args:
@@ -44,30 +43,17 @@ def gather_matmul(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
-    op = "gather_matmul"
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    arguments.check_linear(op, x, "weight", weight)
-    _check_vector(op, x, "bias", bias, weight.shape[0])
-    if activation is not None:
-        arguments.check_choice(op, "activation", activation, ACTIVATIONS)
-    _check_ids(op, "rows", rows, x)
+    _check_gather(x, weight, rows, activation, bias)
     out: torch.Tensor = _gather(x, weight, bias, rows, activation or "none")
     return out
 
 
 def scatter_ffn(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    neurons: torch.Tensor | None,
-    *,
-    w_gate: torch.Tensor | None = None,
-    activation: str = "relu",
-    deterministic: bool = False,
-    b_up: torch.Tensor | None = None,
-    b_gate: torch.Tensor | None = None,
-    b_down: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor | None, *,
+    w_gate: torch.Tensor | None = None, activation: str = "relu", deterministic: bool = False,
+    b_up: torch.Tensor | None = None, b_gate: torch.Tensor | None = None, b_down: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """A feed-forward block of which only the listed neurons are computed; differentiable.
 
     ``h = act(x w_up[neurons]^T + b_up[neurons])``, or with a gate
@@ -99,43 +85,20 @@ def scatter_ffn(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
-    op = "scatter_ffn"
     x, w_up, w_down, w_gate, b_up, b_gate, b_down = arguments.in_autocast_dtype(
         x, w_up, w_down, w_gate, b_up, b_gate, b_down
     )
-    arguments.check_linear(op, x, "w_up", w_up)
-    n = w_up.shape[0]
-    arguments.check_tensor(op, "w_down", w_down)
-    if w_down.ndim != 2 or w_down.shape[0] != n:
-        raise ValueError(f"{op}: w_down must have shape ({n}, K_out), one row a neuron, got {tuple(w_down.shape)}")
-    if w_gate is not None:
-        arguments.check_tensor(op, "w_gate", w_gate)
-        arguments.check_shape(op, "w_gate", w_gate, w_up.shape)
-    arguments.check_same_dtype(op, x=x, w_down=w_down, w_gate=w_gate)
-    arguments.check_same_device(op, x=x, w_down=w_down, w_gate=w_gate)
-    _check_vector(op, x, "b_up", b_up, n)
-    _check_vector(op, x, "b_gate", b_gate, n)
-    _check_vector(op, x, "b_down", b_down, w_down.shape[1])
-    if b_gate is not None and w_gate is None:
-        raise ValueError(f"{op}: b_gate must be None where w_gate is None, got a tensor")
-    arguments.check_choice(op, "activation", activation, ACTIVATIONS)
+    _check_ffn(x, w_up, w_down, neurons, w_gate, b_up, b_gate, b_down, activation)
     if neurons is None:
         return _dense(x, w_up, w_down, w_gate, b_up, b_gate, b_down, activation)
-    _check_ids(op, "neurons", neurons, x)
     y: torch.Tensor = _ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation, deterministic)
     return y
 
 
 def fused_ffn(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    neurons: torch.Tensor,
-    *,
-    activation: str = "relu",
-    block_l: int = 32,
-    add: bool = True,
-) -> torch.Tensor:
+    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor, *, activation: str = "relu",
+    block_l: int = 32, add: bool = True,
+) -> torch.Tensor:  # fmt: skip
     """What :func:`scatter_ffn` computes, in one kernel that adds into its result atomically: for comparison.
 
     Its sums depend on the order in which programs come, so its bits do. It needs zeros to begin with and one more pass that
@@ -149,317 +112,169 @@ def fused_ffn(
     Returns:
         (M, K_out) in the dtype of ``x``.
     """
-    (m, k), k_out, dtype = x.shape, w_down.shape[1], x.dtype
-    x, w_up, w_down = launching.in_kernel_dtype(x, w_up, w_down)
-    neurons = neurons.contiguous()
-    acc = launching.accumulator(x.dtype)
-    y = torch.zeros((m, k_out), dtype=acc, device=x.device)
-    config = kernels.fused_config(block_l)
-    if m and k_out and neurons.shape[0]:
-        with runtime.on_device_of(x):
-            grid = (launching.cdiv(neurons.shape[0], block_l), launching.cdiv(m, config.kwargs["BLOCK_M"]))
-            kernels._scatter_ffn_fwd_fused_kernel[grid](
-                neurons,
-                x, *x.stride(),
-                w_up, *w_up.stride(),
-                w_down, *w_down.stride(),
-                y,
-                m, w_up.shape[0], k, k_out, neurons.shape[0],
-                ACTIVATION=activation, ADD=add, ACC=launching.tl_accumulator(acc), PRECISION=launching.precision(),
-                **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
-            )  # fmt: skip
-    return y.to(dtype)
+    y: torch.Tensor = _fused(x, w_up, w_down, neurons, activation, block_l, add)
+    return y
 
 
 def _dense(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    w_gate: torch.Tensor | None,
-    b_up: torch.Tensor | None,
-    b_gate: torch.Tensor | None,
-    b_down: torch.Tensor | None,
-    activation: str,
-) -> torch.Tensor:
-    h = F.linear(x, w_up, b_up)
-    h = (
-        _torch_activation(h, activation)
-        if w_gate is None
-        else _torch_activation(F.linear(x, w_gate, b_gate), activation) * h
-    )
-    return F.linear(h, w_down.t(), b_down)
-
-
-def _torch_activation(z: torch.Tensor, activation: str) -> torch.Tensor:
-    if activation == "gelu_tanh":
-        return F.gelu(z, approximate="tanh")
-    result: torch.Tensor = getattr(F, activation)(z)
-    return result
+    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, activation: str
+) -> torch.Tensor:  # fmt: skip
+    act = functools.partial(F.gelu, approximate="tanh") if activation == "gelu_tanh" else getattr(F, activation)
+    up = F.linear(x, w_up, b_up)
+    return F.linear(act(up) if w_gate is None else act(F.linear(x, w_gate, b_gate)) * up, w_down.t(), b_down)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_vector(op: str, x: torch.Tensor, name: str, value: torch.Tensor | None, size: int) -> None:
-    if value is not None:
-        arguments.check_tensor(op, name, value)
-        arguments.check_shape(op, name, value, (size,))
-        arguments.check_same_dtype(op, x=x, **{name: value})
-        arguments.check_same_device(op, x=x, **{name: value})
+@arguments.once
+def _check_gather(x: Any, weight: Any, rows: Any, activation: str | None, bias: Any) -> None:
+    op = "gather_matmul"
+    arguments.check_linear(op, x, "weight", weight)
+    _check_vectors(op, bias=(bias, weight.shape[0]))
+    if activation is not None:
+        arguments.check_choice(op, "activation", activation, ACTIVATIONS)
+    arguments.check_indices(op, "rows", rows)
+    arguments.check_same_dtype(op, x=x, bias=bias)
+    arguments.check_same_device(op, x=x, bias=bias, rows=rows)
 
 
-def _check_ids(op: str, name: str, ids: object, x: torch.Tensor) -> None:
-    arguments.check_indices(op, name, ids)
-    assert isinstance(ids, torch.Tensor)
-    arguments.check_same_device(op, x=x, **{name: ids})
+@arguments.once
+def _check_ffn(
+    x: Any, w_up: Any, w_down: Any, neurons: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, activation: str
+) -> None:
+    op = "scatter_ffn"
+    arguments.check_linear(op, x, "w_up", w_up)
+    n = w_up.shape[0]
+    arguments.check_tensor(op, "w_down", w_down)
+    if w_down.ndim != 2 or w_down.shape[0] != n:
+        raise ValueError(f"{op}: w_down must have shape ({n}, K_out), one row a neuron, got {tuple(w_down.shape)}")
+    if w_gate is not None:
+        arguments.check_tensor(op, "w_gate", w_gate)
+        arguments.check_shape(op, "w_gate", w_gate, w_up.shape)
+    _check_vectors(op, b_up=(b_up, n), b_gate=(b_gate, n), b_down=(b_down, w_down.shape[1]))
+    if b_gate is not None and w_gate is None:
+        raise ValueError(f"{op}: b_gate must be None where w_gate is None, got a tensor")
+    arguments.check_choice(op, "activation", activation, ACTIVATIONS)
+    if neurons is not None:
+        arguments.check_indices(op, "neurons", neurons)
+    floating = {"x": x, "w_down": w_down, "w_gate": w_gate, "b_up": b_up, "b_gate": b_gate, "b_down": b_down}
+    arguments.check_same_dtype(op, **floating)
+    arguments.check_same_device(op, **floating, neurons=neurons)
 
 
-# --- custom operators -----------------------------------------------------------------------------------------------
-# Products are recomputed in the backward pass, not kept: they are cheap beside the gradients of the weights.
-
-
-@torch.library.custom_op("kernelbook::gather_matmul", mutates_args=())
-def _gather(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],  # noqa: UP045
-    rows: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
-    arguments.check_index_values("gather_matmul", "rows", rows, weight.shape[0])
-    return _run_gather(x, weight, bias, rows, activation)
-
-
-@_gather.register_fake
-def _(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, activation: str
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], rows.shape[0]))
-
-
-@torch.library.custom_op("kernelbook::gather_matmul_backward", mutates_args=())
-def _gather_backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],  # noqa: UP045
-    rows: torch.Tensor,
-    activation: str,
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> dx, dweight, dbias; empty where not needed."""
-    return _run_gather_backward(dout, x, weight, bias, rows, activation, needs)
-
-
-@_gather_backward.register_fake
-def _(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor,
-    activation: str,
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shapes = (x.shape, weight.shape, weight.shape[:1])
-    return tuple(x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))  # type: ignore[return-value]
-
-
-def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, bias, rows, ctx.activation = inputs
-    ctx.save_for_backward(x, weight, bias, rows)
-
-
-def _gather_autograd(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    grads = _gather_backward(dout, *ctx.saved_tensors, ctx.activation, needs)
-    return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None, None
-
-
-_gather.register_autograd(_gather_autograd, setup_context=_setup_gather)
-
-
-@torch.library.custom_op("kernelbook::scatter_ffn", mutates_args=())
-def _ffn(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    w_gate: Optional[torch.Tensor],  # noqa: UP045
-    b_up: Optional[torch.Tensor],  # noqa: UP045
-    b_gate: Optional[torch.Tensor],  # noqa: UP045
-    b_down: Optional[torch.Tensor],  # noqa: UP045
-    neurons: torch.Tensor,
-    activation: str,
-    deterministic: bool,
-) -> torch.Tensor:
-    arguments.check_index_values("scatter_ffn", "neurons", neurons, w_up.shape[0])
-    return _run_ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
-
-
-@_ffn.register_fake
-def _(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    w_gate: torch.Tensor | None,
-    b_up: torch.Tensor | None,
-    b_gate: torch.Tensor | None,
-    b_down: torch.Tensor | None,
-    neurons: torch.Tensor,
-    activation: str,
-    deterministic: bool,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], w_down.shape[1]))
-
-
-@torch.library.custom_op("kernelbook::scatter_ffn_backward", mutates_args=())
-def _ffn_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    w_gate: Optional[torch.Tensor],  # noqa: UP045
-    b_up: Optional[torch.Tensor],  # noqa: UP045
-    b_gate: Optional[torch.Tensor],  # noqa: UP045
-    neurons: torch.Tensor,
-    activation: str,
-    needs: Sequence[bool],
-) -> list[torch.Tensor]:
-    """-> dx, dw_up, dw_down, dw_gate, db_up, db_gate, db_down; empty where not needed."""
-    return _run_ffn_backward(dy, x, w_up, w_down, w_gate, b_up, b_gate, neurons, activation, needs)
-
-
-@_ffn_backward.register_fake
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    w_gate: torch.Tensor | None,
-    b_up: torch.Tensor | None,
-    b_gate: torch.Tensor | None,
-    neurons: torch.Tensor,
-    activation: str,
-    needs: Sequence[bool],
-) -> list[torch.Tensor]:
-    shapes = (x.shape, w_up.shape, w_down.shape, w_up.shape, w_up.shape[:1], w_up.shape[:1], w_down.shape[1:])
-    return [x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True)]
-
-
-def _setup_ffn(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, _b_down, neurons, ctx.activation, _ = inputs
-    ctx.save_for_backward(*tensors, neurons)
-
-
-def _ffn_autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:7])
-    grads = _ffn_backward(dy, *ctx.saved_tensors, ctx.activation, needs)
-    return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None, None, None
-
-
-_ffn.register_autograd(_ffn_autograd, setup_context=_setup_ffn)
+def _check_vectors(op: str, **vectors: tuple[Any, int]) -> None:
+    for name, (value, size) in vectors.items():
+        if value is not None:
+            arguments.check_tensor(op, name, value)
+            arguments.check_shape(op, name, value, (size,))
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
-# A whole call can be over in ten microseconds, so what the host does here counts.
+# A whole call can be over in ten microseconds, so what the host does here counts. What PyTorch computes goes to ``out=``,
+# which autocast leaves alone.
+
+_launch = functools.cache(Launch)
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in arguments.FLOATING}
+
+
+@functools.lru_cache(maxsize=4096)
+def _up_launch(
+    plan: kernels.Plan, m: int, columns: int, dtype: torch.dtype, activation: str,
+    has_bias: bool, gated: bool, has_gate_bias: bool, wide: bool, tickets: int, pdl: bool,
+) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
+    config = plan.up
+    assert config is not None
+    blocks = config.kwargs
+    constants = {
+        "ACTIVATION": activation, "HAS_BIAS": has_bias, "GATED": gated, "HAS_GATE_BIAS": has_gate_bias,
+        "ACC": launching.tl_accumulator(dtype), "TICKETS": tickets, "PDL": pdl, "num_warps": config.num_warps,
+    }  # fmt: skip
+    if plan.strategy == "vector":
+        if not wide:
+            blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
+        launch = _launch(kernels._gather_matmul_fwd_vector_kernel, **constants, **blocks)
+        return launch, (cdiv(columns, blocks["BLOCK_L"]),)
+    constants |= {"PRECISION": PRECISION, "SPLIT": plan.up_split > 1}
+    tiles = cdiv(m, blocks["BLOCK_M"]) * cdiv(columns, blocks["BLOCK_L"])
+    return _launch(kernels._gather_matmul_fwd_tiles_kernel, **constants, **blocks), (tiles, plan.up_split)
 
 
 def _run_up(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    gate_bias: torch.Tensor | None,
-    rows: torch.Tensor,
-    activation: str,
-    plan: kernels.Plan,
-    out: torch.Tensor,
-    tickets: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> None:
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, gate: Any, gate_bias: Any, rows: torch.Tensor,
+    activation: str, plan: kernels.Plan, tickets: torch.Tensor | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
     """Fills out (M, L_out). ``tickets`` become zero, for the kernel that comes next and may start early if ``pdl``."""
-    (m, k), count, columns = x.shape, rows.shape[0], out.shape[1]
-    acc = launching.accumulator(x.dtype)
+    (m, k), columns, split = x.shape, out.shape[1], plan.up_split
+    launch, grid = _up_launch(
+        plan, m, columns, x.dtype, activation, bias is not None, gate is not None, gate_bias is not None, _wide(weight),
+        0 if tickets is None else tickets.shape[0], pdl,
+    )  # fmt: skip
     operands = (
         rows,
         x, *x.stride(),
-        *launching.strided(weight, 2, x),
+        weight, *weight.stride(),
         *launching.strided(bias, 1, x),
         *launching.strided(gate, 2, x),
         *launching.strided(gate_bias, 1, x),
         out, out.stride(0),
     )  # fmt: skip
-    constants = {
-        "ACTIVATION": activation,
-        "HAS_BIAS": bias is not None,
-        "GATED": gate is not None,
-        "HAS_GATE_BIAS": gate_bias is not None,
-        "ACC": launching.tl_accumulator(acc),
-        "TICKETS": 0 if tickets is None else tickets.shape[0],
-        "PDL": pdl,
-    }
+    numbers = (m, weight.shape[0], k, rows.shape[0], columns)
     tickets = rows if tickets is None else tickets
-    config = plan.up
-    assert config is not None
-    blocks = config.kwargs
     if plan.strategy == "vector":
-        if not _wide(weight):
-            blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
-        kernels._gather_matmul_fwd_vector_kernel[(launching.cdiv(columns, blocks["BLOCK_L"]),)](
-            *operands, tickets, m, weight.shape[0], k, count, columns,
-            **constants, **blocks, num_warps=config.num_warps,
-        )  # fmt: skip
+        launch(grid, *operands, tickets, *numbers)
         return
-    split = plan.up_split
-    tiles = launching.cdiv(m, blocks["BLOCK_M"]) * launching.cdiv(columns, blocks["BLOCK_L"])
     partial, own_tickets = out, out
     if split > 1:
-        partial = torch.empty((split * (1 if gate is None else 2), m, columns), dtype=acc, device=x.device)
-        own_tickets = torch.zeros(tiles, dtype=torch.int32, device=x.device)
-    kernels._gather_matmul_fwd_tiles_kernel[(tiles, split)](
-        *operands, partial, m * columns, own_tickets, tickets, m, weight.shape[0], k, count, columns, split,
-        **constants, PRECISION=launching.precision(), SPLIT=split > 1, **blocks, num_warps=config.num_warps,
-    )  # fmt: skip
+        shape = (split if gate is None else 2 * split, m, columns)
+        partial = x.new_empty(shape, dtype=launching.accumulator(x.dtype))
+        own_tickets = x.new_zeros(grid[0], dtype=torch.int32)
+    launch(grid, *operands, partial, m * columns, own_tickets, tickets, *numbers, split)
 
 
-def _run_down(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor,
-    plan: kernels.Plan,
-    y: torch.Tensor,
-    tickets: torch.Tensor,
-    pdl: bool = False,
-) -> None:
-    """Fills y (M, K_out) from h (M, L_pad). ``tickets`` are zero, or are to be by the kernel before."""
-    m, k_out = y.shape
-    acc = launching.accumulator(h.dtype)
+@functools.lru_cache(maxsize=4096)
+def _down_launch(
+    plan: kernels.Plan, m: int, k_out: int, dtype: torch.dtype, has_bias: bool, wide: bool, pdl: bool
+) -> tuple[Launch, tuple[int, ...]]:
+    """-> the launch and its grid, the first number of which is the tiles of y."""
     config, split = plan.down, plan.down_split
     assert config is not None
     blocks = config.kwargs
-    partial = torch.empty((split, m, k_out), dtype=acc, device=h.device) if split > 1 else y
-    operands = (
+    constants = {
+        "HAS_BIAS": has_bias, "ACC": launching.tl_accumulator(dtype), "SPLIT": split > 1, "PDL": pdl,
+        "num_warps": config.num_warps, **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    columns = cdiv(k_out, blocks["BLOCK_C"])
+    if plan.strategy == "vector":
+        return _launch(kernels._scatter_ffn_fwd_down_vector_kernel, **constants, **blocks), (columns, split)
+    if not (pdl and wide):
+        blocks = {**blocks, "AHEAD": 0}
+    launch = _launch(kernels._scatter_ffn_fwd_down_tiles_kernel, **constants, PRECISION=PRECISION, **blocks)
+    return launch, (cdiv(m, blocks["BLOCK_M"]) * columns, split)
+
+
+def _run_down(
+    y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, plan: kernels.Plan,
+    tickets: torch.Tensor | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Fills y (M, K_out) from h (M, L_pad). ``tickets`` are set to zero by the kernel before, if there are any."""
+    (m, k_out), split = y.shape, plan.down_split
+    launch, grid = _down_launch(plan, m, k_out, h.dtype, bias is not None, _wide(weight), pdl)
+    partial = y
+    if split > 1:
+        partial = h.new_empty((split, m, k_out), dtype=launching.accumulator(h.dtype))
+        tickets = h.new_zeros(grid[0], dtype=torch.int32) if tickets is None else tickets
+    launch(
+        grid,
         rows,
         h, h.stride(0),
-        *launching.strided(weight, 2, h),
+        weight, *weight.stride(),
         *launching.strided(bias, 1, h),
         y, y.stride(0),
         partial, m * k_out,
-        tickets,
-        m, weight.shape[0], k_out, rows.shape[0],
+        rows if tickets is None else tickets,
+        m, weight.shape[0], k_out, rows.shape[0], *(() if plan.strategy == "vector" else (h.shape[1],)), split,
     )  # fmt: skip
-    constants = {"HAS_BIAS": bias is not None, "ACC": launching.tl_accumulator(acc), "SPLIT": split > 1, "PDL": pdl}
-    launch = {"num_warps": config.num_warps, **({"launch_pdl": True} if pdl else {})}
-    columns = launching.cdiv(k_out, blocks["BLOCK_C"])
-    if plan.strategy == "vector":
-        kernels._scatter_ffn_fwd_down_vector_kernel[(columns, split)](*operands, split, **constants, **blocks, **launch)
-    else:
-        if not (pdl and _wide(weight)):
-            blocks = {**blocks, "AHEAD": 0}
-        kernels._scatter_ffn_fwd_down_tiles_kernel[(launching.cdiv(m, blocks["BLOCK_M"]) * columns, split)](
-            *operands, h.shape[1], split, **constants, PRECISION=launching.precision(), **blocks, **launch
-        )
 
 
 def _wide(weight: torch.Tensor) -> bool:
@@ -467,270 +282,280 @@ def _wide(weight: torch.Tensor) -> bool:
     return launching.has_aligned_rows(weight) and weight.shape[1] * weight.element_size() % 16 == 0
 
 
-def _tickets(m: int, k_out: int, plan: kernels.Plan) -> int:
-    """Tiles of y, each of which has a ticket if its sum is shared."""
-    assert plan.down is not None
-    blocks = plan.down.kwargs
-    return (
-        launching.cdiv(m, blocks.get("BLOCK_M", m)) * launching.cdiv(k_out, blocks["BLOCK_C"])
-        if plan.down_split > 1
-        else 0
-    )
-
-
 def _pack(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """-> (L_pad, K), the listed rows; zeros for an id out of range, and from L on: cuBLAS is fast with whole sixteens."""
     (n, k), count = weight.shape, rows.shape[0]
-    out = torch.empty((_padded(count), k), dtype=weight.dtype, device=weight.device)
+    out = weight.new_empty((_padded(count), k))
     if out.numel():
-        blocks = kernels.COPY_CONFIG.kwargs
-        grid = (launching.cdiv(out.shape[0], blocks["BLOCK_L"]), launching.cdiv(k, blocks["BLOCK_K"]))
-        kernels._scatter_ffn_pack_kernel[grid](
-            rows, weight, *weight.stride(), out, n, k, count, out.shape[0], **blocks,
-            num_warps=kernels.COPY_CONFIG.num_warps,
-        )  # fmt: skip
+        config = kernels.COPY_CONFIG
+        grid = (cdiv(out.shape[0], config.kwargs["BLOCK_L"]), cdiv(k, config.kwargs["BLOCK_K"]))
+        launch = _launch(kernels._scatter_ffn_pack_kernel, **config.kwargs, num_warps=config.num_warps)
+        launch(grid, rows, weight, *weight.stride(), out, n, k, count, out.shape[0])
     return out
 
 
 def _hidden(
-    u: torch.Tensor, g: torch.Tensor | None, activation: str, dh: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """-> h, and with dh also du and dg (if there is a g). All are as u (M, L_pad), and zero from L on as it is."""
-    h = torch.empty_like(u)
-    du = None if dh is None else torch.empty_like(u)
-    dg = None if dh is None or g is None else torch.empty_like(u)
+    h: torch.Tensor, u: torch.Tensor, g: Any, activation: str, dh: Any = None, du: Any = None, dg: Any = None
+) -> None:
+    """Fills h, and with dh also du and dg (if there is a g). All are as u (M, L_pad), and zero from L on as it is."""
     m, columns = u.shape
     if h.numel():
-        blocks = kernels.HIDDEN_CONFIG.kwargs
-        grid = (launching.cdiv(columns, blocks["BLOCK_L"]), launching.cdiv(m, blocks["BLOCK_M"]))
-        kernels._scatter_ffn_hidden_kernel[grid](
-            u, u.stride(0),
-            u if g is None else g,
-            u if dh is None else dh,
-            h, u if du is None else du, u if dg is None else dg,
-            m, columns,
-            ACTIVATION=activation, GATED=g is not None, WITH_GRADIENTS=dh is not None,
-            ACC=launching.tl_accumulator(u.dtype),
-            **blocks, num_warps=kernels.HIDDEN_CONFIG.num_warps,
+        config = kernels.HIDDEN_CONFIG
+        launch = _launch(
+            kernels._scatter_ffn_hidden_kernel, ACTIVATION=activation, GATED=g is not None, WITH_GRADIENTS=dh is not None,
+            ACC=launching.tl_accumulator(u.dtype), **config.kwargs, num_warps=config.num_warps,
         )  # fmt: skip
-    return h, du, dg
+        tensors = (u if t is None else t for t in (g, dh, h, du, dg))
+        grid = (cdiv(columns, config.kwargs["BLOCK_L"]), cdiv(m, config.kwargs["BLOCK_M"]))
+        launch(grid, u, u.stride(0), *tensors, m, columns)
 
 
-def _place(rows: torch.Tensor, n: int, *gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """For each gradient (L, K) or (L,), one a place of the list, that of all N rows."""
-    if all(gradient is None for gradient in gradients):
-        return list(gradients)
+def _place(rows: torch.Tensor, n: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Each pair is a gradient (L, K) or (L,), one a place of the list, and what that of all N rows is written to."""
+    if not pairs:
+        return
     by_row, order = torch.sort(rows, stable=True)
     bounds = torch.searchsorted(by_row, torch.arange(n + 1, dtype=rows.dtype, device=rows.device))
-    placed: list[torch.Tensor | None] = []
-    for gradient in gradients:
-        if gradient is None:
-            placed.append(None)
-            continue
+    for gradient, out in pairs:
         k = gradient.shape[1] if gradient.ndim == 2 else 1
-        out = torch.empty((n, *gradient.shape[1:]), dtype=gradient.dtype, device=rows.device)
         if out.numel():
-            blocks = kernels.PLACE_CONFIG.kwargs if gradient.ndim == 2 else kernels.PLACE_VECTOR_CONFIG.kwargs
-            grid = (launching.cdiv(n, blocks["BLOCK_N"]), launching.cdiv(k, blocks["BLOCK_K"]))
-            kernels._scatter_ffn_place_kernel[grid](
-                order, bounds, gradient, out, n, k,
-                ACC=launching.tl_accumulator(out.dtype), **blocks, num_warps=kernels.PLACE_CONFIG.num_warps,
+            config = kernels.PLACE_CONFIG if gradient.ndim == 2 else kernels.PLACE_VECTOR_CONFIG
+            launch = _launch(
+                kernels._scatter_ffn_place_kernel, ACC=launching.tl_accumulator(out.dtype), **config.kwargs,
+                num_warps=config.num_warps,
             )  # fmt: skip
-        placed.append(out)
-    return placed
+            grid = (cdiv(n, config.kwargs["BLOCK_N"]), cdiv(k, config.kwargs["BLOCK_K"]))
+            launch(grid, order, bounds, gradient, out, n, k)
 
 
-def _packed_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor
-) -> torch.Tensor:
-    """x weight[rows]^T + bias[rows], (M, L_pad)."""
-    packed = _pack(weight, rows).t()
-    # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's slope jumps.
-    return torch.mm(x, packed) if bias is None else torch.addmm(_pack(bias[:, None], rows)[:, 0], x, packed)
+def _product(y: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
+    torch.mm(x, packed, out=y) if bias is None else torch.addmm(bias, x, packed, out=y)
 
 
-def _products(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    gate_bias: torch.Tensor | None,
-    rows: torch.Tensor,
-    activation: str,
-    plan: kernels.Plan,
-    columns: int,
-) -> torch.Tensor:
-    """act(x weight[rows]^T) or its gated form, (M, columns), of which those from L on are zero. x (M, K)."""
-    if plan.strategy == "packed":
-        out = _packed_product(x, weight, bias, rows)
-        if activation != "none" or gate is not None:
-            out = _hidden(out, None if gate is None else _packed_product(x, gate, gate_bias, rows), activation)[0]
-        return out[:, :columns].contiguous()
-    out = torch.empty((x.shape[0], columns), dtype=x.dtype, device=x.device)
-    if out.numel():
-        _run_up(x, weight, bias, gate, gate_bias, rows, activation, plan, out)
-    return out
+def _gathered(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, gate: Any, gate_bias: Any, rows: torch.Tensor,
+    activation: str, plan: kernels.Plan,
+) -> None:  # fmt: skip
+    """Fills out (M, L or L_pad) with act(x weight[rows]^T) or its gated form, zero from L on. x (M, K)."""
+    if out.numel() == 0:
+        return
+    if plan.strategy != "packed":
+        _run_up(out, x, weight, bias, gate, gate_bias, rows, activation, plan)
+        return
+    padded = (x.shape[0], _padded(rows.shape[0]))
+    whole = out if out.shape == padded else x.new_empty(padded)
+    plain = activation == "none" and gate is None
+    products = []
+    for w, b in ((weight, bias), (gate, gate_bias)):
+        if w is not None:
+            products.append(whole if plain else x.new_empty(padded))
+            # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's slope
+            # jumps.
+            _product(products[-1], x, _pack(w, rows).t(), None if b is None else _pack(b[:, None], rows)[:, 0])
+    if not plain:
+        _hidden(whole, products[0], None if gate is None else products[1], activation)
+    if whole is not out:
+        out.copy_(whole[:, : out.shape[1]])
 
 
 def _scattered(
-    h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, plan: kernels.Plan
-) -> torch.Tensor:
-    """h[:, :L] weight[rows] + bias, (M, K_out). h (M, L_pad) is zero from L on."""
+    y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, plan: kernels.Plan
+) -> None:
+    """Fills y (M, K_out) with h[:, :L] weight[rows] + bias. h (M, L_pad) is zero from L on."""
     if plan.strategy == "packed":
-        packed = _pack(weight, rows)
-        return torch.mm(h, packed) if bias is None else torch.addmm(bias, h, packed)
-    y = torch.empty((h.shape[0], weight.shape[1]), dtype=h.dtype, device=h.device)
-    if y.numel():
-        tickets = torch.zeros(_tickets(y.shape[0], y.shape[1], plan), dtype=torch.int32, device=h.device)
-        _run_down(h, weight, bias, rows, plan, y, tickets)
-    return y
+        _product(y, h, _pack(weight, rows), bias)
+    elif y.numel():
+        _run_down(y, h, weight, bias, rows, plan)
 
 
-def _plan(
-    x: torch.Tensor, k: int, k_out: int, rows: torch.Tensor, dtype: torch.dtype, *, gated: bool = False
-) -> kernels.Plan:
-    name = str(dtype).removeprefix("torch.")
-    return kernels.plan(x.shape[0], k, k_out, rows.shape[0], name, gated, runtime.properties())
+def _plan(x: torch.Tensor, k_out: int, rows: torch.Tensor, *, gated: bool = False) -> kernels.Plan:
+    m, k = x.shape
+    return kernels.plan(m, k, k_out, rows.shape[0], _NAMES[x.dtype], gated, runtime.properties(x.device))
 
 
 def _padded(count: int) -> int:
-    return launching.cdiv(count, kernels.PAD) * kernels.PAD
+    return cdiv(count, kernels.PAD) * kernels.PAD
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+# Products are recomputed in the backward pass, not kept: they are cheap beside the gradients of the weights.
+
+
+def _empty(x: torch.Tensor, shapes: Sequence[Sequence[int]], needs: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    """For each shape a tensor as ``x``; empty where none is needed."""
+    return tuple(x.new_empty(tuple(shape) if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))
+
+
+def _autograd(backward: Any, number: int, ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the first ``number`` arguments, by the operator ``backward``."""
+    needs = list(ctx.needs_input_grad)
+    grads = backward(dy, *ctx.saved_tensors, ctx.activation, needs[:number])
+    wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=False))
+    return *wanted, *(None for _ in needs[number:])
 
 
 def _run_gather(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor, activation: str
-) -> torch.Tensor:
-    leading, dtype = x.shape[:-1], x.dtype
-    x = launching.matrix(x)
-    weight, bias = launching.in_kernel_dtype(weight, bias)
-    rows = rows.contiguous()
-    with runtime.on_device_of(x), launching.without_autocast(x):
-        plan = _plan(x, x.shape[1], x.shape[1], rows, dtype)
-        out = _products(x, weight, bias, None, None, rows, activation, plan, rows.shape[0])
-    return launching.reshaped(out.to(dtype), *leading, rows.shape[0])
-
-
-def _run_ffn(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    w_gate: torch.Tensor | None,
-    b_up: torch.Tensor | None,
-    b_gate: torch.Tensor | None,
-    b_down: torch.Tensor | None,
-    rows: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
-    leading, dtype = x.shape[:-1], x.dtype
-    x = launching.matrix(x)
-    w_up, w_down, w_gate = launching.in_kernel_dtype(w_up, w_down, w_gate)
-    b_up, b_gate, b_down = launching.in_kernel_dtype(b_up, b_gate, b_down)
-    rows = rows.contiguous()
-    (m, k), k_out, count = x.shape, w_down.shape[1], rows.shape[0]
-    with runtime.on_device_of(x), launching.without_autocast(x):
-        plan = _plan(x, k, k_out, rows, dtype, gated=w_gate is not None)
-        if m == 0 or count == 0 or k_out == 0:
-            y = torch.zeros((m, k_out), dtype=x.dtype, device=x.device)
-            y = y if b_down is None else y + b_down
-        elif plan.strategy == "packed":
-            h = _products(x, w_up, b_up, w_gate, b_gate, rows, activation, plan, _padded(count))
-            y = _scattered(h, w_down, b_down, rows, plan)
-        else:
-            h = torch.empty((m, _padded(count)), dtype=x.dtype, device=x.device)
-            y = torch.empty((m, k_out), dtype=x.dtype, device=x.device)
-            num_tickets = _tickets(m, k_out, plan)
-            tickets = torch.empty(num_tickets, dtype=torch.int32, device=x.device) if num_tickets else None
-            pdl = kernels.has_pdl(runtime.properties()) and (plan.strategy == "vector" or count <= kernels.EARLY)
-            _run_up(x, w_up, b_up, w_gate, b_gate, rows, activation, plan, h, tickets, pdl)
-            _run_down(h, w_down, b_down, rows, plan, y, rows if tickets is None else tickets, pdl)
-    return launching.reshaped(y.to(dtype), *leading, k_out)
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, activation: str
+) -> None:
+    arguments.check_index_values("gather_matmul", "rows", rows, weight.shape[0])
+    x, rows = launching.matrix(x), rows.contiguous()
+    plan = _plan(x, x.shape[1], rows)
+    _gathered(launching.matrix(out), x, weight, bias, None, None, rows, activation, plan)
 
 
 def _run_gather_backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor,
-    activation: str,
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    needs_dx, needs_dw, needs_db = needs
-    leading, dtype, (n, k) = x.shape[:-1], x.dtype, weight.shape
-    x, dout = launching.matrix(x), launching.matrix(dout)
-    weight, bias = launching.in_kernel_dtype(weight, bias)
-    rows = rows.contiguous()
-    with runtime.on_device_of(x), launching.without_autocast(x):
-        plan = _plan(x, k, k, rows, dtype)
-        columns = _padded(rows.shape[0])
-        dz = _pad(dout, columns)
+    results: tuple[torch.Tensor, ...], dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any,
+    rows: torch.Tensor, activation: str, needs: Sequence[bool],
+) -> None:  # fmt: skip
+    (dx, dw, db), (needs_dx, needs_dw, needs_db) = results, needs
+    x, dz, rows = launching.matrix(x), launching.matrix(dout), rows.contiguous()
+    plan, extra = _plan(x, x.shape[1], rows), _padded(rows.shape[0]) - rows.shape[0]
+    with launching.without_autocast(x):
+        dz = F.pad(dz, (0, extra)) if extra else dz.contiguous()
         if activation != "none":
-            z = _products(x, weight, bias, None, None, rows, "none", plan, columns)
-            _, du, _ = _hidden(z, None, activation, dz)
-            assert du is not None
-            dz = du
-        dx = _scattered(dz, weight, None, rows, plan) if needs_dx else x.new_empty(0)
-        dw, db = _place(rows, n, torch.mm(dz.t(), x) if needs_dw else None, _column_sums(dz) if needs_db else None)
-    return (
-        dx.to(dtype).reshape(*leading, k) if needs_dx else dx.to(dtype),
-        x.new_empty(0, dtype=dtype) if dw is None else dw.to(dtype),
-        x.new_empty(0, dtype=dtype) if db is None else db.to(dtype),
-    )
+            z, h, dh = torch.empty_like(dz), torch.empty_like(dz), dz
+            dz = torch.empty_like(dz)
+            _gathered(z, x, weight, bias, None, None, rows, "none", plan)
+            _hidden(h, z, None, activation, dh, dz)
+        if needs_dx:
+            _scattered(launching.matrix(dx), dz, weight, None, rows, plan)
+        pairs = [(torch.mm(dz.t(), x), dw)] if needs_dw else []
+        _place(rows, weight.shape[0], pairs + ([(_column_sums(dz), db)] if needs_db else []))
 
 
 def _column_sums(dz: torch.Tensor) -> torch.Tensor:
     return dz.sum(0, dtype=launching.accumulator(dz.dtype)).to(dz.dtype)
 
 
-def _pad(h: torch.Tensor, columns: int) -> torch.Tensor:
-    """(M, columns), contiguous rows, with zeros from where h ends."""
-    if h.shape[1] == columns:
-        return h.contiguous()
-    return F.pad(h, (0, columns - h.shape[1]))
+_gather_backward = launching.operator(
+    "gather_matmul_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor rows, str activation, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)",
+    outputs=lambda dout, x, weight, bias, rows, activation, needs: _empty(
+        x, (x.shape, weight.shape, weight.shape[:1]), needs
+    ),
+    run=_run_gather_backward,
+)
+
+
+def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+_gather = launching.operator(
+    "gather_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor rows, str activation) -> Tensor",
+    outputs=lambda x, weight, bias, rows, activation: x.new_empty((*x.shape[:-1], rows.shape[0])),
+    run=_run_gather,
+    setup_context=_setup_gather,
+    backward=functools.partial(_autograd, _gather_backward, 3),
+)
+
+
+def _run_ffn(
+    y: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, w_gate: Any, b_up: Any, b_gate: Any,
+    b_down: Any, rows: torch.Tensor, activation: str, deterministic: bool,
+) -> None:  # fmt: skip
+    arguments.check_index_values("scatter_ffn", "neurons", rows, w_up.shape[0])
+    x, y, rows = launching.matrix(x), launching.matrix(y), rows.contiguous()
+    (m, k_out), count = y.shape, rows.shape[0]
+    if y.numel() == 0 or count == 0:
+        y.zero_() if b_down is None else y.copy_(b_down)
+        return
+    plan = _plan(x, k_out, rows, gated=w_gate is not None)
+    h = x.new_empty((m, _padded(count)))
+    if plan.strategy == "packed":
+        _gathered(h, x, w_up, b_up, w_gate, b_gate, rows, activation, plan)
+        _scattered(y, h, w_down, b_down, rows, plan)
+        return
+    pdl = (plan.strategy == "vector" or count <= kernels.EARLY) and kernels.has_pdl(runtime.properties(x.device))
+    tickets = None
+    if plan.down_split > 1:
+        _, (tiles, _) = _down_launch(plan, m, k_out, x.dtype, b_down is not None, _wide(w_down), pdl)
+        tickets = x.new_empty(tiles, dtype=torch.int32)
+    _run_up(h, x, w_up, b_up, w_gate, b_gate, rows, activation, plan, tickets, pdl)
+    _run_down(y, h, w_down, b_down, rows, plan, tickets, pdl)
 
 
 def _run_ffn_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    w_gate: torch.Tensor | None,
-    b_up: torch.Tensor | None,
-    b_gate: torch.Tensor | None,
-    rows: torch.Tensor,
-    activation: str,
-    needs: Sequence[bool],
-) -> list[torch.Tensor]:
-    needs_dx, needs_up, needs_down, needs_gate, needs_bu, needs_bg, needs_bd = needs
-    leading, dtype, (n, k), k_out = x.shape[:-1], x.dtype, w_up.shape, w_down.shape[1]
-    x, dy = launching.matrix(x), launching.matrix(dy)
-    w_up, w_down, w_gate = launching.in_kernel_dtype(w_up, w_down, w_gate)
-    b_up, b_gate = launching.in_kernel_dtype(b_up, b_gate)
-    rows = rows.contiguous()
-    count = rows.shape[0]
-    with runtime.on_device_of(x), launching.without_autocast(x):
-        plan = _plan(x, k, k_out, rows, dtype)
-        columns = _padded(count)
-        u = _products(x, w_up, b_up, None, None, rows, "none", plan, columns)
-        g = None if w_gate is None else _products(x, w_gate, b_gate, None, None, rows, "none", plan, columns)
+    results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor,
+    w_gate: Any, b_up: Any, b_gate: Any, rows: torch.Tensor, activation: str, needs: Sequence[bool],
+) -> None:  # fmt: skip
+    dx, dw_up, dw_down, dw_gate, db_up, db_gate, db_down = (
+        result if needed else None for result, needed in zip(results, needs, strict=True)
+    )
+    x, dy, rows = launching.matrix(x), launching.matrix(dy), rows.contiguous()
+    plan = _plan(x, w_down.shape[1], rows)
+    u, dh, h, du = (x.new_empty((x.shape[0], _padded(rows.shape[0]))) for _ in range(4))
+    g, dg = (None, None) if w_gate is None else (torch.empty_like(u), torch.empty_like(u))
+    with launching.without_autocast(x):
+        _gathered(u, x, w_up, b_up, None, None, rows, "none", plan)
+        if g is not None:
+            _gathered(g, x, w_gate, b_gate, None, None, rows, "none", plan)
         # The gradient of h is a product with the same rows that h is multiplied by.
-        dh = _products(dy, w_down, None, None, None, rows, "none", plan, columns)
-        h, du, dg = _hidden(u, g, activation, dh)
-        assert du is not None
-        dx = None
-        if needs_dx:
-            dx = _scattered(du, w_up, None, rows, plan)
-            if dg is not None and w_gate is not None:
-                dx = dx + _scattered(dg, w_gate, None, rows, plan)
-        dw_up, dw_down, dw_gate, db_up, db_gate = _place(
-            rows, n,
-            torch.mm(du.t(), x) if needs_up else None,
-            torch.mm(h.t(), dy) if needs_down else None,
-            torch.mm(dg.t(), x) if needs_gate and dg is not None else None,
-            _column_sums(du) if needs_bu else None,
-            _column_sums(dg) if needs_bg and dg is not None else None,
+        _gathered(dh, dy, w_down, None, None, None, rows, "none", plan)
+        _hidden(h, u, g, activation, dh, du, dg)
+        if dx is not None:
+            dx = launching.matrix(dx)
+            _scattered(dx, du, w_up, None, rows, plan)
+            if dg is not None:
+                by_gate = torch.empty_like(dx)
+                _scattered(by_gate, dg, w_gate, None, rows, plan)
+                dx += by_gate
+        matrices = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate))
+        pairs = [(torch.mm(a.t(), b), out) for a, b, out in matrices if a is not None and out is not None]
+        pairs += [
+            (_column_sums(a), out) for a, out in ((du, db_up), (dg, db_gate)) if a is not None and out is not None
+        ]
+        _place(rows, w_up.shape[0], pairs)
+        if db_down is not None:
+            torch.sum(dy, 0, out=db_down)
+
+
+_ffn_backward = launching.operator(
+    "scatter_ffn_backward(Tensor dy, Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, "
+    "Tensor neurons, str activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    outputs=lambda dy, x, up, down, gate, b_up, b_gate, neurons, activation, needs: _empty(
+        x, (x.shape, up.shape, down.shape, up.shape, up.shape[:1], up.shape[:1], down.shape[1:]), needs
+    ),
+    run=_run_ffn_backward,
+)
+
+
+def _setup_ffn(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, _b_down, neurons, ctx.activation, _ = inputs
+    ctx.save_for_backward(*tensors, neurons)
+
+
+_ffn = launching.operator(
+    "scatter_ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
+    "Tensor neurons, str activation, bool deterministic) -> Tensor",
+    outputs=lambda x, w_up, w_down, *_: x.new_empty((*x.shape[:-1], w_down.shape[1])),
+    run=_run_ffn,
+    setup_context=_setup_ffn,
+    backward=functools.partial(_autograd, _ffn_backward, 7),
+)
+
+
+def _run_fused(
+    y: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor, activation: str,
+    block_l: int, add: bool,
+) -> None:  # fmt: skip
+    (m, k), k_out, count = x.shape, y.shape[1], neurons.shape[0]
+    config, acc = kernels.fused_config(block_l), launching.accumulator(x.dtype)
+    total = torch.zeros_like(y, dtype=acc)
+    if y.numel() and count:
+        launch = _launch(
+            kernels._scatter_ffn_fwd_fused_kernel,
+            ACTIVATION=activation, ADD=add, ACC=launching.tl_accumulator(acc), PRECISION=launching.precision(),
+            **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-        db_down = _column_sums(dy) if needs_bd else None
-        dx = None if dx is None else dx.reshape(*leading, k)
-    found = (dx, dw_up, dw_down, dw_gate, db_up, db_gate, db_down)
-    return [x.new_empty(0, dtype=dtype) if t is None else t.to(dtype) for t in found]
+        operands = (neurons.contiguous(), x, *x.stride(), w_up, *w_up.stride(), w_down, *w_down.stride(), total)
+        launch((cdiv(count, block_l), cdiv(m, config.kwargs["BLOCK_M"])), *operands, m, w_up.shape[0], k, k_out, count)
+    y.copy_(total)
+
+
+_fused = launching.operator(
+    "scatter_ffn_fused(Tensor x, Tensor w_up, Tensor w_down, Tensor neurons, str activation, int block_l, bool add) -> Tensor",
+    outputs=lambda x, w_up, w_down, *_: x.new_empty((x.shape[0], w_down.shape[1])),
+    run=_run_fused,
+)

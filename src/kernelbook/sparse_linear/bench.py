@@ -1,7 +1,7 @@
 """What is measured of ``sparse_linear``: the sparse backward pass beside the dense one and what PyTorch users would write."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from kernelbook.sparse_linear.reference import (
     sparse_linear_reference,
 )
 
-__all__ = ["backward_case", "cases", "small_checks"]
+__all__ = ["backward_case", "cases", "small_checks", "tuning_cases"]
 
 CHUNK = 64
 SHAPES = (
@@ -287,6 +287,17 @@ def cases() -> Iterator[timing.Case]:
         yield _forward_case(SHAPES[-1], fraction, torch.bfloat16)
         yield _step_case(SHAPES[-1], fraction, torch.bfloat16)
     yield _first_call()
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: the documented shapes, or one with the sizes M, d_in and d_out, and the active fraction."""
+    shapes = SHAPES if shape is None else ((int(shape["M"]), int(shape["d_in"]), int(shape["d_out"])),)
+    for fraction in FRACTIONS[:-1] if shape is None else (shape["active"],):
+        for sizes in shapes:
+            yield backward_case(sizes, fraction)
+        for wanted in ("dw", "dx"):
+            yield backward_case(shapes[-1], fraction, wanted=wanted)
+        yield _forward_case(shapes[-1], fraction, torch.bfloat16)
 
 
 def small_checks() -> list[check.Verdict]:

@@ -25,8 +25,11 @@ twice (the two write the same rows of dW).
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.autotune import fits, matmul_resources, planner
+from kernelbook.tiles import grouped
 
 # isort: split
 import triton
@@ -56,16 +59,6 @@ def _slot_of(ids_ptr, chunk, A, BLOCK_A: tl.constexpr):
         ids = tl.load(ids_ptr + offs, mask=offs < A, other=-1)
         found = tl.maximum(found, tl.where(ids == chunk, offs, -1))
     return tl.max(found, axis=0)
-
-
-@triton.jit
-def _grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
-    """Tile number -> (row, column) in groups of GROUP rows, which share their operands in the L2 cache."""
-    per_group = GROUP * num_cols
-    first = tile // per_group * GROUP
-    size = tl.minimum(num_rows - first, GROUP)
-    within = tile % per_group
-    return first + within % size, within // size
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -133,7 +126,7 @@ def _dw_tile(
 ):  # fmt: skip
     num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
     share = tile // (num_r * num_d)
-    pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
+    pid_r, pid_d = grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
     pos = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
     mask_n = features < d_out
@@ -214,7 +207,7 @@ def _dw_tile_boxes(
     tl.static_assert(CHUNK % BOX == 0 and BLOCK_R % BOX == 0, "a box lies in one chunk")
     num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
     share = tile // (num_r * num_d)
-    pid_r, pid_d = _grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
+    pid_r, pid_d = grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
     num_chunks = tl.cdiv(d_out, CHUNK)
     columns = ()
     for j in tl.static_range(BLOCK_R // BOX):
@@ -252,7 +245,7 @@ def _dx_tile_boxes(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(CHUNK % BLOCK_K == 0, "a box lies in one chunk")
-    pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
+    pid_r, pid_d = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
     num_chunks = tl.cdiv(d_out, CHUNK)
     acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
     chunk = tl.load(ids_ptr).to(tl.int32)  # one step ahead, as in _dx_tile
@@ -281,7 +274,7 @@ def _dx_tile(
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    pid_r, pid_d = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
+    pid_r, pid_d = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
     offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_m = offs_m < M
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -453,7 +446,7 @@ def _sparse_linear_fwd_tiles_kernel(
                 zeros = tl.zeros((BLOCK_R, triton.next_power_of_2(CHUNK)), y_ptr.dtype.element_ty)
                 tl.store(y_ptrs, zeros, mask=mask, cache_modifier=".cs")
     else:
-        pid_m, pid_n = _grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(A * CHUNK, BLOCK_D), GROUP)
+        pid_m, pid_n = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(A * CHUNK, BLOCK_D), GROUP)
         offs_m = pid_m * BLOCK_R + tl.arange(0, BLOCK_R)
         mask_m = offs_m < M
         pos = pid_n * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -621,15 +614,16 @@ POINTER_TILES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a plan is a key of caches, by which object it is
 class Plan:
-    """How one backward launch is cut: tiles, into how many shares the reduction of dW is split."""
+    """How one launch is cut: tiles, into how many shares the reduction of dW is split."""
 
     config: triton.Config
-    split: int
+    split: int = 1
     boxes: bool = False  # read through tensor descriptors
 
 
+@functools.cache
 def has_boxes(properties: runtime.DeviceProperties) -> bool:
     """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
     arch = properties.arch
@@ -656,7 +650,48 @@ def _choices(itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -
     return POINTER_TILES if has_boxes(properties) else POINTER_TILES[:-1]
 
 
-@functools.lru_cache(maxsize=4096)
+def _shapes(itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> Iterator[triton.Config]:
+    """The tiles that may be tried: each size with the most stages that fit, and with one less."""
+    if itemsize != 2:  # packed, and multiplied by cuBLAS
+        return
+    for r, d, k, warps in (
+        (64, 64, 64, 4), (64, 64, 32, 4), (64, 128, 64, 4), (64, 128, 32, 4), (128, 64, 64, 4), (128, 128, 64, 4),
+        (128, 128, 64, 8), (128, 128, 32, 4), (128, 128, 32, 8), (128, 256, 64, 8), (128, 256, 32, 8), (256, 128, 64, 8),
+    ):  # fmt: skip
+        found = 0
+        for stages in (5, 4, 3, 2):
+            blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 16 if r * d > 128 * 128 else 8}
+            config = triton.Config(blocks, num_warps=warps, num_stages=stages)
+            needs = matmul_resources(
+                config,
+                rows=r,
+                operands=[(r * k, itemsize), (d * k, itemsize)],
+                accumulators=[(r * d, 4)],
+                descriptors=boxes,
+                properties=properties,
+            )
+            if found < 2 and fits(needs, config, properties):
+                found += 1
+                yield config
+
+
+def _backward_plans(
+    m: int,
+    d_in: int,
+    active: int,
+    itemsize: int,
+    with_dw: bool,
+    with_dx: bool,
+    boxes: bool,
+    properties: runtime.DeviceProperties,
+) -> Iterator[Plan]:
+    for config in _shapes(itemsize, boxes, properties):
+        for split in (1, 2, 4, 8) if with_dw else (1,):
+            if split == 1 or m // split >= 256:
+                yield Plan(config, split, boxes)
+
+
+@planner("sparse_linear.backward", _backward_plans, buckets=("m", "active"))
 def plan_backward(
     m: int,
     d_in: int,
@@ -686,13 +721,20 @@ def plan_backward(
     return Plan(config, split, boxes)
 
 
-@functools.lru_cache(maxsize=4096)
-def forward_tiles(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config:
+def _forward_plans(
+    m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties
+) -> Iterator[Plan]:
+    for config in _shapes(itemsize, False, properties):
+        yield Plan(config)
+
+
+@planner("sparse_linear.forward", _forward_plans, buckets=("m", "active"))
+def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> Plan:
     """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
     choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])
     if not has_boxes(properties):
         choices = _choices(itemsize, False, properties)
-    return _config(choices, 2.0 * m * d_in * active, itemsize, properties)
+    return Plan(_config(choices, 2.0 * m * d_in * active, itemsize, properties))
 
 
 def alignment(chunk: int) -> int:

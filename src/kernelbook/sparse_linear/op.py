@@ -1,13 +1,15 @@
-"""The public functions, their custom operators, and the launches."""
+"""The public functions, their operators, and the launches."""
 
-import dataclasses
+import functools
 import math
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.launching import Launch, cdiv
 from kernelbook.sparse_linear import kernels
 
 # isort: split
@@ -17,20 +19,16 @@ __all__ = ["sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "spars
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
 BOX = 64  # features that one tensor descriptor's load takes from a chunk
+PRECISION = "ieee"  # of float32, which only the interpreter multiplies here: on a GPU it is left to cuBLAS
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
 
 
 def sparse_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    active_chunks: torch.Tensor | None = None,
-    *,
-    chunk_size: int = 64,
-    mode: str = "sparse_dw",
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, active_chunks: torch.Tensor | None = None,
+    *, chunk_size: int = 64, mode: str = "sparse_dw",
+) -> torch.Tensor:  # fmt: skip
     """``x W^T + b``, as ``torch.nn.functional.linear``, with gradients for the active chunks of output features only.
 
     Feature ``n`` belongs to chunk ``n // chunk_size``. The forward pass is dense. In the backward pass the rows of dW and
@@ -55,11 +53,8 @@ def sparse_linear(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device, ``chunk_size``, ``mode`` or (where they are checked) an id is not as above.
     """
-    op = "sparse_linear"
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    _check_features(op, x, weight, bias)
-    arguments.check_choice(op, "mode", mode, MODES)
-    _check_chunks(op, active_chunks, chunk_size, x)
+    _check("sparse_linear", "x weight bias", active_chunks, chunk_size, mode, x, weight, bias)
     if active_chunks is None or mode == "dense":
         return F.linear(x, weight, bias)
     y: torch.Tensor = _linear(x, weight, bias, active_chunks, chunk_size, mode)
@@ -67,14 +62,9 @@ def sparse_linear(
 
 
 def sparse_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    active_chunks: torch.Tensor,
-    *,
-    chunk_size: int = 64,
-    compact: bool = False,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, active_chunks: torch.Tensor, *,
+    chunk_size: int = 64, compact: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """The active columns of ``x W^T + b``; differentiable.
 
     Args:
@@ -87,23 +77,16 @@ def sparse_forward(
 
     Raises: as :func:`sparse_linear`.
     """
-    op = "sparse_forward"
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    _check_features(op, x, weight, bias)
-    _check_chunks(op, active_chunks, chunk_size, x, required=True)
+    _check("sparse_forward", "x weight bias", active_chunks, chunk_size, None, x, weight, bias)
     y: torch.Tensor = _forward(x, weight, bias, active_chunks, chunk_size, weight.shape[0], compact, False)
     return y
 
 
 def sparse_dw(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    active_chunks: torch.Tensor,
-    *,
-    chunk_size: int = 64,
-    compact: bool = False,
+    x: torch.Tensor, dy: torch.Tensor, active_chunks: torch.Tensor, *, chunk_size: int = 64, compact: bool = False,
     with_bias: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The gradients of weight and bias in the active chunks, both from one pass over ``dy``; differentiable.
 
     Args:
@@ -118,17 +101,8 @@ def sparse_dw(
 
     Raises: as :func:`sparse_linear`.
     """
-    op = "sparse_dw"
     x, dy = arguments.in_autocast_dtype(x, dy)
-    arguments.check_tensor(op, "x", x)
-    arguments.check_tensor(op, "dy", dy)
-    arguments.check_same_dtype(op, x=x, dy=dy)
-    for name, value in (("x", x), ("dy", dy)):
-        if value.ndim == 0:
-            raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
-    arguments.check_shape(op, "dy", dy, (*x.shape[:-1], dy.shape[-1]))
-    arguments.check_same_device(op, x=x, dy=dy)
-    _check_chunks(op, active_chunks, chunk_size, x, required=True)
+    _check("sparse_dw", "x dy", active_chunks, chunk_size, None, x, dy)
     dw, db = _dw(x, dy, active_chunks, chunk_size, dy.shape[-1], compact, False, with_bias)
     return dw, db if with_bias else None
 
@@ -148,31 +122,16 @@ def sparse_dx(
 
     Raises: as :func:`sparse_linear`.
     """
-    op = "sparse_dx"
     dy, weight = arguments.in_autocast_dtype(dy, weight)
-    arguments.check_tensor(op, "dy", dy)
-    arguments.check_tensor(op, "weight", weight)
-    arguments.check_same_dtype(op, dy=dy, weight=weight)
-    if weight.ndim != 2:
-        raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(weight.shape)}")
-    if dy.ndim == 0:
-        raise ValueError(f"{op}: dy must have at least one dimension, got a scalar")
-    arguments.check_shape(op, "dy", dy, (*dy.shape[:-1], weight.shape[0]))
-    arguments.check_same_device(op, dy=dy, weight=weight)
-    _check_chunks(op, active_chunks, chunk_size, dy, required=True)
+    _check("sparse_dx", "dy weight", active_chunks, chunk_size, None, dy, weight)
     dx: torch.Tensor = _dx(dy, weight, active_chunks, chunk_size, weight.shape[0], False, False)
     return dx
 
 
 def sparse_backward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dy: torch.Tensor,
-    active_chunks: torch.Tensor,
-    *,
-    chunk_size: int = 64,
+    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, active_chunks: torch.Tensor, *, chunk_size: int = 64,
     compact: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The whole backward pass of mode ``"sparse_dw_dx"`` in one call (and for 16-bit dtypes one launch).
 
     Args:
@@ -184,13 +143,7 @@ def sparse_backward(
 
     Raises: as :func:`sparse_linear`.
     """
-    op = "sparse_backward"
-    _check_features(op, x, weight, None)
-    arguments.check_tensor(op, "dy", dy)
-    arguments.check_same_dtype(op, x=x, dy=dy)
-    arguments.check_shape(op, "dy", dy, (*x.shape[:-1], weight.shape[0]))
-    arguments.check_same_device(op, x=x, dy=dy)
-    _check_chunks(op, active_chunks, chunk_size, x, required=True)
+    _check("sparse_backward", "x weight dy", active_chunks, chunk_size, None, x, weight, dy)
     dx, dw, db = _linear_backward(dy, x, weight, active_chunks, chunk_size, "sparse_dw_dx", compact, True, True, True)
     return dw, db, dx
 
@@ -198,606 +151,459 @@ def sparse_backward(
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_features(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    arguments.check_linear(op, x, "weight", weight)
-    if bias is not None:
-        arguments.check_tensor(op, "bias", bias)
-        arguments.check_shape(op, "bias", bias, weight.shape[:1])
-        arguments.check_same_dtype(op, x=x, bias=bias)
-        arguments.check_same_device(op, x=x, bias=bias)
-
-
-def _check_chunks(op: str, ids: object, chunk_size: object, x: torch.Tensor, *, required: bool = False) -> None:
+@arguments.once
+def _check(op: str, names: str, ids: Any, chunk_size: Any, mode: str | None, *tensors: Any) -> None:
+    """Checks the tensors of these names, the first of which sets dtype and device. Ids may be missing if there is a mode."""
+    given = {name: t for name, t in zip(names.split(), tensors, strict=True) if name != "bias" or t is not None}
+    x, dy, weight = (given.get(name) for name in ("x", "dy", "weight"))
+    if "x" in given and "weight" in given:
+        arguments.check_linear(op, x, "weight", weight)
+    for name, tensor in given.items():
+        arguments.check_tensor(op, name, tensor)
+    arguments.check_same_dtype(op, **given)
+    for name in ("x", "dy"):
+        if name in given and given[name].ndim == 0:
+            raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
+    if weight is not None and weight.ndim != 2:
+        raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(weight.shape)}")
+    if weight is not None and "bias" in given:
+        arguments.check_shape(op, "bias", given["bias"], weight.shape[:1])
+    if dy is not None:
+        leading = (dy if x is None else x).shape[:-1]
+        arguments.check_shape(op, "dy", dy, (*leading, dy.shape[-1] if weight is None else weight.shape[0]))
+    if mode is not None:
+        arguments.check_choice(op, "mode", mode, MODES)
     if not isinstance(chunk_size, int) or chunk_size < 16:
         raise ValueError(f"{op}: chunk_size must be an integer of at least 16, got {chunk_size!r}")
-    if ids is None and not required:
-        return
-    arguments.check_indices(op, "active_chunks", ids)
-    assert isinstance(ids, torch.Tensor)
-    arguments.check_same_device(op, x=x, active_chunks=ids)
+    if ids is not None or mode is None:
+        arguments.check_indices(op, "active_chunks", ids)
+        given["active_chunks"] = ids
+    arguments.check_same_device(op, **given)
 
 
-def _check_ids(op: str, ids: torch.Tensor, d_out: int, chunk: int) -> None:
-    arguments.check_index_values(op, "active_chunks", ids, launching.cdiv(d_out, chunk), unique=True)
+def _check_ids(op: str, ids: torch.Tensor, d_out: int, chunk_size: int) -> None:
+    arguments.check_index_values(op, "active_chunks", ids, cdiv(d_out, chunk_size), unique=True)
 
 
-# --- custom operators -----------------------------------------------------------------------------------------------
+# --- operators ------------------------------------------------------------------------------------------------------
 # The products are linear in each tensor, so that the gradient of each operator is made of the other two. ``d_out`` is
 # given where compact tensors do not tell it.
 
 
-@torch.library.custom_op("kernelbook::sparse_linear", mutates_args=())
-def _linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],  # noqa: UP045
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    mode: str,
-) -> torch.Tensor:
-    _check_ids("sparse_linear", active_chunks, weight.shape[0], chunk_size)
-    with launching.without_autocast(x):
-        y = F.linear(x, weight, bias)
-    return launching.reshaped(y, *y.shape)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keeps both factors of the product and the ids; a bias is not needed."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    ctx.save_for_backward(*tensors[:2], tensors[-1])
+    ctx.settings = [value for value in inputs if value is not None and not isinstance(value, torch.Tensor)]
 
 
-@_linear.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    mode: str,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@torch.library.custom_op("kernelbook::sparse_linear_backward", mutates_args=())
-def _linear_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    mode: str,
-    compact: bool,
-    needs_dx: bool,
-    needs_dw: bool,
-    needs_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gradients(
+    dy: torch.Tensor, dx_shape: Sequence[int], rows: int, d_in: int, needs: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
     """-> dx, dw, db; empty where not needed."""
-    _check_ids("sparse_backward", active_chunks, weight.shape[0], chunk_size)
-    dense_dx = needs_dx and mode != "sparse_dw_dx"
-    dx, dw, db = _backward(
-        _Problem(active_chunks, chunk_size, weight.shape[0], dw_compact=compact),
-        dy, x, weight, needs_dx and not dense_dx, needs_dw, needs_db,
-    )  # fmt: skip
-    if dense_dx:
-        with launching.without_autocast(dy):
-            dx = dy @ weight
-    return dx, dw, db
+    shapes = zip((dx_shape, (rows, d_in), (rows,)), needs, strict=True)
+    return tuple(dy.new_empty(tuple(shape) if needed else (0,)) for shape, needed in shapes)
 
 
-@_linear_backward.register_fake
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    mode: str,
-    compact: bool,
-    needs_dx: bool,
-    needs_dw: bool,
-    needs_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = active_chunks.shape[0] * chunk_size if compact else weight.shape[0]
-    return (
-        dy.new_empty(x.shape if needs_dx else (0,)),
-        dy.new_empty((rows, x.shape[-1]) if needs_dw else (0,)),
-        dy.new_empty(rows if needs_db else 0),
-    )
+def _run_linear_backward(
+    results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor,
+    chunk_size: int, mode: str, compact: bool, *needs: bool,
+) -> None:  # fmt: skip
+    dx, dw, db = (result if needed else None for result, needed in zip(results, needs, strict=True))
+    if dx is not None and mode != "sparse_dw_dx":
+        torch.mm(launching.matrix(dy), weight, out=launching.matrix(dx))
+        dx = None
+    chunks = _Chunks(ids.shape[0], chunk_size, weight.shape[0], dw_compact=compact)
+    _run_backward("sparse_backward", chunks, ids, dy, x, weight, dx, dw, db)
 
 
-def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _bias, ids, ctx.chunk_size, ctx.mode = inputs
-    # x is only needed for dW and the weight only for dX.
-    ctx.save_for_backward(x, weight, ids)
+_linear_backward = launching.operator(
+    "sparse_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor active_chunks, SymInt chunk_size, str mode, "
+    "bool compact, bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor)",
+    outputs=lambda dy, x, weight, ids, chunk_size, mode, compact, *needs: _gradients(
+        dy, x.shape, ids.shape[0] * chunk_size if compact else weight.shape[0], x.shape[-1], needs
+    ),
+    run=_run_linear_backward,
+)
+
+
+def _run_linear(
+    y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, chunk_size: int, mode: str
+) -> None:
+    _check_ids("sparse_linear", ids, weight.shape[0], chunk_size)
+    _dense(y, x, weight, bias)
 
 
 def _linear_autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
-    gradients = _linear_backward(dy, *ctx.saved_tensors, ctx.chunk_size, ctx.mode, False, *needs)
+    gradients = _linear_backward(dy, *ctx.saved_tensors, *ctx.settings, False, *needs)
     return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
 
 
-_linear.register_autograd(_linear_autograd, setup_context=_setup_linear)
-
-
-@torch.library.custom_op("kernelbook::sparse_forward", mutates_args=())
-def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],  # noqa: UP045
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    d_out: int,
-    compact: bool,
-    weight_compact: bool,
-) -> torch.Tensor:
-    """-> Y (..., d_out) or (..., A * chunk_size); weight and bias have A * chunk_size rows if ``weight_compact``."""
-    _check_ids("sparse_forward", active_chunks, d_out, chunk_size)
-    return _run_forward(_Problem(active_chunks, chunk_size, d_out, compact, weight_compact), x, weight, bias)
-
-
-@_forward.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    d_out: int,
-    compact: bool,
-    weight_compact: bool,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], active_chunks.shape[0] * chunk_size if compact else d_out))
-
-
-@torch.library.custom_op("kernelbook::sparse_dw", mutates_args=())
-def _dw(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    d_out: int,
-    compact: bool,
-    dy_compact: bool,
-    with_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> dW, and db or an empty tensor."""
-    _check_ids("sparse_dw", active_chunks, d_out, chunk_size)
-    problem = _Problem(active_chunks, chunk_size, d_out, dy_compact, dw_compact=compact)
-    _, dw, db = _backward(problem, dy, x, None, False, True, with_bias)
-    return dw, db
-
-
-@_dw.register_fake
-def _(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    d_out: int,
-    compact: bool,
-    dy_compact: bool,
-    with_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = active_chunks.shape[0] * chunk_size if compact else d_out
-    return x.new_empty((rows, x.shape[-1])), x.new_empty(rows if with_bias else 0)
-
-
-@torch.library.custom_op("kernelbook::sparse_dx", mutates_args=())
-def _dx(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    d_out: int,
-    dy_compact: bool,
-    weight_compact: bool,
-) -> torch.Tensor:
-    _check_ids("sparse_dx", active_chunks, d_out, chunk_size)
-    problem = _Problem(active_chunks, chunk_size, d_out, dy_compact, weight_compact)
-    return _backward(problem, dy, None, weight, True, False, False)[0]
-
-
-@_dx.register_fake
-def _(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    active_chunks: torch.Tensor,
-    chunk_size: int,
-    d_out: int,
-    dy_compact: bool,
-    weight_compact: bool,
-) -> torch.Tensor:
-    return dy.new_empty((*dy.shape[:-1], weight.shape[1]))
-
-
-def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, ids, ctx.chunk_size, ctx.d_out, ctx.compact, ctx.weight_compact = inputs
-    ctx.save_for_backward(x, weight, ids)
+_linear = launching.operator(
+    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, str mode) -> Tensor",
+    outputs=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    run=_run_linear,
+    setup_context=_keep,
+    backward=_linear_autograd,
+)
 
 
 def _forward_autograd(ctx: Any, gy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, ids = ctx.saved_tensors
+    chunk_size, d_out, compact, weight_compact = ctx.settings
     needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-    sizes = (ids, ctx.chunk_size, ctx.d_out)
-    dx = _dx(gy, weight, *sizes, ctx.compact, ctx.weight_compact) if needs_dx else None
+    dx = _dx(gy, weight, ids, chunk_size, d_out, compact, weight_compact) if needs_dx else None
     dw, db = None, None
     if needs_dw or needs_db:
-        dw, db = _dw(x, gy, *sizes, ctx.weight_compact, ctx.compact, needs_db)
+        dw, db = _dw(x, gy, ids, chunk_size, d_out, weight_compact, compact, needs_db)
     return dx, dw if needs_dw else None, db if needs_db else None, None, None, None, None, None
 
 
-def _setup_dw(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, dy, ids, ctx.chunk_size, ctx.d_out, ctx.compact, ctx.dy_compact, ctx.with_bias = inputs
-    ctx.save_for_backward(x, dy, ids)
+# -> Y (..., d_out) or (..., A * chunk_size); weight and bias have A * chunk_size rows if ``weight_compact``.
+_forward = launching.operator(
+    "sparse_forward(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, SymInt d_out, "
+    "bool compact, bool weight_compact) -> Tensor",
+    outputs=lambda x, weight, bias, ids, chunk_size, d_out, compact, weight_compact: x.new_empty(
+        (*x.shape[:-1], ids.shape[0] * chunk_size if compact else d_out)
+    ),
+    run=lambda y, x, weight, bias, ids, chunk_size, *settings: _run_forward(
+        _Chunks(ids.shape[0], chunk_size, *settings), ids, x, weight, bias, y
+    ),
+    setup_context=_keep,
+    backward=_forward_autograd,
+)
 
 
 def _dw_autograd(ctx: Any, gw: torch.Tensor, gb: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, dy, ids = ctx.saved_tensors
-    sizes = (ids, ctx.chunk_size, ctx.d_out, ctx.dy_compact, ctx.compact)
+    chunk_size, d_out, compact, dy_compact, with_bias = ctx.settings
+    sizes = (ids, chunk_size, d_out, dy_compact, compact)
     gx = _dx(dy, gw, *sizes) if ctx.needs_input_grad[0] else None
-    gdy = _forward(x, gw, gb if ctx.with_bias else None, *sizes) if ctx.needs_input_grad[1] else None
+    gdy = _forward(x, gw, gb if with_bias else None, *sizes) if ctx.needs_input_grad[1] else None
     return gx, gdy, None, None, None, None, None, None
 
 
-def _setup_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    dy, weight, ids, ctx.chunk_size, ctx.d_out, ctx.dy_compact, ctx.weight_compact = inputs
-    ctx.save_for_backward(dy, weight, ids)
+# -> dW, and db or an empty tensor.
+_dw = launching.operator(
+    "sparse_dw(Tensor x, Tensor dy, Tensor active_chunks, SymInt chunk_size, SymInt d_out, bool compact, bool dy_compact, "
+    "bool with_bias) -> (Tensor, Tensor)",
+    outputs=lambda x, dy, ids, chunk_size, d_out, compact, dy_compact, with_bias: _gradients(
+        dy, (), ids.shape[0] * chunk_size if compact else d_out, x.shape[-1], (False, True, with_bias)
+    )[1:],
+    run=lambda results, x, dy, ids, chunk_size, d_out, compact, dy_compact, with_bias: _run_backward(
+        "sparse_dw", _Chunks(ids.shape[0], chunk_size, d_out, dy_compact, dw_compact=compact),
+        ids, dy, x, None, None, results[0], results[1] if with_bias else None,
+    ),
+    setup_context=_keep,
+    backward=_dw_autograd,
+)  # fmt: skip
 
 
 def _dx_autograd(ctx: Any, gx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     dy, weight, ids = ctx.saved_tensors
-    sizes = (ids, ctx.chunk_size, ctx.d_out)
-    gdy = _forward(gx, weight, None, *sizes, ctx.dy_compact, ctx.weight_compact) if ctx.needs_input_grad[0] else None
-    gw = _dw(gx, dy, *sizes, ctx.weight_compact, ctx.dy_compact, False)[0] if ctx.needs_input_grad[1] else None
+    chunk_size, d_out, dy_compact, weight_compact = ctx.settings
+    sizes, needs = (ids, chunk_size, d_out), ctx.needs_input_grad
+    gdy = _forward(gx, weight, None, *sizes, dy_compact, weight_compact) if needs[0] else None
+    gw = _dw(gx, dy, *sizes, weight_compact, dy_compact, False)[0] if needs[1] else None
     return gdy, gw, None, None, None, None, None
 
 
-_forward.register_autograd(_forward_autograd, setup_context=_setup_forward)
-_dw.register_autograd(_dw_autograd, setup_context=_setup_dw)
-_dx.register_autograd(_dx_autograd, setup_context=_setup_dx)
+_dx = launching.operator(
+    "sparse_dx(Tensor dy, Tensor weight, Tensor active_chunks, SymInt chunk_size, SymInt d_out, bool dy_compact, "
+    "bool weight_compact) -> Tensor",
+    outputs=lambda dy, weight, *_: dy.new_empty((*dy.shape[:-1], weight.shape[1])),
+    run=lambda dx, dy, weight, ids, chunk_size, *settings: _run_backward(
+        "sparse_dx", _Chunks(ids.shape[0], chunk_size, *settings), ids, dy, None, weight, dx, None, None
+    ),
+    setup_context=_keep,
+    backward=_dx_autograd,
+)
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
-# A small backward pass is over in 15 microseconds, so what the host does here counts.
+# A small backward pass is over in 15 microseconds, so what the host does here counts: all that a launch needs but its
+# tensors is worked out once for each size. What PyTorch computes goes to ``out=``, which autocast leaves alone.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Problem:
+class _Chunks(NamedTuple):
     """The active chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are compact."""
 
-    ids: torch.Tensor
-    chunk: int
+    listed: int  # A
+    size: int
     d_out: int
     y_compact: bool = False
     w_compact: bool = False
     dw_compact: bool = False
 
     @property
-    def num_chunks(self) -> int:
-        return launching.cdiv(self.d_out, self.chunk)
-
-    @property
-    def count(self) -> int:
-        """A, the number of active chunks."""
-        return self.ids.shape[0]
+    def total(self) -> int:
+        return cdiv(self.d_out, self.size)
 
     @property
     def active(self) -> int:
         """Active features."""
-        return self.count * self.chunk
-
-    @property
-    def dw_rows(self) -> int:
-        return self.active if self.dw_compact else self.d_out
-
-    @property
-    def y_columns(self) -> int:
-        return self.active if self.y_compact else self.d_out
-
-    def with_contiguous_ids(self) -> "_Problem":
-        return self if self.ids.is_contiguous() else dataclasses.replace(self, ids=self.ids.contiguous())
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"CHUNK": self.chunk, "ALIGN": kernels.alignment(self.chunk)}
+        return self.listed * self.size
 
 
-def _strategy(
-    problem: _Problem, dtype: torch.dtype, m: int, d_in: int, *operands: torch.Tensor | None, by_chunk: bool = False
-) -> str:
+_launch = functools.cache(Launch)
+
+
+def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], *, by_chunk: bool = False) -> str:
     """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place.
 
     ``by_chunk``: an operand's contiguous dimension is that of the chunks, so that no load is longer than a chunk.
     """
-    compact = problem.y_compact or problem.w_compact or problem.dw_compact
-    if problem.count == problem.num_chunks and not compact:
+    if chunks.listed == chunks.total and not (chunks.y_compact or chunks.w_compact or chunks.dw_compact):
         return "dense"
+    dtype = operands[0].dtype
     # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow.
-    if dtype in (torch.float32, torch.float64):
+    # What is no product (d_in = 0, or a sum for db) comes with packing too.
+    if dtype in (torch.float32, torch.float64) or d_in == 0:
         return "packed"
-    wide = all(t is None or _wide(t) for t in operands)
+    # Rows or columns are contiguous and all begin on 16 bytes.
+    wide = all(launching.has_aligned_rows(t) or launching.has_aligned_rows(t.t()) for t in operands)
     most = math.inf
-    if by_chunk and problem.chunk % BOX:
-        wide = wide and kernels.alignment(problem.chunk) * dtype.itemsize % 16 == 0
+    if by_chunk and chunks.size % BOX:
+        wide = wide and kernels.alignment(chunks.size) * dtype.itemsize % 16 == 0
         most = kernels.UNBOXED_FLOP
     if not wide:
         most = kernels.SMALL_FLOP
-    return "packed" if 2.0 * m * d_in * problem.active > most else "tiles"
+    return "packed" if 2.0 * m * d_in * chunks.active > most else "tiles"
 
 
-def _wide(tensor: torch.Tensor) -> bool:
-    """Whether rows or columns are contiguous and all begin on 16 bytes."""
-    return launching.has_aligned_rows(tensor) or launching.has_aligned_rows(tensor.t())
+def _dense(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    x, y = launching.matrix(x), launching.matrix(y)
+    torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)
 
 
-def _backward(
-    problem: _Problem,
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    needs_dx: bool,
-    needs_dw: bool,
-    needs_db: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> dx, dw, db; empty where not needed. ``x`` is there if dw is needed, ``weight`` if dx is."""
-    dtype, device = dy.dtype, dy.device
-    source = weight if weight is not None else x
-    assert source is not None
-    d_in, leading = source.shape[-1], dy.shape[:-1]
-    m = math.prod(leading)
-    kernel_dtype = runtime.kernel_dtype(dtype)
-    dx = torch.empty((m, d_in) if needs_dx else 0, dtype=kernel_dtype, device=device)
-    dw = torch.empty((problem.dw_rows, d_in) if needs_dw else 0, dtype=kernel_dtype, device=device)
-    db = torch.empty(problem.dw_rows if needs_db else 0, dtype=kernel_dtype, device=device)
-    if m == 0 or problem.count == 0:
-        dx.zero_(), dw.zero_(), db.zero_()
-    else:
-        dy = launching.matrix(dy)
-        x = launching.matrix(x) if x is not None and needs_dw else None
-        weight = launching.matrix(weight) if weight is not None and needs_dx else None
-        strategy = _strategy(problem, dtype, m, d_in, dy, x, weight, by_chunk=not problem.y_compact)
-        if strategy == "dense":
-            with launching.without_autocast(dy):
-                if weight is not None:
-                    torch.mm(dy, weight, out=dx)
-                if x is not None:
-                    torch.mm(dy.t(), x, out=dw)
-                if needs_db:
-                    torch.sum(dy, 0, out=db)
-        else:
-            problem = problem.with_contiguous_ids()
-            # db alone comes with packing; it is a sum, not a product.
-            products = d_in > 0 and (needs_dx or needs_dw)
-            run = _run_tiles if strategy == "tiles" and products else _run_packed
-            with runtime.on_device_of(dy), launching.without_autocast(dy):
-                run(problem, dy, x, weight, dx, dw, db, needs_db)
-    return (
-        launching.reshaped(dx.to(dtype), *leading, d_in) if needs_dx else dx.to(dtype),
-        dw.to(dtype),
-        db.to(dtype),
-    )
-
-
-def _in_boxes(problem: _Problem, *tensors: torch.Tensor | None) -> bool:
-    """Whether tensor descriptors can read the matrices: chunks of whole boxes, contiguous rows that start on 16 bytes."""
-    if problem.chunk % BOX or problem.y_compact or problem.w_compact or problem.d_out >= 2**30:
-        return False
-    return all(t is None or launching.has_aligned_rows(t) for t in tensors)
-
-
-def _run_tiles(
-    problem: _Problem,
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    dx: torch.Tensor,
-    dw: torch.Tensor,
-    db: torch.Tensor,
-    needs_db: bool,
+def _run_backward(
+    op: str, chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
 ) -> None:
-    """Fills dx (if there is a weight), dw (if there is an x) and db with one launch, or two if dW's reduction is split."""
-    m, d_in = dy.shape[0], (x if x is not None else weight).shape[1]  # type: ignore[union-attr]
-    with_dw, with_dx = x is not None, weight is not None
-    if needs_db and not with_dw:
-        _run_packed(problem, dy, None, None, dx[:0], dw, db, needs_db)
-        needs_db = False
-    properties = runtime.properties()
-    boxes = kernels.has_boxes(properties) and _in_boxes(problem, dy, x, weight)
-    plan = kernels.plan_backward(m, d_in, problem.active, dy.element_size(), with_dw, with_dx, boxes, properties)
-    _launch_tiles(problem, dy, x, weight, dx, dw, db, needs_db, plan)
+    """Fills dx (from weight), dw (from x) and db, those that are there."""
+    _check_ids(op, ids, chunks.d_out, chunks.size)
+    if chunks.listed == 0 or dy.numel() == 0:
+        for result in (dx, dw, db):
+            if result is not None:
+                result.zero_()
+        return
+    dy = launching.matrix(dy)
+    x, weight = None if dw is None else launching.matrix(x), None if dx is None else weight
+    operands = [t for t in (dy, x, weight) if t is not None]
+    m, d_in = dy.shape[0], operands[-1].shape[1] if len(operands) > 1 else 0
+    strategy = _strategy(chunks, m, d_in, operands, by_chunk=not chunks.y_compact)
+    if strategy == "dense":
+        if dx is not None:
+            torch.mm(dy, weight, out=launching.matrix(dx))
+        if dw is not None:
+            torch.mm(dy.t(), x, out=dw)
+        if db is not None:
+            torch.sum(dy, 0, out=db)
+        return
+    ids = ids.contiguous()
+    if strategy == "packed":
+        _run_packed(chunks, ids, dy, x, weight, dx, dw, db)
+        return
+    if db is not None and dw is None:
+        _run_packed(chunks, ids, dy, None, None, None, None, db)
+        db = None
+    properties = runtime.properties(dy.device)
+    # Tensor descriptors read matrices with contiguous rows that start on 16 bytes, in chunks of whole boxes.
+    whole = not (chunks.size % BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
+    boxes = whole and kernels.has_boxes(properties) and all(map(launching.has_aligned_rows, operands))
+    itemsize, with_dw, with_dx = dy.element_size(), dw is not None, dx is not None
+    plan = kernels.plan_backward(m, d_in, chunks.active, itemsize, with_dw, with_dx, boxes, properties)
+    _launch_tiles(plan, chunks, ids, dy, x, weight, dx, dw, db)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles(
+    plan: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, with_dx: bool, with_dw: bool, with_db: bool
+) -> tuple[Launch, tuple[int], int, tuple[Any, ...], tuple[int, ...]]:  # fmt: skip
+    """-> the launch, its grid, its split, the boxes of x, dy (for dW and for dX) and weight, and its arguments from M on."""
+    blocks, split = plan.config.kwargs, plan.split if with_dw else 1
+    r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
+    columns = cdiv(d_in, d)
+    num_dw = cdiv(chunks.active, r) * columns * split if with_dw else 0
+    num_dx = cdiv(m, r) * columns if with_dx else 0
+    with_zero = with_dw and not chunks.dw_compact and split == 1
+    num_zero = chunks.total if with_zero else 0
+    dx_first = num_dw > 0 and num_dx > 0 and chunks.active > cdiv(m, split)
+    num_later = num_dw if dx_first else num_dx
+    dw_boxes = plan.boxes and with_dw and r % BOX == 0
+    dx_boxes = plan.boxes and with_dx and chunks.size % k == 0
+    launch = _launch(
+        kernels._sparse_linear_bwd_tiles_kernel,
+        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
+        DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=chunks.dw_compact,
+        WITH_DW=with_dw, WITH_DB=with_db, WITH_DX=with_dx, WITH_ZERO=with_zero,
+        DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_boxes, DX_BOXES=dx_boxes, BOX=BOX,
+        ACC=launching.tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
+        **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO,
+        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
+    )  # fmt: skip
+    boxes = (
+        *((launching.box_form(k, d), launching.box_form(k, BOX)) if dw_boxes else (None, None)),
+        *((launching.box_form(r, k), launching.box_form(k, d)) if dx_boxes else (None, None)),
+    )
+    zero_every = (num_later + num_zero) // max(num_zero, 1)
+    numbers = (m, d_in, chunks.d_out, chunks.listed, num_dw, num_dx, num_zero, zero_every)
+    return launch, (num_dw + num_dx + num_zero,), split, boxes, numbers
 
 
 def _launch_tiles(
-    problem: _Problem,
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    dx: torch.Tensor,
-    dw: torch.Tensor,
-    db: torch.Tensor,
-    needs_db: bool,
-    plan: kernels.Plan,
-) -> None:
-    m, d_in = dy.shape[0], (x if x is not None else weight).shape[1]  # type: ignore[union-attr]
-    config, split = plan.config, plan.split if x is not None else 1
-    acc = launching.accumulator(dy.dtype)
-    blocks = config.kwargs
-    r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
-    columns = launching.cdiv(d_in, d)
-    num_dw = launching.cdiv(problem.active, r) * columns * split if x is not None else 0
-    num_dx = launching.cdiv(m, r) * columns if weight is not None else 0
-    with_zero = x is not None and not problem.dw_compact and split == 1
-    num_zero = problem.num_chunks if with_zero else 0
-    dx_first = num_dw > 0 and num_dx > 0 and problem.active > launching.cdiv(m, split)
-    num_later = num_dw if dx_first else num_dx
+    plan: kernels.Plan, chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor,
+    x: Any, weight: Any, dx: Any, dw: Any, db: Any,
+) -> None:  # fmt: skip
+    """Fills dx, dw and, with it, db with one launch, or two if dW's reduction is split."""
+    m, d_in = dy.shape[0], (weight if x is None else x).shape[1]
+    launch, grid, split, (x_box, dy_dw_box, dy_dx_box, w_box), numbers = _tiles(
+        plan, chunks, m, d_in, dy.dtype, dx is not None, dw is not None, db is not None
+    )
     to_dw, to_db = dw, db
     if split > 1:
-        to_dw = torch.empty((split, problem.active, d_in), dtype=acc, device=dy.device)
-        to_db = torch.empty((split, problem.active), dtype=acc, device=dy.device)
-    dw_boxes = plan.boxes and x is not None and r % BOX == 0
-    dx_boxes = plan.boxes and weight is not None and problem.chunk % k == 0
-    boxes = (
-        *((launching.box(x, k, d), launching.box(dy, k, BOX)) if x is not None and dw_boxes else (None, None)),
-        *((launching.box(dy, r, k), launching.box(weight, k, d)) if weight is not None and dx_boxes else (None, None)),
-    )
-    kernels._sparse_linear_bwd_tiles_kernel[(num_dw + num_dx + num_zero,)](
-        problem.ids,
+        acc = launching.accumulator(dy.dtype)
+        to_dw = dy.new_empty((split, chunks.active, d_in), dtype=acc)
+        to_db = None if db is None else dy.new_empty((split, chunks.active), dtype=acc)
+    launch(
+        grid,
+        ids,
         *launching.strided(x, 2, dy),
         dy, *dy.stride(),
         *launching.strided(weight, 2, dy),
-        dx,
-        to_dw, to_db,
-        *boxes,
-        m, d_in, problem.d_out, problem.count,
-        num_dw, num_dx, num_zero,
-        (num_later + num_zero) // max(num_zero, 1),
-        **problem.constants,
-        DY_COMPACT=problem.y_compact, W_COMPACT=problem.w_compact, DW_COMPACT=problem.dw_compact,
-        WITH_DW=x is not None, WITH_DB=needs_db, WITH_DX=weight is not None, WITH_ZERO=with_zero,
-        DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_boxes, DX_BOXES=dx_boxes, BOX=BOX,
-        ACC=launching.tl_accumulator(acc), PRECISION=launching.precision(), EVEN_M=m % k == 0,
-        **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        dy if dx is None else dx,
+        dy if to_dw is None else to_dw, dy if to_db is None else to_db,
+        None if x_box is None else x_box(x), None if dy_dw_box is None else dy_dw_box(dy),
+        None if dy_dx_box is None else dy_dx_box(dy), None if w_box is None else w_box(weight),
+        *numbers,
     )  # fmt: skip
     if split > 1:
-        _place(problem, to_dw, dw, to_db if needs_db else None, db, compact=problem.dw_compact)
+        _place(chunks, ids, to_dw, dw, to_db, db, compact=chunks.dw_compact)
+
+
+@functools.cache
+def _pack_launch(chunk: int, compact: bool, copy: bool, sums: bool, dtype: torch.dtype) -> Launch:
+    config = kernels.PACK_CONFIG
+    return _launch(
+        kernels._sparse_linear_pack_kernel,
+        CHUNK=chunk, ALIGN=kernels.alignment(chunk), SRC_COMPACT=compact, WITH_COPY=copy, WITH_SUMS=sums,
+        ACC=launching.tl_accumulator(dtype), **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def _pack(
-    problem: _Problem, source: torch.Tensor, compact: bool, *, copy: bool = True, sums: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Active columns of (M, d_out): -> (M, A * chunk) in memory as ``source`` is, and partial sums (P, A * chunk).
+    chunks: _Chunks, ids: torch.Tensor, source: torch.Tensor, axis: int, compact: bool, copy: bool = True, sums: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The active rows (axis 0) or columns (1) of a matrix, in memory as it is, and partial sums of columns (P, A * chunk).
 
-    A ``compact`` source has the active columns only; those of a shorter chunk that are none become zero.
+    A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.
     """
-    m = source.shape[0]
-    acc = launching.accumulator(source.dtype)
+    shape, strides, active = list(source.shape), source.stride(), chunks.active
+    m, shape[axis] = shape[1 - axis], active
+    packed = source
+    if copy:
+        turned = strides[0] == 1 and strides[1] != 1
+        packed = source.new_empty(shape[::-1]).t() if turned else source.new_empty(shape)
+    to = packed.stride()
     blocks = kernels.PACK_CONFIG.kwargs
-    programs = launching.cdiv(m, blocks["ROWS"])
-    shape = (m if copy else 0, problem.active)
-    transposed = source.stride(0) == 1 and source.stride(1) != 1
-    packed = torch.empty(shape[::-1] if transposed else shape, dtype=source.dtype, device=source.device)
-    packed = packed.t() if transposed else packed
-    partial = torch.empty((programs if sums else 0, problem.active), dtype=acc, device=source.device)
-    kernels._sparse_linear_pack_kernel[(launching.cdiv(problem.active, blocks["BLOCK_N"]), programs)](
-        problem.ids,
-        source, *source.stride(),
-        packed, *packed.stride(),
-        partial,
-        m, problem.d_out, problem.count,
-        **problem.constants,
-        SRC_COMPACT=compact, WITH_COPY=copy, WITH_SUMS=sums,
-        ACC=launching.tl_accumulator(acc),
-        **blocks, num_warps=kernels.PACK_CONFIG.num_warps,
+    programs = cdiv(m, blocks["ROWS"])
+    partial = source.new_empty((programs, active), dtype=launching.accumulator(source.dtype)) if sums else None
+    _pack_launch(chunks.size, compact, copy, sums, source.dtype)(
+        (cdiv(active, blocks["BLOCK_N"]), programs),
+        ids,
+        source, strides[1 - axis], strides[axis],
+        packed, to[1 - axis], to[axis],
+        source if partial is None else partial,
+        m, chunks.d_out, chunks.listed,
     )  # fmt: skip
-    return packed, partial if sums else None
+    return packed, partial
+
+
+@functools.cache
+def _place_launch(chunk: int, compact: bool, split: int, copy: bool, sums: bool, dtype: torch.dtype) -> Launch:
+    return _launch(
+        kernels._sparse_linear_place_kernel,
+        CHUNK=chunk, COMPACT=compact, SPLIT=split, WITH_COPY=copy, WITH_SUMS=sums,
+        ACC=launching.tl_accumulator(dtype),
+        BLOCK_N=triton.next_power_of_2(chunk), BLOCK_M=kernels.PLACE_BLOCK_M, BLOCK_A=kernels.BLOCK_A, num_warps=8,
+    )  # fmt: skip
 
 
 def _place(
-    problem: _Problem,
-    source: torch.Tensor | None,
-    target: torch.Tensor | None,
-    sums: torch.Tensor | None,
-    total: torch.Tensor,
-    *,
-    compact: bool = False,
+    chunks: _Chunks, ids: torch.Tensor, source: Any, target: Any, sums: Any, total: Any, *, compact: bool = False
 ) -> None:
     """(SPLIT, A * chunk, M) summed into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
-    copy = source is not None and target is not None
-    m = target.shape[1] if target is not None and copy else 0
-    acc = launching.accumulator(total.dtype)
-    grid = (problem.count if compact else problem.num_chunks, max(1, launching.cdiv(m, kernels.PLACE_BLOCK_M)))
-    kernels._sparse_linear_place_kernel[grid](
-        problem.ids,
-        *launching.strided(source if copy else None, 3, problem.ids),
-        *launching.strided(target if copy else None, 2, problem.ids),
-        sums if sums is not None else problem.ids,
-        total,
-        m, problem.d_out, problem.count, sums.shape[0] if sums is not None else 0,
-        CHUNK=problem.chunk, COMPACT=compact, SPLIT=source.shape[0] if source is not None else 1,
-        WITH_COPY=copy, WITH_SUMS=sums is not None,
-        ACC=launching.tl_accumulator(acc),
-        BLOCK_N=triton.next_power_of_2(problem.chunk), BLOCK_M=kernels.PLACE_BLOCK_M, BLOCK_A=kernels.BLOCK_A,
-        num_warps=8,
+    copy, dtype = source is not None, (total if target is None else target).dtype
+    m, split = (target.shape[1], source.shape[0]) if copy else (0, 1)
+    _place_launch(chunks.size, compact, split, copy, sums is not None, dtype)(
+        (chunks.listed if compact else chunks.total, max(1, cdiv(m, kernels.PLACE_BLOCK_M))),
+        ids,
+        *launching.strided(source, 3, ids),
+        *launching.strided(target, 2, ids),
+        *((ids, ids) if sums is None else (sums, total)),
+        m, chunks.d_out, chunks.listed, 0 if sums is None else sums.shape[0],
     )  # fmt: skip
 
 
 def _run_packed(
-    problem: _Problem,
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    dx: torch.Tensor,
-    dw: torch.Tensor,
-    db: torch.Tensor,
-    needs_db: bool,
+    chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
 ) -> None:
-    """Fills dx, dw and db: packs the active columns of dY (summing them for db) and rows of W, and multiplies."""
-    sums = None
-    if x is not None or weight is not None or needs_db:
-        packed_dy, sums = _pack(problem, dy, problem.y_compact, copy=x is not None or weight is not None, sums=needs_db)
-    if weight is not None:
-        packed_w, _ = _pack(problem, weight.t(), problem.w_compact)
-        torch.mm(packed_dy, packed_w.t(), out=dx)
-    if x is not None and problem.dw_compact:
+    """As :func:`_run_backward`: packs the active columns of dY (summing them for db) and rows of W, and multiplies."""
+    packed_dy, sums = _pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
+    if dx is not None:
+        packed_w, _ = _pack(chunks, ids, weight, 0, chunks.w_compact)
+        torch.mm(packed_dy, packed_w, out=launching.matrix(dx))
+    if dw is not None and chunks.dw_compact:
         torch.mm(packed_dy.t(), x, out=dw)
-    elif x is not None:
-        _place(problem, torch.mm(packed_dy.t(), x)[None], dw, sums, db)
-        sums = None
-    if sums is not None:
-        _place(problem, None, None, sums, db, compact=problem.dw_compact)
+    elif dw is not None:
+        product = torch.mm(packed_dy.t(), x, out=x.new_empty((chunks.active, x.shape[1])))
+        _place(chunks, ids, product[None], dw, sums, db)
+    if db is not None and (dw is None or chunks.dw_compact):
+        _place(chunks, ids, None, None, sums, db, compact=chunks.dw_compact)
 
 
-def _run_forward(problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """-> Y (..., d_out) or (..., A * chunk) if ``problem.y_compact``."""
-    dtype, leading, d_in = x.dtype, x.shape[:-1], x.shape[-1]
-    m = math.prod(leading)
-    kernel_dtype = runtime.kernel_dtype(dtype)
-    if m == 0 or problem.y_columns == 0 or problem.count == 0:
-        y = torch.zeros((m, problem.y_columns), dtype=dtype, device=x.device)
-        return launching.reshaped(y, *leading, problem.y_columns)
-    rows, weight_rows = launching.matrix(x), launching.matrix(weight)
-    strategy = _strategy(problem, dtype, m, d_in, rows, weight_rows)
-    if strategy == "dense":
-        with launching.without_autocast(x):
-            y = F.linear(x, weight, bias)
-        return launching.reshaped(y, *y.shape)
-    problem = problem.with_contiguous_ids()
-    bias = None if bias is None else bias.to(kernel_dtype)
-    y = torch.empty((m, problem.y_columns), dtype=kernel_dtype, device=x.device)
-    run = _run_forward_tiles if strategy == "tiles" and d_in > 0 else _run_forward_packed
-    with runtime.on_device_of(x), launching.without_autocast(x):
-        run(problem, rows, weight_rows, bias, y)
-    return launching.reshaped(y.to(dtype), *leading, problem.y_columns)
-
-
-def _run_forward_tiles(
-    problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
-) -> None:
-    m, d_in = x.shape
-    config = kernels.forward_tiles(m, d_in, problem.active, x.element_size(), runtime.properties())
-    blocks = config.kwargs
-    num_tiles = launching.cdiv(m, blocks["BLOCK_R"]) * launching.cdiv(problem.active, blocks["BLOCK_D"])
-    num_zero = 0 if problem.y_compact else problem.num_chunks * launching.cdiv(m, kernels.ZERO_ROWS)
-    kernels._sparse_linear_fwd_tiles_kernel[(num_tiles + num_zero,)](
-        problem.ids,
-        x, *x.stride(),
-        *launching.strided(weight, 2, x),
-        *launching.strided(bias, 1, x),
-        y, y.stride(0),
-        m, d_in, problem.d_out, problem.count,
-        num_tiles, (num_tiles + num_zero) // max(num_zero, 1),
-        **problem.constants,
-        Y_COMPACT=problem.y_compact, W_COMPACT=problem.w_compact, HAS_BIAS=bias is not None,
-        ACC=launching.tl_accumulator(x.dtype), PRECISION=launching.precision(), EVEN_K=d_in % blocks["BLOCK_K"] == 0,
+@functools.lru_cache(maxsize=4096)
+def _forward_tiles(
+    plan: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, has_bias: bool
+) -> tuple[Launch, tuple[int], tuple[int, ...]]:
+    """-> the launch, its grid, and its arguments from M on."""
+    blocks = plan.config.kwargs
+    num_tiles = cdiv(m, blocks["BLOCK_R"]) * cdiv(chunks.active, blocks["BLOCK_D"])
+    num_zero = 0 if chunks.y_compact else chunks.total * cdiv(m, kernels.ZERO_ROWS)
+    launch = _launch(
+        kernels._sparse_linear_fwd_tiles_kernel,
+        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
+        Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, HAS_BIAS=has_bias,
+        ACC=launching.tl_accumulator(dtype), PRECISION=PRECISION, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, ZERO_ROWS=kernels.ZERO_ROWS,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
+    numbers = (m, d_in, chunks.d_out, chunks.listed, num_tiles, (num_tiles + num_zero) // max(num_zero, 1))
+    return launch, (num_tiles + num_zero,), numbers
 
 
-def _run_forward_packed(
-    problem: _Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+def _run_forward(
+    chunks: _Chunks, ids: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, y: torch.Tensor
 ) -> None:
-    packed_w, _ = _pack(problem, weight.t(), problem.w_compact)
-    packed_b = None if bias is None else _pack(problem, bias[None, :], problem.w_compact)[0][0]
-    if problem.y_compact:
-        torch.mm(x, packed_w, out=y) if packed_b is None else torch.addmm(packed_b, x, packed_w, out=y)
+    """Fills Y (..., d_out), or (..., A * chunk) if ``chunks.y_compact``."""
+    _check_ids("sparse_forward", ids, chunks.d_out, chunks.size)
+    if y.numel() == 0 or chunks.listed == 0:
+        y.zero_()
+        return
+    x, y, ids = launching.matrix(x), launching.matrix(y), ids.contiguous()
+    m, d_in = x.shape
+    strategy = _strategy(chunks, m, d_in, (x, weight))
+    if strategy == "dense":
+        _dense(y, x, weight, bias)
+    elif strategy == "tiles":
+        plan = kernels.plan_forward(m, d_in, chunks.active, x.element_size(), runtime.properties(x.device))
+        launch, grid, numbers = _forward_tiles(plan, chunks, m, d_in, x.dtype, bias is not None)
+        tensors = (x, *x.stride(), weight, *weight.stride(), *launching.strided(bias, 1, x), y, y.stride(0))
+        launch(grid, ids, *tensors, *numbers)
     else:
-        packed_y = torch.mm(x, packed_w) if packed_b is None else torch.addmm(packed_b, x, packed_w)
-        _place(problem, packed_y.t()[None], y.t(), None, y)
+        packed_w, _ = _pack(chunks, ids, weight, 0, chunks.w_compact)
+        packed_b = None if bias is None else _pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
+        packed_y = y if chunks.y_compact else y.new_empty((m, chunks.active))
+        _dense(packed_y, x, packed_w, packed_b)
+        if not chunks.y_compact:
+            _place(chunks, ids, packed_y.t()[None], y.t(), None, None)

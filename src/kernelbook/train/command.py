@@ -1,7 +1,9 @@
 """``python -m kernelbook train``: its arguments, and what it prints."""
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
@@ -73,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in --out, or begin if there is none"
     )
+    parser.add_argument(
+        "--parallel",
+        choices=("ddp", "fsdp"),
+        help="on all ranks that torchrun has started: copies of the model (ddp), or parts of it (fsdp)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     group = parser.add_argument_group("settings", "what --config says, changed (see kernelbook.train.TrainConfig)")
     for field in dataclasses.fields(TrainConfig):
@@ -95,7 +102,8 @@ def _settings(given: argparse.Namespace) -> TrainConfig:
         if field.name not in _NOT_AN_OPTION and getattr(given, field.name) is not None
     }
     if given.text is not None:
-        changes["corpus"] = given.text
+        own = given.text in ("stdlib", "topics")
+        changes["corpus"] = given.text if own else str(Path(given.text).absolute())  # to be resumed from anywhere
     saved = given.out / "config.json"
     if given.config is None and given.resume and saved.exists():
         try:
@@ -106,7 +114,7 @@ def _settings(given: argparse.Namespace) -> TrainConfig:
             ) from None
     else:
         base = CONFIGS[given.config or "tiny"]
-        changes.setdefault("cuda_graph", runtime.DEVICE.type == "cuda")
+        changes.setdefault("cuda_graph", runtime.DEVICE.type == "cuda" and given.parallel is None)
     config = dataclasses.replace(base, **changes)
     if given.text is not None and config.task != "text":
         raise ValueError(f"--text must come with --task text, got --task {config.task}")
@@ -115,17 +123,46 @@ def _settings(given: argparse.Namespace) -> TrainConfig:
 
 def train(given: argparse.Namespace) -> int:
     """One run; 1 if it did not end well, 2 if its settings or its folder are not in order, 130 if it was interrupted."""
+    if given.parallel is None:
+        return _train(given)
+    from kernelbook.train import parallel  # the many modules of PyTorch's engine, only where it is asked for
+
     try:
-        trainer = Trainer(_settings(given), out=given.out, resume=given.resume, progress=not given.quiet)
+        return _train(given)
+    finally:
+        parallel.end()
+
+
+def _trainer(given: argparse.Namespace) -> Trainer:
+    how: dict[str, Any] = {"out": given.out, "resume": given.resume, "progress": not given.quiet}
+    if given.parallel is None:
+        return Trainer(_settings(given), **how)
+    from kernelbook.train import parallel
+
+    parallel.start()
+    return parallel.ParallelTrainer(_settings(given), given.parallel, **how)
+
+
+def _train(given: argparse.Namespace) -> int:
+    try:
+        trainer = _trainer(given)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 2
+    if trainer.rank != 0:  # the first rank speaks for all
+        with contextlib.redirect_stdout(io.StringIO()):
+            return _run(trainer, given)
+    return _run(trainer, given)
+
+
+def _run(trainer: Trainer, given: argparse.Namespace) -> int:
     config = trainer.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
     sparse = f"{config.mode}, {config.scheduler}, {config.active:.0%} active after {config.dense_steps} steps"
     about = [
         ("kernels are", "interpreted on the CPU" if runtime.INTERPRET else "compiled"),
         ("parameters", f"{parameters:,} in {config.depth} blocks of width {config.width}"),
+        *([("ranks", f"{trainer.ranks}, {trainer.parallel}")] if trainer.parallel else []),
         ("data", f"{config.corpus if config.task == 'text' else config.task}, {trainer.data.digest}"),
         ("tokens", f"{trainer.data.vocab_size:,} different ones, {config.batch_size * config.context:,} a step"),
         ("backward", sparse if config.is_sparse(config.steps) else "dense"),
@@ -137,6 +174,12 @@ def train(given: argparse.Namespace) -> int:
         trainer.run()
     except FloatingPointError as error:
         print(f"train: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(
+            f"train: writing to {given.out} failed ({error}); --resume --out {given.out} goes on from the last checkpoint",
+            file=sys.stderr,
+        )
         return 1
     except RuntimeError as error:
         if "CUBLAS_WORKSPACE_CONFIG" not in str(error):

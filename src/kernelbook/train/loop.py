@@ -9,17 +9,16 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from kernelbook import runtime
 from kernelbook.nn.gpt import ATTENTION, GPT, OUTPUTS, GPTConfig
 from kernelbook.train.chunks import Layout, chunk_norms
-from kernelbook.train.files import replacing
+from kernelbook.train.files import replacing, sweep
 from kernelbook.train.optimizer import INACTIVE, ChunkAdamW
 from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
 from kernelbook.train.synthetic import CopyData, score_chunks
@@ -27,6 +26,7 @@ from kernelbook.train.text import TextData
 
 __all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data"]
 
+FILES = ("checkpoint.pt", "config.json", "latest", "log.jsonl")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("dense", "sparse_dw", "sparse_dw_dx"),
     "sparse_dx": ("all", "inputs"),
@@ -59,7 +59,7 @@ class TrainConfig:
     Attributes:
         width, depth, heads, context, chunk_size, sparse_layers, attention: as in :class:`kernelbook.nn.GPTConfig`.
         task: ``"text"``, ``"copy"`` or ``"recall"``. corpus, encoding, vocab_size: as in :class:`TextData`.
-        batch_size, steps, seed: as their names say.
+        batch_size: sequences in a step. steps: optimizer steps. seed: of the first weights, the data and the schedulers.
         mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``. scheduler, explore: see :mod:`kernelbook.train.schedulers`.
         sparse_dx: the layers whose dX mode ``sparse_dw_dx`` makes sparse. ``"all"``, or ``"inputs"``: those that read the
             residual stream, which has a gradient of its own. The dX of the layers that write to it is all that a branch gets.
@@ -161,6 +161,7 @@ class TrainConfig:
             chunk_size=self.chunk_size,
             sparse_layers=self.sparse_layers,
             attention=self.attention,
+            compact_gradient=True,
         )
 
 
@@ -192,7 +193,8 @@ class Trainer:
     Args:
         config: see :class:`TrainConfig`. data: default :func:`make_data`.
         out: a folder for ``log.jsonl``, ``config.json`` and ``checkpoint.pt``; ``None`` keeps nothing.
-        resume: go on from the checkpoint in ``out``, or begin if there is none.
+        resume: go on from the checkpoint in ``out``, or begin if there is none. ``steps`` may be more than they were: the
+            learning rate follows the new number from there on.
         progress: show a progress bar.
 
     Attributes:
@@ -204,6 +206,8 @@ class Trainer:
         ValueError: the checkpoint belongs to another configuration or corpus or cannot be read, or a CUDA graph is wanted
             without a GPU.
     """
+
+    rank, ranks, parallel = 0, 1, ""  # others in :class:`kernelbook.train.parallel.ParallelTrainer`
 
     def __init__(
         self,
@@ -225,6 +229,9 @@ class Trainer:
             and (checkpoint.exists() or checkpoint.with_name("log.jsonl").exists())
         ):
             raise FileExistsError(f"Trainer: {self.out} holds a run already; resume it, or choose another folder")
+        if checkpoint is not None:
+            for name in FILES:
+                sweep(checkpoint.with_name(name))
         self.data: Data = make_data(config) if data is None else data
         self.step, self.seconds = 0, 0.0
         self.records: list[dict[str, Any]] = []
@@ -232,8 +239,9 @@ class Trainer:
         if checkpoint is not None and checkpoint.exists():
             self._load(checkpoint)
         elif checkpoint is not None:
-            self._write_text("config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             self._write_text("log.jsonl", "")
+        if checkpoint is not None:
+            self._write_text("config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
     # --- what a run is made of ---
 
@@ -307,13 +315,24 @@ class Trainer:
             assert grad is not None
             chunk_norms(grad._values() if grad.is_sparse else grad, chunk_size=chunk, out=out)
 
+    def _biases(self) -> list[torch.Tensor | None]:
+        """The gradients of the sparse layers' biases."""
+        return [layer.bias.grad for layer in self.layers.values() if layer.bias is not None]
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The sparse layers' weights."""
+        return [layer.weight for layer in self.layers.values()]
+
+    def _total_norm(self, norms: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients: ``norms`` of chunks, and the gradients of all that is no chunk."""
+        parts = torch.stack([torch.linalg.vector_norm(norms), torch.nn.utils.get_total_norm(others)])
+        return torch.linalg.vector_norm(parts)
+
     def _update(self, norms: torch.Tensor) -> None:
         """Clips, and moves the weights. ``norms`` of the chunks' gradients are a part of the whole norm."""
         others = [p.grad for p in self._rest if p.grad is not None]
-        biases = [layer.bias.grad for layer in self.layers.values() if layer.bias is not None]
-        others_too = others + [b._values() if b.is_sparse else b for b in biases if b is not None]
-        parts = torch.stack([torch.linalg.vector_norm(norms), torch.nn.utils.get_total_norm(others_too)])
-        total = torch.linalg.vector_norm(parts)
+        others_too = others + [b._values() if b.is_sparse else b for b in self._biases() if b is not None]
+        total = self._total_norm(norms, others_too)
         self._grad_norm.copy_(total)
         scale = (self.config.clip / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(others, scale)
@@ -351,7 +370,7 @@ class Trainer:
         if sparse and self.scheduler.needs_weights:
             since = step - config.dense_steps
             if since == 0 or (config.refresh_every and since % config.refresh_every == 0):
-                self.scheduler.refresh([layer.weight for layer in self.layers.values()], config.chunk_size)
+                self.scheduler.refresh(self._weights(), config.chunk_size)
         name = "sparse" if sparse else "dense"
         body: Callable[[], None] = self._sparse_step if sparse else self._dense_step
         if self._stream is None:
@@ -376,6 +395,8 @@ class Trainer:
 
         Raises ``FloatingPointError`` when a loss or a gradient is not finite; the last checkpoint is from before that.
         """
+        from tqdm import tqdm
+
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
         losses, norms = (torch.zeros(config.log_every, device=runtime.DEVICE) for _ in range(2))
@@ -516,18 +537,9 @@ class Trainer:
             raise ValueError(
                 f"Trainer: {path} must be a checkpoint of a run, got a file that cannot be read"
             ) from error
-        own = dataclasses.asdict(self.config)
-        # A run that is watched otherwise may go on from here; one with other steps behind it or before it may not.
-        free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph"}
-        for name, value in state["config"].items():
-            if name not in free and own.get(name) != value:
-                raise ValueError(
-                    f"Trainer: {name} must be that of the run in {path.parent} ({value!r}), got {own.get(name)!r}"
-                )
-        if state["digest"] != self.data.digest:
-            raise ValueError(
-                f"Trainer: the corpus must be that of the run in {path.parent} ({state['digest']}), got {self.data.digest}"
-            )
+        if not isinstance(state, dict) or not isinstance(state.get("config"), dict) or "rest_adam" not in state:
+            raise ValueError(f"Trainer: {path} must be a checkpoint of a run, got a file with something else")
+        check_same_run(path.parent, state, self.config, self.data.digest)
         self.step, self.seconds = state["step"], state["seconds"]
         self.model.load_state_dict(state["model"])
         for optimizer, name, lr in (
@@ -538,13 +550,22 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         self.scheduler.load_state_dict(state["scheduler"])
-        log = path.with_name("log.jsonl")
+        self._load_log(path.with_name("log.jsonl"))
+
+    def _load_log(self, log: Path) -> None:
+        """The entries of the steps that are done; those of steps that the checkpoint does not have come again."""
         if not log.exists():
-            raise ValueError(f"Trainer: {path.parent} must hold the log of its checkpoint, got no log.jsonl")
+            raise ValueError(f"Trainer: {log.parent} must hold the log of its checkpoint, got no log.jsonl")
         lines = log.read_text(encoding="utf-8").splitlines()
         self.records = [entry for entry in _entries(lines) if entry["step"] <= self.step]
-        # Entries of steps that the checkpoint does not have come again.
-        self._write_text("log.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.records))
+        logged = [entry["step"] for entry in self.records if "loss" in entry]
+        if logged != list(range(1, self.step + 1)) or not self.validation_losses():
+            raise ValueError(
+                f"Trainer: {log} must be the log of its checkpoint, with steps 1 to {self.step}, got another one with "
+                f"{len(logged)} of them"
+            )
+        if self.out is not None:
+            self._write_text("log.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.records))
 
     def _write_text(self, name: str, text: str) -> None:
         assert self.out is not None
@@ -552,10 +573,26 @@ class Trainer:
             file.write(text.encode())
 
 
+def check_same_run(folder: Path, saved: Mapping[str, Any], config: TrainConfig, digest: str) -> None:
+    """``ValueError`` unless a run with the ``config`` and ``digest`` in ``saved`` may go on with these."""
+    own = dataclasses.asdict(config)
+    # A run that is watched otherwise may go on from here; one with other steps behind it or before it may not.
+    # Where its corpus lies does not matter either: the digest says whether it is the same.
+    free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph", "corpus"}
+    for name, value in saved["config"].items():
+        longer = name == "steps" and own["steps"] > value
+        if name not in free and own.get(name) != value and not longer:
+            raise ValueError(f"Trainer: {name} must be that of the run in {folder} ({value!r}), got {own.get(name)!r}")
+    if saved["digest"] != digest:
+        raise ValueError(f"Trainer: the corpus must be that of the run in {folder} ({saved['digest']}), got {digest}")
+
+
 def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed while it wrote
-            yield json.loads(line)
+            entry = json.loads(line)
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                yield entry
 
 
 @contextlib.contextmanager

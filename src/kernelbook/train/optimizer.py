@@ -3,6 +3,7 @@
 Loshchilov and Hutter, "Decoupled weight decay regularization" (2019), algorithm 2.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.launching import Launch
 from kernelbook.train import kernels
 
 __all__ = ["INACTIVE", "ChunkAdamW"]
@@ -26,6 +28,20 @@ def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
             f"ChunkAdamW: a sparse gradient must have whole chunks of chunk_size ({chunk}) rows that start at its "
             f"multiples, got other rows; is it the layer's chunk_size?"
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    beta1: float, beta2: float, eps: float, weight_decay: float, chunk: int, sparse: bool, decay: bool
+) -> Launch:
+    config = kernels.ADAMW_CONFIG
+    return Launch(
+        kernels._adamw_chunks_kernel,
+        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
+        LOG2_BETA1=math.log2(beta1) if beta1 else -1e4, LOG2_BETA2=math.log2(beta2),
+        CHUNK=chunk, SPARSE=sparse, DECAY=decay,
+        **config.kwargs, BLOCK_A=kernels.BLOCK_A, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 class ChunkAdamW(torch.optim.Optimizer):
@@ -50,8 +66,8 @@ class ChunkAdamW(torch.optim.Optimizer):
             which costs a synchronisation.
 
     Raises:
-        TypeError: a parameter is not float32.
-        ValueError: an argument is out of range, or a parameter is not contiguous.
+        TypeError: a parameter is not float32, or a DTensor.
+        ValueError: an argument is out of range, or a parameter is not contiguous. Both also come from ``add_param_group``.
     """
 
     def __init__(
@@ -66,15 +82,6 @@ class ChunkAdamW(torch.optim.Optimizer):
         inactive: str = "skip",
         unique_rows: bool = False,
     ) -> None:
-        op = "ChunkAdamW"
-        arguments.check_choice(op, "inactive", inactive, INACTIVE)
-        if not (0 <= betas[0] < 1 and 0 < betas[1] < 1):
-            raise ValueError(f"{op}: betas must lie in [0, 1) and (0, 1), got {betas}")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not isinstance(value, torch.Tensor) and value < 0:
-                raise ValueError(f"{op}: {name} must not be negative, got {value}")
-        if chunk_size < 1:
-            raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -85,13 +92,44 @@ class ChunkAdamW(torch.optim.Optimizer):
             "unique_rows": unique_rows,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            for param in group["params"]:
-                arguments.check_tensor(op, "params", param, dtypes=(torch.float32,))
-                if param.ndim not in (1, 2) or not param.is_contiguous():
-                    raise ValueError(
-                        f"{op}: params must be contiguous and have one or two dimensions, got shape {tuple(param.shape)}"
-                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer; the group is checked as the constructor's arguments are, and left out if it is refused."""
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+
+    @staticmethod
+    def _check(group: dict[str, Any]) -> None:
+        op, betas = "ChunkAdamW", group["betas"]
+        arguments.check_choice(op, "inactive", group["inactive"], INACTIVE)
+        if not (0 <= betas[0] < 1 and 0 < betas[1] < 1):
+            raise ValueError(f"{op}: betas must lie in [0, 1) and (0, 1), got {betas}")
+        for name in ("lr", "eps", "weight_decay"):
+            value = group[name]
+            if isinstance(value, torch.Tensor) and name == "lr":
+                if value.numel() != 1:
+                    raise ValueError(f"{op}: lr must have one element, got shape {tuple(value.shape)}")
+            elif not 0 <= value < math.inf:
+                raise ValueError(f"{op}: {name} must not be negative, and finite, got {value}")
+        if group["chunk_size"] < 1:
+            raise ValueError(f"{op}: chunk_size must be at least 1, got {group['chunk_size']}")
+        for param in group["params"]:
+            if type(param) not in (torch.Tensor, torch.nn.Parameter):
+                kind = type(param.data if isinstance(param, torch.nn.Parameter) else param).__name__
+                raise TypeError(
+                    f"{op}: params must be ordinary tensors, got {kind}; for parameters that FSDP2 has sharded "
+                    f"(fully_shard) take torch.optim.AdamW, with compact_gradient=False"
+                )
+            arguments.check_tensor(op, "params", param, dtypes=(torch.float32,))
+            if param.ndim not in (1, 2) or not param.is_contiguous():
+                raise ValueError(
+                    f"{op}: params must be contiguous and have one or two dimensions, got shape {tuple(param.shape)} and "
+                    f"strides {param.stride()}"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: torch.Tensor | None = None) -> Any:  # type: ignore[override]
@@ -146,17 +184,12 @@ class ChunkAdamW(torch.optim.Optimizer):
         lr = group["lr"]
         lr = lr if isinstance(lr, torch.Tensor) else torch.full((1,), float(lr), device=param.device)
         scale = torch.ones(1, device=param.device) if scale is None else scale
-        beta1, beta2 = group["betas"]
-        config = kernels.ADAMW_CONFIG
-        with runtime.on_device_of(param):
-            kernels._adamw_chunks_kernel[(programs, -(-chunk * d // config.kwargs["BLOCK"]))](
-                indices, values,
-                param, state["exp_avg"], state["exp_avg_sq"],
-                state["counts"],
-                lr, scale,
-                rows, d, active,
-                BETA1=beta1, BETA2=beta2, EPS=group["eps"], WEIGHT_DECAY=group["weight_decay"],
-                LOG2_BETA1=math.log2(beta1) if beta1 else -1e4, LOG2_BETA2=math.log2(beta2),
-                CHUNK=chunk, SPARSE=sparse, DECAY=decay,
-                **config.kwargs, BLOCK_A=kernels.BLOCK_A, num_warps=config.num_warps,
-            )  # fmt: skip
+        launch = _launch(*group["betas"], group["eps"], group["weight_decay"], chunk, sparse, decay)
+        launch(
+            (programs, -(-chunk * d // kernels.ADAMW_CONFIG.kwargs["BLOCK"])),
+            indices, values,
+            param, state["exp_avg"], state["exp_avg_sq"],
+            state["counts"],
+            lr, scale,
+            rows, d, active,
+        )  # fmt: skip

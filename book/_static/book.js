@@ -1,0 +1,431 @@
+/* What moves on a page of this book: instruments, definitions of terms, figures that enlarge, folded lines of code.
+   Plain DOM and SVG. Without this script every page is complete; what it adds is marked in book.css. */
+"use strict";
+(() => {
+  const SVG = "http://www.w3.org/2000/svg";
+
+  function make(tag, attributes = {}, ...children) {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+      else if (value !== false && value != null) element.setAttribute(name, value === true ? "" : value);
+    }
+    element.append(...children);
+    return element;
+  }
+
+  function draw(tag, attributes, text) {
+    const element = document.createElementNS(SVG, tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    if (text !== undefined) element.textContent = text;
+    return element;
+  }
+
+  const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+  /* ------------------------------------------------------------------------------------------------- instruments */
+
+  /** A panel of cells as SVG: {name, label, rows, columns}. */
+  class Panel {
+    constructor(panel, width) {
+      Object.assign(this, panel);
+      this.count = this.rows * this.columns;
+      const room = width - 4;
+      if (this.rows === 1 && room / this.columns < 14) {
+        this.rows = Math.ceil((this.columns * 14) / room);
+        this.columns = Math.ceil(this.columns / this.rows);
+      }
+      this.size = Math.max(5, Math.min(28, room / this.columns));
+      this.svg = draw("svg", {
+        viewBox: `0 0 ${this.columns * this.size} ${this.rows * this.size}`,
+        width: this.columns * this.size,
+        height: this.rows * this.size,
+        "aria-hidden": "true",
+      });
+      this.cells = [];
+      this.words = [];
+      for (let i = 0; i < this.count; i++) {
+        const x = (i % this.columns) * this.size;
+        const y = Math.floor(i / this.columns) * this.size;
+        const side = this.size - (this.size > 8 ? 2 : 1);
+        this.cells.push(draw("rect", { x, y, width: side, height: side, rx: this.size > 12 ? 3 : 1, class: "c-none" }));
+        this.words.push(
+          draw("text", { x: x + side / 2, y: y + side / 2, class: "word", "font-size": Math.min(11, this.size * 0.42) }, ""),
+        );
+      }
+      this.svg.append(...this.cells, ...this.words);
+    }
+
+    show(codes, words, touched) {
+      for (let i = 0; i < this.count; i++) {
+        this.cells[i].setAttribute("class", `c-${codes[i] === "." ? "none" : codes[i]}${touched.has(i) ? " now" : ""}`);
+        this.words[i].textContent = words[i];
+      }
+    }
+  }
+
+  /** One instrument: a prediction is locked in, then the control and the steps answer, then the truth is shown. */
+  class Instrument {
+    constructor(box, recording, number) {
+      this.box = box;
+      this.data = recording;
+      this.id = `instrument-${number}`;
+      this.run = recording.runs[0];
+      this.at = 0;
+      this.timer = null;
+      const caption = [...box.children].filter((child) => child.tagName === "P");
+      this.bench = make("div", { class: "bench" });
+      box.querySelector(".still").after(this.bench);
+      box.classList.add("live");
+      this.bench.append(this.prediction(), this.controls(), this.stage(), this.truth());
+      this.bench.after(...caption.slice(1));
+      this.lock(false);
+      this.choose(0);
+    }
+
+    prediction() {
+      const { question, choices } = this.data;
+      this.answer = null;
+      const options = choices.map((choice, i) =>
+        make(
+          "label",
+          {},
+          make("input", {
+            type: "radio",
+            name: `${this.id}-answer`,
+            value: i,
+            onchange: () => {
+              this.answer = i;
+              this.commit.disabled = false;
+            },
+          }),
+          make("span", {}, choice),
+        ),
+      );
+      this.commit = make("button", { type: "button", disabled: true, onclick: () => this.lock(true) }, "Lock in my prediction");
+      this.question = make(
+        "fieldset",
+        { class: "prediction" },
+        make("legend", {}, question),
+        make("div", { class: "choices" }, ...options),
+        this.commit,
+      );
+      return this.question;
+    }
+
+    controls() {
+      this.settings = make(
+        "fieldset",
+        { class: "settings" },
+        make("legend", {}, this.data.control),
+        make(
+          "div",
+          { class: "choices" },
+          ...this.data.runs.map((run, i) =>
+            make(
+              "label",
+              {},
+              make("input", {
+                type: "radio",
+                name: `${this.id}-run`,
+                value: i,
+                checked: i === 0,
+                onchange: () => this.choose(i),
+              }),
+              make("span", {}, run.name),
+            ),
+          ),
+        ),
+      );
+      return this.settings;
+    }
+
+    stage() {
+      const width = Math.min(640, this.box.clientWidth - 34 || 320);
+      this.panels = this.data.panels.map((panel) => new Panel(panel, width));
+      const figure = make("div", { class: "panels", role: "img", "aria-label": this.data.title });
+      this.figure = figure;
+      for (const panel of this.panels) {
+        figure.append(make("div", { class: "panel" }, make("div", { class: "panel-name" }, panel.label), panel.svg));
+      }
+      const legend = make("div", { class: "legend" });
+      for (const [code, meaning] of Object.entries(this.data.legend || {})) {
+        const chip = draw("svg", { width: 12, height: 12, "aria-hidden": "true" });
+        chip.append(draw("rect", { width: 12, height: 12, rx: 2, class: `c-${code}` }));
+        legend.append(make("span", {}, chip, ` ${meaning}`));
+      }
+      this.slider = make("input", {
+        type: "range",
+        min: 0,
+        value: 0,
+        "aria-label": "step",
+        oninput: () => this.show(Number(this.slider.value)),
+      });
+      const step = (text, label, by) =>
+        make("button", { type: "button", "aria-label": label, onclick: () => this.show(this.at + by) }, text);
+      this.back = step("‹", "one step back", -1);
+      this.forth = step("›", "one step on", 1);
+      this.play = make("button", { type: "button", class: "play", onclick: () => this.toggle() }, "Play");
+      this.note = make("p", { class: "note", "aria-live": "polite" });
+      this.facts = make("dl", { class: "facts" });
+      this.player = make("div", { class: "player" }, this.back, this.slider, this.forth, this.play);
+      return make("div", { class: "stage" }, figure, legend, this.player, this.note, this.facts);
+    }
+
+    truth() {
+      this.verdict = make("p", { class: "verdict", "aria-live": "polite" });
+      return this.verdict;
+    }
+
+    lock(committed) {
+      this.committed = committed;
+      for (const control of this.question.querySelectorAll("input")) control.disabled = committed;
+      if (committed) this.commit.textContent = "Locked in";
+      this.commit.disabled = true;
+      for (const part of [this.settings, this.player]) {
+        for (const control of part.querySelectorAll("input, button")) control.disabled = !committed;
+      }
+      this.bench.classList.toggle("open", committed);
+      if (committed) this.show(this.at, true);
+    }
+
+    choose(index) {
+      this.stop();
+      this.run = this.data.runs[index];
+      this.slider.max = this.run.frames.length - 1;
+      this.facts.replaceChildren();
+      this.show(0);
+    }
+
+    toggle() {
+      if (this.timer) return this.stop();
+      if (still()) return this.show(this.run.frames.length - 1);
+      if (this.at === this.run.frames.length - 1) this.show(0);
+      this.play.textContent = "Stop";
+      const pause = Math.max(90, Math.min(700, 9000 / this.run.frames.length));
+      this.timer = setInterval(() => {
+        if (this.at >= this.run.frames.length - 1) this.stop();
+        else this.show(this.at + 1);
+      }, pause);
+    }
+
+    stop() {
+      clearInterval(this.timer);
+      this.timer = null;
+      this.play.textContent = "Play";
+    }
+
+    show(frame) {
+      const last = this.run.frames.length - 1;
+      this.at = Math.max(0, Math.min(last, frame));
+      const state = new Map(
+        this.panels.map((panel) => [panel.name, [Array(panel.count).fill("."), Array(panel.count).fill("")]]),
+      );
+      const touched = new Map(this.panels.map((panel) => [panel.name, new Set()]));
+      for (let i = 0; i <= this.at; i++) {
+        for (const [name, start, codes, words] of this.run.frames[i].set || []) {
+          const [cells, texts] = state.get(name);
+          for (let j = 0; j < codes.length; j++) {
+            cells[start + j] = codes[j];
+            if (words) texts[start + j] = words[j];
+            if (i === this.at) touched.get(name).add(start + j);
+          }
+        }
+      }
+      for (const panel of this.panels) panel.show(...state.get(panel.name), touched.get(panel.name));
+      this.slider.value = this.at;
+      const note = this.run.frames[this.at].note || "";
+      this.slider.setAttribute("aria-valuetext", `${this.at + 1} of ${last + 1}: ${note}`);
+      this.note.textContent = note;
+      this.back.disabled = !this.committed || this.at === 0;
+      this.forth.disabled = !this.committed || this.at === last;
+      if (!this.committed) return;
+      if (this.at === last) {
+        this.facts.replaceChildren(
+          ...Object.entries(this.run.facts).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))]),
+        );
+        const right = this.answer === this.data.answer;
+        this.verdict.textContent = `${right ? "You were right" : "Not what you predicted"}: ${this.data.choices[this.data.answer]}. ${this.data.because}`;
+        this.verdict.dataset.right = right;
+      }
+    }
+  }
+
+  /* ------------------------------------------------------------------------------------------------- definitions */
+
+  function definitions() {
+    const data = document.getElementById("book-terms");
+    if (!data) return;
+    const terms = JSON.parse(data.textContent);
+    const tip = make("div", { role: "tooltip", id: "term-tip", hidden: true });
+    document.body.append(tip);
+    let shown = null;
+
+    function open(link, name) {
+      shown = link;
+      tip.textContent = terms[name];
+      tip.hidden = false;
+      link.setAttribute("aria-describedby", "term-tip");
+      const box = link.getBoundingClientRect();
+      const width = Math.min(340, document.documentElement.clientWidth - 16);
+      tip.style.width = `${width}px`;
+      tip.style.left = `${Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8)) + scrollX}px`;
+      const above = box.bottom + tip.offsetHeight + 12 > innerHeight && box.top > tip.offsetHeight + 12;
+      tip.style.top = `${scrollY + (above ? box.top - tip.offsetHeight - 6 : box.bottom + 6)}px`;
+    }
+
+    function close() {
+      if (shown) shown.removeAttribute("aria-describedby");
+      shown = null;
+      tip.hidden = true;
+    }
+
+    for (const link of document.querySelectorAll('a[href*="notation.html#term-"]')) {
+      const name = link.hash.slice(1);
+      if (!(name in terms)) continue;
+      link.removeAttribute("title");
+      let touch = false;
+      link.addEventListener("pointerdown", (event) => (touch = event.pointerType === "touch"));
+      link.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && open(link, name));
+      link.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && close());
+      link.addEventListener("focus", () => !touch && open(link, name));
+      link.addEventListener("blur", close);
+      // The first tap shows what the word means, the second one goes to the glossary.
+      link.addEventListener("click", (event) => {
+        if (touch && shown !== link) {
+          event.preventDefault();
+          open(link, name);
+        }
+      });
+    }
+    document.addEventListener("keydown", (event) => event.key === "Escape" && close());
+    document.addEventListener("pointerdown", (event) => {
+      if (shown && !shown.contains(event.target) && !tip.contains(event.target)) close();
+    });
+  }
+
+  /* ----------------------------------------------------------------------------------------------------- figures */
+
+  function figures() {
+    const dialog = make("dialog", { class: "enlarged", "aria-label": "Enlarged figure" });
+    const close = make("button", { type: "button", class: "close", onclick: () => dialog.close() }, "Close");
+    dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+    document.body.append(dialog);
+    for (const image of document.querySelectorAll(".bd-article figure img, .bd-article .cell_output img")) {
+      if (image.closest("a, .sd-card")) continue;
+      const button = make("button", { type: "button", class: "enlarge", "aria-label": `Enlarge: ${image.alt || "figure"}` });
+      image.replaceWith(button);
+      button.append(image);
+      button.addEventListener("click", () => {
+        const copy = image.cloneNode();
+        copy.removeAttribute("style");
+        copy.removeAttribute("width");
+        copy.removeAttribute("height");
+        dialog.replaceChildren(close, make("div", { class: "canvas", tabindex: 0 }, copy));
+        dialog.showModal();
+      });
+    }
+  }
+
+  /* -------------------------------------------------------------------------------------------------------- code */
+
+  /** The lines of a listing, each as the list of its nodes. */
+  function linesOf(pre) {
+    const lines = [[]];
+    for (const node of [...pre.childNodes]) {
+      if (node.nodeType === Node.TEXT_NODE) {
+        node.data.split(/(?<=\n)/).forEach((part) => {
+          lines.at(-1).push(document.createTextNode(part));
+          if (part.endsWith("\n")) lines.push([]);
+        });
+      } else {
+        lines.at(-1).push(node);
+        if (node.textContent.endsWith("\n")) lines.push([]); // a highlighted line holds its own end
+      }
+    }
+    if (!lines.at(-1).length) lines.pop();
+    return lines;
+  }
+
+  /** A line that, where it has to be wrapped, goes on further in than it began. */
+  function line(nodes) {
+    const text = nodes.map((node) => node.textContent).join("");
+    const indent = text.match(/^ */)[0].length + 4;
+    const element = make("span", { class: "line", style: `--indent:${indent}ch` });
+    element.append(...nodes);
+    return element;
+  }
+
+  function unfolding(label, spoken, show) {
+    const button = make("button", { type: "button", class: "unfold", "data-label": label, "aria-label": spoken, "aria-expanded": "false" });
+    button.addEventListener("click", () => button.setAttribute("aria-expanded", String(show())));
+    return button;
+  }
+
+  /** Folds runs of lines that a step leaves as they were, and the tail of long listings. The text stays where it is, so that
+      copying copies all of it. */
+  function folds() {
+    for (const pre of document.querySelectorAll(".bd-article .highlight-python pre")) {
+      const lines = linesOf(pre);
+      const changed = lines.map((nodes) => nodes.some((node) => node.classList && node.classList.contains("hll")));
+      const step = changed.some(Boolean);
+      const near = (i) => changed.slice(Math.max(0, i - 1), i + 2).some(Boolean);
+      const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
+      const kernels = texts.some((text) => text.startsWith("@triton.jit"));
+      const most = kernels && pre.closest(".cell_input") ? 40 : 24; // lines of a listing that show at first
+      const pieces = [];
+      const fold = (from, to, label) => {
+        const run = make("span", { class: "same", hidden: true });
+        run.append(...lines.slice(from, to).map(line));
+        const show = () => !(run.hidden = !run.hidden);
+        pieces.push(unfolding(`${to - from} ${label}`, `show ${to - from} ${label}`, show), run);
+      };
+      /** Where the function ends that begins at line i. */
+      const body = (i) => {
+        let end = i + 1;
+        while (end < lines.length && /^([\s)]|$)/.test(texts[end])) end++;
+        return end;
+      };
+      let i = 0;
+      while (i < lines.length) {
+        let end = i;
+        while (step && end < lines.length && !near(end)) end++;
+        const name = texts[i].match(/^def (\w+)/);
+        const launcher = kernels && name && !(i && texts[i - 1].startsWith("@")) ? body(i) : i;
+        if (launcher - i >= 5 && !changed.slice(i, launcher).some(Boolean)) {
+          fold(i, launcher, `lines of ${name[1]}, which launches it`);
+          i = launcher;
+        } else if (end - i >= 4) {
+          // A launcher behind the lines that stayed keeps its own fold.
+          const next = texts.findIndex((text, j) => j > i && j < end && /^def /.test(text) && !texts[j - 1].startsWith("@"));
+          end = next > i ? next : end;
+          fold(i, end, "lines as before");
+          i = end;
+        } else if (!step && i === most && lines.length > most + 10) {
+          fold(i, lines.length, "more lines");
+          break;
+        } else {
+          pieces.push(line(lines[i]));
+          i++;
+        }
+      }
+      pre.replaceChildren(...pieces);
+    }
+    // What scrolls has to be reachable by keyboard.
+    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output")) {
+      if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    }
+  }
+
+  function start() {
+    folds();
+    figures();
+    definitions();
+    document.querySelectorAll(".instrument").forEach((box, i) => {
+      new Instrument(box, JSON.parse(box.querySelector(".recording").textContent), i);
+    });
+  }
+
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
+  else start();
+})();

@@ -1,0 +1,67 @@
+"""Layers without state: each forward pass reads the parameters of the layer that it stands in for."""
+
+import torch
+
+from kernelbook.layer_norm import layer_norm, rms_norm
+from kernelbook.nn.moe import gated_experts
+
+__all__ = ["Experts", "LayerNorm", "LlamaRMSNorm", "RMSNorm"]
+
+
+class LayerNorm(torch.nn.Module):
+    """``torch.nn.LayerNorm``."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    normalized_shape: tuple[int, ...]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return layer_norm(input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
+
+
+class RMSNorm(torch.nn.Module):
+    """``torch.nn.RMSNorm`` over one dimension."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor | None
+    eps: float | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        y: torch.Tensor = rms_norm(x, self.weight, eps)
+        return y
+
+
+class LlamaRMSNorm(torch.nn.Module):
+    """The RMSNorm of Llama, Qwen and their relatives in transformers."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return y
+
+
+class Experts(torch.nn.Module):
+    """Experts with SwiGLU as transformers keeps them: ``gate_up_proj`` (E, 2 I, H) and ``down_proj`` (E, H, I)."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return gated_experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)

@@ -1,0 +1,400 @@
+"""Attention for a few queries: the keys of one head are split over programs, which merge what they found.
+
+One query does 4 S D operations on 4 S D bytes of keys and values (16 bits): memory decides. A program owns a tile of
+rows, the N queries of all GROUP heads that share one key head, so that each key is read once, and walks over its share of
+the keys as the forward pass in ``kernels.py`` does. There are as many shares as fill the GPU's multiprocessors once.
+
+Each program leaves o and lse of its share in a float32 workspace and takes a ticket. The last one of a tile merges all
+shares in their order, so that results are bitwise reproducible, writes the tile, and puts the counter back to zero for the
+next launch. Shares are equal parts of the keys that a sequence has (``lengths``, read by the kernel), not of those that it
+has room for: a share without keys ends at once and is not waited for.
+
+With PAGE, keys and values lie in pages of PAGE slots anywhere in a pool, and a table names each sequence's pages. Pages
+that are not in the pool count as keys that nobody sees; they are never read.
+
+Bytes: the visible keys and values once; q, o, and twice 4 (D + 1) a row and share.
+
+Not handled: more rows than fit one tile read the keys again (from the L2 cache, if all goes well); no gradients.
+"""
+
+import dataclasses
+import functools
+
+from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.attention.kernels import _dot, _rows, block_d
+
+# isort: split
+import triton
+import triton.language as tl
+
+# --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _page_rows(
+    x_ptr, stride_p, stride_h, stride_n, stride_d,  # (P, H_kv, PAGE, D)
+    page, slot, there, h,  # (BLOCK_N,) each, but for h
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The keys (or values) in ``slot`` of ``page``: (BLOCK_N, BLOCK_D), zeros where there is none."""
+    offs_d = tl.arange(0, BLOCK_D)
+    ptrs = (x_ptr + h.to(tl.int64) * stride_h) + page.to(tl.int64)[:, None] * stride_p
+    ptrs += slot.to(tl.int64)[:, None] * stride_n + offs_d.to(tl.int64)[None, :] * stride_d
+    mask = there[:, None]
+    if D != BLOCK_D:
+        mask = mask & (offs_d < D)[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _decode_steps(
+    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D)
+    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,
+    v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
+    b, h_kv, last_seen,  # (BLOCK_M,) the last key that each row sees
+    listed, first_page,  # (LISTED,) pages from ``first_page`` on, -1 where there is none, if PAGE
+    low, high, window, scale,
+    D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The keys from ``low`` to ``high``."""
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        there = offs_n < high
+        if PAGE:
+            # The pipeline looks ahead beyond the last step, and a gather reads without a mask.
+            page = tl.gather(listed, tl.minimum(offs_n // PAGE - first_page, LISTED - 1), 0)
+            there = there & (page >= 0)
+            k_tile = _page_rows(
+                k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, page, offs_n % PAGE, there, h_kv, D, BLOCK_D
+            )  # fmt: skip
+        else:
+            k_tile = _rows(
+                k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, high,
+                D, True, False, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        scores = _dot(q, k_tile.T, tl.zeros((q.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        seen = there[None, :]
+        if CAUSAL:
+            seen = seen & (offs_n[None, :] <= last_seen[:, None])
+        if WINDOW:
+            seen = seen & (offs_n[None, :] > last_seen[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # where nothing was seen yet: -inf - (-inf) would be NaN
+        p = tl.math.exp2(scores * scale - shift[:, None])
+        alpha = tl.math.exp2(m - shift)
+        if len(l.shape) == 2:  # the rows' sums would take warps that wait for each other in every step
+            l = l * alpha[:, None] + p
+        else:
+            l = l * alpha + tl.sum(p, axis=1)
+        acc = acc * alpha[:, None]
+        m = m_new
+        if PAGE:
+            v_tile = _page_rows(
+                v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, page, offs_n % PAGE, there, h_kv, D, BLOCK_D
+            )  # fmt: skip
+        else:
+            v_tile = _rows(
+                v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, high,
+                D, True, False, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
+    return acc, l, m
+
+
+@triton.jit
+def _store_output(
+    o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr,
+    acc, lse, b, h_kv, first_row, H, N,
+    D: tl.constexpr, GROUP: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows of a group from ``first_row`` on: row r is query r % N of the group's head r // N."""
+    offs_r = first_row + tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_D)
+    exists = offs_r < GROUP * N
+    h = h_kv * GROUP + offs_r // N
+    n = offs_r % N
+    if LSE:
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        tl.store(lse_ptr + (b.to(tl.int64) * H + h) * N + n, lse, mask=exists)
+    ptrs = (o_ptr + b.to(tl.int64) * stride_ob) + h.to(tl.int64)[:, None] * stride_oh
+    ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d.to(tl.int64)[None, :] * stride_od
+    tl.store(ptrs, acc.to(o_ptr.dtype.element_ty), mask=exists[:, None] & (offs_d < D)[None, :])
+
+
+@triton.jit
+def _shares(
+    partial_ptr, partial_lse_ptr, first, used,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """-> o (MERGED, ROWS, BLOCK_D) and lse (MERGED, ROWS) of the shares from ``first`` on.
+
+    ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
+    """
+    offs_s, offs_r, offs_d = first + tl.arange(0, MERGED), tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows = offs_s[:, None] * ROWS + offs_r[None, :]
+    mask = (offs_s < used)[:, None]
+    parts = tl.load(
+        partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
+        mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    return parts, tl.load(partial_lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
+def _merged(
+    partial_ptr, partial_lse_ptr,  # (used, ROWS, D), (used, ROWS): of this tile
+    used,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all shares, MERGED of them at a time, always in the same order."""
+    # The first shares are on their way while the logarithms of all are looked at.
+    parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, D, ROWS, BLOCK_D, MERGED)
+    offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
+    every_lse = tl.load(
+        partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
+        mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
+    )  # (SHARES, ROWS)  # fmt: skip
+    m = tl.max(every_lse, axis=0)
+    seen = m > float("-inf")
+    shift = tl.where(seen, m, 0.0)
+    l = tl.where(seen, tl.sum(tl.math.exp2(every_lse - shift[None, :]), axis=0), 1.0)
+    acc = tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+    for first in tl.range(MERGED, used, MERGED):
+        parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
+        acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+    return acc / l[:, None], tl.where(seen, m + tl.math.log2(l), float("-inf"))
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["H", "N", "S", "P", "splits", "window"])
+def _flash_attention_decode_kernel(
+    q_ptr, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
+    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys; (P, H / GROUP, PAGE, D) if PAGE
+    v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # the same of values
+    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
+    lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen; if LSE
+    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
+    table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
+    partial_ptr,  # (tiles, splits, ROWS, D) and then (tiles, splits, ROWS), contiguous, if SPLIT
+    tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
+    H, N, S, P, splits, window,
+    scale,  # with log2(e)
+    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    blocks = tl.cdiv(GROUP * N, BLOCK_M)
+    head, first_row = tile // blocks, tile % blocks * BLOCK_M
+    b, h_kv = head // (H // GROUP), head % (H // GROUP)
+    length = S
+    if LENGTHS:
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b.to(tl.int64) * stride_lb), 0), S).to(tl.int32)
+
+    # Asked for before anything waits for the length.
+    offs_r = first_row + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    query = offs_r % N
+    q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + (h_kv * GROUP + offs_r // N).to(tl.int64)[:, None] * stride_qh
+    q_ptrs += query.to(tl.int64)[:, None] * stride_qn + offs_d.to(tl.int64)[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=(offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :], other=0.0)
+
+    # Tiles of keys from the first one that the first query sees; the same number to each share.
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - N - window + 1, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(length - first, BLOCK_N), splits) * BLOCK_N
+    low = first + split * share
+    high = tl.minimum(low + share, length)
+    used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
+
+    if split < used:
+        last_seen = length - N + query
+        acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+        # Tiles of fewer than 64 rows lie across the warps, in which a row's sum is kept in parts.
+        l = tl.zeros((BLOCK_M, BLOCK_N) if BLOCK_M < 64 else (BLOCK_M,), ACC)
+        m = tl.full((BLOCK_M,), float("-inf"), ACC)
+        if PAGE:
+            # A page's number loaded in the step that needs it would make the step wait for all copies that are under
+            # way: numbers come LISTED at a time, and each step picks its own.
+            for page in tl.range(low // PAGE, tl.cdiv(high, PAGE), LISTED, num_stages=1):
+                offs_p = page + tl.arange(0, LISTED)
+                table_ptrs = table_ptr + b.to(tl.int64) * stride_tb + offs_p.to(tl.int64) * stride_tp
+                listed = tl.load(table_ptrs, mask=offs_p * PAGE < high, other=-1)
+                listed = tl.where((listed >= 0) & (listed < P), listed, -1).to(tl.int32)
+                acc, l, m = _decode_steps(
+                    acc, l, m, q,
+                    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
+                    b, h_kv, last_seen, listed, page,
+                    tl.maximum(page * PAGE, low), tl.minimum((page + LISTED) * PAGE, high), window, scale,
+                    D, CAUSAL, WINDOW, PAGE, LISTED, ACC, PRECISION, BLOCK_N, BLOCK_D, STAGES,
+                )  # fmt: skip
+        else:
+            acc, l, m = _decode_steps(
+                acc, l, m, q,
+                k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
+                b, h_kv, last_seen, 0, 0, low, high, window, scale,
+                D, CAUSAL, WINDOW, PAGE, LISTED, ACC, PRECISION, BLOCK_N, BLOCK_D, STAGES,
+            )  # fmt: skip
+        if BLOCK_M < 64:
+            l = tl.sum(l, axis=1)
+        seen = l > 0.0
+        l = tl.where(seen, l, 1.0)
+        acc = acc / l[:, None]
+        lse = tl.where(seen, m + tl.math.log2(l), float("-inf"))
+
+        if used == 1:
+            _store_output(
+                o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, acc, lse, b, h_kv, first_row, H, N,
+                D, GROUP, LSE, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+        elif SPLIT:
+            partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * (ROWS * D)
+            partial_ptr += tile.to(tl.int64) * splits * (ROWS * D)
+            partial_lse_ptr += tile.to(tl.int64) * splits * ROWS
+            rows = tl.arange(0, BLOCK_M)
+            within = split * ROWS + rows
+            tl.store(partial_lse_ptr + within, lse, mask=rows < ROWS)
+            tl.store(
+                partial_ptr + within[:, None] * D + offs_d[None, :], acc,
+                mask=(rows < ROWS)[:, None] & (offs_d < D)[None, :],
+            )  # fmt: skip
+            # All threads' stores come before the ticket, and the last ticket comes after the other programs' stores.
+            tl.debug_barrier()
+            if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == used - 1:
+                tl.store(tickets_ptr + tile, 0)
+                merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, D, ROWS, BLOCK_D, SHARES, MERGED)
+                _store_output(
+                    o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, merged, merged_lse,
+                    b, h_kv, first_row, H, N, D, GROUP, LSE, ROWS, BLOCK_D,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["H_kv", "N", "S", "P"])
+def _append_to_pages_kernel(
+    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H_kv, N, D) new keys
+    v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H_kv, N, D) new values
+    k_pages_ptr, stride_kpp, stride_kph, stride_kpn, stride_kpd,  # (P, H_kv, PAGE, D)
+    v_pages_ptr, stride_vpp, stride_vph, stride_vpn, stride_vpd,  # (P, H_kv, PAGE, D)
+    table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages
+    lengths_ptr, stride_lb,  # (B,) keys that exist before
+    H_kv, N, S, P,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program moves BLOCK_R of a sequence's H_kv N rows. What has no room, or no page in the pool, is not written."""
+    blocks = tl.cdiv(H_kv * N, BLOCK_R)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    offs_r = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
+    h, n = (offs_r // N).to(tl.int64), (offs_r % N).to(tl.int64)
+    position = tl.load(lengths_ptr + b * stride_lb).to(tl.int64) + n
+    mask = (offs_r < H_kv * N) & (position >= 0) & (position < S)
+    page = tl.load(table_ptr + b * stride_tb + position // PAGE * stride_tp, mask=mask, other=-1).to(tl.int64)
+    mask = (mask & (page >= 0) & (page < P))[:, None] & (offs_d < D)[None, :]
+    slot = position % PAGE
+    k_ptrs = k_ptr + b * stride_kb + (h * stride_kh + n * stride_kn)[:, None] + offs_d[None, :] * stride_kd
+    v_ptrs = v_ptr + b * stride_vb + (h * stride_vh + n * stride_vn)[:, None] + offs_d[None, :] * stride_vd
+    k = tl.load(k_ptrs, mask=mask, other=0.0)
+    v = tl.load(v_ptrs, mask=mask, other=0.0)
+    k_out = k_pages_ptr + (page * stride_kpp + h * stride_kph + slot * stride_kpn)[:, None]
+    v_out = v_pages_ptr + (page * stride_vpp + h * stride_vph + slot * stride_vpn)[:, None]
+    tl.store(k_out + offs_d[None, :] * stride_kpd, k, mask=mask)
+    tl.store(v_out + offs_d[None, :] * stride_vpd, v, mask=mask)
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+MAX_QUERIES = 16
+APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
+# In steps of a program: the launch and the pipeline's start; a merge; each share that is merged.
+START, MERGE, SHARE = 2.0, 1.5, 0.06
+MERGE_REGISTERS = 64  # of a thread, for shares on their way
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Tiles of BLOCK_M rows and BLOCK_N keys, and over how many programs a tile's keys are split."""
+
+    config: triton.Config
+    tiles: int
+    splits: int
+    rows: int
+
+    @property
+    def programs(self) -> int:
+        return self.tiles * self.splits
+
+
+def _tiles(
+    rows: int, d: int, itemsize: int, paged: bool, properties: runtime.DeviceProperties
+) -> tuple[triton.Config, int]:
+    """-> the tiles, and how many programs a multiprocessor is given.
+
+    Memory decides, so that what counts is the bytes under way and how few steps there are: the fastest of some ten tiles a
+    shape on an H200.
+    """
+    width = block_d(d)
+    if itemsize > 2:  # takes each operand into registers three times over
+        block_m, block_n, stages = 16, max(16, min(32, 16384 // (width * itemsize))), 4
+    elif rows <= 32:
+        # Each thread holds the address of every row that it copies, and pages leave it no pattern to follow.
+        block_m, block_n, stages = max(16, triton.next_power_of_2(rows)), min(128, 16384 // width), 3
+        if rows > 16 or paged or width <= 64:
+            block_n, stages = min(128, 8192 // width), 4
+    else:
+        block_m, block_n, stages = 64, min(64, 8192 // width), 3
+    # wgmma, for tiles of 64 rows, reads a stage where it lies; mma.sync has its operands in registers by then.
+    spare = 0 if block_m == 64 else 1
+
+    def shared() -> int:
+        return (2 * block_n * (stages - spare) + block_m) * width * itemsize
+
+    while stages > 1 and shared() > properties.shared_memory_per_program - 2048:
+        if stages == 3 and block_n > 16:
+            block_n //= 2
+        else:
+            stages -= 1
+    warps = 8 if block_m * width * (itemsize // 2) ** 2 > 8192 else 4
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": width, "STAGES": stages}
+    per_sm = 2 if block_m == 64 and 2 * (shared() + 1024) <= properties.shared_memory_per_sm else 1
+    return triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm
+
+
+@functools.lru_cache(maxsize=4096)
+def _splits(tiles: int, steps: int, slots: int) -> int:
+    """The number of shares that ends first, if ``slots`` programs run at a time and each step takes as long."""
+
+    def time(splits: int) -> float:
+        merging = MERGE + SHARE * splits if splits > 1 else 0.0
+        return -(-tiles * splits // slots) * (-(-steps // splits) + START) + merging
+
+    return min(range(1, max(1, min(steps, slots)) + 1), key=time)
+
+
+def plan(
+    heads: int, rows: int, keys: int, d: int, itemsize: int, properties: runtime.DeviceProperties, page: int = 0
+) -> Plan:
+    """For ``heads`` key heads over all sequences with room for ``keys`` keys, each read by ``rows`` queries."""
+    config, per_sm = _tiles(rows, d, itemsize, page > 0, properties)
+    block_m, block_n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    tiles = heads * -(-rows // block_m)
+    splits = _splits(tiles, -(-keys // block_n), properties.num_sms * per_sm)
+    stored = min(block_m, triton.next_power_of_2(rows))
+    # As many shares at a time as leave room in registers.
+    merged = min(triton.next_power_of_2(splits), max(1, MERGE_REGISTERS * 32 * config.num_warps // (stored * width)))
+    blocks = {
+        **config.kwargs,
+        "ROWS": stored,
+        "MERGED": merged,
+        "SHARES": triton.next_power_of_2(splits),
+        "SPLIT": splits > 1,
+        "LISTED": 128 if page else 1,
+    }
+    whole = triton.Config(blocks, num_warps=config.num_warps, num_stages=config.num_stages)
+    return Plan(whole, tiles, splits, stored)

@@ -1,0 +1,191 @@
+"""Expert parallelism as a ``ParallelStyle``: each rank holds a part of the experts, and tokens travel to them."""
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.utils import parametrize
+
+from kernelbook import arguments
+from kernelbook.distributed.exchange import exchange
+from kernelbook.distributed.packed import ExpertBytes, by_expert
+from kernelbook.nn.moe import GatedExperts, LoRAPair
+
+__all__ = ["ExpertParallel"]
+
+HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs, see kernelbook.interop.transformers
+GRADIENTS = ("mean", "sum")
+
+
+class _Share(NamedTuple):
+    """What a module that is expert-parallel knows of it: all experts, those of a rank at most, and the mesh."""
+
+    num_experts: int
+    size: int
+    mesh: DeviceMesh
+    divisor: int
+
+    @property
+    def own(self) -> slice:
+        """This rank's experts, as ``torch.chunk`` divides them."""
+        first = min(self.mesh.get_local_rank() * self.size, self.num_experts)
+        return slice(first, min(first + self.size, self.num_experts))
+
+
+class ExpertParallel(ParallelStyle):
+    """Each rank of the mesh holds some of the experts, and every token visits those that its router names.
+
+    ::
+
+        parallelize_module(layer, mesh, {"experts": ExpertParallel()})
+
+    for :class:`kernelbook.nn.MoELayer`, or for the blocks of a transformers model with the experts' names. The module
+    itself is called as before, on this rank's experts and the tokens that came to them, so whatever it computes with (dense,
+    4-bit, LoRA pairs, another implementation of transformers) goes on working. Experts need not divide evenly.
+
+    What belongs to an expert lives with it: dense weights, biases and LoRA pairs become ``DTensor`` s sharded over their first
+    dimension; so do the bytes of 4-bit weights, see :func:`kernelbook.distributed.by_expert`. Rank 0 of the mesh hands them
+    out, so that all ranks have the experts of one model whatever their seeds. LoRA pairs that PEFT has put around the module
+    stay whole on every rank; :func:`kernelbook.distributed.keep_equal` sums their gradients.
+
+    Every rank brings its own tokens. Compose with ``fully_shard`` or ``DistributedDataParallel`` over another dimension of a
+    2-D mesh; :func:`kernelbook.distributed.keep_equal` averages over it what these two do not manage.
+
+    Args:
+        gradients: ``"mean"``: gradients of the experts' parameters are divided by the ranks of this mesh, so that they
+            belong to the mean of the ranks' losses, as ``fully_shard`` and DDP have it for all other parameters.
+            ``"sum"``: to the sum of the losses, as autograd has it.
+
+    Raises:
+        TypeError: the module is no experts module of ours or of transformers.
+        ValueError: its experts are parallel already, or compressed in a form that is not sharded.
+    """
+
+    def __init__(self, *, gradients: str = "mean") -> None:
+        super().__init__()
+        arguments.check_choice("ExpertParallel", "gradients", gradients, GRADIENTS)
+        self.gradients = gradients
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(f"ExpertParallel: the mesh must have one dimension, got {device_mesh.ndim}")
+        if hasattr(module, "_expert_parallel"):
+            raise ValueError(f"ExpertParallel: {type(module).__name__} must not be expert-parallel already")
+        ours = isinstance(module, GatedExperts)
+        if not ours and not all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed")):
+            raise TypeError(
+                f"ExpertParallel: module must be kernelbook.nn.GatedExperts or the experts of a transformers model, got "
+                f"{type(module).__name__}"
+            )
+        experts: Any = module
+        num_experts, ranks = int(experts.num_experts), device_mesh.size()
+        size = -(-num_experts // ranks)
+        share = _Share(num_experts, size, device_mesh, ranks if self.gradients == "mean" else 1)
+        by_expert(module)
+        for name, parts in getattr(module, "parametrizations", {}).items():
+            if len(parts) != 1 or not isinstance(parts[0], ExpertBytes):
+                raise ValueError(
+                    f"ExpertParallel: {name} must be dense or 4-bit by kernelbook's quantize_parameter or quantize_experts, "
+                    f"got a parametrization by {type(parts[0]).__name__}"
+                )
+        for owner, name, parameter in _sharded(module, num_experts):
+            spread = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            owner.register_parameter(name, torch.nn.Parameter(spread, requires_grad=parameter.requires_grad))
+        source = dist.get_global_rank(device_mesh.get_group(), self.src_data_rank or 0)
+        for buffer in module.buffers():  # code books and offsets, which belong to the bytes
+            dist.broadcast(buffer, source, group=device_mesh.get_group())
+        experts.num_experts = share.own.stop - share.own.start
+        experts._expert_parallel = share
+        # An attribute of the module, not a closure: copies of the module call their own.
+        experts.forward = types.MethodType(_forward, module)
+        return module
+
+
+def _sharded(module: torch.nn.Module, num_experts: int) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """The parameters that have a row an expert, with the modules that own them."""
+    owners = [module, *getattr(module, "parametrizations", {}).values()]
+    owners += [parts[0] for parts in getattr(module, "parametrizations", {}).values()]
+    for owner in owners:
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.ndim >= 2 and parameter.shape[0] == num_experts:
+                yield owner, name, parameter
+
+
+@contextlib.contextmanager
+def _on_own_experts(module: torch.nn.Module, share: _Share) -> Iterator[None]:
+    """Within the context the module's parameters are this rank's part, as ordinary tensors that autograd follows."""
+    owners = [(module, share.divisor)]
+    owners += [
+        (owner, 1) for owner in module.modules() if isinstance(owner, parametrize.ParametrizationList | ExpertBytes)
+    ]
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for owner, divisor in owners:
+        for name, parameter in owner._parameters.items():
+            if isinstance(parameter, DTensor):
+                replaced.append((owner._parameters, name, parameter))  # type: ignore[arg-type]
+                owner._parameters[name] = _divided(parameter.to_local(), divisor)  # type: ignore[assignment]
+    try:
+        with own_pairs(module.__dict__.get(HANDED, {}), share.own, share.num_experts):
+            yield
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter
+
+
+@contextlib.contextmanager
+def own_pairs(handed: dict[str, LoRAPair], own: slice, num_experts: int) -> Iterator[None]:
+    """Within the context the LoRA pairs in ``handed`` that are those of all experts are those of the ``own`` ones."""
+    whole = dict(handed)
+    for name, pair in whole.items():
+        if pair.a.shape[0] == num_experts:
+            handed[name] = LoRAPair(pair.a[own], pair.b[own], pair.scaling)
+    try:
+        yield
+    finally:
+        handed.update(whole)
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad / ctx.divisor, None
+
+
+def _divided(tensor: torch.Tensor, divisor: int) -> torch.Tensor:
+    """The tensor itself; its gradient is divided."""
+    if divisor == 1 or not tensor.requires_grad:
+        return tensor
+    return _Divided.apply(tensor, divisor)
+
+
+def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """hidden_states (..., H), expert_ids and gates (..., k) -> (..., H), by the experts of all ranks."""
+    share: _Share = module._expert_parallel
+
+    def experts(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if share.own.start == share.own.stop:  # more ranks than experts: nothing arrives, and gradients are empty
+            return rows + sum(p.sum() for p in module.parameters() if p.requires_grad)
+        return type(module).forward(module, rows, ids, weights)
+
+    with _on_own_experts(module, share):
+        out = exchange(
+            experts,
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            expert_ids.reshape(-1, expert_ids.shape[-1]),
+            gates.reshape(-1, gates.shape[-1]),
+            num_experts=share.num_experts,
+            share=share.size,
+            group=share.mesh.get_group(),
+        )
+    return out.view(hidden_states.shape)

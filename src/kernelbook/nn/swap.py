@@ -1,0 +1,200 @@
+"""Puts the kernels into a model that is made of PyTorch's modules, and takes them out again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernelbook.attention import flash_attention
+from kernelbook.nn.layers import LayerNorm, RMSNorm
+
+__all__ = ["Swap", "swap"]
+
+MAX_HEAD = 256  # features of a head, as far as flash_attention goes
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` on :func:`kernelbook.flash_attention` where a call asks for nothing but attention.
+
+    A call that wants the weights, drops some of them out, or masks keys otherwise than causally is PyTorch's own, as is one
+    with ``bias_k``, ``add_zero_attn`` or nested tensors.
+    """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As in PyTorch."""
+        plain = (
+            not need_weights
+            and key_padding_mask is None
+            # With a mask, is_causal promises that it is the causal one: the first query then sees the first key only.
+            and (attn_mask is None or is_causal)
+            and not (
+                is_causal and query.shape[-2 if self.batch_first else 0] != key.shape[-2 if self.batch_first else 0]
+            )
+            and not (self.training and self.dropout > 0)
+            and self.bias_k is None
+            and not self.add_zero_attn
+            and not query.is_nested
+        )
+        if not plain:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        swaps = query.ndim == 3 and not self.batch_first  # (N, B, features)
+        q, k, v = (self._heads(t.transpose(0, 1) if swaps else t, i) for i, t in enumerate((query, key, value)))
+        batched = q.ndim == 4
+        mixed = flash_attention(*(t if batched else t.unsqueeze(0) for t in (q, k, v)), causal=is_causal)
+        mixed = (mixed if batched else mixed.squeeze(0)).transpose(-3, -2).flatten(-2)
+        out = F.linear(mixed, self.out_proj.weight, self.out_proj.bias)
+        return (out.transpose(0, 1) if swaps else out), None
+
+    def _heads(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        """(..., N, features) -> (..., H, N, D): the projection to queries (0), keys (1) or values (2)."""
+        if self._qkv_same_embed_dim:
+            weight = self.in_proj_weight.chunk(3)[which]
+        else:
+            weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[which]
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[which]
+        return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2)
+
+
+class Swap:
+    """What :func:`swap` changed. Printed, it says so; as a context manager, it undoes that at the end.
+
+    Attributes:
+        changed: for each module that runs on a kernel now, its name in the model and what it became.
+        left: for each that could not, its name and why not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.changed: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def undo(self) -> None:
+        """Makes the modules what they were. Parameters, buffers and hooks were never touched."""
+        for owner, name, value in reversed(self._before):
+            setattr(owner, name, value)
+        self._before, self.changed = [], {}
+
+    def __enter__(self) -> Swap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        kinds = list(self.changed.values())
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "nothing"
+        lines = [f"swap: {type(self.model).__name__} runs {counts} on kernelbook"]
+        return "\n".join(lines + [f"  left as it was: {name or 'the model'}: {why}" for name, why in self.left.items()])
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+
+def _norm_problem(norm: nn.LayerNorm | nn.RMSNorm) -> str | None:
+    shape = tuple(norm.normalized_shape)
+    return None if len(shape) == 1 else f"its normalized_shape {shape} has more than one dimension"
+
+
+def _attention_problem(attention: nn.MultiheadAttention) -> str | None:
+    size = attention.head_dim
+    return None if size <= MAX_HEAD else f"its heads have {size} features, and flash_attention takes at most {MAX_HEAD}"
+
+
+def swap(
+    model: nn.Module,
+    *,
+    layer_norm: bool = True,
+    rms_norm: bool = True,
+    attention: bool = True,
+    quiet: bool = False,
+) -> Swap:
+    """Runs PyTorch's own layers inside ``model`` on the kernels, in place; prints what it changed.
+
+    A module changes its class, and nothing else: parameters, buffers, hooks, names and the state dict stay. Modules of other
+    classes, such as a subclass with a ``forward`` of its own, are left alone. A model of transformers runs its attention on
+    the kernels too, by its own interface for that: see :func:`kernelbook.interop.transformers_attention.register`.
+
+    Where ``torch.nn.TransformerEncoderLayer`` holds a module that changed, its inference fast path is switched off: it would
+    pass over the modules.
+
+    Args:
+        model: any module; on a GPU when it is called, or under the interpreter.
+        layer_norm: ``torch.nn.LayerNorm`` over one dimension becomes :class:`kernelbook.nn.LayerNorm`.
+        rms_norm: ``torch.nn.RMSNorm`` over one dimension becomes :class:`kernelbook.nn.RMSNorm`.
+        attention: ``torch.nn.MultiheadAttention`` runs :func:`kernelbook.flash_attention` where a call needs no weights, no
+            dropout and no mask but the causal one. Other calls stay PyTorch's.
+        quiet: print nothing.
+
+    Returns:
+        What was changed, with ``undo()``; as a context manager it undoes it at the end.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
+    done = Swap(model)
+    kinds: list[tuple[bool, type[nn.Module], type[nn.Module], Any]] = [
+        (layer_norm, nn.LayerNorm, LayerNorm, _norm_problem),
+        (rms_norm, nn.RMSNorm, RMSNorm, _norm_problem),
+        (attention, nn.MultiheadAttention, MultiheadAttention, _attention_problem),
+    ]
+    for name, module in model.named_modules():
+        for wanted, theirs, ours, problem_of in kinds:
+            if not wanted or not isinstance(module, theirs) or isinstance(module, ours):
+                continue
+            problem = problem_of(module)
+            if type(module) is not theirs:
+                problem = f"{type(module).__name__} is a class of its own"
+            if problem is None:
+                done._set(module, "__class__", ours)
+                done.changed[name] = theirs.__name__
+            else:
+                done.left[name] = problem
+    changed = {module for name, module in model.named_modules() if name in done.changed}
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and changed & set(module.modules()):
+            done._set(module, "activation_relu_or_gelu", 0)
+        elif isinstance(module, nn.TransformerEncoder) and changed & set(module.modules()):
+            done._set(module, "use_nested_tensor", False)  # what it would make of padded input only the fast path takes
+    if attention and hasattr(model, "set_attn_implementation"):
+        _swap_attention_interface(model, done)
+    if not quiet:
+        print(done)
+    return done
+
+
+def _swap_attention_interface(model: Any, done: Swap) -> None:
+    """Selects the kernels as the attention implementation of a transformers model and of the models in it."""
+    from kernelbook.interop import transformers_attention
+
+    transformers_attention.register()
+    for name, part in model.named_modules():
+        if not hasattr(part, "set_attn_implementation"):
+            continue
+        config: Any = part.config
+        if config._attn_implementation == transformers_attention.NAME:
+            continue  # the model around it has the same configuration
+        if part._can_set_attn_implementation() and part._supports_sdpa:
+            # What set_attn_implementation() sets as well; the public name would set it for other models' configurations too.
+            done._set(config, "_attn_implementation_internal", transformers_attention.NAME)
+            done.changed[f"{name}.config" if name else "config"] = "attention implementation"
+        else:
+            done.left[name] = f"{type(part).__name__} has an attention of its own kind"

@@ -1,0 +1,330 @@
+"""One run on several ranks: ``torchrun -m kernelbook train --parallel ddp | fsdp``.
+
+The batch of a step is the configuration's, cut among the ranks, so that losses are those of one rank. Every rank trains all
+parameters (``ddp``), or holds a part of each and of its moments (``fsdp``). Gradients of sparse layers travel under ``ddp``
+with their active rows alone, see :mod:`kernelbook.distributed.gradients`; FSDP2 reduces all rows. All ranks see the same
+averaged gradients, so their schedulers choose the same chunks.
+
+Checkpoints are PyTorch's distributed ones: a run goes on, exactly, on any number of ranks that divides its batch. They lie in
+``checkpoint-<step>``, and the file ``latest`` says which one is whole: a rank that is killed while it writes leaves the one
+before.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from kernelbook import arguments, runtime
+from kernelbook.distributed.gradients import reduce_active_rows
+from kernelbook.distributed.sharding import fully_shard
+from kernelbook.train.files import replacing
+from kernelbook.train.loop import Data, TrainConfig, Trainer, check_same_run, make_data
+
+__all__ = ["PARALLEL", "ParallelTrainer", "end", "start"]
+
+PARALLEL = ("ddp", "fsdp")
+
+
+def start() -> None:
+    """Joins the ranks that torchrun has started, one GPU each where there are any.
+
+    Raises:
+        ValueError: the process was not started by torchrun.
+    """
+    if not dist.is_torchelastic_launched():
+        raise ValueError("--parallel must be started by torchrun: torchrun --nproc-per-node 2 -m kernelbook train ...")
+    if runtime.DEVICE.type == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank(0))
+    # Checkpoints are agreed upon by CPU messages.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if runtime.DEVICE.type == "cuda" else "gloo")
+
+
+def end() -> None:
+    """Leaves the ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _Part:
+    """What this rank sees of the data."""
+
+    def __init__(self, data: Data, rank: int, ranks: int) -> None:
+        self.data, self.rank, self.ranks = data, rank, ranks
+        self.vocab_size, self.digest = data.vocab_size, data.digest
+
+    def _own(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = (part.chunk(self.ranks)[self.rank] for part in batch)
+        return inputs, targets
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._own(self.data.batch(step))
+
+    def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return (self._own(batch) for batch in self.data.validation_batches(count))
+
+
+class _ShardedChunkAdamW:
+    """:class:`kernelbook.train.ChunkAdamW` for this rank's rows of parameters, whose gradients are zero in inactive chunks.
+
+    Rows of inactive chunks rest (``inactive="skip"``) or go on by their moments (``"decay"``), by a mask instead of by
+    leaving them out: how many of a rank's rows are active is known to the device only.
+    """
+
+    def __init__(self, like: Any) -> None:
+        self.group = like.param_groups[0]
+        self.active: dict[torch.Tensor, tuple[torch.Tensor, Any]] = {}  # the chunk of each row, and the layer
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def add(self, parameter: torch.Tensor, first: int, layer: Any) -> None:
+        chunk = (first + torch.arange(parameter.shape[0], device=parameter.device)) // self.group["chunk_size"]
+        self.active[parameter] = chunk, layer
+        self.state[parameter] = {
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+            "counts": torch.zeros(layer.num_chunks, device=parameter.device),
+        }
+
+    @torch.no_grad()
+    def step(self, *, scale: torch.Tensor) -> None:
+        group = self.group
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        for parameter, (chunk, layer) in self.active.items():
+            state = self.state[parameter]
+            rows = torch.ones_like(chunk, dtype=torch.bool)
+            if layer.active_chunks is not None and group["inactive"] == "skip":
+                chosen = torch.zeros_like(state["counts"])
+                chosen[layer.active_chunks] = 1
+                state["counts"] += chosen
+                rows = chosen[chunk] > 0
+            else:
+                state["counts"] += 1
+            shape = (-1, *[1] * (parameter.ndim - 1))
+            rows = rows.view(shape)
+            grad = parameter.grad * scale  # type: ignore[operator]
+            count = state["counts"][chunk].double().clamp_min(1)
+            correction1, correction2 = ((1 - beta**count).float().view(shape) for beta in (beta1, beta2))
+            mean = beta1 * state["exp_avg"] + (1 - beta1) * grad
+            square = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
+            update = (mean / correction1) / ((square / correction2).sqrt() + group["eps"])
+            moved = parameter * (1 - lr * group["weight_decay"]) - lr * update
+            for old, new in ((state["exp_avg"], mean), (state["exp_avg_sq"], square), (parameter, moved)):
+                old.copy_(torch.where(rows, new, old))
+
+
+class ParallelTrainer(Trainer):
+    """:class:`Trainer` on all ranks of the default process group.
+
+    Args:
+        config: as for one rank; ``batch_size`` is that of all ranks together and a multiple of their number.
+        parallel: ``"ddp"`` or ``"fsdp"``.
+        data, out, resume, progress: as :class:`Trainer`; ``out`` is a folder that all ranks see, rank 0 writes the log.
+
+    Raises:
+        FileExistsError, ValueError: as :class:`Trainer`; the batch does not divide, or a CUDA graph is wanted.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        parallel: str,
+        data: Data | None = None,
+        *,
+        out: Path | str | None = None,
+        resume: bool = False,
+        progress: bool = True,
+    ) -> None:
+        arguments.check_choice("ParallelTrainer", "parallel", parallel, PARALLEL)
+        self.parallel, self.rank, self.ranks = parallel, dist.get_rank(), dist.get_world_size()
+        if config.batch_size % self.ranks:
+            raise ValueError(
+                f"ParallelTrainer: batch_size must be a multiple of the ranks ({self.ranks}), got {config.batch_size}"
+            )
+        if config.cuda_graph:
+            raise ValueError("ParallelTrainer: cuda_graph must be off, got True")
+        self._folder = None if out is None else Path(out)
+        if self._folder is not None and (self._folder / "checkpoint.pt").exists():
+            raise ValueError(f"ParallelTrainer: {out} holds a run on one GPU, which goes on without --parallel")
+        whole = make_data(config) if data is None else data
+        super().__init__(
+            config,
+            _Part(whole, self.rank, self.ranks),
+            out=self._folder if self.rank == 0 else None,
+            resume=resume,
+            progress=progress and self.rank == 0,
+        )
+        self._resume()
+
+    # --- what a run is made of ---
+
+    def _build(self) -> None:
+        super()._build()
+        self._device_type = runtime.DEVICE.type
+        if self.parallel == "ddp":
+            self.reduction = reduce_active_rows(self.model)
+            self._forward: Any = DistributedDataParallel(self.model)
+            return
+        before = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for layer in self.layers.values():
+            layer.compact_gradient = False  # FSDP2 reduces dense gradients
+        mesh = init_device_mesh(self._device_type, (self.ranks,))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        self._forward = fully_shard(self.model, mesh=mesh)
+        # What an optimizer moves are this rank's parts, as ordinary tensors: its arithmetic is element by element.
+        self._sharded: dict[str, Any] = dict(self.model.named_parameters())
+        self._own = {name: torch.nn.Parameter(p.detach().to_local()) for name, p in self._sharded.items()}
+        for group in self._rest_adam.param_groups:
+            group["params"] = [self._own[before[id(p)]] for p in group["params"]]
+        self._rest = [self._own[before[id(p)]] for p in self._rest]
+        sharded = _ShardedChunkAdamW(self._chunk_adam)
+        for name, layer in self.layers.items():
+            for part, parameter in layer.named_parameters(recurse=False):
+                rows = -(-parameter.shape[0] // self.ranks)  # as torch.chunk cuts
+                sharded.add(self._own[f"{name}.{part}"], min(self.rank * rows, parameter.shape[0]), layer)
+        self._chunk_adam = sharded  # type: ignore[assignment]
+
+    # --- a step ---
+
+    def _mean(self, value: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(value)
+        return value.div_(self.ranks)
+
+    def _backward(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        with self._autocast():
+            loss = self._forward(self._inputs, self._targets)
+        loss.backward()
+        self._loss.copy_(self._mean(loss.detach().clone()))
+        if self.parallel == "fsdp":
+            for name, own in self._own.items():
+                grad = self._sharded[name].grad
+                own.grad = None if grad is None else grad.to_local()
+
+    def _measure(self, into: torch.Tensor, sizes: Iterable[int]) -> None:
+        if self.parallel == "ddp":
+            super()._measure(into, sizes)
+            return
+        # A chunk may lie on two ranks: squares are added up, those of all layers at once.
+        squares = []
+        for name, layer in self.layers.items():
+            own = self._own[f"{name}.weight"]
+            assert own.grad is not None
+            chunk = self._chunk_adam.active[own][0]  # type: ignore[attr-defined]
+            squares.append(own.grad.new_zeros(layer.num_chunks).index_add_(0, chunk, own.grad.square().sum(1)))
+        together = torch.cat(squares)
+        dist.all_reduce(together)
+        parts = together.sqrt().split([layer.num_chunks for layer in self.layers.values()])
+        chosen = [
+            part if layer.active_chunks is None or part.numel() == size else part[layer.active_chunks]
+            for part, layer, size in zip(parts, self.layers.values(), sizes, strict=True)
+        ]
+        into.copy_(torch.cat(chosen))
+
+    def _total_norm(self, norms: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        if self.parallel == "ddp":
+            return super()._total_norm(norms, others)
+        square = torch.nn.utils.get_total_norm(others).square()
+        dist.all_reduce(square)
+        return (square + norms.square().sum()).sqrt()
+
+    def _biases(self) -> list[torch.Tensor | None]:
+        if self.parallel == "ddp":
+            return super()._biases()
+        return [self._own[f"{n}.bias"].grad for n, layer in self.layers.items() if layer.bias is not None]
+
+    def _weights(self) -> list[torch.Tensor]:
+        if self.parallel == "ddp":
+            return super()._weights()
+        return [self._sharded[f"{name}.weight"].full_tensor() for name in self.layers]
+
+    def evaluate(self) -> float:
+        return float(self._mean(torch.tensor(super().evaluate(), dtype=torch.float64, device=runtime.DEVICE)))
+
+    # --- checkpoints ---
+
+    def _checkpoint_path(self) -> Path | None:
+        return None if self.out is None else self.out / "latest"
+
+    def _state(self) -> dict[str, Any]:
+        """All that changes, of this rank: parts that say which parts they are, and copies. The same keys on every rank."""
+        state: dict[str, Any] = {"model": self.model.state_dict(), "scheduler": self.scheduler.state_dict()["tensors"]}
+        moments: dict[str, Any] = {}
+        for name, parameter in self.model.named_parameters():
+            own = parameter if self.parallel == "ddp" else self._own[name]
+            optimizer: Any = self._rest_adam if any(own is p for p in self._rest) else self._chunk_adam
+            found = optimizer.state.setdefault(own, {})
+            if not found and optimizer is self._rest_adam:  # as it makes it in its first step
+                where = runtime.DEVICE if self._device_type == "cuda" else torch.device("cpu")
+                found["step"] = torch.zeros((), dtype=torch.float32, device=where)
+                found["exp_avg"], found["exp_avg_sq"] = torch.zeros_like(own), torch.zeros_like(own)
+            elif not found:
+                optimizer._state_of(own, self.config.chunk_size)
+            moments[name] = {
+                key: self._as_part(parameter, value) if value.shape == own.shape and value.ndim else value
+                for key, value in found.items()
+            }
+        return {**state, "moments": moments}
+
+    def _as_part(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """A tensor that is cut as ``parameter`` is, which shares ``value``'s memory."""
+        if self.parallel == "ddp":
+            return value
+        return dist.tensor.DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def save(self) -> None:
+        """Writes ``checkpoint-<step>``, then says in ``latest`` that it is whole, then drops the one before."""
+        if self._folder is None:
+            return
+        name = f"checkpoint-{self.step}"
+        config = dataclasses.asdict(self.config)
+        run = {"config": config, "digest": self.data.digest, "seconds": self.seconds, "step": self.step}
+        # As text: nested numbers would become entries of their own.
+        state_dict_saver.save({**self._state(), "run": json.dumps(run)}, checkpoint_id=str(self._folder / name))
+        if self.rank == 0:
+            with replacing(self._folder / "latest") as file:
+                file.write(name.encode())
+            for old in self._folder.glob("checkpoint-*"):
+                if old.name != name:
+                    shutil.rmtree(old, ignore_errors=True)
+        dist.barrier()
+
+    def _load(self, path: Path) -> None:
+        """Nothing yet: all ranks load together, see :meth:`_resume`."""
+
+    def _resume(self) -> None:
+        found: list[Any] = [None]
+        if self.rank == 0 and self._checkpoint_path() is not None:
+            latest = self._checkpoint_path()
+            assert latest is not None
+            found = [latest.read_text() if latest.exists() else None]
+        dist.broadcast_object_list(found, 0)
+        if found[0] is None or self._folder is None:
+            return
+        checkpoint = str(self._folder / found[0])
+        # Whether it is this run's comes first: parts of another shape would be refused less clearly.
+        text = {"run": ""}
+        state_dict_loader.load(text, checkpoint_id=checkpoint)
+        run = json.loads(text["run"])
+        check_same_run(self._folder, run, self.config, self.data.digest)
+        state = self._state()
+        state_dict_loader.load(state, checkpoint_id=checkpoint)  # in place
+        for key, value in self.scheduler._tensors().items():
+            value.copy_(state["scheduler"][key])
+        self.step, self.seconds = run["step"], run["seconds"]
+        self._load_log(self._folder / "log.jsonl")

@@ -1,0 +1,446 @@
+"""What each rank does in the tests of several: ``torchrun --nproc-per-node N tests/several_ranks.py FOLDER CHECK...``.
+
+Starting processes costs more than the checks, so many of them share a group. Each says ``ok <name>`` from every rank; the
+first that fails ends all. It runs on GPUs over NCCL where there are any.
+"""
+
+import copy
+import dataclasses
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kernelbook  # noqa: F401  before Triton
+
+# isort: split
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from kernelbook import check, runtime
+from kernelbook.distributed import ExpertParallel, by_expert, fully_shard, keep_equal, reduce_active_rows, save_adapter
+from kernelbook.nn import MoELayer, SparseLinear
+from kernelbook.nn.bench_moe_block import block_reference
+from kernelbook.nn.moe import LoRAPair, quantize_parameter
+from kernelbook.train import CONFIGS, Trainer, parallel
+from kernelbook.train.parallel import ParallelTrainer
+
+DEVICE = runtime.DEVICE
+HIDDEN, INNER, SLOTS, RANK = 32, 16, 2, 4
+
+
+def _layer(experts: int, *, seed: int, lora: bool = True, nf4: bool = False, double_quant: bool = False) -> MoELayer:
+    torch.manual_seed(seed)
+    layer = MoELayer(experts, HIDDEN, INNER, SLOTS, device=DEVICE)
+    if nf4:
+        for name in ("gate_up", "down"):
+            quantize_parameter(layer.experts, name, double_quant=double_quant)
+    if lora:
+        layer.experts.add_lora(RANK, dtype=torch.float32)
+        for name in ("gate_up_b", "down_b"):
+            nn.init.normal_(getattr(layer.experts, name))
+    return layer
+
+
+def _tokens(rank: int, experts: int, all_to: int | None) -> dict[str, torch.Tensor]:
+    """A rank's tokens: not as many on each, one slot to be skipped."""
+    torch.manual_seed(100 + rank)
+    count = 5 + 2 * rank
+    ids = torch.stack([torch.randperm(experts)[:SLOTS] for _ in range(count)])
+    ids[0, 0] = experts
+    if all_to is not None:
+        ids = torch.full_like(ids, all_to)
+    values = {
+        "x": torch.randn(count, HIDDEN),
+        "gates": torch.rand(count, SLOTS),
+        "up": torch.randn(count, HIDDEN),
+        "ids": ids,
+    }
+    return {name: value.to(DEVICE) for name, value in values.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _expert_parallel(experts: int, gradients: str, all_to: int | None = None, **kind: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(DEVICE.type, (ranks,))
+    whole = _layer(experts, seed=0, **kind).experts
+    layer = _layer(experts, seed=rank, **kind)  # rank 0's is handed out
+    parallelize_module(layer, mesh, {"experts": ExpertParallel(gradients=gradients)})
+    given = [_tokens(r, experts, all_to) for r in range(ranks)]
+    mine = given[rank]
+    x, gates = mine["x"].clone().requires_grad_(), mine["gates"].clone().requires_grad_()
+    out = layer.experts(x, mine["ids"], gates)
+    out.backward(mine["up"])
+    leaves = {name: p for name, p in layer.experts.named_parameters() if p.requires_grad}
+    ours = [out.detach(), x.grad, gates.grad, *(_whole(p.grad) for p in leaves.values())]
+
+    def plain(dtype: torch.dtype) -> list[torch.Tensor]:
+        dense = {name: getattr(whole, name).detach().to(dtype) for name in ("gate_up", "down")}
+        own = {name: p.detach().to(dtype).requires_grad_() for name, p in whole.named_parameters() if p.requires_grad}
+        dense |= {name: p for name, p in own.items() if name in dense}
+        pairs = {
+            f"{name}_proj": LoRAPair(own[f"{name}_a"], own[f"{name}_b"])
+            for name in ("gate_up", "down")
+            if f"{name}_a" in own
+        }
+        inputs = [(g["x"].to(dtype).requires_grad_(), g["gates"].to(dtype).requires_grad_()) for g in given]
+        found = []
+        for (tokens, weights), g in zip(inputs, given, strict=True):
+            # The reference has no skipped slots: an expert of zeros stands for them.
+            extra = {name: torch.cat([w, torch.zeros_like(w[:1])]) for name, w in dense.items()}
+            longer = {
+                name: LoRAPair(*(torch.cat([f, torch.zeros_like(f[:1])]) for f in (p.a, p.b)), p.scaling)
+                for name, p in pairs.items()
+            }
+            found.append(block_reference(tokens, extra["gate_up"], extra["down"], g["ids"], weights, longer))
+        total = sum((o * g["up"].to(dtype)).sum() for o, g in zip(found, given, strict=True))
+        grads = torch.autograd.grad(total, [*inputs[rank], *own.values()], allow_unused=True)
+        scale = ranks if gradients == "mean" else 1
+        return [found[rank].detach(), *grads[:2], *(g / scale for g in grads[2:])]
+
+    for name, mine_, truth, base in zip(
+        ("out", "x", "gates", *leaves), ours, plain(torch.float64), plain(torch.float32), strict=True
+    ):
+        factor = check.FORWARD_FACTOR if name == "out" else check.GRADIENT_FACTOR
+        check.compare(name, mine_, truth, base, factor=factor).require()
+
+
+def expert_parallel(folder: Path) -> None:
+    """Dense experts that do not divide evenly, trained themselves."""
+    _expert_parallel(5, "mean", lora=False)
+
+
+def expert_parallel_four_bits(folder: Path) -> None:
+    """4-bit experts with LoRA, more ranks than some of them need; all tokens to one expert: the others still have gradients."""
+    _expert_parallel(4, "sum", nf4=True, double_quant=True)
+    _expert_parallel(3, "mean", all_to=0)
+
+
+def two_dimensions(folder: Path) -> None:
+    """Four ranks: experts over one dimension of the mesh, the rest of the layer and the experts' copies over the other."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "expert"))
+    xs = torch.stack([_tokens(0, 4, None)["x"] * (1 + r) for r in range(4)])
+    reference = _layer(4, seed=0, nf4=True)
+    (sum(reference(x).square().sum() for x in xs) / 4).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+    for wrap in ("fsdp", "equal"):
+        torch.manual_seed(rank)
+        layer = _layer(4, seed=rank, nf4=True)
+        keep_equal(layer.router.parameters())  # over all four ranks
+        parallelize_module(layer, mesh["expert"], {"experts": ExpertParallel()})
+        if wrap == "fsdp":
+            fully_shard(layer.experts, mesh=mesh["data"])
+        else:
+            keep_equal((p for p in layer.experts.parameters()), mesh["data"].get_group())
+        layer(xs[rank]).square().sum().backward()
+        for name, p in layer.named_parameters():
+            if p.requires_grad:
+                truth = expected[name]
+                grad = _whole(p.grad)
+                check.compare(f"{wrap} {name}", grad, truth.double(), truth, factor=check.GRADIENT_FACTOR).require()
+
+
+def sharded_four_bits(folder: Path) -> None:
+    """FSDP2 on 4-bit experts: outputs, gradients, bytes, mixed precision; saved, and loaded without it and with it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(DEVICE.type, (ranks,))
+    torch.manual_seed(1)
+    xs = torch.randn(ranks, 5, HIDDEN).to(DEVICE)
+    # 16 x 32 elements are 8 blocks: experts share a scale of scales with double quantization.
+    for double_quant in (False, True):
+        kind = {"nf4": True, "double_quant": double_quant}
+        reference, layer = _layer(5, seed=0, **kind), _layer(5, seed=rank, **kind)
+        fully_shard(layer, mesh=mesh)
+        layer(xs[rank]).square().sum().backward()
+        outs = [reference(x) for x in xs]
+        (sum(out.square().sum() for out in outs) / ranks).backward()
+        expected = dict(reference.named_parameters())
+        for name, p in layer.named_parameters():
+            assert p.requires_grad == p.is_floating_point() == name.endswith(("_a", "_b", "router.weight")), name
+            if p.requires_grad:
+                grad = expected[name].grad
+                check.compare(name, _whole(p.grad), grad.double(), grad, factor=check.GRADIENT_FACTOR).require()
+            else:
+                assert p.dtype == torch.uint8 and p.to_local().shape[0] in (
+                    -(-5 // ranks),
+                    5 - (ranks - 1) * -(-5 // ranks),
+                )
+        checkpoint = str(folder / f"four_bits_{ranks}_{double_quant}")
+        save(get_model_state_dict(layer), checkpoint_id=checkpoint)
+        loaded = _layer(5, seed=7, **kind)
+        by_expert(loaded)
+        state = get_model_state_dict(loaded)
+        load(state, checkpoint_id=checkpoint)
+        set_model_state_dict(loaded, state)
+        assert torch.equal(loaded(xs[rank]), outs[rank])
+        if double_quant:
+            continue
+        # Bytes stay bytes under a policy that casts what is floating point.
+        low = _layer(5, seed=8, **kind)
+        fully_shard(low, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        state = get_model_state_dict(low)
+        load(state, checkpoint_id=checkpoint)
+        set_model_state_dict(low, state)
+        own = low.experts.parametrizations.gate_up
+        assert torch.equal(_whole(own.original), loaded.experts.parametrizations.gate_up.original)
+        plain = copy.deepcopy(reference).bfloat16()(xs[rank].bfloat16())
+        check.compare(
+            "bf16", low(xs[rank].bfloat16()), outs[rank].double(), plain, factor=check.FORWARD_FACTOR
+        ).require()
+
+
+def sharded_loads_elsewhere(folder: Path) -> None:
+    """What two ranks saved, three load."""
+    ranks = dist.get_world_size()
+    layer = _layer(5, seed=3, nf4=True)
+    fully_shard(layer, mesh=init_device_mesh(DEVICE.type, (ranks,)))
+    state = get_model_state_dict(layer)
+    load(state, checkpoint_id=str(folder / "four_bits_2_False"))
+    set_model_state_dict(layer, state)
+    expected = _layer(5, seed=0, nf4=True)
+    by_expert(expected)
+    for name, p in expected.named_parameters():
+        assert torch.equal(_whole(layer.get_parameter(name)), p), name
+
+
+class _Sparse(nn.Module):
+    def __init__(self, compact: bool, features: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.sparse = SparseLinear(16, features, chunk_size=16, compact_gradient=compact)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sparse(self.first(x))
+
+
+def active_rows(folder: Path) -> None:
+    """Under DDP the sparse layer's active rows travel, and nothing else of it; the average is that of one process."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for compact, features in ((False, 64), (True, 64), (False, 56)):
+        torch.manual_seed(rank)
+        model = _Sparse(compact, features).to(DEVICE)
+        reduction = reduce_active_rows(model)
+        wrapped = DistributedDataParallel(model)
+        reference = copy.deepcopy(model)
+        ids = torch.tensor([3, 0], device=DEVICE)
+        for layer in (model.sparse, reference.sparse):
+            layer.active_chunks = ids
+        torch.manual_seed(5)
+        xs = torch.randn(ranks, 4, 16).to(DEVICE)
+        for p in reference.parameters():
+            for hook in list(getattr(p, "_post_accumulate_grad_hooks", None) or ()):
+                p._post_accumulate_grad_hooks.pop(hook)
+        for step in (1, 2):  # the second adds to the first, as in gradient accumulation
+            wrapped(xs[rank] * step).square().sum().backward()
+            (sum(reference(x * step).square().sum() for x in xs) / ranks).backward()
+        for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+            ours, truth = (grad.to_dense() if grad.is_sparse else grad for grad in (p.grad, q.grad))
+            check.compare(name, ours, truth.double(), truth, factor=check.GRADIENT_FACTOR).require()
+        if compact:
+            continue  # the sparse gradient of the second pass holds that of the first
+        active, all_of = 2 * 16, features
+        dense = (model.sparse.weight.nbytes + model.sparse.bias.nbytes) * 2
+        assert reduction.bytes == dense * active // all_of, (reduction.bytes, dense)
+
+
+def kept_equal(folder: Path) -> None:
+    """What nobody manages is made equal, and stays so bit by bit."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).to(DEVICE)
+    keep_equal(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(3, 8, device=DEVICE)).square().sum().backward()
+        optimizer.step()
+    for p in model.parameters():
+        least, most = p.detach().clone(), p.detach().clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        assert torch.equal(least, most)
+
+
+def _tiny_qwen() -> Any:
+    import tiny_models
+
+    return tiny_models.tiny_model("qwen3_moe", num_experts=4, num_hidden_layers=1)
+
+
+def _with_lora(model: Any, seed: int) -> Any:
+    import peft
+
+    from kernelbook.interop import transformers as interop
+
+    torch.manual_seed(seed)
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=interop.expert_parameters(model), init_lora_weights=False
+        ),
+    )
+
+
+def _adapter_grads(model: Any) -> dict[str, torch.Tensor]:
+    return {name: _whole(p.grad).clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def transformers_experts(folder: Path) -> None:
+    """Qwen3-MoE as its users configure it, with PEFT's pairs added on each rank: one adapter, whole when it is saved."""
+    import peft
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    from kernelbook.interop import expert_parallel as expert_parallel_interop
+    from kernelbook.interop import transformers as interop
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    one = interop.use_kernels(_with_lora(_tiny_qwen(), 0))
+    if rank == 0:
+        _tiny_qwen().save_pretrained(folder / "qwen")
+    dist.barrier()
+    torch.manual_seed(3)
+    batches = torch.randint(1, 60, (ranks, 2, 5), device=DEVICE)
+
+    def losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, labels=ids, use_cache=False).loss
+
+    torch.stack([losses(one, ids) for ids in batches]).mean().backward()
+    expected = _adapter_grads(one)
+    expert_parallel_interop.register()
+    settings = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="kernelbook")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen", distributed_config=settings)
+    ours = _tiny_qwen()
+    mesh = init_device_mesh(DEVICE.type, (ranks,))
+    parallelize_module(ours, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+    for name, model in (("plan", theirs), ("style", ours)):
+        model = interop.use_kernels(_with_lora(model, rank))  # each rank draws another adapter
+        keep_equal(p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor))
+        losses(model, batches[rank]).backward()
+        for key, grad in _adapter_grads(model).items():
+            truth = expected[key]
+            check.compare(f"{name} {key}", grad, truth.double(), truth, factor=check.GRADIENT_FACTOR).require()
+        save_adapter(model, folder / f"adapter_{name}")
+        loaded = peft.PeftModel.from_pretrained(_tiny_qwen(), folder / f"adapter_{name}")
+        state = peft.get_peft_model_state_dict(loaded)
+        assert len(state) == len(expected)
+        for key, value in peft.get_peft_model_state_dict(one).items():
+            assert torch.equal(state[key], value), key
+
+
+def adapters_are_safe(folder: Path) -> None:
+    """Adapters that fully_shard cuts are saved whole; those that went apart are not saved at all."""
+    import peft
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    reference, model = _with_lora(_tiny_qwen(), 0), _with_lora(_tiny_qwen(), rank)
+    fully_shard(model, mesh=mesh)
+    save_adapter(model, folder / "adapter_sharded")
+    loaded = peft.PeftModel.from_pretrained(_tiny_qwen(), folder / "adapter_sharded")
+    state = peft.get_peft_model_state_dict(loaded)
+    for key, value in peft.get_peft_model_state_dict(reference).items():
+        assert torch.equal(state[key], value), key
+    apart = _with_lora(_tiny_qwen(), rank)
+    try:
+        save_adapter(apart, folder / "adapter_apart")
+    except RuntimeError as error:
+        assert "keep_equal" in str(error)
+    else:
+        raise AssertionError("adapters that differ were saved")
+    assert not (folder / "adapter_apart").exists()
+
+
+SMALL = dataclasses.replace(
+    CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=6, steps=4, dense_steps=1, log_every=2,
+    eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
+)  # fmt: skip
+
+
+def _as_one(trainer: Trainer) -> None:
+    """The losses of the steps that this rank has in its log, and the last validation, are those of one process."""
+    one = Trainer(SMALL, progress=False)
+    one.run()
+    count = len(trainer.losses())
+    for name, ours, theirs in (
+        ("losses", trainer.losses(), one.losses()[-count:]),
+        ("validation", trainer.validation_losses()[-1:], one.validation_losses()[-1:]),
+    ):
+        truth = torch.tensor(theirs)
+        check.compare(name, torch.tensor(ours), truth.double(), truth, factor=check.GRADIENT_FACTOR).require()
+    assert count >= 2 and torch.equal(one.scheduler.ids, trainer.scheduler.ids)
+
+
+def trains_ddp(folder: Path) -> None:
+    """The losses of one process; the same chunks everywhere."""
+    trainer = ParallelTrainer(SMALL, "ddp", out=folder / f"ddp{dist.get_world_size()}", progress=False)
+    trainer.run()
+    _as_one(trainer)
+
+
+def trains_fsdp(folder: Path) -> None:
+    """Half a run; the other half is another check's."""
+    trainer = ParallelTrainer(SMALL, "fsdp", out=folder / "fsdp", progress=False)
+    trainer.run(2)
+
+
+def resumes_fsdp(folder: Path) -> None:
+    """Goes on from the parts that another number of ranks wrote, and ends where one process does."""
+    trainer = ParallelTrainer(SMALL, "fsdp", out=folder / "fsdp", progress=False, resume=True)
+    assert trainer.step == 2
+    trainer.run()
+    if trainer.rank == 0:
+        names = sorted(path.name for path in (folder / "fsdp").iterdir())
+        assert names == ["checkpoint-4", "config.json", "latest", "log.jsonl"], names
+    _as_one(trainer)
+
+
+def dies(folder: Path) -> None:
+    """The last rank is killed while it writes a checkpoint: everything ends, and the checkpoint before is whole."""
+    trainer = ParallelTrainer(SMALL, "ddp", out=folder / "dies", progress=False)
+    trainer.run(2)
+    if trainer.rank == trainer.ranks - 1:
+        parallel.state_dict_saver.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    trainer.run()
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    function.__name__: function
+    for function in (
+        transformers_experts, adapters_are_safe, expert_parallel, expert_parallel_four_bits, two_dimensions, sharded_four_bits, sharded_loads_elsewhere, active_rows, kept_equal,
+        trains_ddp, trains_fsdp, resumes_fsdp, dies,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(500, exit=True)
+    torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank(0))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
+    for name in sys.argv[2:]:
+        CHECKS[name](Path(sys.argv[1]))
+        dist.barrier()
+        sys.stdout.write(f"ok {name} {dist.get_rank()}\n")  # at once: ranks share the pipe
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

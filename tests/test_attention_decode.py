@@ -1,0 +1,416 @@
+"""Attention for a few queries, from contiguous keys and from pages."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensors import call_with, label, randn
+
+import kernelbook as kb
+from kernelbook import check, runtime
+from kernelbook.attention import (
+    append_to_pages_reference,
+    flash_attention_reference,
+    kernels_decode,
+    op,
+    paged_attention_reference,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture
+def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Once called, keys are split over so many programs, in tiles of 16."""
+
+    def split(splits: int) -> None:
+        op._decode_plan.cache_clear()
+        monkeypatch.setattr(kernels_decode, "_splits", lambda *_: splits)
+
+        def tiles(rows: int, d: int, *_: Any) -> tuple[Any, int]:
+            blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": kernels_decode.block_d(d), "STAGES": 2}
+            return kernels_decode.triton.Config(blocks, num_warps=4, num_stages=2), 1
+
+        monkeypatch.setattr(kernels_decode, "_tiles", tiles)
+
+    yield split
+    op._decode_plan.cache_clear()
+
+
+def _qkv(b: int, h: int, h_kv: int, n: int, s: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return randn(b, h, n, d, dtype=dtype), randn(b, h_kv, s, d, dtype=dtype), randn(b, h_kv, s, d, dtype=dtype)
+
+
+def _integers(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=runtime.DEVICE)
+
+
+# --- contiguous keys ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", (1, 2, 3, 7, 40))
+@pytest.mark.parametrize("problem", ((1, 6, 2, 1, 100, 16), (2, 2, 2, 3, 77, 24), (1, 2, 1, 16, 50, 16)), ids=label)
+def test_however_the_keys_are_split(problem: tuple[int, ...], splits: int, split_into: Callable[[int], None]) -> None:
+    """More shares than tiles too: those without keys are not waited for, and every counter is zero again."""
+    split_into(splits)
+    q, k, v = _qkv(*problem, dtype=torch.float16)
+    lengths = torch.arange(q.shape[0], device=q.device) * 40
+    for settings_of in ({}, {"causal": True}, {"lengths": lengths}, {"causal": True, "lengths": lengths, "window": 19}):
+        check.check_op(
+            functools.partial(kb.flash_attention, **settings_of),
+            functools.partial(flash_attention_reference, **settings_of),
+            {"q": q, "k": k, "v": v},
+        )
+
+
+def test_counters_end_at_zero(split_into: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    split_into(4)
+    counters = torch.zeros(64, dtype=torch.int32, device=runtime.DEVICE)
+    monkeypatch.setattr(op, "_tickets", lambda device, count: counters)
+    q, k, v = _qkv(2, 4, 2, 2, 70, 16, dtype=torch.float32)
+    first = kb.flash_attention(q, k, v, lengths=_integers(70, 20))
+    assert torch.equal(kb.flash_attention(q, k, v, lengths=_integers(70, 20)), first)
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+def test_gradients_after_a_split(dtype: torch.dtype, split_into: Callable[[int], None]) -> None:
+    """The backward pass takes the logarithms of the sums that the merge left."""
+    split_into(3)
+    settings_of = {"causal": True, "lengths": _integers(60, 2)}
+    check.check_op(
+        functools.partial(kb.flash_attention, **settings_of),
+        functools.partial(flash_attention_reference, **settings_of),
+        dict(zip("qkv", _qkv(2, 4, 2, 5, 60, 16, dtype=dtype), strict=True)),
+        grads=("q", "k", "v"),
+    )
+
+
+def test_a_plan_fills_the_multiprocessors_once() -> None:
+    properties = runtime.TARGETS["sm_90"]
+    for heads in (1, 4, 8, 32, 64, 128, 132, 300, 512):
+        for keys in (512, 1024, 8192, 131072):
+            plan = kernels_decode.plan(heads, 4, keys, 128, 2, properties)
+            assert 1 <= plan.splits <= max(1, keys // plan.config.kwargs["BLOCK_N"])
+            if heads * keys >= 2**20:  # work for all
+                rounds = plan.programs / properties.num_sms
+                assert rounds / -(-rounds // 1) > 0.85, (heads, keys, plan)
+
+
+@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
+def test_tiles_fit(target: str) -> None:
+    properties = runtime.TARGETS[target]
+    for d in (1, 16, 40, 64, 128, 200, 256):
+        for itemsize in (2, 4, 8):
+            for rows in (1, 4, 16, 40, 64, 128, 1000):
+                for paged in (False, True):
+                    kw = kernels_decode._tiles(rows, d, itemsize, paged, properties)[0].kwargs
+                    assert kw["BLOCK_D"] >= d and min(kw["BLOCK_M"], kw["BLOCK_N"]) >= 16
+                    tiles = 2 * (kw["STAGES"] - (kw["BLOCK_M"] < 64)) * kw["BLOCK_N"] + kw["BLOCK_M"]
+                    assert kw["STAGES"] == 1 or tiles * kw["BLOCK_D"] * itemsize <= properties.shared_memory_per_program
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def _paged(
+    b: int, h: int, h_kv: int, n: int, d: int, page: int, per: int, dtype: torch.dtype, lengths: list[int]
+) -> dict[str, torch.Tensor]:
+    """A random table over few pages, so that sequences share some."""
+    pool = [randn(2 * per + 1, h_kv, page, d, dtype=dtype) for _ in range(2)]
+    table = torch.randint(0, 2 * per + 1, (b, per), device=runtime.DEVICE)
+    return {
+        "q": randn(b, h, n, d, dtype=dtype), "k_pages": pool[0], "v_pages": pool[1], "block_table": table,
+        "lengths": _integers(*lengths),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", (16, 48, 64))
+@pytest.mark.parametrize("n", (1, 4, 16))
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+def test_pages(dtype: torch.dtype, n: int, page: int, split_into: Callable[[int], None]) -> None:
+    """Lengths 0, 1, at the border of a page, before and after it, and all."""
+    split_into(2)
+    lengths = [0, 1, page - 1, page, page + 1, 2 * page]
+    check.check_op(kb.paged_attention, paged_attention_reference, _paged(6, 4, 2, n, 16, page, 2, dtype, lengths))
+
+
+@given(
+    b=st.integers(1, 3), h_kv=st.integers(1, 2), group=st.integers(1, 3), n=st.integers(0, 16), d=st.integers(1, 40),
+    page=st.sampled_from((16, 32, 80)), per=st.integers(0, 3), share=st.floats(0, 1),
+    scale=st.sampled_from((None, 0.3, -0.2)), dtype=st.sampled_from((*DTYPES, torch.float64)),
+)  # fmt: skip
+@settings(max_examples=10)
+def test_any_pages(
+    b: int, h_kv: int, group: int, n: int, d: int, page: int, per: int, share: float, scale: float | None,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    lengths = [int(share * page * per)] * b
+    inputs = _paged(b, h_kv * group, h_kv, n, d, page, per, dtype, lengths)
+    check.check_op(
+        functools.partial(kb.paged_attention, scale=scale),
+        functools.partial(paged_attention_reference, scale=scale),
+        inputs,
+    )
+
+
+def test_what_is_in_no_page_has_no_effect() -> None:
+    """NaN in unused slots and pages, pages that are not in the pool, lengths out of range on a GPU."""
+    inputs = _paged(3, 4, 2, 2, 16, 16, 4, torch.float32, [20, 64, 50])
+    inputs["block_table"] = _integers([0, 1, -7, 10**9], [2, 9, -1, 3], [4, 5, 0, 6])
+    clean = kb.paged_attention(**inputs)
+    check.check_op(kb.paged_attention, paged_attention_reference, inputs)
+    for name in ("k_pages", "v_pages"):
+        dirty = inputs[name].clone()
+        dirty[7:] = float("nan")
+        dirty[1, :, 4:] = float("nan")
+        dirty[6, :, 2:] = float("nan")
+        inputs[name] = dirty
+    assert torch.equal(kb.paged_attention(**inputs), clean)
+    inputs["lengths"] = _integers(20, 65, -1)
+    if runtime.DEVICE.type == "cpu":
+        with pytest.raises(
+            ValueError, match=r"paged_attention: lengths must lie in \[0, 65\), got entries from -1 to 65"
+        ):
+            kb.paged_attention(**inputs)
+    else:
+        out = kb.paged_attention(**inputs)
+        assert torch.equal(out[:2], clean[:2]) and not out[2].any()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
+def test_pages_are_the_contiguous_keys_bit_for_bit(dtype: torch.dtype, split_into: Callable[[int], None]) -> None:
+    split_into(3)
+    q, k, v = _qkv(2, 4, 2, 3, 96, 16, dtype=dtype)
+    order = torch.randperm(12, device=runtime.DEVICE)
+    pools = []
+    for tensor in (k, v):
+        pool = torch.empty(12, 2, 16, 16, dtype=dtype, device=runtime.DEVICE)
+        pool[order] = tensor.unflatten(2, (6, 16)).transpose(1, 2).flatten(0, 1)
+        pools.append(pool)
+    paged = kb.paged_attention(q, pools[0], pools[1], order.view(2, 6), _integers(96, 41))
+    assert torch.equal(paged, kb.flash_attention(q, k, v, causal=True, lengths=_integers(96, 41)))
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=label)
+@pytest.mark.parametrize("n", (1, 5))
+def test_append(n: int, dtype: torch.dtype) -> None:
+    """Over the border of a page, without room, and into pages that are not there."""
+    k, v = (randn(4, 3, n, 20, dtype=dtype) for _ in range(2))
+    ours = [randn(8, 3, 16, 20, dtype=dtype) for _ in range(2)]
+    theirs = [t.clone() for t in ours]
+    table = _integers([0, 1], [2, 99], [-1, 3], [4, 5])
+    lengths = _integers(14, 15, 3, 29)
+    assert kb.append_to_pages(k, v, ours[0], ours[1], table, lengths) is None
+    append_to_pages_reference(k, v, theirs[0], theirs[1], table, lengths)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(ours[0][0, :, 14], k[0, :, 0])
+    kb.append_to_pages(k, v, ours[0], ours[1], table, _integers(-1, -100, 32, 2**31 - 20))
+    theirs[0][0, :, : n - 1], theirs[1][0, :, : n - 1] = k[0, :, 1:], v[0, :, 1:]  # from position -1 on: all but one
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_generating_from_pages_is_generating_from_a_cache() -> None:
+    keys, values, queries = (randn(1, heads, 20, 16) for heads in (2, 2, 4))
+    pages = [torch.zeros(3, 2, 16, 16, device=runtime.DEVICE) for _ in range(2)]
+    table, lengths = _integers([2, 0]), _integers(0)
+    for i in range(0, 20, 4):
+        kb.append_to_pages(keys[:, :, i : i + 4], values[:, :, i : i + 4], pages[0], pages[1], table, lengths)
+        lengths += 4
+        out = kb.paged_attention(queries[:, :, i : i + 4], pages[0], pages[1], table, lengths)
+        exact = kb.flash_attention(queries[:, :, i : i + 4], keys[:, :, : i + 4], values[:, :, : i + 4], causal=True)
+        torch.testing.assert_close(out, exact)
+
+
+def test_opcheck_and_compile() -> None:
+    inputs = _paged(2, 4, 2, 2, 16, 16, 2, torch.float32, [20, 5])
+    torch.library.opcheck(torch.ops.kernelbook.paged_attention.default, (*inputs.values(), 0.25))
+    new = [randn(2, 2, 1, 16) for _ in range(2)]
+    _, *pages = inputs.values()
+    torch.library.opcheck(torch.ops.kernelbook.append_to_pages.default, (*new, *pages))
+
+    def step(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        kb.append_to_pages(new[0], new[1], *rest)
+        return kb.paged_attention(q, *rest) + 1
+
+    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
+    given_tensors = [t.clone() for t in inputs.values()]
+    compiled = torch.compile(step, fullgraph=True, backend=backend)(*given_tensors)
+    plain_tensors = [t.clone() for t in inputs.values()]
+    assert torch.equal(compiled, step(*plain_tensors))
+    assert all(torch.equal(a, b) for a, b in zip(given_tensors, plain_tensors, strict=True))
+
+
+def _good() -> dict[str, Any]:
+    return _paged(2, 4, 2, 1, 16, 16, 2, torch.float32, [20, 5])
+
+
+def _good_new() -> dict[str, Any]:
+    found = _good()
+    del found["q"]
+    return {"k": randn(2, 2, 1, 16), "v": randn(2, 2, 1, 16), **found}
+
+
+_bad = functools.partial(call_with, kb.paged_attention, _good)
+_bad_new = functools.partial(call_with, kb.append_to_pages, _good_new)
+BAD = {
+    "too many queries": (
+        _bad(q=lambda: randn(2, 4, 17, 16)), ValueError, "paged_attention: q must have at most 16 queries, got shape",
+    ),
+    "pages of 20": (
+        _bad(k_pages=lambda: randn(5, 2, 20, 16), v_pages=lambda: randn(5, 2, 20, 16)), ValueError,
+        "paged_attention: k_pages must have 16 to 256 slots a page, a multiple of 16, got 20",
+    ),
+    "table of another batch": (
+        _bad(block_table=lambda: _integers([0, 1])), ValueError,
+        r"paged_attention: block_table must have shape \(2, n\), got \(1, 2\)",
+    ),
+    "table of floats": (
+        _bad(block_table=lambda: randn(2, 2)), TypeError, "paged_attention: block_table must have dtype int64, int32, got",
+    ),
+    "lengths of another batch": (
+        _bad(lengths=lambda: _integers(1)), ValueError, r"paged_attention: lengths must have shape \(2,\), got \(1,\)",
+    ),
+    "heads that do not divide": (
+        _bad(q=lambda: randn(2, 3, 1, 16)), ValueError,
+        r"paged_attention: the heads of k_pages and v_pages must divide those of q \(3\), got 2",
+    ),
+    "values of other pages": (
+        _bad(v_pages=lambda: randn(4, 2, 16, 16)), ValueError,
+        r"paged_attention: v_pages must have shape \(5, 2, 16, 16\), got \(4, 2, 16, 16\)",
+    ),
+    "new keys of another head size": (
+        _bad_new(k=lambda: randn(2, 2, 1, 8), v=lambda: randn(2, 2, 1, 8)), ValueError,
+        r"append_to_pages: k_pages must have shape \(5, 2, 16, 8\), got \(5, 2, 16, 16\)",
+    ),
+    "new keys of other heads": (
+        _bad_new(k=lambda: randn(2, 1, 1, 16), v=lambda: randn(2, 1, 1, 16)), ValueError,
+        r"append_to_pages: k_pages must have shape \(5, 1, 16, 16\), got \(5, 2, 16, 16\)",
+    ),
+    "new values of another dtype": (
+        _bad_new(v=lambda: randn(2, 2, 1, 16).half()), TypeError, "append_to_pages: v must have the dtype of k",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_says_what_is_wrong(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
+def test_offsets_are_64_bit(overflow_raises: Callable[[], None]) -> None:
+    """Pages lie 2^31 elements apart (the memory is reserved, not touched)."""
+    overflow_raises()
+    far = 2**31 + 16
+    inputs = _paged(1, 2, 1, 2, 16, 16, 1, torch.float32, [13])
+    apart = {
+        name: torch.empty(2 * far + 256).as_strided((3, 1, 16, 16), (far, 256, 16, 1)).copy_(inputs[name])
+        for name in ("k_pages", "v_pages")
+    }
+    assert torch.equal(kb.paged_attention(**(inputs | apart)), kb.paged_attention(**inputs))
+    new = [randn(1, 1, 2, 16) for _ in range(2)]
+    kb.append_to_pages(*new, *apart.values(), inputs["block_table"], inputs["lengths"])
+    assert torch.equal(apart["k_pages"][inputs["block_table"][0, 0], :, 13:15], new[0][0])
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize(
+    "problem",
+    (
+        (1, 32, 4, 1, 1000, 128), (3, 8, 8, 1, 5000, 64), (2, 8, 2, 5, 777, 128), (1, 32, 8, 16, 3000, 128),
+        (2, 64, 8, 16, 700, 64), (1, 4, 1, 3, 400, 256), (2, 4, 2, 2, 100, 80), (1, 80, 1, 16, 500, 128),
+    ),
+    ids=label,
+)  # fmt: skip
+def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype) -> None:
+    q, k, v = _qkv(*problem, dtype=dtype)
+    lengths = torch.randint(0, k.shape[2] + 1, (q.shape[0],), device=q.device)
+    for settings_of in ({}, {"causal": True}, {"causal": True, "lengths": lengths}, {"causal": True, "window": 130}):
+        check.check_op(
+            functools.partial(kb.flash_attention, **settings_of),
+            functools.partial(flash_attention_reference, **settings_of),
+            {"q": q, "k": k, "v": v},
+            grads=("q", "k", "v"),
+        )
+
+
+@pytest.mark.gpu
+def test_bitwise_reproducible() -> None:
+    q, k, v = _qkv(1, 32, 4, 2, 20000, 128, dtype=torch.bfloat16)
+    first = kb.flash_attention(q, k, v, causal=True)
+    assert all(torch.equal(kb.flash_attention(q, k, v, causal=True), first) for _ in range(250))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", (16, 64, 256))
+def test_a_graph_follows_the_lengths(page: int) -> None:
+    inputs = _paged(4, 16, 4, 2, 128, page, 4096 // page, torch.bfloat16, [4096, 1, 300, 77])
+    kb.paged_attention(**inputs)  # compiles before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kb.paged_attention(**inputs)
+    for lengths in ([4096, 4096, 4096, 4096], [0, 5, 900, 2], [4000, 1, 2, 3]):
+        inputs["lengths"].copy_(_integers(*lengths))
+        graph.replay()
+        assert torch.equal(captured, kb.paged_attention(**inputs))
+
+
+@pytest.mark.gpu
+def test_streams_do_not_share_counters() -> None:
+    """Launches that run beside each other, and a graph beside them, each merge their own shares."""
+    q, k, v = _qkv(1, 8, 2, 1, 30000, 64, dtype=torch.bfloat16)
+    exact = kb.flash_attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kb.flash_attention(q, k, v)
+    streams, outs = [torch.cuda.Stream() for _ in range(3)], []
+    torch.cuda.synchronize()
+    for _ in range(30):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(kb.flash_attention(q, k, v))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, exact) for out in (*outs, captured))
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation() -> None:
+    inputs = _paged(4, 16, 4, 2, 128, 64, 8, torch.bfloat16, [512, 1, 300, 77])
+    new = [randn(4, 4, 2, 128, dtype=torch.bfloat16) for _ in range(2)]
+    _, *pages = inputs.values()
+    for _ in range(2):  # the first call compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            kb.append_to_pages(*new, *pages)
+            kb.paged_attention(**inputs)
+            kb.flash_attention(inputs["q"], new[0], new[1], lengths=inputs["lengths"])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    pages, page, d = 2**16 + 8, 256, 128
+    pool = torch.zeros(pages, 1, page, d, dtype=torch.bfloat16, device=runtime.DEVICE)  # 2.1e9 elements
+    pool[-4:] = torch.randn_like(pool[-4:])
+    q = randn(1, 4, 3, d, dtype=torch.bfloat16)
+    table = torch.arange(pages - 4, pages, device=runtime.DEVICE)[None]
+    far = kb.paged_attention(q, pool, pool, table, _integers(1000))
+    assert torch.equal(far, kb.paged_attention(q, pool[-4:], pool[-4:], table - pages + 4, _integers(1000)))
+    wide = pool.view(1, 1, pages * page, d)
+    near = wide[:, :, -1000:].contiguous()
+    assert torch.equal(kb.flash_attention(q, wide[:, :, -1000:], wide[:, :, -1000:]), kb.flash_attention(q, near, near))

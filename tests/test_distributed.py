@@ -1,0 +1,111 @@
+"""Several ranks, each a process, over gloo: torchrun starts them, ``several_ranks.py`` says what they check."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernelbook import cli, runtime
+from kernelbook.distributed import ExpertParallel, by_expert, keep_equal, reduce_active_rows
+from kernelbook.nn import GatedExperts
+from kernelbook.nn.moe import quantize_parameter, stored_weight
+
+WORKER = Path(__file__).with_name("several_ranks.py")
+
+
+def _torchrun(ranks: int, folder: Path, *checks: str) -> tuple[int, str]:
+    """Exit code and output; a free port is chosen, and no rank outlives the time."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(WORKER),
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(folder), *checks],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=540, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def _assert_all_passed(output: str, ranks: int, *checks: str) -> None:
+    lines = output.splitlines()
+    missing = [f"{name} {rank}" for name in checks for rank in range(ranks) if f"ok {name} {rank}" not in lines]
+    assert not missing, f"{missing} not passed:\n{output[-6000:]}"
+
+
+def test_several_ranks(tmp_path: Path) -> None:
+    """Two, then three of them, which go on from what the two have written; at the end one is killed."""
+    two = (
+        "expert_parallel", "sharded_four_bits", "active_rows", "kept_equal", "trains_ddp", "trains_fsdp",
+        "adapters_are_safe", "transformers_experts",
+    )  # fmt: skip
+    code, output = _torchrun(2, tmp_path, *two)
+    _assert_all_passed(output, 2, *two)
+    assert code == 0
+    three = ("expert_parallel_four_bits", "sharded_loads_elsewhere", "resumes_fsdp")
+    code, output = _torchrun(3, tmp_path, *three, "dies")
+    _assert_all_passed(output, 3, *three)
+    assert code != 0 and "ok dies" not in output
+    assert "SIGKILL" in output  # torchrun says who it was
+    assert (tmp_path / "dies" / "latest").read_text() == "checkpoint-2"
+    assert (tmp_path / "dies" / "checkpoint-2" / ".metadata").is_file()
+
+
+@pytest.mark.gpu
+def test_several_gpus(tmp_path: Path) -> None:
+    """The same over NCCL, on all GPUs of the machine."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
+    checks = (
+        "expert_parallel",
+        "expert_parallel_four_bits",
+        "sharded_four_bits",
+        "active_rows",
+        "kept_equal",
+        "trains_ddp",
+    )
+    done = subprocess.run([*command, str(tmp_path), *checks], capture_output=True, text=True, timeout=300, check=False)
+    _assert_all_passed(done.stdout, 2, *checks)
+
+
+@pytest.mark.parametrize("double_quant", (False, True))
+@pytest.mark.parametrize("sizes", ((3, 32, 32), (2, 128, 128)), ids=("scales_shared", "scales_apart"))
+def test_by_expert_changes_no_bit(double_quant: bool, sizes: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    module = GatedExperts(sizes[0], sizes[1], sizes[2], device=runtime.DEVICE)
+    for name in ("gate_up", "down"):
+        quantize_parameter(module, name, double_quant=double_quant)
+    before = {name: getattr(module, name) for name in ("gate_up", "down")}
+    size = sum(stored_weight(module, name).nbytes for name in before)
+    assert by_expert(module) == 2 and by_expert(module) == 2
+    for name, value in before.items():
+        assert torch.equal(getattr(module, name), value), name
+        part = module.parametrizations[name]
+        assert part.original.shape[0] == part[0].absmax.shape[0] == sizes[0]
+        assert not any(p.requires_grad or p.dtype != torch.uint8 for p in part.parameters())
+    after = sum(stored_weight(module, name).nbytes for name in before)
+    assert after <= size * (1.2 if double_quant and sizes[0] == 3 else 1)
+
+
+def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    module = GatedExperts(3, 5, 7, device=runtime.DEVICE)
+    quantize_parameter(module, "down")
+    with pytest.raises(ValueError, match="by_expert: each expert of down must have a multiple of block_size"):
+        by_expert(module)
+    with pytest.raises(ValueError, match="ExpertParallel: gradients must be one of 'mean', 'sum', got 'max'"):
+        ExpertParallel(gradients="max")
+    with pytest.raises(ValueError, match="reduce_active_rows: module must have SparseLinear layers"):
+        reduce_active_rows(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="keep_equal: parameters must not be empty"):
+        keep_equal([])
+    typed = ["train", "--config", "tiny", "--parallel", "ddp", "--out", str(tmp_path / "run")]
+    assert cli.main(typed) == 2 and "must be started by torchrun" in capsys.readouterr().err

@@ -1,0 +1,173 @@
+"""``make hub``: the kernel repository is whole, depends on nothing but PyTorch and Triton, and the library loads it offline."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tensors import randn
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import kernelbook
+from kernelbook import check, runtime
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKEND = "cpu" if torch.version.cuda is None else "cuda"
+
+
+def _tool() -> Any:
+    spec = importlib.util.spec_from_file_location("build_hub", ROOT / "tools" / "build_hub.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two versions of the repository."""
+    folders = [tmp_path_factory.mktemp("hub") / str(version) for version in (1, 2)]
+    for version, folder in enumerate(folders, 1):
+        _tool().build(folder, BACKEND, version)
+    return folders
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """The modules that are imported absolutely while the module itself is."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            continue  # what only tables need is imported where they are made
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield (node.module or "").split(".")[0]
+        yield from _imports(node)
+
+
+def test_what_is_in_it(repositories: list[Path]) -> None:
+    folder = repositories[0]
+    settings = (folder / "build.toml").read_text().splitlines()
+    assert {"[general]", 'name = "kernelbook"', "version = 1", "[torch-noarch]"} <= set(settings)
+    for name in (
+        "CARD.md",
+        "LICENSE",
+        "flake.nix",
+        "example.py",
+        "tests/test_kernelbook.py",
+        "benchmarks/benchmark.py",
+    ):
+        assert (folder / name).is_file(), name
+    package = folder / "torch-ext" / "kernelbook"
+    for path in package.rglob("*.py"):
+        source = path.read_text()
+        outside = set(_imports(ast.parse(source))) - set(sys.stdlib_module_names)
+        assert outside <= {"torch", "triton"}, (path, outside)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                assert not node.value.startswith("kernelbook::"), (path, node.value)
+    # The builder writes this one.
+    assert not (package / "_ops.py").exists()
+
+
+def test_an_import_that_cannot_be_relative_is_an_error() -> None:
+    with pytest.raises(ValueError, match="imports kernelbook as a whole"):
+        _tool().relative_imports("import kernelbook\n", Path("room/op.py"))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    return pytest.importorskip("kernels")
+
+
+@pytest.fixture(scope="module")
+def loaded(kernels: Any, repositories: list[Path]) -> list[Any]:
+    return [kernels.get_local_kernel(folder) for folder in repositories]
+
+
+def test_two_versions_live_in_one_process(loaded: list[Any]) -> None:
+    x, w = randn(3, 24), randn(24)
+    results = [library.rms_norm(x, w) for library in (*loaded, kernelbook)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    names = {library.layer_norm.__module__ for library in loaded}
+    assert len(names) == 2 and "kernelbook" not in {name.split(".")[0] for name in names}
+    for library in loaded:
+        assert set(library.__all__) == {*kernelbook.__all__, "attention_forward", "layers"}
+
+
+def _kernelized(kernels: Any, model: nn.Module, folder: Path, layers: dict[type[nn.Module], str]) -> nn.Module:
+    for kind, name in layers.items():
+        kernels.replace_kernel_forward_from_hub(kind, name)
+    device = runtime.DEVICE.type
+    mapping = {name: {device: kernels.LocalLayerRepository(folder, layer_name=name)} for name in layers.values()}
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+        result = kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, use_fallback=False)
+    return result  # type: ignore[no-any-return]
+
+
+def _run(model: Any, embeddings: torch.Tensor) -> list[torch.Tensor]:
+    """Logits, the gradient of the embeddings, and those of all parameters that have one."""
+    embeddings = embeddings.detach().requires_grad_()
+    model.zero_grad()
+    logits = model(inputs_embeds=embeddings, use_cache=False).logits
+    torch.manual_seed(1)
+    logits.backward(torch.randn(logits.shape, device=logits.device).to(logits.dtype))
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [logits.detach(), embeddings.grad, *grads]  # type: ignore[list-item]
+
+
+def _require(ours: list[torch.Tensor], exact: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    for i, (mine, true, theirs) in enumerate(zip(ours, exact, plain, strict=True)):
+        factor = check.FORWARD_FACTOR if i == 0 else check.GRADIENT_FACTOR
+        if true.abs().max() > 1e-5:  # else it is 0 but for rounding, and has no scale of its own
+            check.compare(f"result {i}", mine, true, theirs, factor=factor).require()
+
+
+@pytest.fixture
+def attention(loaded: list[Any]) -> Iterator[str]:
+    """The name under which transformers knows the repository's attention."""
+    name = "kernelbook-hub"
+    ALL_ATTENTION_FUNCTIONS.register(name, loaded[0].attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    yield name
+
+
+def test_gpt2(kernels: Any, repositories: list[Path], attention: str) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=31, n_positions=16, n_embd=24, n_layer=1, n_head=3, initializer_range=0.2,
+        bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).to(runtime.DEVICE)
+    x = randn(2, 9, 24)
+    plain = _run(model, x)
+    exact = _run(model.double(), x.double())
+    model.float().set_attn_implementation(attention)
+    _kernelized(kernels, model, repositories[0], {nn.LayerNorm: "LayerNorm"})
+    assert "layer_norm" in model.transformer.ln_f.forward.__func__.__code__.co_names
+    _require(_run(model, x), exact, plain)
+    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    _require(_run(compiled, x), exact, plain)
+
+
+def test_qwen3_moe(kernels: Any, repositories: list[Path], attention: str) -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
+
+    model = tiny_models.tiny_model("qwen3_moe", num_hidden_layers=1).train()
+    x = randn(2, 9, tiny_models.COMMON["hidden_size"])
+    plain = _run(model, x)
+    exact = _run(model.double(), x.double())
+    model.float().set_attn_implementation(attention)
+    layers = {qwen.Qwen3MoeRMSNorm: "LlamaRMSNorm", qwen.Qwen3MoeExperts: "Experts"}
+    _kernelized(kernels, model, repositories[1], layers)
+    _require(_run(model, x), exact, plain)

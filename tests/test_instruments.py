@@ -1,0 +1,65 @@
+"""What the book's instruments show is what the kernels do: every recording can be made again, and is the same."""
+
+import gzip
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kernelbook import runtime
+
+ROOT = Path(__file__).resolve().parent.parent
+STATIC = ROOT / "book" / "_static"
+NAMES = sorted(path.stem for path in (STATIC / "instruments").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("record_instruments", ROOT / "tools" / "record_instruments.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="recordings are made by the interpreter")
+@pytest.mark.parametrize("name", NAMES)
+def test_recording_again_gives_the_same(tool: ModuleType, name: str) -> None:
+    assert tool.written(tool.RECORDINGS[name]()) == (STATIC / "instruments" / f"{name}.json").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_every_instrument_is_recorded_and_every_chapter_has_one() -> None:
+    used = {}
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        used[path.stem] = re.findall(r"\{instrument\} (\w+)", path.read_text(encoding="utf-8"))
+    assert sorted(name for names in used.values() for name in names) == NAMES
+    assert not [stem for stem, names in used.items() if not names]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recording_is_consistent(name: str) -> None:
+    recording = json.loads((STATIC / "instruments" / f"{name}.json").read_text(encoding="utf-8"))
+    sizes = {panel["name"]: panel["rows"] * panel["columns"] for panel in recording["panels"]}
+    assert 0 <= recording["answer"] < len(recording["choices"])
+    colours = set(re.findall(r"\.c-(\w)\b", (STATIC / "book.css").read_text(encoding="utf-8"))) | {"."}
+    for run in recording["runs"]:
+        assert list(run["facts"]) == list(recording["runs"][0]["facts"])
+        for frame in run["frames"]:
+            for panel, start, codes, *words in frame.get("set", []):
+                assert start >= 0
+                assert start + len(codes) <= sizes[panel]
+                assert set(codes) <= colours
+                assert not words or len(words[0]) == len(codes)
+
+
+def test_the_script_and_a_page_s_data_are_small() -> None:
+    assert len(gzip.compress((STATIC / "book.js").read_bytes())) < 30_000
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        names = re.findall(r"\{instrument\} (\w+)", path.read_text(encoding="utf-8"))
+        data = b"".join((STATIC / "instruments" / f"{name}.json").read_bytes() for name in names)
+        assert len(gzip.compress(data)) < 60_000, path.stem

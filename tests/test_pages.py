@@ -1,0 +1,233 @@
+"""Every built page in a browser, at two widths and in both themes. Skipped where the book or Chromium is missing."""
+
+import functools
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+Axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe
+
+ROOT = Path(__file__).resolve().parent.parent
+HTML = ROOT / "_build" / "html"
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+PAGES = sorted(str(path.relative_to(HTML)) for path in HTML.rglob("*.html")) if HTML.exists() else []
+CONTENT = [page for page in PAGES if page.startswith(("book/", "notebooks/"))]
+WIDTHS = (1400, 390)
+THEMES = ("light", "dark")
+# Of what a reader loads with a page: the page itself, scripts, styles, and not the figures.
+MOST_BYTES = 3_200_000
+AXE = {"resultTypes": ["violations"], "preload": False}
+
+pytestmark = [
+    pytest.mark.skipif(not PAGES, reason="there is no built book: 'make book' comes first"),
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    pytest.mark.xdist_group("pages"),
+]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(HTML)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    flags = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync"
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=flags.split())
+        yield chromium
+        chromium.close()
+
+
+def opened(browser: Any, url: str, width: int = 1400, theme: str = "light", **context: Any) -> tuple[Any, list[str]]:
+    """The page, and what it complained of."""
+    page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, **context).new_page()
+    page.add_init_script(f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')")
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "response", lambda answer: complaints.append(f"{answer.status} {answer.url}") if answer.status >= 400 else None
+    )
+    page.goto(url)
+    page.wait_for_load_state("networkidle")
+    return page, complaints
+
+
+OVERFLOWING = """() => [...document.querySelectorAll('.bd-article *')].filter(e => {
+    const box = e.getBoundingClientRect();
+    if (box.width === 0 || box.right <= innerWidth + 1) return false;
+    for (let p = e; p; p = p.parentElement) if (getComputedStyle(p).overflowX !== 'visible') return false;
+    return true;
+}).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"""
+
+
+@pytest.mark.parametrize("page_name", CONTENT)
+def test_a_page_has_no_error_fits_the_screen_and_is_accessible(browser: Any, address: str, page_name: str) -> None:
+    for width in WIDTHS:
+        page, complaints = opened(browser, address + page_name, width)
+        for theme in THEMES:
+            where = f"{page_name}, {width} pixels, {theme}"
+            page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, where
+            assert not page.evaluate(OVERFLOWING), where
+            if width == WIDTHS[0]:
+                faults = Axe().run(page, context=".bd-article", options=AXE).response["violations"]
+                serious = [
+                    f"{f['id']}: {f['nodes'][0]['html'][:160]}"
+                    for f in faults
+                    if f["impact"] in ("serious", "critical")
+                ]
+                assert not serious, where
+        assert not complaints, f"{page_name}, {width} pixels"
+        page.context.close()
+
+
+def test_a_reader_s_choice_of_theme_holds(browser: Any, address: str) -> None:
+    for theme in THEMES:
+        page, _ = opened(browser, address + CONTENT[0], theme=theme)
+        assert page.evaluate("document.documentElement.dataset.theme") == theme
+        page.context.close()
+
+
+@pytest.mark.parametrize("page_name", CONTENT)
+def test_what_a_page_loads_is_small(browser: Any, address: str, page_name: str) -> None:
+    page = browser.new_context().new_page()
+    sizes: dict[str, int] = {}
+    page.on("response", lambda answer: sizes.update({answer.url: len(answer.body())}) if answer.ok else None)
+    page.goto(address + page_name)
+    page.wait_for_load_state("networkidle")
+    loaded = {url: size for url, size in sizes.items() if re.search(r"\.(html|js|css)(\?|$)", url)}
+    page.context.close()
+    assert sum(loaded.values()) < MOST_BYTES, sorted(((size, url) for url, size in loaded.items()), reverse=True)[:6]
+    assert not [url for url in loaded if "searchindex" in url or "thebe" in url]
+
+
+def test_every_link_inside_the_book_leads_somewhere() -> None:
+    names: dict[Path, set[str]] = {}
+
+    def anchors(path: Path) -> set[str]:
+        if path not in names:
+            names[path] = set(re.findall(r'\s(?:id|name)="([^"]+)"', path.read_text(encoding="utf-8")))
+        return names[path]
+
+    lost = []
+    for page in PAGES:
+        text = (HTML / page).read_text(encoding="utf-8")
+        for link in re.findall(r'<a [^>]*href="([^"]+)"', text):
+            if re.match(r"[a-z]+:", link):
+                continue
+            target, anchor = urldefrag(urljoin(page, link.replace("&amp;", "&")))
+            path = HTML / (unquote(target.partition("?")[0]) or page)
+            if not path.exists() or (anchor and path.suffix == ".html" and unquote(anchor) not in anchors(path)):
+                lost.append(f"{page}: {link}")
+    assert not lost
+
+
+WITH_INSTRUMENTS = [page for page in CONTENT if 'class="instrument' in (HTML / page).read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("way", ["mouse", "keyboard", "touch"])
+@pytest.mark.parametrize("page_name", WITH_INSTRUMENTS)
+def test_an_instrument_asks_then_answers(browser: Any, address: str, page_name: str, way: str) -> None:
+    page, complaints = opened(
+        browser, address + page_name, 390 if way == "touch" else 1400, has_touch=way == "touch", reduced_motion="reduce"
+    )
+
+    def use(element: Any) -> None:
+        if way == "mouse":
+            element.click()
+        elif way == "touch":
+            element.tap()
+        else:
+            element.focus()
+            page.keyboard.press("Space")
+
+    for box in page.locator(".instrument").all():
+        assert box.locator(".still").is_hidden()
+        assert box.locator(".player button").first.is_disabled()  # nothing before the prediction
+        use(box.locator(".prediction input").first)
+        use(box.locator(".prediction button"))
+        settings = box.locator(".settings input")
+        use(settings.nth(1))
+        assert settings.nth(1).is_checked()
+        before = box.locator(".panels").inner_html()
+        use(box.get_by_label("one step on"))
+        use(box.locator(".play"))  # with reduced motion: straight to the end
+        assert box.locator(".panels").inner_html() != before
+        assert box.locator(".facts dd").count() > 0
+        assert re.match("You were right|Not what you predicted", box.locator(".verdict").inner_text())
+        slider = box.locator("input[type=range]")
+        slider.focus()
+        page.keyboard.press("Home")
+        assert slider.input_value() == "0"
+        assert re.match(r"1 of \d+", slider.get_attribute("aria-valuetext") or "")
+    assert not complaints
+    page.context.close()
+
+
+@pytest.mark.parametrize("page_name", WITH_INSTRUMENTS)
+def test_without_javascript_there_is_a_still_picture(browser: Any, address: str, page_name: str) -> None:
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.goto(address + page_name)
+    for box in page.locator(".instrument").all():
+        assert box.locator(".still svg").is_visible()
+        assert box.locator(".still table").is_visible()
+    page.context.close()
+
+
+def test_a_term_says_what_it_means(browser: Any, address: str) -> None:
+    for way in ("mouse", "keyboard", "touch"):
+        page, _ = opened(browser, address + "notebooks/first_kernel.html", has_touch=way == "touch")
+        term = page.locator('.bd-article a[href*="notation.html#term-"]').first
+        tip = page.locator("#term-tip")
+        assert tip.is_hidden()
+        if way == "mouse":
+            term.hover()
+        elif way == "keyboard":
+            term.focus()
+        else:
+            term.tap()
+        assert tip.is_visible() and len(tip.inner_text()) > 20, way
+        assert page.url.endswith("first_kernel.html"), way
+        page.keyboard.press("Escape")
+        assert tip.is_hidden(), way
+        page.context.close()
+
+
+def test_a_figure_enlarges_and_closes(browser: Any, address: str) -> None:
+    page, _ = opened(browser, address + "notebooks/first_kernel.html")
+    page.locator(".enlarge").first.click()
+    assert page.locator("dialog.enlarged img").is_visible()
+    page.keyboard.press("Escape")
+    assert page.locator("dialog.enlarged").is_hidden()
+    page.context.close()
+
+
+def test_search_finds_words_of_the_text_and_not_of_imports(browser: Any, address: str) -> None:
+    page, complaints = opened(browser, address + "search.html?q=coalesced")
+    page.wait_for_selector("#search-results li", timeout=20_000)
+    page.context.close()
+    page, _ = opened(browser, address + "search.html?q=tempfile")
+    page.wait_for_function("document.querySelector('#search-results p')?.innerText.length > 10", timeout=20_000)
+    assert not [text for text in page.locator("#search-results li").all_inner_texts() if "import" in text]
+    assert not complaints
+    page.context.close()

@@ -1,0 +1,234 @@
+"""nn.swap on models made of PyTorch's modules, and on a GPT-2: right by the rule of check.py, and undone without a trace."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensors import randn
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import kernelbook as kb
+from kernelbook import check, runtime
+from kernelbook import nn as kb_nn
+from kernelbook.interop import transformers_attention
+from kernelbook.nn import swap
+
+
+class ViT(nn.Module):
+    """A vision transformer with the modules that torchvision's is made of."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__()
+            self.ln_1 = nn.LayerNorm(width, eps=1e-6)
+            self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
+            self.ln_2 = nn.LayerNorm(width, eps=1e-6)
+            self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.ln_1(x)
+            x = x + self.self_attention(y, y, y, need_weights=False)[0]
+            return x + self.mlp(self.ln_2(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_proj = nn.Conv2d(3, 24, kernel_size=4, stride=4)
+        self.positions = nn.Parameter(torch.randn(1, 10, 24))
+        self.class_token = nn.Parameter(torch.randn(1, 1, 24))
+        self.layers = nn.Sequential(*(self.Block(24, 3) for _ in range(2)))
+        self.ln = nn.LayerNorm(24, eps=1e-6)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.conv_proj(images).flatten(2).mT
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.ln(self.layers(x))[:, 0]
+
+
+def _encoder(**changes: Any) -> nn.Module:
+    options = {"d_model": 24, "nhead": 4, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True, **changes}
+    return nn.TransformerEncoderLayer(**options)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict[str, int]]] = {
+    "vit": (ViT, lambda: randn(2, 3, 12, 12), {"LayerNorm": 5, "MultiheadAttention": 2}),
+    "encoder layer": (_encoder, lambda: randn(2, 7, 24), {"LayerNorm": 2, "MultiheadAttention": 1}),
+    "sequence first": (
+        lambda: _encoder(batch_first=False, norm_first=True, bias=False),
+        lambda: randn(7, 2, 24),
+        {"LayerNorm": 2, "MultiheadAttention": 1},
+    ),
+    "rms": (lambda: nn.Sequential(nn.Linear(24, 24), nn.RMSNorm(24)), lambda: randn(3, 24), {"RMSNorm": 1}),
+}
+
+
+def _tensors(model: nn.Module, x: torch.Tensor, forward: Any) -> list[torch.Tensor]:
+    """The output, the gradient of the input and those of all parameters."""
+    x = x.detach().requires_grad_()
+    out = forward(model, x)
+    torch.manual_seed(1)
+    up = torch.randn(out.shape, device=out.device).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, (x, *model.parameters()), up)]
+
+
+def _require(model: nn.Module, x: torch.Tensor, forward: Any = lambda model, x: model(x), **how: Any) -> None:
+    plain = _tensors(model, x, forward)
+    exact = [t.float() for t in _tensors(model.double(), x.double(), forward)]
+    model.float()
+    with swap(model, quiet=True, **how):
+        ours = _tensors(model, x, forward)
+    names = ["out", "dx", *(f"d{name}" for name, _ in model.named_parameters())]
+    for name, mine, true, theirs in zip(names, ours, exact, plain, strict=True):
+        factor = check.FORWARD_FACTOR if name == "out" else check.GRADIENT_FACTOR
+        # A gradient that is 0 but for rounding (of a bias that softmax does not see) has no scale of its own.
+        if true.abs().max() > 1e-5:
+            check.compare(name, mine, true, theirs, factor=factor).require()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How often each kernel's public function was called."""
+    counts = {"layer_norm": 0, "flash_attention": 0, "rms_norm": 0}
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, users in (
+        ("layer_norm", ["nn.layers"]),
+        ("rms_norm", ["nn.layers"]),
+        ("flash_attention", ["nn.swap", "interop.transformers_attention"]),
+    ):
+        for user in users:
+            monkeypatch.setattr(importlib.import_module(f"kernelbook.{user}"), name, counting(name, getattr(kb, name)))
+    yield counts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_pytorchs_modules(name: str, calls: dict[str, int]) -> None:
+    make, x, expected = MODELS[name]
+    model = make().to(runtime.DEVICE)
+    classes, state = [type(m) for m in model.modules()], list(model.state_dict())
+    done = swap(model, quiet=True)
+    kinds = list(done.changed.values())
+    assert {kind: kinds.count(kind) for kind in kinds} == expected and not done.left
+    assert list(model.state_dict()) == state
+    done.undo()
+    assert [type(m) for m in model.modules()] == classes and not done.changed
+    _require(model, x())
+    ran = (calls["layer_norm"], calls["flash_attention"], calls["rms_norm"])
+    assert ran == tuple(expected.get(kind, 0) for kind in ("LayerNorm", "MultiheadAttention", "RMSNorm"))
+
+
+def test_inference_does_not_pass_over_the_modules(calls: dict[str, int]) -> None:
+    """In evaluation PyTorch's encoder has a path of its own, which knows the parameters and not the modules."""
+    model = nn.TransformerEncoder(_encoder(), 2).to(runtime.DEVICE).eval()
+    x = randn(2, 7, 24)
+    padding = torch.zeros(2, 7, dtype=torch.bool, device=runtime.DEVICE)
+    padding[1, 5:] = True
+    with torch.no_grad():
+        expected, padded = model(x), model(x, src_key_padding_mask=padding)
+        with swap(model, quiet=True):
+            torch.testing.assert_close(model(x), expected)
+            assert calls["layer_norm"] == 4 and calls["flash_attention"] == 2
+            ours = model(x, src_key_padding_mask=padding)  # attention is PyTorch's, norms are not
+            assert calls["layer_norm"] == 8 and calls["flash_attention"] == 2
+            torch.testing.assert_close(ours[~padding], padded[~padding])
+        assert model.use_nested_tensor and model.layers[0].activation_relu_or_gelu == 1
+        model(x)
+        assert calls["layer_norm"] == 8
+
+
+CALLS: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({}, True),
+    "causal": ({"attn_mask": "causal", "is_causal": True}, True),
+    "a mask": ({"attn_mask": "causal"}, False),
+    "padding": ({"key_padding_mask": "last"}, False),
+    "weights": ({"need_weights": True}, False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("own_sizes", (False, True))
+def test_calls_of_multihead_attention(name: str, own_sizes: bool, calls: dict[str, int]) -> None:
+    changes, ours = CALLS[name]
+    model = nn.MultiheadAttention(24, 3, batch_first=True, **({"kdim": 10, "vdim": 6} if own_sizes else {}))
+    x = randn(2, 7, 24)
+    key, value = (randn(2, 7, 10), randn(2, 7, 6)) if own_sizes else (x, x)
+    masks = {
+        "causal": torch.ones(7, 7, dtype=torch.bool, device=runtime.DEVICE).triu(1),
+        "last": torch.arange(7, device=runtime.DEVICE).expand(2, 7) >= 5,
+    }
+    options = {"need_weights": False, **changes}
+    options = {k: masks.get(v, v) if isinstance(v, str) else v for k, v in options.items()}
+
+    def forward(model: nn.Module, q: torch.Tensor) -> torch.Tensor:
+        return model(q, key.to(q.dtype), value.to(q.dtype), **options)[0]
+
+    _require(model.to(runtime.DEVICE), x, forward)
+    assert calls["flash_attention"] == int(ours)
+
+
+def test_what_is_left_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(nn.LayerNorm):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    model = nn.ModuleDict(
+        {"two": nn.LayerNorm((3, 4)), "own": Own(8), "ours": kb_nn.LayerNorm(8), "wide": nn.MultiheadAttention(600, 2)}
+    )
+    done = swap(model)
+    assert not done.changed and set(done.left) == {"two", "own", "wide"}
+    said = capsys.readouterr().out
+    assert "swap: ModuleDict runs nothing on kernelbook" in said
+    assert "left as it was: two: its normalized_shape (3, 4) has more than one dimension" in said
+    assert "left as it was: own: Own is a class of its own" in said
+    assert "left as it was: wide: its heads have 300 features, and flash_attention takes at most 256" in said
+    only = swap(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), layer_norm=False)
+    assert only.changed == {"1": "RMSNorm"}
+    assert "swap: Sequential runs 1 RMSNorm on kernelbook" in capsys.readouterr().out
+    with pytest.raises(TypeError, match=r"swap: model must be a torch\.nn\.Module, got list"):
+        swap([])  # type: ignore[arg-type]
+
+
+def test_gpt2(calls: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=31, n_positions=16, n_embd=24, n_layer=2, n_head=3,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).to(runtime.DEVICE)
+    before = model.config._attn_implementation
+    tokens = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+
+    def forward(model: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=embeddings, use_cache=False).logits
+
+    _require(model, model.transformer.wte(tokens).detach(), forward)
+    assert calls == {"layer_norm": 5, "flash_attention": 2, "rms_norm": 0}
+    assert model.config._attn_implementation == before
+    model.eval()
+    padded = torch.ones(2, 9, dtype=torch.int64, device=runtime.DEVICE)
+    padded[1, :3] = 0
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=padded).logits
+        generated = model.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        with swap(model, quiet=True) as done:
+            assert done.changed["config"] == "attention implementation"
+            ours = model(tokens, attention_mask=padded).logits
+            torch.testing.assert_close(ours[0], expected[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(ours[1, 3:], expected[1, 3:], rtol=1e-4, atol=1e-4)
+            assert calls["flash_attention"] == 2  # a padded batch is PyTorch's
+            again = model.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+            assert torch.equal(again, generated) and calls["flash_attention"] > 2
+
+
+def test_attention_says_what_it_cannot_do() -> None:
+    q = randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="attention_forward: s_aux must be None"):
+        transformers_attention.attention_forward(nn.Module(), q, q, q, None, s_aux=randn(2))

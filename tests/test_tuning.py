@@ -1,0 +1,169 @@
+"""The command ``tune``: what it tries, what it keeps, and what it does when a candidate brings its process down."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from kernelbook import autotune, cli, runtime, timing, tuning
+
+GPU = dataclasses.replace(runtime.TARGETS["sm_90"], name="A Fake GPU")
+RULE, FAST, WRONG, TOO_LARGE = (triton.Config({"BLOCK": block}) for block in (1, 2, 3, 4))
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., triton.Config]]:
+    """A planner whose candidates are faster, wrong, or too large; its plans lie in ``tmp_path``."""
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
+    monkeypatch.setattr(runtime, "properties", lambda device=None: GPU)
+    monkeypatch.setattr(autotune, "_planners", {})
+
+    @autotune.planner("square.tiles", lambda n, properties: (RULE, WRONG, TOO_LARGE, FAST))
+    def rule(n: int, properties: runtime.DeviceProperties) -> triton.Config:
+        return RULE
+
+    def measure(call: Callable[[], Any], **_: Any) -> timing.Timing:
+        call()
+        ms = {1: 0.002, 2: 0.001, 3: 0.0001}[rule(7, GPU).kwargs["BLOCK"]]
+        return timing.Timing(ms, ms, ms, 1)
+
+    monkeypatch.setattr(timing, "measure", measure)
+    autotune.forget()
+    yield rule
+    autotune.forget()
+
+
+def _case(plan: Callable[..., triton.Config]) -> timing.Case:
+    def build() -> timing.Problem:
+        x = torch.randn(8)
+
+        def ours() -> list[torch.Tensor]:
+            block = plan(7, GPU).kwargs["BLOCK"]
+            if block == 4:
+                raise OutOfResources(300_000, 232_448, "shared memory")
+            return [x * x + (1.0 if block == 3 else 0.0)]
+
+        calls = {"torch": lambda: [x * x], "kernelbook": ours}
+        return timing.Problem(calls, lambda: [x.double() ** 2], calls["torch"], 2.0)
+
+    return timing.Case("square", "forward", torch.float32, {"N": 7}, "N", 7, 1.0, 1.0, build)
+
+
+def test_the_fastest_that_is_right_is_kept(plan: Callable[..., triton.Config], tmp_path: Path) -> None:
+    journal = tuning.Journal(tmp_path / "journal")
+    tuning.tune_case(_case(plan), journal)
+    outcomes = {e["plan"]["BLOCK"]: e["outcome"].split(":")[0] for e in journal.entries if "outcome" in e}
+    assert outcomes == {1: "ok", 2: "ok", 3: "wrong", 4: "does not fit"}
+    stored = autotune.read_plans(autotune.own_plans(GPU.name))["square.tiles"]["n=7"]
+    assert stored["plan"] == autotune.as_json(FAST) and (stored["rule_us"], stored["us"]) == (2.0, 1.0)
+    assert plan(7, GPU) == FAST  # from now on, in every process
+    tuning.tune_case(_case(plan), journal)  # a second time nothing is tried
+    assert sum("outcome" in e for e in journal.entries) == 4
+
+
+def test_a_gain_within_the_noise_is_not_kept(
+    plan: Callable[..., triton.Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "GAIN", 2.1)
+    tuning.tune_case(_case(plan), tuning.Journal(tmp_path / "journal"))
+    assert not autotune.own_plans(GPU.name).exists() and plan(7, GPU) == RULE
+
+
+def test_a_plan_that_loses_in_another_case_of_the_same_problem_is_struck(
+    plan: Callable[..., triton.Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = tuning.Journal(tmp_path / "journal")
+    tuning.tune_case(_case(plan), journal)
+    monkeypatch.setattr(tuning, "_in_turn", lambda *_: [1.0, 1.5])
+    tuning.tune_case(dataclasses.replace(_case(plan), x=8), journal)
+    assert plan(7, GPU) == RULE and journal.winners()["square.tiles", "n=7"]["winner"] is None
+
+
+def test_a_candidate_without_an_outcome_is_skipped(plan: Callable[..., triton.Config], tmp_path: Path) -> None:
+    """It was written down before it started, and its process did not come back."""
+    journal = tuning.Journal(tmp_path / "journal")
+    journal.write(planner="square.tiles", key="n=7", plan=autotune.as_json(FAST))
+    tuning.tune_case(_case(plan), tuning.Journal(journal.path))
+    entries = tuning.Journal(journal.path).entries
+    assert [e["outcome"] for e in entries if e.get("plan") == autotune.as_json(FAST) and "outcome" in e] == [
+        "brought the process down"
+    ]
+    assert plan(7, GPU) == RULE
+
+
+# Dies after its first line, hangs after the second, then ends well; the journal says how far it came.
+WORKER = """
+import os, sys, time
+path = sys.argv[1]
+count = len(open(path).readlines()) if os.path.exists(path) else 0
+with open(path, "a") as file:
+    file.write('{"starts": "again"}\\n')
+if count == 0:
+    os._exit(9)
+if count == 1:
+    time.sleep(600)
+"""
+
+
+def test_a_process_that_dies_or_hangs_is_followed_by_another(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    assert tuning.supervise([sys.executable, "-c", WORKER, str(journal)], journal, stalled_s=2.0, quiet=True) == 3
+    assert len(tuning.Journal(journal).entries) == 3
+
+
+def test_what_never_gets_anywhere_is_given_up(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    assert tuning.supervise([sys.executable, "-c", "raise SystemExit(1)"], journal, quiet=True) == 2
+
+
+def test_the_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text(json.dumps({"starts": "a"}) + '\n{"starts": ')
+    assert tuning.Journal(tmp_path / "journal").entries == [{"starts": "a"}]
+
+
+def test_shapes() -> None:
+    assert tuning.parse_shape("M=4096 N=5120, active=0.1") == {"M": 4096, "N": 5120, "active": 0.1}
+    assert tuning.parse_shape(None) is None
+    with pytest.raises(ValueError, match="tune: --shape must be like 'M=4096 N=5120', got 'large'"):
+        tuning.parse_shape("large")
+    with pytest.raises(ValueError, match="tune: --shape of layer_norm must give N, got M"):
+        tuning._cases_of("layer_norm", {"M": 3})
+    forward, backward = tuning._cases_of("layer_norm", {"M": 3, "N": 5})
+    assert (forward.mode, backward.mode) == ("forward", "backward") and forward.shape == {"M": 3, "N": 5}
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+def test_tuning_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "layer_norm", "--minutes", "1"]) == 2
+    assert "tune: there is no GPU here" in capsys.readouterr().err
+
+
+def test_the_call_of_a_room_asks_its_planners() -> None:
+    """Else a room's plans would be tuned for nothing."""
+    for room, shape, expected in (
+        ("sparse_linear", {"M": 32, "d_in": 32, "d_out": 128, "active": 0.5}, {"sparse_linear.backward"}),
+        ("scatter_ffn", {"M": 1, "K": 32, "N": 64, "active": 0.5}, {"scatter_ffn.strategy", "scatter_ffn.vector_up"}),
+        ("layer_norm", {"M": 3, "N": 40}, {"layer_norm.backward"}),
+    ):
+        case = tuning._cases_of(room, shape)[-1 if room == "layer_norm" else 0]
+        problem = case.build()
+        assert isinstance(problem, timing.Problem)
+        for _ in range(2):  # no cache but those of autotune stands before the planners
+            with autotune.watched() as asked:
+                problem.providers["kernelbook"]()
+            assert expected <= {name for name, _ in asked}
+
+
+@pytest.mark.gpu
+def test_tuning_a_room_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
+    assert tuning.tune(["sparse_linear"], {"M": 256, "d_in": 512, "d_out": 1024, "active": 0.25}, 1.0, False) == 0
+    entries = tuning.Journal(next(tmp_path.glob("tuned/*.journal"))).entries
+    assert sum(e.get("outcome") == "ok" for e in entries) >= 5 and any("finished" in e for e in entries)

@@ -1,0 +1,185 @@
+"""Builds the kernel repository for Hugging Face's ``kernels`` from the package: its sources, and what the library loads.
+
+    python tools/build_hub.py [--out _build/hub] [--backend cuda] [--version 1]
+
+``torch-ext/kernelbook`` are the rooms and the modules on top of them, with relative imports and with operators in the
+namespace that ``_ops.py`` gives: two versions then live in one process. ``build/torch-<backend>`` is the same, with the
+metadata that the library reads; their own builder makes it too, from ``build.toml``. Other files come from ``hub/``.
+"""
+
+import argparse
+import ast
+import base64
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "kernelbook"
+# Commands, figures, records, training and other libraries stay at home, and so do the modules that need them.
+AT_HOME = {
+    "cli",
+    "__main__",
+    "compiled",
+    "plots",
+    "profiling",
+    "bench",
+    "train",
+    "interop",
+    "distributed",
+    "gpt",
+    "swap",
+}
+ADDED = ("layers.py", "transformers_attention.py")  # of hub/, to the package
+CAPABILITIES = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
+
+OPS = '''"""The namespace of this build's operators."""
+
+import torch
+
+_OPS_NAME = "{name}"
+
+ops = getattr(torch.ops, _OPS_NAME)
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """The operator's name in that namespace."""
+    return f"{{_OPS_NAME}}::{{op_name}}"
+'''
+
+OLDER_LOADERS = '''"""The same names, where older versions of the ``kernels`` library look for them."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_path = Path(__file__).parent.parent / "__init__.py"
+_name = f"{__name__}_{abs(hash(str(_path)))}"
+_spec = importlib.util.spec_from_file_location(_name, _path)
+_module = importlib.util.module_from_spec(_spec)
+sys.modules[_name] = _module
+_spec.loader.exec_module(_module)
+globals().update({name: getattr(_module, name) for name in _module.__all__})
+__all__ = _module.__all__
+'''
+
+
+def stays_at_home(path: Path) -> bool:
+    """Whether the module at ``path``, relative to the package, is left out."""
+    return any(part.removesuffix(".py") in AT_HOME or part.startswith("bench_") for part in path.parts)
+
+
+def relative_imports(source: str, path: Path) -> str:
+    """``source`` with imports of the package written from the place of ``path``; raises where one cannot be."""
+    lines = source.splitlines(keepends=True)
+    dots = "." * len(path.parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == PACKAGE for alias in node.names):
+            raise ValueError(f"{path}:{node.lineno} imports {PACKAGE} as a whole, which no relative import can")
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
+            rest = node.module[len(PACKAGE) + 1 :]
+            line = lines[node.lineno - 1]
+            lines[node.lineno - 1] = line.replace(f"from {node.module} import", f"from {dots}{rest} import", 1)
+            assert lines[node.lineno - 1] != line, (path, line)
+    return "".join(lines)
+
+
+def own_namespace(source: str, path: Path) -> str:
+    """``source`` with operators in the build's namespace instead of the package's."""
+    prefix = f"from {'.' * len(path.parts)}_ops import add_op_namespace_prefix, ops\n"
+    named = re.sub(rf'"{PACKAGE}::(\w+)"', r'add_op_namespace_prefix("\1")', source)
+    named = re.sub(rf'f"{PACKAGE}::{{(\w+)}}"', r"add_op_namespace_prefix(\1)", named)
+    named = named.replace(f"torch.ops.{PACKAGE}", "ops")
+    named = named.replace(f'NAMESPACE = "{PACKAGE}"', 'NAMESPACE = add_op_namespace_prefix("").removesuffix("::")')
+    if named == source:
+        return source
+    first = next(node for node in ast.parse(named).body if isinstance(node, ast.Import | ast.ImportFrom))
+    lines = named.splitlines(keepends=True)
+    return "".join([*lines[: first.lineno - 1], prefix, *lines[first.lineno - 1 :]])
+
+
+def without_home(source: str) -> str:
+    """An ``__init__`` without what is imported from modules that stay at home, in its ``__all__`` too."""
+    tree, dropped = ast.parse(source), set()
+    lines = source.splitlines(keepends=True)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and stays_at_home(Path(*(node.module or "").split("."))):
+            dropped |= {alias.asname or alias.name for alias in node.names}
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
+    kept = "".join(lines)
+    for name in dropped:
+        kept = kept.replace(f'    "{name}",\n', "")
+    return kept
+
+
+def sources() -> dict[Path, str]:
+    """Every file of the kernel repository's package but ``_ops.py``, by its path in it."""
+    home = ROOT / "src" / PACKAGE
+    found = {path.relative_to(home): path.read_text(encoding="utf-8") for path in sorted(home.rglob("*.*"))}
+    found = {
+        place: text for place, text in found.items() if not stays_at_home(place) and place.suffix in (".py", ".json")
+    }
+    for name in ADDED:
+        found[Path(name)] = (ROOT / "hub" / name).read_text(encoding="utf-8")
+    public = "from kernelbook import layers\nfrom kernelbook.transformers_attention import attention_forward\n"
+    top = found[Path("__init__.py")].replace("\n__version__ =", f"{public}\n__version__ =", 1)
+    found[Path("__init__.py")] = top.replace(
+        "__all__ = [\n", '__all__ = [\n    "attention_forward",\n    "layers",\n', 1
+    )
+    for place, text in found.items():
+        if place.suffix == ".py":
+            text = without_home(text) if place.name == "__init__.py" else text
+            found[place] = own_namespace(relative_imports(text, place), place)
+    return found
+
+
+def build(out: Path, backend: str = "cuda", version: int = 1) -> Path:
+    """Writes the repository to ``out``, which is emptied before, and returns the folder that the library loads."""
+    files = sources()
+    content = hashlib.sha256(repr((version, sorted(files.items()))).encode()).hexdigest()[:12]
+    unique = f"_{PACKAGE}_{backend}_{content}"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(ROOT / "hub", out, ignore=shutil.ignore_patterns(*ADDED, "__pycache__"))
+    shutil.copy(ROOT / "LICENSE", out)
+    toml = out / "build.toml"
+    toml.write_text(re.sub(r"^version = .*$", f"version = {version}", toml.read_text(), flags=re.MULTILINE))
+    variant = out / "build" / f"torch-{backend}"
+    for folder in (out / "torch-ext" / PACKAGE, variant):
+        for place, text in files.items():
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            (folder / place).write_text(text, encoding="utf-8")
+    # torch-ext has none: the builder writes it.
+    (variant / "_ops.py").write_text(OPS.format(name=unique), encoding="utf-8")
+    (variant / PACKAGE).mkdir()
+    (variant / PACKAGE / "__init__.py").write_text(OLDER_LOADERS, encoding="utf-8")
+    digests = {
+        str(path.relative_to(variant)): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+        for path in sorted(variant.rglob("*"))
+        if path.is_file()
+    }
+    metadata = {
+        "name": PACKAGE,
+        "id": unique,
+        "version": version,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": backend, **({"archs": CAPABILITIES} if backend == "cuda" else {})},
+        "digest": {"algorithm": "sha256", "files": digests},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    return variant
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "_build" / "hub")
+    parser.add_argument("--backend", choices=("cuda", "rocm", "cpu"), default="cuda")
+    parser.add_argument("--version", type=int, default=1)
+    given = parser.parse_args()
+    print(build(given.out, given.backend, given.version))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Compiles all kernels for all targets, and writes what the compiler says.
+
+usage: python tools/compiled_kernels.py
+
+It writes tests/compiled_reports.csv, in which tests/test_compiles.py looks before it compiles, and book/compiled.csv, which the
+page "Compiled" shows. What did not change is not compiled again.
+"""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import test_compiles  # noqa: E402
+
+from kernelbook import autotune, runtime  # noqa: E402
+from kernelbook.compiled import CompiledKernel, compile_calls, write_reports  # noqa: E402
+
+TABLE = ROOT / "book" / "compiled.csv"
+
+
+def _row(room: str, call: str, kernel: CompiledKernel) -> dict[str, Any]:
+    nvidia = kernel.target.startswith("sm_")
+    properties = runtime.TARGETS[kernel.target]
+    fits = autotune.occupancy(kernel.registers, kernel.shared_bytes, kernel.num_warps, properties) if nvidia else None
+    tiles = " ".join(f"{name}={value}" for name, value in kernel.constants.items() if name in TILES)
+    return {
+        "room": room,
+        "call": call,
+        "kernel": kernel.name,
+        "target": kernel.target,
+        "tiles": tiles,
+        "num_warps": kernel.num_warps,
+        "num_stages": kernel.constants.get("STAGES", kernel.num_stages),
+        "registers": kernel.registers,
+        "spill_bytes": kernel.spill_bytes,
+        "shared_bytes": kernel.shared_bytes,
+        "programs": fits.programs if fits else "",
+        "limit": fits.limit if fits else "",
+    }
+
+
+TILES = (
+    "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_R", "BLOCK_L", "BLOCK_C", "BLOCK_P", "BLOCK_Q", "BLOCK_S", "BLOCK_G",
+    "BLOCK_W", "BLOCK", "BLOCK_E", "NUM_BLOCKS", "SHARES", "SPLIT", "UNROLL", "ROWS", "WARPGROUPS",
+)  # fmt: skip
+
+
+def _of_room(room: str, reports: Path) -> list[dict[str, Any]]:
+    """The rows of a room; the calls are compiled one after the other in one process, and told apart by what they launch."""
+    rows = []
+    for call, code in test_compiles.STATED[room].items():
+        kernels = compile_calls(code, tuple(runtime.TARGETS), reports=reports, timeout_s=3000.0)
+        rows += [_row(room, call, kernel) for kernel in kernels]
+    return rows
+
+
+def table(reports: Path) -> pd.DataFrame:
+    """The table of the page: what users get at the stated sizes."""
+    rows = [row for room in sorted(test_compiles.STATED) for row in _of_room(room, reports)]
+    return pd.DataFrame(rows)
+
+
+def main() -> int:
+    """Writes both files."""
+    if len(sys.argv) > 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        found = list(pool.map(lambda job: test_compiles.compiled(*job), test_compiles.jobs()))
+    kernels = [kernel for of_job in found for kernel in of_job]
+    write_reports(test_compiles.REPORTS, kernels)
+    table(test_compiles.REPORTS).to_csv(TABLE, index=False, lineterminator="\n")
+    print(f"{len(kernels)} kernels, {sum(not kernel.stored for kernel in kernels)} of them compiled anew")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

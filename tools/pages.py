@@ -1,0 +1,248 @@
+"""A Sphinx extension for what a page of this book does in the reader's browser, and what it leaves out.
+
+- The directive ``instrument`` puts a recording of ``book/_static/instruments`` into the page, with a still picture of it
+  for readers without JavaScript and for print. ``book/_static/book.js`` makes it move.
+- A step's code cell shows what it changes: lines that the most similar cell before it does not have are highlighted, and
+  ``book.js`` folds long runs of the others.
+- Terms of the glossary carry their definition to the page on which they are used.
+- The search index holds the text and not the code of cells.
+- Scripts that no page needs are left out: a notebook server's client, the search index on every page, formulas where there
+  are none, and 1,500 kB of icons of which a dozen are used.
+"""
+
+import ast
+import difflib
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+GLOSSARY = "book/notation"
+RECORDINGS = Path(__file__).resolve().parent.parent / "book" / "_static" / "instruments"
+SIMILAR = 0.45  # of two cells: below it, a kernel is another one and not the next step
+
+GLUED = re.compile(r"^plots\.glue\(.*\)\n?", re.MULTILINE)
+CELL, LABEL_WIDTH = 26, 92  # of a still picture, in its units
+
+
+def _source(node: nodes.literal_block) -> bool:
+    parent = node.parent
+    return isinstance(parent, nodes.container) and parent.get("nb_element") == "cell_code_source"
+
+
+def changed_lines(before: str, after: str) -> list[int]:
+    """The lines of ``after``, from 1 on, that ``before`` does not have at their place."""
+    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
+    return [line + 1 for kind, _, _, low, high in matcher.get_opcodes() if kind != "equal" for line in range(low, high)]
+
+
+def _unmarked(source: str) -> set[int]:
+    """The lines of a cell that belong to no kernel and to no function with a line marked as new."""
+    lines, found = source.splitlines(), set()
+    for node in ast.parse(source).body:
+        decorators = getattr(node, "decorator_list", [])
+        own = range(min([node.lineno, *(d.lineno for d in decorators)]), (node.end_lineno or node.lineno) + 1)
+        if not decorators and not any("# New" in lines[i - 1] for i in own):
+            found |= set(own)
+    return found
+
+
+def mark_changes(doctree: nodes.document) -> None:
+    """Highlights, in cells that mark lines as new, what the most similar kernel before does not have.
+
+    Lines that hand a number to the text of the page are no part of the lesson, and are left out.
+    """
+    earlier: list[str] = []
+    for block in doctree.findall(nodes.literal_block):
+        if not _source(block):
+            continue
+        text = GLUED.sub("", block.astext()).rstrip("\n")
+        if text != block.astext() and text:
+            block.rawsource = text
+            block.children[:] = [nodes.Text(text)]
+        if "@triton.jit" not in text:
+            continue
+        if "# New" in text and earlier:
+            ratios = [difflib.SequenceMatcher(None, old.splitlines(), text.splitlines()).ratio() for old in earlier]
+            best = max(range(len(ratios)), key=lambda i: (ratios[i], i))
+            if ratios[best] >= SIMILAR:
+                changed = set(changed_lines(earlier[best], text))
+                block.setdefault("highlight_args", {})["hl_lines"] = sorted(changed - _unmarked(text) or changed)
+        earlier.append(text)
+
+
+def _definitions(app: Any) -> dict[str, str]:
+    """The glossary as text, by the id of each term."""
+    found = {}
+    for item in app.env.get_doctree(GLOSSARY).findall(nodes.definition_list_item):
+        definition = item.next_node(nodes.definition)
+        for term in item.findall(nodes.term):
+            for name in term["ids"]:
+                found[name] = " ".join(definition.astext().split())
+    return found
+
+
+def still_picture(recording: dict[str, Any]) -> str:
+    """The last frame of a recording's first run as an SVG: what is seen without JavaScript, and in print."""
+    run = recording["runs"][0]
+    panels, height = [], 8
+    for panel in recording["panels"]:
+        cells = ["."] * (panel["rows"] * panel["columns"])
+        texts = [""] * len(cells)
+        for frame in run["frames"]:
+            for name, start, codes, *words in frame.get("set", []):
+                if name == panel["name"]:
+                    cells[start : start + len(codes)] = codes
+                    for i, word in enumerate(words[0] if words else []):
+                        texts[start + i] = word
+        parts = [f'<text x="0" y="{height + 17}" class="name">{html.escape(panel["label"])}</text>']
+        size = min(CELL, (640 - LABEL_WIDTH) / panel["columns"])
+        for i, (code, word) in enumerate(zip(cells, texts, strict=True)):
+            x = LABEL_WIDTH + i % panel["columns"] * size
+            y = height + i // panel["columns"] * size
+            kind = "none" if code == "." else code
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{size - 2:.1f}" height="{size - 2:.1f}" rx="3" class="c-{kind}"/>'
+            )
+            if word:
+                parts.append(
+                    f'<text x="{x + size / 2 - 1:.1f}" y="{y + size / 2 + 3:.1f}" class="word">{html.escape(word)}</text>'
+                )
+        panels += parts
+        height += round(panel["rows"] * size) + 12
+    facts = "; ".join(f"{name}: {value}" for name, value in run["facts"].items())
+    title = f"<title>{html.escape(recording['title'])}</title><desc>{html.escape(facts)}</desc>"
+    return f'<svg viewBox="0 0 640 {height}" role="img">{title}{"".join(panels)}</svg>'
+
+
+class Instrument(SphinxDirective):
+    """``{instrument} name``: the recording ``name``; the content is its caption."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        path = RECORDINGS / f"{name}.json"
+        if not path.exists():
+            raise self.error(f"instrument: {path.name} is not recorded; tools/record_instruments.py makes it")
+        self.env.note_dependency(str(path))
+        text = path.read_text(encoding="utf-8")
+        recording = json.loads(text)
+        box = nodes.container(classes=["instrument"], ids=[f"instrument-{name.replace('_', '-')}"])
+        runs = "".join(
+            f"<tr><th scope='row'>{html.escape(run['name'])}</th>"
+            + "".join(f"<td>{html.escape(str(value))}</td>" for value in run["facts"].values())
+            + "</tr>"
+            for run in recording["runs"]
+        )
+        head = "".join(f"<th scope='col'>{html.escape(fact)}</th>" for fact in recording["runs"][0]["facts"])
+        control = html.escape(recording["control"])
+        still = (
+            f'<div class="still">{still_picture(recording)}<div class="still-table"><table class="table"><thead><tr>'
+            f"<th scope='col'>{control}</th>{head}</tr></thead><tbody>{runs}</tbody></table></div></div>"
+        )
+        data = text.replace("</", "<\\/")
+        raw = f'{still}<script type="application/json" class="recording">{data}</script>'
+        box += nodes.paragraph("", recording["title"], classes=["instrument-title"])
+        box += nodes.raw("", raw, format="html")
+        self.state.nested_parse(self.content, self.content_offset, box)
+        return [box]
+
+
+def _on_doctree(app: Any, doctree: nodes.document, docname: str) -> None:
+    mark_changes(doctree)
+
+
+def _on_page(app: Any, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    body = context.get("body") or ""
+    if doctree is None or pagename == GLOSSARY:
+        return
+    if not hasattr(app.env, "kernelbook_definitions"):
+        app.env.kernelbook_definitions = _definitions(app)
+    used = sorted(set(re.findall(r"notation\.html#(term-[\w-]+)", body)))
+    terms = {name: app.env.kernelbook_definitions[name] for name in used if name in app.env.kernelbook_definitions}
+    if terms:
+        data = json.dumps(terms, ensure_ascii=False).replace("</", "<\\/")
+        context["body"] = f'{body}<script type="application/json" id="book-terms">{data}</script>'
+
+
+def _text_only_index(app: Any) -> None:
+    """The builder's search index is fed pages without the code of cells, and without what the cells print."""
+    if not hasattr(app.builder, "index_page"):
+        return
+    feed = app.builder.index_page
+
+    def index_page(pagename: str, doctree: nodes.document, title: str) -> None:
+        text = doctree.deepcopy()
+        for block in list(text.findall(nodes.literal_block)):
+            block.parent.remove(block)
+        feed(pagename, text, title)
+
+    app.builder.index_page = index_page
+
+
+UNUSED = re.compile(
+    r"[ \t]*<script[^>]*>\s*const THEBE_JS_URL.*?</script>\n?"
+    r'|[ \t]*<script[^>]*src="[^"]*sphinx-thebe\.js[^"]*"></script>\n?'
+    r'|[ \t]*<link[^>]*href="[^"]*sphinx-thebe\.css[^"]*"[^>]*>\n?'
+    r'|[ \t]*<script type="text/x-thebe-config">.*?</script>\n?',
+    re.DOTALL,
+)
+SEARCH = re.compile(r'[ \t]*<script src="[^"]*(?:searchtools|language_data|searchindex)\.js[^"]*"></script>\n?')
+FORMULAS = re.compile(r'[ \t]*<script[^>]*src="[^"]*mathjax/[^"]*"></script>\n?')
+ICON = re.compile(r"\bfa-([a-z][a-z0-9-]*)")
+
+
+def _icons(scripts: Path, names: set[str]) -> str:
+    """A style sheet with the shapes of the icons ``names``, cut out of the theme's script."""
+    source = scripts.read_text(encoding="utf-8")
+    rules = [
+        ".fa-solid,.fa-regular,.fa-brands,.fas,.far,.fab{display:inline-block;width:1em;height:1em;vertical-align:-.125em;"
+        "background:currentColor;-webkit-mask:var(--icon) center/contain no-repeat;mask:var(--icon) center/contain no-repeat}"
+        ".fa-lg{font-size:1.25em}"
+    ]
+    for name in sorted(names):
+        found = re.search(rf'[{{,]"?{re.escape(name)}"?:\[(\d+),(\d+),\[[^\]]*\],"[^"]*","([^"]+)"\]', source)
+        if found:
+            width, height, path = found.groups()
+            svg = f"%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}'%3E%3Cpath d='{path}'/%3E%3C/svg%3E"
+            rules.append(f'.fa-{name}{{--icon:url("data:image/svg+xml,{svg}")}}')
+    return "\n".join(rules)
+
+
+def _lighten(app: Any, exception: Exception | None) -> None:
+    """Takes out of the built pages what they do not use."""
+    if exception is not None or app.builder.format != "html":
+        return
+    out = Path(app.outdir)
+    used: set[str] = set()
+    for page in out.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        used |= set(ICON.findall(text))
+        # With a button that starts a server, its client stays, once.
+        parts = UNUSED.sub("", text) if "initThebeSBT()" not in text else text
+        if page.name != "search.html":
+            parts = SEARCH.sub("", parts)
+        if 'class="math' not in parts:
+            parts = FORMULAS.sub("", parts)
+        page.write_text(parts, encoding="utf-8")
+    script = out / "_static" / "scripts" / "fontawesome.js"
+    if script.exists():
+        style = out / "_static" / "book.css"
+        style.write_text(style.read_text(encoding="utf-8") + _icons(script, used), encoding="utf-8")
+        script.write_text("// The icons that pages use are in book.css.\n", encoding="utf-8")
+        Path(f"{script}.map").unlink(missing_ok=True)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.add_directive("instrument", Instrument)
+    app.connect("builder-inited", _text_only_index)
+    app.connect("doctree-resolved", _on_doctree)
+    app.connect("html-page-context", _on_page)
+    app.connect("build-finished", _lighten, priority=900)  # after static files are in place
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,1079 @@
+"""Records what the instruments of the chapters show: our kernels, run by Triton's interpreter, with every access watched.
+
+usage: python tools/record_instruments.py [name ...]     # writes book/_static/instruments/<name>.json
+
+Kernels come from the notebooks themselves, or from the package. What programs that run at the same time do to one another
+is replayed: the operations and their order within a program are recorded, how two programs interleave is chosen here.
+
+A recording has panels of cells, and runs, one for each setting of the control. A run is a list of frames; a frame sets
+cells of panels, ``[panel, first cell, codes, words]``, and says in a note what happens. ``answer`` is the index of the
+right choice, and is computed.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pandas as pd
+import torch
+
+import kernelbook as kb
+from kernelbook import autotune, runtime, timing, train
+from kernelbook.nf4 import bench as nf4_bench
+from kernelbook.nn.bench_moe_block import MODELS
+from kernelbook.scatter_ffn.kernels import _total
+
+# isort: split
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "book" / "_static" / "instruments"
+
+Recording = dict[str, Any]
+
+
+# --- kernels of a notebook, and what they touch -----------------------------------------------------------------------
+
+
+def from_notebook(stem: str, *names: str, **constants: Any) -> ModuleType:
+    """A module with these functions of a notebook, in its order."""
+    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
+    found: dict[str, str] = {}
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code" or not any(f"def {name}(" in source for name in names):
+            continue
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.name in names and node.name not in found:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                found[node.name] = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+    if missing := set(names) - set(found):
+        raise ValueError(f"from_notebook: {stem}.ipynb has no {', '.join(sorted(missing))}")
+    head = "import torch\nimport triton\nimport triton.language as tl\n"
+    head += "".join(f"{name} = {value!r}\n" for name, value in constants.items())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{stem}_kernels.py")
+        path.write_text(head + "\n\n" + "\n\n\n".join(found.values()) + "\n", encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(f"{stem}_kernels", path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for name in names:  # the interpreter reads a kernel's source when it is first called
+            function = getattr(module, name)
+            if hasattr(function, "rewrite"):
+                function.rewrite()
+    return module
+
+
+@dataclasses.dataclass
+class Access:
+    """One operation of one program on a tensor: the elements that it touches, and those that a mask kept it from."""
+
+    program: tuple[int, int, int]
+    kind: str  # load | store | atomic | barrier
+    tensor: str
+    elements: list[int]
+    masked: int
+    values: list[float]
+
+
+@contextlib.contextmanager
+def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterator[list[Access]]:
+    """The accesses to ``tensors`` by the kernels that run inside, in their order.
+
+    Args:
+        programs: which program of the first axis runs first, second, ...
+    """
+    builder = interpreter.interpreter_builder
+    seen: list[Access] = []
+
+    def note(kind: str, pointers: Any, mask: Any, values: Any) -> None:
+        addresses = np.asarray(pointers.data).astype(np.int64).ravel()
+        wanted = (
+            np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(mask.data, pointers.data.shape).ravel()
+        )
+        for name, tensor in tensors.items():
+            size = tensor.element_size()
+            first = tensor.data_ptr()
+            inside = wanted & (addresses >= first) & (addresses < first + tensor.numel() * size)
+            if inside.any():
+                kept = np.asarray(values).ravel()[inside] if np.size(values) == addresses.size else np.zeros(0)
+                elements = ((addresses[inside] - first) // size).tolist()
+                program = tuple(int(i) for i in builder.grid_idx)
+                seen.append(Access(program, kind, name, elements, int((~wanted).sum()), kept.tolist()))
+
+    load, store = builder.create_masked_load, builder.create_masked_store
+    cas, rmw, place = builder.create_atomic_cas, builder.create_atomic_rmw, builder.set_grid_idx
+
+    def watched_load(pointers: Any, mask: Any, *rest: Any) -> Any:
+        found = load(pointers, mask, *rest)
+        note("load", pointers, mask, found.data)
+        return found
+
+    def watched_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        note("store", pointers, mask, np.broadcast_to(value.data, pointers.data.shape))
+        return store(pointers, value, mask, *rest)
+
+    def watched_cas(pointer: Any, compare: Any, value: Any, *rest: Any) -> Any:
+        found = cas(pointer, compare, value, *rest)
+        note("atomic", pointer, None, found.data)
+        return found
+
+    def watched_rmw(operation: Any, pointer: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        found = rmw(operation, pointer, value, mask, *rest)
+        note("atomic", pointer, mask, np.broadcast_to(value.data, pointer.data.shape))
+        return found
+
+    def watched_barrier() -> None:
+        seen.append(Access(tuple(int(i) for i in builder.grid_idx), "barrier", "", [], 0, []))
+
+    def permuted(x: int, y: int, z: int) -> None:
+        place(programs[x] if programs else x, y, z)
+
+    with contextlib.ExitStack() as stack:
+        for name, function in (
+            ("create_masked_load", watched_load),
+            ("create_masked_store", watched_store),
+            ("create_atomic_cas", watched_cas),
+            ("create_atomic_rmw", watched_rmw),
+            ("create_barrier", watched_barrier),
+            ("set_grid_idx", permuted),
+        ):
+            stack.enter_context(mock.patch.object(builder, name, function))
+        yield seen
+
+
+def cells(name: str, elements: list[int], code: str, words: list[str] | None = None) -> list[list[Any]]:
+    """Changes of single cells, neighbours together."""
+    changes: list[list[Any]] = []
+    for i, element in enumerate(elements):
+        word = words[i] if words else None
+        last = changes[-1] if changes else None
+        if last and last[1] + len(last[2]) == element:
+            last[2] += code
+            if word is not None:
+                last[3].append(word)
+        else:
+            changes.append([name, element, code] + ([[word]] if word is not None else []))
+    return changes
+
+
+def panel(name: str, label: str, columns: int, rows: int = 1) -> dict[str, Any]:
+    return {"name": name, "label": label, "rows": rows, "columns": columns}
+
+
+# --- the recordings ---------------------------------------------------------------------------------------------------
+
+
+def first_kernel() -> Recording:
+    """Which program of the vector add touches which elements."""
+    page = from_notebook("first_kernel", "_add_fwd_kernel")
+    n, room = 30, 32
+    x, y = torch.arange(2.0 * n).view(2, n)
+    runs = []
+    for block in (4, 8, 16):
+        out = torch.zeros(n)
+        programs = triton.cdiv(n, block)
+        with watch(x=x, y=y, out=out) as seen:
+            page._add_fwd_kernel[(programs,)](x, y, out, n, BLOCK=block)
+        assert torch.equal(out, x + y)
+        frames: list[dict[str, Any]] = [
+            {"note": f"{programs} programs, each with a tile of {block}. Nothing is loaded yet."}
+        ]
+        for access in seen:
+            what = "loads" if access.kind == "load" else "stores"
+            low, high = access.elements[0], access.elements[-1] + 1
+            outside = list(range(high, high + access.masked))
+            note = f"Program {access.program[0]} {what} {access.tensor}[{low}:{high}]."
+            if outside:
+                note += f" Its mask keeps it from {len(outside)} more, which do not exist."
+            code = "a" if access.kind == "load" else "b"
+            frames.append(
+                {"set": cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x"), "note": note}
+            )
+        moved = sum(4 * len(access.elements) for access in seen)
+        masked = sum(access.masked for access in seen if access.kind == "store")
+        facts = {"programs": programs, "bytes read and written": moved, "elements masked off": masked}
+        runs.append({"name": f"BLOCK = {block}", "frames": frames, "facts": facts})
+    moved = {run["facts"]["bytes read and written"] for run in runs}
+    assert len(moved) == 1
+    return {
+        "title": f"A vector of {n} elements, program by program",
+        "question": "Tiles of 4, 8 or 16: which moves the fewest bytes?",
+        "choices": ["tiles of 4", "tiles of 16", "all the same"],
+        "answer": 2,
+        "because": f"Every element is loaded once and stored once, {moved.pop()} bytes, whoever does it. What changes is how many programs share the work.",
+        "control": "size of a tile",
+        "panels": [panel(name, name, room) for name in ("x", "y", "out")],
+        "legend": {"a": "loaded", "b": "stored", "x": "masked off: beyond the end"},
+        "runs": runs,
+    }
+
+
+def _replay(
+    schedule: list[tuple[str, int, int]], n: int, shares: list[float], notes: dict[str, str]
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Two programs of two threads each, a thread having half of the row: a frame for each operation of a schedule."""
+    sums, registers, owner = [0.0] * n, [[0.0] * n, [0.0] * n], None
+    frames: list[dict[str, Any]] = [
+        {
+            "set": [
+                ["sums", 0, "." * n, ["0"] * n],
+                ["lock", 0, ".", ["0"]],
+                ["p0", 0, "." * n, [""] * n],
+                ["p1", 0, "." * n, [""] * n],
+            ],
+            "note": f"Each program has {shares[0]:.0f} or {shares[1]:.0f} to add to every element. Both begin.",
+        }
+    ]
+    for operation, program, thread in schedule:
+        half = slice(thread * n // 2, (thread + 1) * n // 2)
+        low, count, code = half.start, half.stop - half.start, "ab"[program]
+        change: list[list[Any]] = []
+        if operation == "acquire":
+            assert owner is None
+            owner = program
+            change = [["lock", 0, code, ["1"]]]
+        elif operation == "release":
+            assert owner == program
+            owner = None
+            change = [["lock", 0, ".", ["0"]]]
+        elif operation == "load":
+            for i in range(half.start, half.stop):
+                registers[program][i] = sums[i] + shares[program]
+            change = [[f"p{program}", low, code * count, [f"{value:.0f}" for value in registers[program][half]]]]
+        elif operation == "store":
+            sums[half] = registers[program][half]
+            change = [["sums", low, code * count, [f"{value:.0f}" for value in sums[half]]]]
+        note = notes[operation].format(p=program, t="one" if thread == 0 else "the other")
+        frames.append({"set": change, "note": note})
+    return frames, sums
+
+
+def layer_norm() -> Recording:
+    """Two programs add their rows under the page's lock; how they interleave is the control."""
+    page = from_notebook("layer_norm", "_load_row", "_store_row", "_row_gradient", "_layer_norm_bwd_locks_kernel")
+    m, n = 2, 8
+    x = torch.randn(m, n, generator=torch.Generator().manual_seed(0))
+    dy = torch.tensor([[1.0], [2.0]]).expand(m, n).contiguous()
+    w, mean, rstd = torch.ones(n), x.mean(1), 1 / x.std(1, unbiased=False)
+    dw, db, lock = torch.zeros(1, n), torch.zeros(1, n), torch.zeros(1, dtype=torch.int32)
+    with watch(sums=db, lock=lock) as seen:
+        page._layer_norm_bwd_locks_kernel[(m,)](
+            dy, x, w, mean, rstd, torch.empty_like(x), dw, db, lock, n, BLOCK_N=n, NUM_BUFFERS=1
+        )  # fmt: skip
+    own = [access for access in seen if access.program[0] == 0]
+    assert [access.kind for access in own] == ["atomic", "load", "store", "barrier", "atomic"]
+    expected = db[0].tolist()
+    assert expected == [3.0] * n
+    shares = [1.0, 2.0]
+    notes = {
+        "acquire": "Program {p} finds 0 in the lock and makes it 1: it owns the sums.",
+        "spin": "Program {p} finds 1 in the lock, and asks again.",
+        "load": "Program {p}, {t} half of its threads: loads the sums and adds its row, in registers.",
+        "store": "Program {p}, {t} half of its threads: stores.",
+        "barrier": "Program {p}: all its threads have reached the barrier.",
+        "release": "Program {p}, one thread: puts the 0 back.",
+    }
+    both = [(0, 0), (0, 1)], [(1, 0), (1, 1)]
+
+    def of(operation: str, threads: list[tuple[int, int]]) -> list[tuple[str, int, int]]:
+        return [(operation, program, thread) for program, thread in threads]
+
+    def whole(program: int) -> list[tuple[str, int, int]]:
+        one = both[program]
+        return [
+            ("acquire", program, 0),
+            *of("load", one),
+            *of("store", one),
+            ("barrier", program, 0),
+            ("release", program, 0),
+        ]
+
+    schedules = {
+        "one after the other": whole(0) + whole(1),
+        "at once, no lock": of("load", both[0]) + of("load", both[1]) + of("store", both[0]) + of("store", both[1]),
+        "at once, a lock without barrier": [
+            *(("acquire", 0, 0), ("spin", 1, 0), ("load", 0, 0), ("load", 0, 1), ("store", 0, 0), ("release", 0, 0)),
+            *(("acquire", 1, 0), *of("load", both[1]), ("store", 0, 1), *of("store", both[1]), ("release", 1, 0)),
+        ],
+        "at once, lock and barrier": [
+            *(("acquire", 0, 0), ("spin", 1, 0), *of("load", both[0]), ("spin", 1, 0), *of("store", both[0])),
+            *(("barrier", 0, 0), ("spin", 1, 0), ("release", 0, 0), *whole(1)),
+        ],
+    }  # fmt: skip
+    runs = []
+    for name, schedule in schedules.items():
+        frames, sums = _replay(schedule, n, shares, notes)
+        lost = sum(found != right for found, right in zip(sums, expected))
+        runs.append({"name": name, "frames": frames, "facts": {"elements that should be 3": n, "of them wrong": lost}})
+    wrong = [run["facts"]["of them wrong"] for run in runs]
+    assert wrong[0] == wrong[3] == 0 and wrong[1] == n and 0 < wrong[2] < n
+    return {
+        "title": "Two programs, one row of sums",
+        "question": "Both programs run at once. Where is an addition lost?",
+        "choices": [
+            "only without a lock",
+            "without a lock, and without the barrier",
+            "nowhere: each program stores all it has",
+        ],
+        "answer": 1,
+        "because": "A lock without the barrier opens while some threads have not stored yet, and loses what they had.",
+        "control": "how the two run",
+        "panels": [
+            panel("lock", "the lock", 1),
+            panel("sums", "sums in memory", n),
+            panel("p0", "program 0, registers", n),
+            panel("p1", "program 1, registers", n),
+        ],
+        "legend": {"a": "by program 0", "b": "by program 1"},
+        "runs": runs,
+    }
+
+
+def attention_online() -> Recording:
+    """What the online softmax holds after each tile of keys, for one query."""
+    page = from_notebook("attention_forward", "_load_rows", "_store_rows", "_absorb", "_attention_fwd_loop_kernel")
+    keys, tile, d = 64, 16, 16
+    generator = torch.Generator().manual_seed(3)
+    q, v = torch.zeros(1, 16, d), torch.randn(1, keys, d, generator=generator)
+    q[0, 0, 0] = 1.0
+    scores = torch.randn(keys, generator=generator) * 2
+    orders = {
+        "as they come": torch.arange(keys),
+        "largest first": scores.argsort(descending=True),
+        "largest last": scores.argsort(),
+    }
+    runs = []
+    for name, order in orders.items():
+        k = torch.zeros(1, keys, d)
+        k[0, :, 0] = scores[order] * d**0.5
+        states: list[tuple[float, float, float, float]] = []
+        absorb = page._absorb
+
+        def noting(m: Any, total: Any, acc: Any, *rest: Any, absorb: Any = absorb, states: list = states) -> Any:
+            new_m, new_l, new_acc = absorb(m, total, acc, *rest)
+            before, after = float(m.handle.data[0]), float(new_m.handle.data[0])
+            states.append(
+                (np.exp(before - after), after, float(new_l.handle.data[0]), float(new_acc.handle.data[0, 0]))
+            )
+            return new_m, new_l, new_acc
+
+        o = torch.empty_like(q)
+        with mock.patch.object(page, "_absorb", noting):
+            page._attention_fwd_loop_kernel[(1, 1)](
+                q, k, v[:, order].contiguous(), o, 16, keys, d**-0.5, D=d, BLOCK_M=16, BLOCK_N=tile, BLOCK_D=d
+            )  # fmt: skip
+        assert len(states) == keys // tile
+        values = [f"{value:.1f}" for value in scores[order].tolist()]
+        frames: list[dict[str, Any]] = [
+            {
+                "set": [["scores", 0, "." * keys, values]],
+                "note": "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.",
+            }
+        ]
+        shrinks = 0
+        for i, (factor, m, total, a) in enumerate(states):
+            shrunk = bool(i > 0 and factor < 1)
+            shrinks += shrunk
+            change = [["scores", i * tile, "b" * tile]]
+            if i:
+                change.insert(0, ["scores", (i - 1) * tile, "a" * tile])
+            note = f"After tile {i + 1}: m = {m:.2f}, l = {total:.2f}, a / l = {a / total:.3f}."
+            if shrunk:
+                note += f" The maximum grew: what was summed so far is multiplied by {factor:.3f}."
+            elif i:
+                note += " The maximum stayed, and the factor is 1."
+            frames.append({"set": change, "note": note})
+        whole = float(torch.softmax(scores.double(), 0) @ v[0, :, 0].double())
+        _, _, total, a = states[-1]
+        assert abs(a / total - whole) < 1e-5 and abs(float(o[0, 0, 0]) - whole) < 1e-5
+        facts = {
+            "tiles that shrink the sum": shrinks,
+            "a / l at the end": f"{a / total:.4f}",
+            "softmax of the whole row": f"{whole:.4f}",
+        }
+        runs.append({"name": name, "frames": frames, "facts": facts})
+    first = runs[1]["facts"]["tiles that shrink the sum"]
+    choices = ["none of the other three", "one of them", "all three"]
+    return {
+        "title": "The state of an online softmax",
+        "question": "The largest scores come in the first tile. How many of the later tiles make it shrink what was summed so far?",
+        "choices": choices,
+        "answer": {0: 0, 1: 1, 3: 2}[first],
+        "because": "A factor below 1 is needed where the maximum grows. The result is the same in every order.",
+        "control": "order of the keys",
+        "panels": [panel("scores", "scores, a row a tile", tile, keys // tile)],
+        "legend": {"a": "seen", "b": "this tile"},
+        "runs": runs,
+    }
+
+
+def attention_causal() -> Recording:
+    """Which tiles of keys each program of the causal kernel visits."""
+    names = ("_load_rows", "_store_rows", "_absorb", "_key_ranges", "_attend", "_attention_fwd_causal_kernel")
+    page = from_notebook("attention_forward", *names)
+    side, d = 16, 16
+    runs = []
+    settings = {"all tiles, masked": (8, 8, False), "skipped": (8, 8, True), "fewer queries than keys": (4, 8, True)}
+    for name, (rows, columns, skip) in settings.items():
+        n, s = rows * side, columns * side
+        q, k, v = (torch.randn(1, count, d, generator=torch.Generator().manual_seed(0)) for count in (n, s, s))
+        with watch(k=k) as seen:
+            page._attention_fwd_causal_kernel[(rows, 1)](
+                q, k, v, torch.empty_like(q), n, s, d**-0.5, CAUSAL=True, SKIP=skip, SAFE=False, LONGEST_FIRST=False,
+                D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d,
+            )  # fmt: skip
+        frames: list[dict[str, Any]] = [
+            {
+                "set": [["tiles", 0, "g" * (rows * columns)]],
+                "note": f"{rows} programs, each with {side} queries: a row of tiles.",
+            }
+        ]
+        visited = 0
+        for access in seen:
+            row, column = access.program[0], access.elements[0] // (side * d)
+            whole = (column + 1) * side - 1 <= row * side + s - n  # even the first query sees its last key
+            nobody = column * side > row * side + side - 1 + s - n
+            code, what = (
+                ("x", "computed for nothing")
+                if nobody
+                else ("a", "all seen")
+                if whole
+                else ("b", "seen in part, masked")
+            )
+            visited += 1
+            note = f"Program {row}, tile {column} of the keys: {what}."
+            frames.append({"set": [["tiles", row * columns + column, code]], "note": note})
+        facts = {"tiles": rows * columns, "visited": visited, "share": f"{visited / (rows * columns):.0%}"}
+        runs.append({"name": name, "frames": frames, "facts": facts})
+    share = runs[1]["facts"]["share"]
+    choices = ["13%", "50%", "56%"]
+    return {
+        "title": "Causal attention, tile by tile",
+        "question": "As many keys as queries, eight tiles of each. What share of the tiles does a kernel visit that skips what nobody sees?",
+        "choices": choices,
+        "answer": choices.index(share),
+        "because": "The tiles on the diagonal count whole: a bit more than half. With smaller tiles it comes nearer to half.",
+        "control": "what the program does with tiles that nobody sees",
+        "panels": [panel("tiles", "queries down, keys across", 8, 8)],
+        "legend": {"a": "no mask needed", "b": "masked", "x": "computed for nothing", "g": "never visited"},
+        "runs": runs,
+    }
+
+
+def choosing_tiles() -> Recording:
+    """How many programs fit an SM, for configurations that were compiled and measured."""
+    folder = timing.results_dir() / "nvidia-h200"
+    reports = pd.read_csv(folder / "choosing_tiles_compiled.csv").query("loads == 'pointers'")
+    times = timing.load_results("choosing_tiles").query("x == 8192")
+    sides = {"R": "BLOCK_R", "D": "BLOCK_D", "K": "BLOCK_K", "warps": "num_warps", "stages": "num_stages"}
+    for column, name in sides.items():
+        times = times.assign(**{column: times["shape"].str.extract(rf"{name}=(\d+)")[0].astype(float)})
+    table = reports.merge(times[[*sides, "ms"]], on=list(sides))
+    wanted = [
+        (64, 64, 64, 4, 4),
+        (64, 128, 64, 4, 3),
+        (128, 128, 64, 4, 3),
+        (128, 128, 64, 8, 3),
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 16, 3),
+    ]
+    h200, places = runtime.TARGETS["sm_90"], 64
+    runs, measured = [], []
+    for config in wanted:
+        row = table.loc[(table[list(sides)] == np.array(config)).all(axis=1)].iloc[0]
+        warps = int(row["warps"])
+        found = autotune.occupancy(int(row["registers"]), int(row["shared"]), warps, h200)
+        frames: list[dict[str, Any]] = [
+            {
+                "set": [["warps", 0, "." * places]],
+                "note": f"A program takes {row['registers']} registers a lane in {warps} warps, and {row['shared'] // 1024} KiB of shared memory.",
+            }
+        ]
+        frames += [
+            {
+                "set": [["warps", program * warps, "abcdef"[program % 6] * warps]],
+                "note": f"Program {program + 1} finds room.",
+            }
+            for program in range(found.programs)
+        ]
+        left = list(range(found.programs * warps, places))
+        frames.append({"set": cells("warps", left, "g"), "note": f"No further program: {found.limit} is used up."})
+        facts = {
+            "registers a lane": int(row["registers"]),
+            "shared memory, KiB": int(row["shared"]) // 1024,
+            "programs on an SM": found.programs,
+            "occupancy": f"{found.share:.0%}",
+            "measured, ms": f"{row['ms']:.3f}",
+        }
+        measured.append((found.share, float(row["ms"])))
+        runs.append({"name": f"{config[0]} by {config[1]}, {warps} warps", "frames": frames, "facts": facts})
+    fastest = min(range(len(measured)), key=lambda i: measured[i][1])
+    shares = [share for share, _ in measured]
+    answer = 0 if shares[fastest] == max(shares) else 1
+    return {
+        "title": "Programs on one multiprocessor of an H200",
+        "question": "Six tiles for one product. Does the one with the highest occupancy take the least time?",
+        "choices": ["yes", "no"],
+        "answer": answer,
+        "because": f"The fastest of the six, {runs[fastest]['name']}, fills {shares[fastest]:.0%} of the places for warps; the fullest fills {max(shares):.0%}.",
+        "control": "tile",
+        "panels": [panel("warps", "64 places for warps", 16, 4)],
+        "legend": {"a": "warps of a program, a colour each", "g": "places that stay empty"},
+        "runs": runs,
+    }
+
+
+def nf4() -> Recording:
+    """Which bytes, scales and code words two of the page's kernels ask for."""
+    page = from_notebook("nf4", "_nf4_dequantize_fwd_simple_kernel", "_nf4_dequantize_fwd_bytes_kernel")
+    n, block = 16, 8
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (n,), generator=generator)
+    packed = (codes[0::2] * 16 + codes[1::2]).to(torch.uint8)
+    book = kb.nf4_quantize(torch.randn(64, 64, generator=generator)).code.float()
+    absmax = torch.tensor([1.0, 2.0])
+    runs = []
+    for name, kernel, lanes in (
+        ("one element at a time", page._nf4_dequantize_fwd_simple_kernel, n),
+        ("a byte once", page._nf4_dequantize_fwd_bytes_kernel, n // 2),
+    ):
+        out = torch.zeros(n)
+        with watch(packed=packed, absmax=absmax, code=book, out=out) as seen:
+            kernel[(1,)](packed, absmax, book, out, n, BLOCK_SIZE=block, BLOCK=lanes)
+        torch.testing.assert_close(out, book[codes] * absmax.repeat_interleave(block))
+        by = {access.tensor: access.elements for access in seen}
+        asked = {tensor: len(elements) for tensor, elements in by.items()}
+        frames: list[dict[str, Any]] = [
+            {
+                "set": [
+                    ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
+                    ["absmax", 0, "..", ["1.0", "2.0"]],
+                ],
+                "note": "Eight bytes hold sixteen codes. The first code of a byte is its high half.",
+            }
+        ]
+        each = n // lanes
+        for lane in range(lanes):
+            elements = by["out"][lane * each : (lane + 1) * each]
+            byte, scale = by["packed"][lane], by["absmax"][lane * each]
+            words = [f"{out[e]:.1f}" for e in elements]
+            halves = " and ".join(
+                f"code {int(codes[e])} → {float(book[codes[e]]):.2f} times {float(absmax[scale]):.0f}" for e in elements
+            )
+            change = [
+                *cells("packed", [byte], "a"),
+                *cells("absmax", [scale], "c"),
+                *cells("code", codes[elements].unique().tolist(), "d"),
+                *cells("out", elements, "b", words),
+            ]
+            if lane:
+                change = [["code", 0, "." * 16], *change]
+            frames.append({"set": change, "note": f"Lane {lane} loads byte {byte}: {halves}."})
+        facts = {"loads of a byte": asked["packed"], "loads of a scale": asked["absmax"], "outputs a lane": each}
+        runs.append({"name": name, "frames": frames, "facts": facts})
+    simple = runs[0]["facts"]["loads of a byte"]
+    choices = ["8: there are eight bytes", "16: one for each element", "32: a byte and a scale each"]
+    return {
+        "title": "Sixteen numbers out of eight bytes",
+        "question": "Each lane makes one element, and fetches its byte itself. How many loads of a byte is that for sixteen elements?",
+        "choices": choices,
+        "answer": [8, 16, 32].index(simple),
+        "because": "Two lanes load the same byte and take another half of it. A lane that keeps both halves loads half as often.",
+        "control": "the kernel",
+        "panels": [
+            panel("packed", "bytes", n // 2),
+            panel("absmax", "scale of each block", 2),
+            panel("code", "the sixteen values", 16),
+            panel("out", "outputs", n),
+        ],
+        "legend": {"a": "byte", "c": "scale", "d": "value", "b": "output"},
+        "runs": runs,
+    }
+
+
+def moe_lora() -> Recording:
+    """Tokens sorted by expert, and the tiles that programs take from them."""
+    page = from_notebook("moe_lora", "_scatter2scatter_fwd_kernel")
+    tokens, slots, experts, k, n = 32, 2, 4, 16, 16
+    height = 16
+    generator = torch.Generator().manual_seed(5)
+    routings = {
+        "even": torch.stack([torch.arange(tokens) % experts, (torch.arange(tokens) + 1) % experts], 1),
+        "uneven": torch.tensor([[0, 1]])
+        .repeat(tokens, 1)
+        .where(torch.rand(tokens, 1, generator=generator) < 0.7, torch.tensor([[0, 2]])),
+        "one expert only": torch.tensor([[3, 3]]).repeat(tokens, 1),
+    }
+    x, w = torch.randn(tokens, k, generator=generator), torch.randn(experts, k, n, generator=generator)
+    rows = tokens * slots
+    runs = []
+    for name, ids in routings.items():
+        routing = kb.route(ids, experts)
+        counts = routing.offsets.diff().tolist()
+        room = rows // height + min(experts, rows)
+        tiles = [
+            (e, int(routing.offsets[e]) + i, min(height, counts[e] - i))
+            for e in range(experts)
+            for i in range(0, counts[e], height)
+        ]
+        listed = torch.full((room, 3), -1, dtype=torch.int32)
+        listed[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
+        y = torch.zeros(rows, n)
+        with watch(order=routing.order, y=y) as seen:
+            page._scatter2scatter_fwd_kernel[(room, 1)](
+                x, *x.stride(), w, *w.stride(), routing.order, listed, y, k, n, slots, BLOCK_M=height, BLOCK_N=16, BLOCK_K=16
+            )  # fmt: skip
+        expected = torch.einsum("tk,tjkn->tjn", x, w[ids]).reshape(rows, n)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+        codes = "abcd"
+        by_pair = "".join(codes[e] for e in ids.flatten().tolist())
+        frames: list[dict[str, Any]] = [
+            {
+                "set": [["pairs", 0, by_pair]],
+                "note": f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert.",
+            },
+            {
+                "set": [["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())]],
+                "note": "Sorted by expert. "
+                + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts))
+                + " rows.",
+            },
+        ]
+        stores = {access.program[0]: access for access in seen if access.tensor == "y"}
+        for program in range(room):
+            if program not in stores:
+                frames.append({"note": f"Program {program} finds no tile in the list, and goes home."})
+                continue
+            expert, first, count = tiles[program]
+            written = sorted({element // n for element in stores[program].elements})
+            assert len(written) == count
+            frames.append(
+                {
+                    "set": [
+                        *cells("sorted", list(range(first, first + count)), "e"),
+                        *cells("y", written, codes[expert]),
+                    ],
+                    "note": f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
+                }
+            )
+        facts = {
+            "tiles": len(tiles),
+            "programs that are launched": room,
+            "rows of tiles for each real row": f"{len(tiles) * height / rows:.2f}",
+        }
+        runs.append({"name": name, "frames": frames, "facts": facts})
+    assert len({run["facts"]["programs that are launched"] for run in runs}) == 1
+    room = runs[0]["facts"]["programs that are launched"]
+    choices = [str(rows // height), str(room), str(rows)]
+    return {
+        "title": "Rows, experts, tiles",
+        "question": f"{rows} rows, {experts} experts, tiles of {height} rows. The host does not know the counts. How many programs does it launch, so that it is always enough?",
+        "choices": choices,
+        "answer": choices.index(str(room)),
+        "because": "Every expert has at most one tile that is not full. So the number is known without asking, and some programs find nothing to do.",
+        "control": "how the tokens chose",
+        "panels": [
+            panel("pairs", "rows, by token", 32, 2),
+            panel("sorted", "rows, by expert", 32, 2),
+            panel("y", "results, by token", 32, 2),
+        ],
+        "legend": {"a": "expert 0", "b": "expert 1", "c": "expert 2", "d": "expert 3", "e": "taken by a program"},
+        "runs": runs,
+    }
+
+
+def sparse_linear() -> Recording:
+    """What the sparse dW reads and writes, chunk by chunk."""
+    page = from_notebook("sparse_linear", "_sparse_dw_bwd_chunk_kernel")
+    m, d_in, chunk, chunks = 16, 32, 16, 8
+    d_out = chunk * chunks
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(m, d_in, generator=generator), torch.randn(m, d_out, generator=generator)
+    runs = []
+    for active in ([5], [5, 1], [5, 1, 6, 2], list(range(chunks))):
+        ids, dw = torch.tensor(active), torch.zeros(d_out, d_in)
+        with watch(x=x, dy=dy, dw=dw) as seen:
+            page._sparse_dw_bwd_chunk_kernel[(len(active), 2)](
+                ids, x, *x.stride(), dy, *dy.stride(), dw, *dw.stride(), m, d_in, d_out, CHUNK=chunk, BLOCK_M=16, BLOCK_D=16
+            )  # fmt: skip
+        kept = torch.zeros(chunks, dtype=torch.bool)
+        kept[active] = True
+        torch.testing.assert_close(dw, (dy.t() @ x) * kept.repeat_interleave(chunk)[:, None], rtol=1e-4, atol=1e-4)
+        frames: list[dict[str, Any]] = [
+            {"note": f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}."}
+        ]
+        for access in seen:
+            if access.tensor == "x":
+                change = cells("x", sorted({e % d_in // 16 for e in access.elements}), "a")
+                what = "loads its columns of X"
+            elif access.tensor == "dy":
+                change = cells("dy", sorted({e % d_out // chunk for e in access.elements}), "a")
+                what = "loads the columns of dY that its id names"
+            else:
+                places = sorted({(e % d_in // 16) * chunks + e // d_in // chunk for e in access.elements})
+                change = cells("dw", places, "b")
+                what = "writes its tile of dW"
+            frames.append(
+                {
+                    "set": change,
+                    "note": f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.",
+                }
+            )
+        once = {name: len({e for a in seen if a.tensor == name for e in a.elements}) for name in ("x", "dy", "dw")}
+        facts = {
+            "elements of dY that are read": once["dy"],
+            "elements of X that are read": once["x"],
+            "elements of dW that are written": once["dw"],
+            "multiplications": sum(len(a.elements) for a in seen if a.tensor == "dw") * m,
+        }
+        runs.append({"name": f"{len(active)} of {chunks} active", "frames": frames, "facts": facts})
+    quarter, full = runs[1]["facts"], runs[3]["facts"]
+    names = list(full)
+    same = [name for name in names if quarter[name] == full[name]]
+    assert same == ["elements of X that are read"] and all(
+        4 * quarter[name] == full[name] for name in names if name not in same
+    )
+    choices = ["what is read of dY", "what is read of X", "the multiplications"]
+    return {
+        "title": "The gradient of the weight, a chunk a program",
+        "question": "Two of eight chunks are active. Which of these is not a quarter of what it would be with all of them?",
+        "choices": choices,
+        "answer": 1,
+        "because": "Every active feature's gradient needs all of X. So X is what the sparse kernel cannot save.",
+        "control": "active chunks",
+        "panels": [
+            panel("dy", "dY, chunks of columns", chunks),
+            panel("x", "X, tiles of columns", 2),
+            panel("dw", "dW transposed, chunks across", chunks, 2),
+        ],
+        "legend": {"a": "loaded", "b": "written"},
+        "runs": runs,
+    }
+
+
+@triton.jit
+def _tickets_kernel(
+    x_ptr,  # (SPLIT, BLOCK) what each program has summed up
+    partial_ptr,  # (SPLIT, BLOCK)
+    tickets_ptr,  # (1,) zero
+    y_ptr,  # (BLOCK,) the total
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    share = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    sums = tl.load(x_ptr + share * BLOCK + offs)
+    total, is_last = _total(sums, share, 0, partial_ptr + offs, BLOCK, tickets_ptr, offs < BLOCK, SPLIT)
+    if is_last:
+        tl.store(y_ptr + offs, total)
+
+
+def scatter_ffn() -> Recording:
+    """Four programs draw tickets in three orders; the package's ``_total`` adds up."""
+    split, block = 4, 8
+    x = torch.randn(split, block, generator=torch.Generator().manual_seed(2))
+    runs, totals = [], []
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
+        partial, tickets, y = torch.zeros(split, block), torch.zeros(1, dtype=torch.int32), torch.zeros(block)
+        with watch(order, partial=partial, tickets=tickets, y=y) as seen:
+            _tickets_kernel[(split,)](x, partial, tickets, y, SPLIT=split, BLOCK=block)
+        totals.append(y)
+        frames: list[dict[str, Any]] = [
+            {
+                "set": [["tickets", 0, ".", ["0"]]],
+                "note": "Four programs have a part of the sum each. The counter is 0.",
+            }
+        ]
+        drawn, last = 0, -1
+        for access in seen:
+            program, code = access.program[0], "abcd"[access.program[0]]
+            if access.kind == "barrier":
+                continue
+            row = access.elements[0] // block
+            if access.tensor == "tickets":
+                drawn += 1
+                note = f"Program {program} draws ticket {drawn - 1}."
+                note += (
+                    " It is the last one: all parts are there." if drawn == split else " Others are to come: it ends."
+                )
+                frames.append({"set": [["tickets", 0, code, [str(drawn)]]], "note": note})
+                last = program
+            elif access.tensor == "y":
+                frames.append({"set": [["y", 0, code * block]], "note": f"Program {program} writes the total."})
+            elif access.kind == "store":
+                frames.append(
+                    {
+                        "set": [["partial", row * block, code * block]],
+                        "note": f"Program {program} writes its part to its own row.",
+                    }
+                )
+            else:
+                frames.append(
+                    {"set": [["partial", row * block, "e" * block]], "note": f"Program {program} adds row {row}."}
+                )
+        facts = {
+            "who adds up": f"program {last}",
+            "order of the additions": "0, 1, 2, 3",
+            "atomic additions of floats": 0,
+        }
+        runs.append({"name": "they end as " + ", ".join(map(str, order)), "frames": frames, "facts": facts})
+    assert all(torch.equal(totals[0], other) for other in totals)
+    assert len({run["facts"]["who adds up"] for run in runs}) == 3
+    return {
+        "title": "Tickets: who comes last adds up",
+        "question": "The programs end in another order. What changes?",
+        "choices": ["the last bits of the sum", "which program adds up", "both"],
+        "answer": 1,
+        "because": "Who draws the last ticket is chance. It adds the rows in their order, so the bits are the same.",
+        "control": "order in which the programs end",
+        "panels": [
+            panel("tickets", "tickets", 1),
+            panel("partial", "a row for each program", block, split),
+            panel("y", "the total", block),
+        ],
+        "legend": {"a": "program 0", "b": "program 1", "c": "program 2", "d": "program 3", "e": "being added"},
+        "runs": runs,
+    }
+
+
+def attention_backward() -> Recording:
+    """Two programs add to the same rows of dQ: by load, add and store, and by atomics."""
+    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel")
+    page = from_notebook("attention_backward", *names)
+    n, s, d, side = 16, 32, 16, 16
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, do = (torch.randn(1, count, d, generator=generator) for count in (n, s, s, n))
+    z = q[0].double() @ k[0].double().t() * d**-0.5
+    p = z.softmax(-1)
+    lse = (z.logsumexp(-1) * np.log2(np.e)).float()[None]
+    dp = do[0].double() @ v[0].double().t()
+    delta = (p * dp).sum(-1).float()[None]
+    kinds = {}
+    for atomic in (False, True):
+        dq, dk, dv = torch.zeros(1, n, d), torch.empty_like(k), torch.empty_like(v)
+        with watch(dq=dq) as seen:
+            page._attention_bwd_keys_kernel[(2, 1)](
+                q, k, v, do, lse, delta, dq, dk, dv, n, s, d**-0.5, ATOMIC=atomic, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d
+            )  # fmt: skip
+        kinds[atomic] = [(access.program[0], access.kind) for access in seen]
+        truth = (p * (dp - delta[0].double()[:, None])) @ k[0].double() * d**-0.5
+        torch.testing.assert_close(dq[0].double(), truth, rtol=1e-3, atol=1e-4)
+    assert kinds[False] == [(0, "load"), (0, "store"), (1, "load"), (1, "store")]
+    assert kinds[True] == [(0, "atomic"), (1, "atomic")]
+    halves = [(0, n // 2), (n // 2, n)]
+    schedules: dict[str, list[tuple[str, int, int]]] = {
+        "one after the other": [(kind, program, half) for program, kind in kinds[False] for half in (0, 1)],
+        "at once": [
+            *(("load", 0, 0), ("load", 1, 0), ("store", 0, 0), ("load", 0, 1), ("store", 1, 0)),
+            *(("store", 0, 1), ("load", 1, 1), ("store", 1, 1)),
+        ],
+        "at once, atomics": [("atomic", 0, 0), ("atomic", 1, 0), ("atomic", 1, 1), ("atomic", 0, 1)],
+    }  # fmt: skip
+    runs = []
+    for name, schedule in schedules.items():
+        memory: list[set[int]] = [set() for _ in range(n)]
+        held = [[set() for _ in range(n)] for _ in range(2)]
+        frames: list[dict[str, Any]] = [
+            {"note": "Sixteen rows of dQ are zero. Each program has a share for every row."}
+        ]
+        for operation, program, half in schedule:
+            low, high = halves[half]
+            rows = f"rows {low} to {high - 1}"
+            if operation == "load":
+                for i in range(low, high):
+                    held[program][i] = memory[i] | {program}
+                note = f"Program {program} loads {rows} and adds its share, in registers."
+                where, state = f"p{program}", held[program]
+            else:
+                for i in range(low, high):
+                    memory[i] = memory[i] | {program} if operation == "atomic" else set(held[program][i])
+                note = (
+                    f"Program {program} stores {rows}."
+                    if operation == "store"
+                    else f"Program {program} adds to {rows}, atomically."
+                )
+                where, state = "dq", memory
+            code = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
+            frames.append(
+                {"set": [[where, low, "".join(code[frozenset(state[i])] for i in range(low, high))]], "note": note}
+            )
+        lost = sum(len(row) < 2 for row in memory)
+        runs.append({"name": name, "frames": frames, "facts": {"rows": n, "rows that lost a share": lost}})
+    lost = [run["facts"]["rows that lost a share"] for run in runs]
+    assert lost[0] == 0 == lost[2] and 0 < lost[1] < n
+    return {
+        "title": "Two programs, the same rows of dQ",
+        "question": "Both load, add and store the same rows at the same time. What is missing in the end?",
+        "choices": ["nothing", "one program's share, in some rows", "both shares, everywhere"],
+        "answer": 1,
+        "because": "Where both had loaded before one stored, the later store overwrites the earlier. Which rows those are is timing: the interpreter never shows it.",
+        "control": "how the two run",
+        "panels": [
+            panel("dq", "dQ in memory", n),
+            panel("p0", "program 0, registers", n),
+            panel("p1", "program 1, registers", n),
+        ],
+        "legend": {"a": "share of program 0", "b": "share of program 1", "c": "both"},
+        "runs": runs,
+    }
+
+
+def sparse_training() -> Recording:
+    """Which chunks three schedulers choose, step after step, and where the gradient is."""
+    chunks, active, steps = 32, 8, 24
+    runs, found = [], {}
+    for name in ("random", "ema_topk", "oracle"):
+        torch.manual_seed(0)
+        teacher = train.PlantedTeacher(chunks=chunks, planted=8, families=None, d_in=16, batch=16, period=8)
+        scheduler = train.make_scheduler(name, train.Layout((chunks,), (active,)))
+        chosen: list[list[int]] = []
+        planted: list[list[int]] = []
+        select = scheduler.select
+
+        def noting(
+            select: Callable[[], torch.Tensor] = select,
+            chosen: list = chosen,
+            planted: list = planted,
+            teacher: Any = teacher,
+        ) -> torch.Tensor:
+            ids = select()
+            planted.append(sorted(teacher.planted_chunks(len(chosen)).tolist()))
+            chosen.append(sorted(ids.tolist()))
+            return ids
+
+        with mock.patch.object(scheduler, "select", noting):
+            scores = list(train.score_scheduler(teacher, scheduler, steps))
+        frames: list[dict[str, Any]] = [
+            {"note": f"{chunks} chunks across, time goes down. {active} may be chosen in a step."}
+        ]
+        for step, (ids, where) in enumerate(zip(chosen, planted, strict=True)):
+            row = ["."] * chunks
+            for i in where:
+                row[i] = "x"
+            for i in ids:
+                row[i] = "c" if i in where else "g"
+            hit = len(set(ids) & set(where))
+            frames.append(
+                {
+                    "set": [["steps", step * chunks, "".join(row)]],
+                    "note": f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen.",
+                }
+            )
+        recall = float(np.mean([score["recall"] for score in scores]))
+        found[name] = recall
+        runs.append({"name": name, "frames": frames, "facts": {"found, in the mean": f"{recall:.0%}"}})
+    assert found["random"] < found["ema_topk"] < found["oracle"]
+    return {
+        "title": "Chosen chunks over time",
+        "question": "The gradient moves to other chunks every eight steps. What does a scheduler do that goes by running means of what it saw?",
+        "choices": [
+            "it finds them all the time",
+            "it loses them at each move, and finds them again",
+            "it does no better than chance",
+        ],
+        "answer": 1,
+        "because": f"It finds {found['ema_topk']:.0%} in the mean; chance finds {found['random']:.0%}. What it did not look at it does not know, so every move costs it some steps.",
+        "control": "scheduler",
+        "panels": [panel("steps", "a row a step", chunks, steps)],
+        "legend": {"c": "chosen, and the gradient is there", "g": "chosen in vain", "x": "missed"},
+        "runs": runs,
+    }
+
+
+def together() -> Recording:
+    """The bytes of a whole model's experts, a cell a GiB."""
+    experts, hidden, inner, _ = MODELS["Qwen3-30B-A3B"]
+    layers, columns, gpu = 48, 20, 141
+    elements = layers * experts * 3 * hidden * inner
+
+    def four_bits(double: bool) -> float:  # without the bfloat16 that dequantizing writes
+        return nf4_bench.dequantize_gbytes(elements, 64, double) * 1e9 - 2 * elements
+
+    parts = {
+        "bfloat16, frozen": {"weights": 2.0 * elements},
+        "4 bits, frozen": {"weights": four_bits(False)},
+        "4 bits, scales quantized too": {"weights": four_bits(True)},
+        "bfloat16, trained with AdamW": {
+            "weights": 2.0 * elements,
+            "gradients": 2.0 * elements,
+            "float32 weights": 4.0 * elements,
+            "two moments": 8.0 * elements,
+        },
+    }  # fmt: skip
+    total = {name: sum(part.values()) / 2**30 for name, part in parts.items()}
+    room = int(np.ceil(max(total.values()) / columns)) * columns
+    runs = []
+    for name, part in parts.items():
+        frames: list[dict[str, Any]] = [
+            {
+                "note": f"{elements / 1e9:.1f} thousand million weights in the experts of {layers} layers. A cell is a GiB."
+            }
+        ]
+        at = 0.0
+        for code, (what, size) in zip("abcd", part.items()):
+            first, last = round(at), round(at + size / 2**30)
+            frames.append(
+                {
+                    "set": cells("gib", list(range(first, last)), code),
+                    "note": f"{what.capitalize()}: {size / 2**30:.1f} GiB.",
+                }
+            )
+            at += size / 2**30
+        fits = "yes" if at < gpu else f"no: {at / gpu:.1f} times as much"
+        runs.append({"name": name, "frames": frames, "facts": {"GiB": f"{at:.1f}", f"fits a GPU of {gpu} GB": fits}})
+    share = total["4 bits, frozen"] / total["bfloat16, frozen"]
+    choices = ["exactly a quarter", "a bit more than a quarter", "half"]
+    return {
+        "title": "The experts of a 30B model, in GiB",
+        "question": "From bfloat16 to four bits with a float32 scale for each 64: how much is left?",
+        "choices": choices,
+        "answer": 0 if share == 0.25 else 1 if share < 0.35 else 2,
+        "because": f"It is {share:.1%}: the codes are a quarter, and the scales come on top.",
+        "control": "how the weights are kept",
+        "panels": [panel("gib", "a cell a GiB", columns, room // columns)],
+        "legend": {"a": "weights", "b": "gradients", "c": "float32 weights", "d": "moments"},
+        "runs": runs,
+    }
+
+
+RECORDINGS: dict[str, Callable[[], Recording]] = {
+    function.__name__: function
+    for function in (
+        *(first_kernel, layer_norm, sparse_linear, attention_online, attention_causal, attention_backward),
+        *(scatter_ffn, choosing_tiles, sparse_training, nf4, moe_lora, together),
+    )
+}
+
+
+def written(recording: Recording) -> str:
+    """A recording as the file has it."""
+    return json.dumps(recording, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def main(names: list[str]) -> int:
+    if unknown := set(names) - set(RECORDINGS):
+        print(f"no such instrument: {', '.join(sorted(unknown))}; there are {', '.join(RECORDINGS)}", file=sys.stderr)
+        return 2
+    OUT.mkdir(parents=True, exist_ok=True)
+    for name in names or RECORDINGS:
+        text = written(RECORDINGS[name]())
+        (OUT / f"{name}.json").write_text(text, encoding="utf-8")
+        print(f"{name}: {len(text.encode()) / 1024:.1f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
