@@ -494,6 +494,76 @@ def test_in_a_feed_forward_block() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+# --- packed experts -------------------------------------------------------------------------------------------------
+
+
+# E, N, K, block size: whole words; rows that are no whole words, blocks that straddle rows; odd sizes.
+PACKED = ((4, 32, 64, 64), (3, 33, 40, 32), (2, 5, 7, 64), (3, 64, 96, 4096))
+
+
+@pytest.mark.parametrize("double_quant", (False, True))
+@pytest.mark.parametrize("shape", PACKED, ids=label)
+def test_packed_experts_bit_for_bit(shape: tuple[int, ...], double_quant: bool) -> None:
+    """Rows of an identity are what the decoded matrix holds; the tensor cores' way of decoding is held to the rule."""
+    experts, n, k, block_size = shape
+    q = kb.nf4_quantize(randn(experts, n, k), block_size=block_size, double_quant=double_quant)
+    ids = torch.full((k, 1), experts - 1, device=runtime.DEVICE)
+    for dtype in DTYPES:
+        dense = kb.nf4_dequantize(q, dtype=dtype)[experts - 1].t()
+        decoded = kb.scatter2scatter(torch.eye(k, dtype=dtype, device=ids.device), q, kb.route(ids, experts))
+        if runtime.INTERPRET or dtype == torch.float32:
+            assert torch.equal(decoded, dense)
+        else:
+            assert check.relative_error(decoded, dense.double()) < 2 * check.FLOOR[dtype]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
+@pytest.mark.parametrize("shape", PACKED[:3], ids=label)
+def test_packed_outputs_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    experts, n, k, block_size = shape
+    ids = _experts(9, experts, 2, 0.2)
+    for double_quant, strategy, gated in ((True, "fused", True), (False, "split", False)):
+        inputs = _inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype if gated else None)
+        del inputs["w"]
+        q = kb.nf4_quantize(randn(experts, n, k) / k**0.5, block_size=block_size, double_quant=double_quant)
+        w = kb.nf4_dequantize(q, dtype=dtype).transpose(1, 2)
+        check.check_op(
+            functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), strategy=strategy, scaling=0.5),
+            lambda w=w, ids=ids, **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t),
+            inputs,
+            grads=tuple(inputs),
+        )
+
+
+def test_packed_experts_without_tokens_do_not_leak() -> None:
+    """Nor do the bytes and scales of an expert that has none; nothing of the size of all experts is allocated."""
+    q = kb.nf4_quantize(randn(4, 32, 64))
+    ids = torch.tensor([[0, 2], [2, 4], [4, 4]], device=runtime.DEVICE)  # expert 4 is a slot to skip
+    q.absmax.view(4, -1)[[1, 3]] = torch.nan
+    x = randn(3, 64).requires_grad_()
+    with check.poisoned_empty():
+        y = kb.scatter2scatter(x, q, kb.route(ids, 4))
+        [dx] = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert bool(torch.isfinite(y).all()) and bool(torch.isfinite(dx).all())
+    assert (y[[3, 4, 5]] == 0).all() and (dx[2] == 0).all() and (y[[0, 1, 2]] != 0).any(1).all()
+
+
+def test_packed_experts_in_pytorchs_machinery() -> None:
+    ids = _experts(5, 3, 2, 0.2)
+    routing = kb.route(ids, 3)
+    q = kb.nf4_quantize(randn(3, 16, 32), double_quant=True)
+    x = randn(5, 32).requires_grad_()
+    parts = (q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset, 3, 16, 64)
+    given = (x, q.packed, *(None,) * 4, ids, routing.lists, *parts, 1.0, "auto", False, False)
+    torch.library.opcheck(torch.ops.kernelbook.moe_lora.default, given)
+    compiled = torch.compile(lambda x: kb.scatter2scatter(x * 2, q, routing), fullgraph=True, backend="aot_eager")
+    expected = kb.scatter2scatter(x * 2, q, routing)
+    torch.testing.assert_close(compiled(x), expected)
+    dy = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, x, dy) for y in (compiled(x), expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # --- ids that are wrong ---------------------------------------------------------------------------------------------
 
 
@@ -681,6 +751,16 @@ BAD = {
         _bad(w=lambda: randn(2, 8, 6)),
         ValueError,
         r"moe_lora: w must have shape \(3, 8, 6\), got \(2, 8, 6\)",
+    ),
+    "packed w for fewer experts": (
+        _bad(w=lambda: kb.nf4_quantize(randn(2, 6, 8))),
+        ValueError,
+        r"moe_lora: w must have shape \(3, 6, 8\), got \(2, 6, 8\)",
+    ),
+    "packed w is a matrix": (
+        _bad(w=lambda: kb.nf4_quantize(randn(6, 8))),
+        ValueError,
+        r"moe_lora: w must have three dimensions, got shape \(6, 8\)",
     ),
     "w of another dtype": (
         _bad(w=lambda: randn(3, 8, 6).half()),

@@ -315,7 +315,7 @@ def _rows_tile(
         b = tl.load(b_ptrs, mask=mask_b, other=0.0)  # (BLOCK_R, BLOCK_N)
         u = (acc_u * scaling).to(dtype)
         acc = _dot(u, b, acc, ACC, PRECISION)
-        if u_ptr is not None:
+        if u_ptr is not None:  # noqa: SIM102 - known when it is compiled
             if pid_n == 0:
                 u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
                 mask_u = mask_m[:, None] & (offs_r < RANK)[None, :]
@@ -362,13 +362,13 @@ def _moe_lora_fwd_rows_kernel(
             y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
             zeros = tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty)
             tl.store(y_ptrs, zeros, mask=mask_m[:, None] & (offs_n < N)[None, :])
-            if LORA == "fused" and u_ptr is not None:
+            if LORA == "fused" and u_ptr is not None:  # noqa: SIM102
                 if pid_n == 0:
                     offs_r = tl.arange(0, BLOCK_R)
                     u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
                     mask_u = mask_m[:, None] & (offs_r < RANK)[None, :]
-                    zeros = tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty)
-                    tl.store(u_ptrs, zeros, mask=mask_u)
+                    no_u = tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty)
+                    tl.store(u_ptrs, no_u, mask=mask_u)
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
@@ -666,9 +666,7 @@ def _moe_lora_fwd_slots_kernel(
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(
-    frozen=True, eq=False
-)  # made by tiles(), one object each: as a key it costs no hash of its fields
+@dataclasses.dataclass(frozen=True, eq=False)  # tiles() makes one object each: as a key it costs no hash of its fields
 class Tiles:
     """The tiles of one kernel: its constants, warps and stages, and the tile height in :data:`HEIGHTS`, if it has one."""
 
@@ -805,6 +803,15 @@ def padded_rank(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))
 
 
+def decodes_on_the_way(rows: int, experts: int) -> bool:
+    """Whether packed experts are decoded on their way into each tile, instead of once for all tiles before the product.
+
+    An expert with R rows is decoded R / 128 times; to make it dense costs 4.5 times the packed bytes to write and read.
+    """
+    return _mean_rows(rows, experts) <= DECODED_ROWS
+
+
+DECODED_ROWS = 512  # four tiles: so often an expert is decoded
 FUSED_RANK = 64  # the widest U that a program of the fused product keeps in registers beside its tile of Y
 FUSED_ROWS = 64
 

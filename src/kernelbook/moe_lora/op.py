@@ -591,7 +591,8 @@ class _Lora(NamedTuple):
         """Copies where neither rows nor columns are contiguous (PEFT's B): a tile would read a sector an element."""
         if a is None or b is None:
             return None
-        return cls(*(t if 1 in t.stride()[1:] else t.contiguous() for t in (a, b)), u, scaling)
+        a, b = (t if 1 in t.stride()[1:] else t.contiguous() for t in (a, b))
+        return cls(a, b, u, scaling)
 
 
 @functools.cache
@@ -692,9 +693,8 @@ def _launch_rows(
     """Fills Y (R, N) from rows and w (E, K, N), and lora's U if there is one."""
     x, grouped, slots = rows
     if isinstance(w, _Packed):
-        stored: Any = w.packed
-        packed = (w.transposed, w.block_size, w.nested[0] is not None)
-        w_strides = None
+        stored, w_strides = w.packed, None
+        packed: Any = (w.transposed, w.block_size, w.nested[0] is not None)
     else:
         stored, packed, w_strides = w, None, w.stride()
     shape = tuple(w.shape)
@@ -718,7 +718,6 @@ def _launch_rows(
     w_box = None
     scales: tuple[Any, ...] = (None, None, None, None, None)
     if isinstance(w, _Packed):
-        w_strides = (0, 0, 0)
         scales = (w.absmax, *w.nested, w.code)
         if plan.launch.constants["PACKED"] != "elements":
             stored = stored.view(torch.int32)
@@ -729,7 +728,7 @@ def _launch_rows(
         plan.grid,
         routing.lists, plan.tiles_at,
         x, *x.stride(), None if plan.x_form is None else plan.x_form(x),
-        stored, *w_strides, w_box,
+        stored, *(w_strides or (0, 0, 0)), w_box,
         *scales,
         *_strided(a, 3), *_strided(b, 3), u,
         *_strided(bias, 2),

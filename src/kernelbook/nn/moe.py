@@ -4,13 +4,15 @@
 :func:`kernelbook.moe_lora`. Rows are sorted by expert once: the first product leaves its rows in expert order, the
 activation takes them as they are, and the second product reads them so and writes tokens, weighted and summed.
 
-Compressed weights become dense ones just before each product, for the experts that the batch uses, and are dropped right
-after it. The backward pass does not keep them: it makes them again. :func:`choose_experts` says which experts these are
-and when that costs a host synchronisation.
+4-bit weights are decoded on their way into the products. Where experts have so many rows that this is slower
+(:func:`kernelbook.moe_lora.decodes_on_the_way`), and float8 ones always, they become dense just before each product, for
+the experts that the batch uses, and are dropped right after it. The backward pass does not keep them: it makes them again.
+:func:`choose_experts` says which experts these are and when that costs a host synchronisation.
 """
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -20,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.moe_lora import Routing, moe_lora, route
+from kernelbook import arguments, launching  # before Triton, which it sets up
+from kernelbook.moe_lora import Routing, decodes_on_the_way, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import kernels
 
@@ -211,49 +213,49 @@ class _Kept(NamedTuple):
 # --- the block ------------------------------------------------------------------------------------------------------
 
 
-class _SwiGLU(torch.autograd.Function):
-    """h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        h = h.contiguous()
-        ctx.save_for_backward(h)
-        return _launch_swiglu(h, None)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return _launch_swiglu(ctx.saved_tensors[0], dout.contiguous())
+@functools.cache
+def _swiglu_launch(backward: bool, dtype: torch.dtype) -> launching.Launch:
+    height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
+    kernel = kernels._swiglu_bwd_kernel if backward else kernels._swiglu_fwd_kernel
+    acc = launching.tl_accumulator(dtype)
+    return launching.Launch(kernel, ACC=acc, ROWS=height, BLOCK_I=kernels.BLOCK_I, num_warps=kernels.WARPS)
 
 
-def _launch_swiglu(h: torch.Tensor, dout: torch.Tensor | None) -> torch.Tensor:
-    """-> out (S, I), or with ``dout`` its gradient dh (S, 2 I)."""
-    dtype, rows, inner = h.dtype, h.shape[0], h.shape[1] // 2
-    h = h.to(runtime.kernel_dtype(dtype))
-    result = h.new_empty((rows, inner)) if dout is None else torch.empty_like(h)
-    if result.numel() > 0:
-        height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-        grid = (launching.cdiv(rows, height), launching.cdiv(inner, kernels.BLOCK_I))
-        settings: dict[str, Any] = {
-            "ACC": launching.tl_accumulator(dtype),
-            "ROWS": height,
-            "BLOCK_I": kernels.BLOCK_I,
-            "num_warps": kernels.WARPS,
-        }
-        with runtime.on_device_of(h):
-            if dout is None:
-                kernels._swiglu_fwd_kernel[grid](h, result, rows, inner, **settings)
-            else:
-                kernels._swiglu_bwd_kernel[grid](dout.to(h.dtype), h, result, rows, inner, **settings)
-    return result.to(dtype)
+def _run_swiglu(result: torch.Tensor, h: torch.Tensor, dout: torch.Tensor | None) -> None:
+    """out (S, I) of h (S, 2 I), or with ``dout`` dh (S, 2 I)."""
+    if result.numel() == 0:
+        return
+    rows, inner = h.shape[0], h.shape[1] // 2
+    launch = _swiglu_launch(dout is not None, h.dtype)
+    grid = (launching.cdiv(rows, launch.constants["ROWS"]), launching.cdiv(inner, kernels.BLOCK_I))
+    gradient = () if dout is None else (dout.contiguous(),)
+    launch(grid, *gradient, h.contiguous(), result, rows, inner)
+
+
+def _keep_h(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_swiglu_backward = launching.operator(
+    "swiglu_backward(Tensor h, Tensor dout) -> Tensor",
+    outputs=lambda h, dout: torch.empty_like(h, memory_format=torch.contiguous_format),
+    run=_run_swiglu,
+)
+# h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass.
+_swiglu_of = launching.operator(
+    "swiglu(Tensor h) -> Tensor",
+    outputs=lambda h: torch.empty((h.shape[0], h.shape[1] // 2), dtype=h.dtype, device=h.device),
+    run=lambda result, h: _run_swiglu(result, h, None),
+    setup_context=_keep_h,
+    backward=lambda ctx, dout: _swiglu_backward(ctx.saved_tensors[0], dout),
+)
 
 
 def _swiglu(h: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
         gate, up = h.chunk(2, dim=-1)
         return F.silu(gate) * up
-    if launching.is_plain(h):
-        return _launch_swiglu(h.contiguous(), None)
-    out: torch.Tensor = _SwiGLU.apply(h)
+    out: torch.Tensor = _swiglu_of(h)
     return out
 
 
@@ -306,7 +308,8 @@ def gated_experts(
         gate_up_bias, down_bias: (E, 2 I) and (E, H).
         transposed: the weights are stored the other way around, (E, H, 2 I) and (E, I, H).
         post_expert: applied to the second product's rows (T k, H) before they are weighted.
-        active: which experts of compressed weights become dense, see :func:`choose_experts`.
+        active: which experts of compressed weights become dense, see :func:`choose_experts`; with ``"auto"`` none of
+            4-bit weights where they are decoded within the product.
 
     Returns:
         (T, H) in the dtype of ``x``.
@@ -350,13 +353,18 @@ def gated_experts(
     compressed = not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor))
     if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
         arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
-    chosen, ids = choose_experts(expert_ids, num_experts, active) if compressed else (None, expert_ids)
+    packed = all(isinstance(weight, torch.Tensor | NF4Tensor) for weight in (gate_up, down))
+    decoded = active == "auto" and packed and not transposed and decodes_on_the_way(expert_ids.numel(), num_experts)
+    dense = compressed and not decoded
+    chosen, ids = choose_experts(expert_ids, num_experts, active) if dense else (None, expert_ids)
     routing = route(ids, num_experts if chosen is None else chosen.shape[0])
 
     def product(
         rows: torch.Tensor, weight: Weight, lora: LoRAPair | None, bias: torch.Tensor | None, **how: Any
     ) -> torch.Tensor:
-        return _product(rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, **how)
+        return _product(
+            rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, decoded=decoded, **how
+        )
 
     hidden = activation(product(x, gate_up, gate_up_lora, gate_up_bias, grouped_out=True))
     if post_expert is None:
@@ -377,6 +385,7 @@ def _product(
     chosen: torch.Tensor | None,
     *,
     transposed: bool,
+    decoded: bool,
     **how: Any,
 ) -> torch.Tensor:
     """One grouped product with the chosen experts' weight, LoRA pair and bias."""
@@ -391,6 +400,8 @@ def _product(
     if bias is not None:
         bias = chosen_of(bias).to(rows.dtype)
 
+    if decoded and isinstance(weight, NF4Tensor):
+        return moe_lora(rows, weight, a, b, routing, scaling=scaling, bias=bias, **how)
     if isinstance(weight, torch.Tensor):
         # Beside a compressed weight a dense one has to follow the same renaming.
         w = chosen_of(weight).to(rows.dtype) if torch.is_autocast_enabled(rows.device.type) else chosen_of(weight)
