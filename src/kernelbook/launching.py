@@ -131,7 +131,9 @@ class _Handle:
         self.compiled, self.function, self.tail = compiled, compiled.function, tail
         self.key = next(key for key, value in kernel.device_caches[device][0].items() if value is compiled)
         # Triton keeps copies of the values to compare with; whether the very object is still there is faster to ask.
-        self.globals = tuple((scope, name, scope.get(name)) for (name, _), (_, scope) in kernel.used_global_vals.items())
+        self.globals = tuple(
+            (scope, name, scope.get(name)) for (name, _), (_, scope) in kernel.used_global_vals.items()
+        )
         self.boxes = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         self.maps: dict[Any, list[Any]] = {}
         launch = launcher.launch
