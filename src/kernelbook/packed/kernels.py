@@ -10,8 +10,6 @@ high bytes: some two and a half instructions an element. The block's scale multi
 Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
 """
 
-from kernelbook import runtime  # before Triton, which it sets up
-
 # isort: split
 import triton
 import triton.language as tl

@@ -9,8 +9,6 @@ Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mm
 later), x of 16 bits with aligned rows, K in multiples of 32, and blocks of 32 or more elements.
 """
 
-from kernelbook import runtime  # before Triton, which it sets up
-
 # isort: split
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
