@@ -253,17 +253,18 @@ def _paged_problem(b: int, h: int, h_kv: int, n: int, s: int, d: int, page: int,
     """The same keys in pages and, beside it, contiguous."""
     q, k, v = (t.detach() for t in _inputs(b, h, h_kv, n, s, d, dtype)[:3])
     order = torch.randperm(b * s // page, device=runtime.DEVICE)
-    pools, table = [_in_pages(t, order, page) for t in (k, v)], order.view(b, s // page).to(torch.int32)
+    k_pages, v_pages = (_in_pages(t, order, page) for t in (k, v))
+    table = order.view(b, s // page).to(torch.int32)
     lengths = torch.full((b,), s, dtype=torch.int32, device=runtime.DEVICE)
 
     def plain() -> Tensors:
-        wide = (t.repeat_interleave(h // h_kv, dim=1) for t in (k, v))
+        wide_k, wide_v = (t.repeat_interleave(h // h_kv, dim=1) for t in (k, v))
         mask = torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
-        return [F.scaled_dot_product_attention(q, *wide, attn_mask=mask)]
+        return [F.scaled_dot_product_attention(q, wide_k, wide_v, mask)]
 
     return timing.Problem(
         {
-            "kernelbook": lambda: [op.paged_attention(q, *pools, table, lengths)],
+            "kernelbook": lambda: [op.paged_attention(q, k_pages, v_pages, table, lengths)],
             "kernelbook:contiguous": lambda: [op.flash_attention(q, k, v, causal=True)],
         },
         lambda: _truth(flash_attention_reference, (q, k, v), h // h_kv, True),
