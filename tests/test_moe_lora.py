@@ -82,11 +82,10 @@ def _check_routing(ids: torch.Tensor, experts: int) -> kb.Routing:
     assert torch.equal(routing.offsets.long(), offsets)
     assert routing.num_experts == experts and routing.slots == ids.shape[1]
     group_of = ids.reshape(-1).long()[order].tolist()
-    routed = op._Routed(routing.order, routing.offsets, routing.tiles, routing.slots)
     for height in kernels.HEIGHTS:
-        tiles, count = routed.tiles_of(height)
+        begin, count = op._section(ids.numel(), experts, height)
         covered = []
-        for group, first, rows in tiles[:count].tolist():
+        for group, first, rows in routing.lists[begin : begin + 3 * count].view(-1, 3).tolist():
             if group >= 0:
                 assert 1 <= rows <= height
                 assert set(group_of[first : first + rows]) == {group}
@@ -225,7 +224,6 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
     """Also transposed weights, and rows that are read in boxes."""
     ids = _experts(60, 3, 2, 0.1)
     routing = kb.route(ids, 3)
-    routed = op._Routed(routing.order, routing.offsets, routing.tiles, 2)
     inputs = _inputs(ids, 3, 72, 80, 16, torch.float16)
     w, lora_a, lora_b = inputs["w"], inputs["lora_a"], inputs["lora_b"]
     factors = (lora_a, lora_b) if lora != "none" else (None, None)
@@ -236,7 +234,9 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
         for rows in (op._Rows(scattered, False, 2), op._Rows(grouped, True, 2)):
             with check.poisoned_empty():
                 u = scattered.new_empty(120, 16)
-                y = op._launch_rows(routed, rows, weight, op._Lora.of(*factors, u, 1.0), None, False, lora, TILES[name])
+                y = scattered.new_empty(120, 80)
+                pair = op._Lora.of(*factors, u, 1.0)
+                op._launch_rows(routing, rows, weight, pair, None, y, False, lora, TILES[name])
             assert check.relative_error(y, exact) < 2e-3
             assert lora == "none" or bool(torch.isfinite(u).all())
 
@@ -248,12 +248,11 @@ def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
         pytest.skip("float64 products are for the interpreter")
     ids = _experts(40, 3, 2, 0.1)
     routing = kb.route(ids, 3)
-    routed = op._Routed(routing.order, routing.offsets, routing.tiles, 2)
     x, lora_a = randn(40, 200, dtype=dtype), randn(3, 5, 200, dtype=dtype)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
     with check.poisoned_empty():
         u = x.new_empty(80, 16)
-        op._launch_thin(routed, op._Rows(x, False, 2), op._Lora(lora_a, lora_a, u, 0.3), tiles)
+        op._launch_thin(routing, op._Rows(x, False, 2), op._Lora(lora_a, lora_a, u, 0.3), tiles)
     exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
     for position, pair in enumerate(routing.order.tolist()):
         expert = int(ids.reshape(-1)[pair])
@@ -394,8 +393,9 @@ def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
     assert recorded.requires_grad and torch.equal(recorded, direct)
     with torch.no_grad():
         assert torch.equal(kb.moe_lora(**inputs, routing=routing), direct)
-    for ours, theirs in zip(routing[1:4], torch.ops.kernelbook.route(ids, 4)[:3], strict=True):
-        assert torch.equal(ours, theirs)
+    dispatched = routing._replace(lists=torch.ops.kernelbook.route(ids, 4))
+    for name in ("order", "inverse", "offsets"):
+        assert torch.equal(getattr(routing, name), getattr(dispatched, name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
@@ -494,6 +494,76 @@ def test_in_a_feed_forward_block() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+# --- packed experts -------------------------------------------------------------------------------------------------
+
+
+# E, N, K, block size: whole words; rows that are no whole words, blocks that straddle rows; odd sizes.
+PACKED = ((4, 32, 64, 64), (3, 33, 40, 32), (2, 5, 7, 64), (3, 64, 96, 4096))
+
+
+@pytest.mark.parametrize("double_quant", (False, True))
+@pytest.mark.parametrize("shape", PACKED, ids=label)
+def test_packed_experts_bit_for_bit(shape: tuple[int, ...], double_quant: bool) -> None:
+    """Rows of an identity are what the decoded matrix holds; the tensor cores' way of decoding is held to the rule."""
+    experts, n, k, block_size = shape
+    q = kb.nf4_quantize(randn(experts, n, k), block_size=block_size, double_quant=double_quant)
+    ids = torch.full((k, 1), experts - 1, device=runtime.DEVICE)
+    for dtype in DTYPES:
+        dense = kb.nf4_dequantize(q, dtype=dtype)[experts - 1].t()
+        decoded = kb.scatter2scatter(torch.eye(k, dtype=dtype, device=ids.device), q, kb.route(ids, experts))
+        if runtime.INTERPRET or dtype == torch.float32:
+            assert torch.equal(decoded, dense)
+        else:
+            assert check.relative_error(decoded, dense.double()) < 2 * check.FLOOR[dtype]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
+@pytest.mark.parametrize("shape", PACKED[:3], ids=label)
+def test_packed_outputs_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    experts, n, k, block_size = shape
+    ids = _experts(9, experts, 2, 0.2)
+    for double_quant, strategy, gated in ((True, "fused", True), (False, "split", False)):
+        inputs = _inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype if gated else None)
+        del inputs["w"]
+        q = kb.nf4_quantize(randn(experts, n, k) / k**0.5, block_size=block_size, double_quant=double_quant)
+        w = kb.nf4_dequantize(q, dtype=dtype).transpose(1, 2)
+        check.check_op(
+            functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), strategy=strategy, scaling=0.5),
+            lambda w=w, ids=ids, **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t),
+            inputs,
+            grads=tuple(inputs),
+        )
+
+
+def test_packed_experts_without_tokens_do_not_leak() -> None:
+    """Nor do the bytes and scales of an expert that has none; nothing of the size of all experts is allocated."""
+    q = kb.nf4_quantize(randn(4, 32, 64))
+    ids = torch.tensor([[0, 2], [2, 4], [4, 4]], device=runtime.DEVICE)  # expert 4 is a slot to skip
+    q.absmax.view(4, -1)[[1, 3]] = torch.nan
+    x = randn(3, 64).requires_grad_()
+    with check.poisoned_empty():
+        y = kb.scatter2scatter(x, q, kb.route(ids, 4))
+        [dx] = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert bool(torch.isfinite(y).all()) and bool(torch.isfinite(dx).all())
+    assert (y[[3, 4, 5]] == 0).all() and (dx[2] == 0).all() and (y[[0, 1, 2]] != 0).any(1).all()
+
+
+def test_packed_experts_in_pytorchs_machinery() -> None:
+    ids = _experts(5, 3, 2, 0.2)
+    routing = kb.route(ids, 3)
+    q = kb.nf4_quantize(randn(3, 16, 32), double_quant=True)
+    x = randn(5, 32).requires_grad_()
+    parts = (q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset, 3, 16, 64)
+    given = (x, q.packed, *(None,) * 4, ids, routing.lists, *parts, 1.0, "auto", False, False)
+    torch.library.opcheck(torch.ops.kernelbook.moe_lora.default, given)
+    compiled = torch.compile(lambda x: kb.scatter2scatter(x * 2, q, routing), fullgraph=True, backend="aot_eager")
+    expected = kb.scatter2scatter(x * 2, q, routing)
+    torch.testing.assert_close(compiled(x), expected)
+    dy = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, x, dy) for y in (compiled(x), expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # --- ids that are wrong ---------------------------------------------------------------------------------------------
 
 
@@ -527,8 +597,12 @@ def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyP
     def guarded_new_empty(self: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
         return guarded_empty(size, **{"dtype": self.dtype, "device": self.device, **kwargs})
 
+    def guarded_empty_like(like: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return guarded_new_empty(like, like.shape, dtype=kwargs.get("dtype", like.dtype))
+
     monkeypatch.setattr(torch, "empty", guarded_empty)
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded_new_empty)
+    monkeypatch.setattr(torch, "empty_like", guarded_empty_like)
     results = []
     for chosen in (ids, bad):
         leaves = [t.detach().requires_grad_() for t in inputs.values()]
@@ -572,12 +646,13 @@ def test_opcheck(dtype: torch.dtype) -> None:
     ops = torch.ops.kernelbook
     ids = _experts(5, 3, 2, 0.2)
     torch.library.opcheck(ops.route.default, (ids, 3))
-    routing = kb.route(ids, 3)
-    rest = (ids, routing.order, routing.offsets, routing.tiles)
+    rest = (ids, kb.route(ids, 3).lists, *(None,) * 5, 3, 16, 0)
     inputs = _inputs(ids, 3, 24, 16, 4, dtype, with_bias=True, gates=torch.float32)
     leaves = [t.requires_grad_() for t in inputs.values()]
+    given = [t.detach() for t in leaves]
     if dtype == torch.float32:
         torch.library.opcheck(ops.moe_lora.default, (*leaves, *rest, 0.5, "split", False, False))
+        torch.library.opcheck(ops.moe_lora_inference.default, (*given, *rest, 0.5, "auto", False, False))
     else:
         torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True))
         torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False))
@@ -585,9 +660,8 @@ def test_opcheck(dtype: torch.dtype) -> None:
         torch.library.opcheck(ops.moe_lora.default, (*base, *rest, 1.0, "auto", False, False))
     u = torch.zeros(10, 16, dtype=dtype, device=ids.device)
     needs = (True, True, False, True, False, True)
-    given = [t.detach() for t in leaves]
     dy = randn(5, 16, dtype=dtype)
-    torch.library.opcheck(ops.moe_lora_backward.default, (dy, *given, u, *rest, 0.5, "split", False, False, *needs))
+    torch.library.opcheck(ops.moe_lora_backward.default, (dy, u, *given, *rest, 0.5, "split", False, False, *needs))
 
 
 @pytest.mark.parametrize("dynamic", (False, True))
@@ -677,6 +751,16 @@ BAD = {
         _bad(w=lambda: randn(2, 8, 6)),
         ValueError,
         r"moe_lora: w must have shape \(3, 8, 6\), got \(2, 8, 6\)",
+    ),
+    "packed w for fewer experts": (
+        _bad(w=lambda: kb.nf4_quantize(randn(2, 6, 8))),
+        ValueError,
+        r"moe_lora: w must have shape \(3, 6, 8\), got \(2, 6, 8\)",
+    ),
+    "packed w is a matrix": (
+        _bad(w=lambda: kb.nf4_quantize(randn(6, 8))),
+        ValueError,
+        r"moe_lora: w must have three dimensions, got shape \(6, 8\)",
     ),
     "w of another dtype": (
         _bad(w=lambda: randn(3, 8, 6).half()),

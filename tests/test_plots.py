@@ -141,3 +141,37 @@ def test_gpus_with_results_come_in_the_readers_order(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runtime, "device_slug", lambda: "my-gpu")
     assert timing.recorded_gpus("layer_norm") == ["nvidia-h200", "my-gpu", "a-gpu"]
     assert timing.recorded_gpus("layer_norm", "nf4")[-1] == "empty"
+
+
+def _steps() -> pd.DataFrame:
+    rows = {"provider": ["kernelbook:first", "torch", "kernelbook:second"], "ms": [0.4, 0.3, 0.2], "run": "r", "x": 1}
+    return pd.DataFrame({**rows, "gbytes": 0.2, "gflop": 20.0})
+
+
+def test_ladder_compares_each_step_with_the_one_before_and_puts_peers_last() -> None:
+    ceilings = pd.DataFrame({"run": ["r", "other"], "copy_gbs": [2000.0, 1.0], "bf16_tflops": [400.0, 1.0]})
+    steps = _steps().iloc[[0, 2, 1]]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in plots.ladder(steps, ceilings).splitlines()
+    ]
+    assert lines[2:] == [
+        ["first", "400.0", "25%", ""],
+        ["second", "200.0", "50%", "2.00"],
+        ["torch", "300.0", "33%", ""],
+    ]
+    by_rate = plots.ladder(steps, ceilings, by="tflops", upto="second", computed=[("the bytes", 0.1)])
+    assert "25%" in by_rate and "torch" not in by_rate and "the bytes" not in by_rate
+    assert "*the bytes*" in plots.ladder(steps, ceilings, computed=[("the bytes", 0.1)])
+    with pytest.raises(ValueError, match="ladder: upto must be one of first, second, torch, got 'third'"):
+        plots.ladder(steps, ceilings, upto="third")
+
+
+def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
+    rows = pd.DataFrame(
+        {"provider": ["kernelbook"] * 7 + ["peer"] * 2, "x": [*range(1, 8), 1, 7], "ms": 1.0, "run": "r"}
+    )
+    rows = rows.assign(gbytes=1.0, gflop=1.0, x_name="N")
+    _, (ax,) = plots.new_figure()
+    plots.bandwidth_figure(rows, ax=ax)
+    looks = {line.get_label(): line.get_linestyle() for line in ax.lines}
+    assert looks["kernelbook"] == "-" and looks["peer"] == "None"

@@ -73,11 +73,42 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert not list(tmp_path.iterdir())
 
 
+def test_a_text_of_ones_own_is_found_again_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "own.txt").write_text("Some words, and then more of them.\n\n" * 40)
+    sizes = (
+        "--config",
+        "tiny",
+        "--quiet",
+        "--context",
+        "5",
+        "--batch-size",
+        "1",
+        "--steps",
+        "1",
+        "--vocab-size",
+        "260",
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *sizes, "--text", "own.txt", "--out", str(tmp_path / "run")]) == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["train", "--quiet", "--resume", "--out", str(tmp_path / "run")]) == 0
+    assert "going on after step 1" in capsys.readouterr().out
+    (tmp_path / "own.txt").rename(tmp_path / "moved.txt")
+    (tmp_path / "run2").mkdir()
+    again = ["train", "--quiet", "--resume", "--text", str(tmp_path / "moved.txt"), "--out", str(tmp_path / "run")]
+    assert cli.main(again) == 2  # a document is named after its file, so that the split would be another
+    assert "the corpus must be that of the run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     (
         (KeyboardInterrupt(), 130, "interrupted; --resume --out"),
         (RuntimeError("set CUBLAS_WORKSPACE_CONFIG"), 2, "--deterministic must come with CUBLAS_WORKSPACE_CONFIG"),
+        (OSError(28, "No space left on device"), 1, "No space left on device); --resume --out"),
         (FloatingPointError("Trainer: loss of step 2"), 1, "train: Trainer: loss of step 2"),
     ),
 )

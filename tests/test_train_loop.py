@@ -369,10 +369,38 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"checkpoint.pt must be a checkpoint of a run, got a file that cannot be read"
     ):
         _trainer(out, resume=True, steps=1)
+    torch.save({"model": {}}, out / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"must be a checkpoint of a run, got a file with something else"):
+        _trainer(out, resume=True, steps=1)
     (out / "checkpoint.pt").write_bytes(whole)
+    lines = (out / "log.jsonl").read_text()
+    for foreign in ("", '{"text": 3}\n[1]\n7\n', lines.replace('"step": 1', '"step": 2')):
+        (out / "log.jsonl").write_text(foreign)
+        with pytest.raises(ValueError, match=r"log.jsonl must be the log of its checkpoint, with steps 1 to 1, got"):
+            _trainer(out, resume=True, steps=1)
     (out / "log.jsonl").unlink()
     with pytest.raises(ValueError, match=r"must hold the log of its checkpoint, got no log.jsonl"):
         _trainer(out, resume=True, steps=1)
+
+
+def test_a_run_that_is_done_can_go_on_for_more_steps(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    _trainer(out, steps=2).run()
+    more = _trainer(out, resume=True, steps=3)
+    assert more.step == 2
+    more.run()
+    assert len(more.losses()) == 3 and json.loads((out / "config.json").read_text())["steps"] == 3
+    with pytest.raises(ValueError, match=r"steps must be that of the run in .* \(3\), got 2"):
+        _trainer(out, resume=True, steps=2)
+
+
+def test_what_a_kill_during_a_save_leaves_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    _trainer(out, steps=1).run()
+    for name in ("checkpoint.ptx1.tmp", "config.jsonab.tmp", "log.jsonlz.tmp", "notes.tmp"):
+        (out / name).write_bytes(b"half")
+    _trainer(out, resume=True, steps=1)
+    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "config.json", "log.jsonl", "notes.tmp"}
 
 
 def test_others_may_read_a_runs_files(tmp_path: Path) -> None:

@@ -72,6 +72,31 @@ def test_the_encoding_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         book_encoding(corpus, 256)
 
 
+@pytest.mark.parametrize("damage", (b"", b"\x93NUMPY", b"QQ== 0\n", b"not base 64\n", b"a b\n" * 300))
+def test_a_damaged_cache_is_made_anew(
+    damage: bytes, file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
+
+    def tokens() -> torch.Tensor:
+        return TextData(file, vocab_size=300, batch_size=1, context=4, device=torch.device("cpu")).train
+
+    first = tokens()
+    for path in (tmp_path / "text").iterdir():
+        path.write_bytes(damage)
+    assert torch.equal(tokens(), first)
+    assert all(path.read_bytes() != damage for path in (tmp_path / "text").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match=r"cannot be kept for the next time .*; see KERNELBOOK_CACHE"):
+        assert len(TextData(file, vocab_size=300, batch_size=1, context=4, device=torch.device("cpu")).train)
+
+
 def test_encodings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import tiktoken
 

@@ -130,7 +130,10 @@ class _Handle:
             raise NotImplementedError("kernels with scratch memory are left to Triton")
         self.compiled, self.function, self.tail = compiled, compiled.function, tail
         self.key = next(key for key, value in kernel.device_caches[device][0].items() if value is compiled)
-        self.globals = tuple((scope, name, value) for (name, _), (value, scope) in kernel.used_global_vals.items())
+        # Triton keeps copies of the values to compare with; whether the very object is still there is faster to ask.
+        self.globals = tuple(
+            (scope, name, scope.get(name)) for (name, _), (_, scope) in kernel.used_global_vals.items()
+        )
         self.boxes = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         self.maps: dict[Any, list[Any]] = {}
         launch = launcher.launch
@@ -474,77 +477,13 @@ def _decompose(qualified: str, compute: Callable[..., Any]) -> None:
 # --- tensors and dtypes as kernels take them ------------------------------------------------------------------------
 
 
-# TO BE DELETED with the last room that calls them: is_plain, operator_before.
-def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether PyTorch's dispatcher has nothing to add to an operator's call with ``tensors`` (``None`` among them).
-
-    A public function then calls the operator's implementation by itself, which spares the host some 20 microseconds. It
-    is so where nobody compiles, traces, transforms or profiles, all are ordinary tensors, and none of them wants a
-    gradient.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-    ):
-        return False
-    recording = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-            or tensor.is_meta
-            or (recording and tensor.requires_grad)
-        ):
-            return False
-    return True
-
-
-def operator_before(
-    name: str,
-    implementation: Callable[..., Any],
-    fake: Callable[..., Any],
-    backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., Any] | None = None,
-) -> Any:
-    """Registers the operator ``kernelbook::name`` and returns it.
-
-    It is what ``torch.library.custom_op`` makes, but for one thing: the first call of such an operator imports all of
-    ``torch.compile``, which takes seconds that a process without it never needs.
-
-    Args:
-        name: of the operator.
-        implementation: from tensors to new tensors; its annotations are the operator's schema.
-        fake: from fake tensors to empty ones of the right shapes.
-        backward, setup_context: as for ``torch.library.register_autograd``. ``None``: to differentiate it is an error.
-    """
-    qualified = f"kernelbook::{name}"
-
-    @functools.cache
-    def untraced() -> Callable[..., Any]:
-        return torch.compiler.disable(implementation)
-
-    def run(*args: Any) -> Any:
-        # Only where the compiler has been imported can it be at work on what calls this.
-        return (untraced() if "torch._dynamo" in sys.modules else implementation)(*args)
-
-    def cannot(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(f"{qualified} cannot be differentiated")
-
-    schema = torch.library.infer_schema(implementation, mutates_args=())
-    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "default", run)
-    torch.library.register_fake(qualified, fake)
-    torch.library.register_autograd(qualified, backward or cannot, setup_context=setup_context)
-    return getattr(torch.ops.kernelbook, name).default
-
-
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
-    return _of_thread.tracing or all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if not _of_thread.tracing:
+        for tensor in tensors:
+            if tensor.data_ptr() % 16:
+                return False
+    return True
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

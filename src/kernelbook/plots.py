@@ -31,6 +31,7 @@ __all__ = [
     "by_gpu",
     "finish",
     "glue",
+    "ladder",
     "new_figure",
     "provenance",
     "provider_style",
@@ -318,6 +319,55 @@ def speedup_figure(
     ax.set_title(title)
     ax.legend()
     return finish(figure, rows, own=own) if own_figure else figure
+
+
+def ladder(
+    rows: pd.DataFrame,
+    ceilings: pd.DataFrame,
+    *,
+    upto: str | None = None,
+    by: str = "gbs",
+    computed: Sequence[tuple[str, float]] = (),
+) -> str:
+    """The steps of a chapter as a Markdown table: microseconds, share of the ceiling, times the step before.
+
+    Args:
+        rows: the steps of one operation, mode and shape in one run, in their order; providers that are not ours are peers
+            and come last.
+        ceilings: recorded ceilings; that of the rows' run, else the median.
+        upto: the last step to show, with the one before it; ``None`` for all of them.
+        by: ``gbs`` for a share of the copy's bandwidth, ``tflops`` for one of the matrix product's rate.
+        computed: further lines that no kernel ran for, as (name, milliseconds).
+
+    Raises:
+        ValueError: there is no step ``upto``.
+    """
+    rows = _with_rates(rows)
+    ours = rows["provider"].str.startswith("kernelbook")
+    names = rows["provider"].str.removeprefix("kernelbook:").replace("kernelbook", "the package, as it is")
+    column = {"gbs": "copy_gbs", "tflops": "bf16_tflops"}[by]
+    own = ceilings.loc[ceilings["run"].isin(rows["run"]), column]
+    share = rows[by] / float((own if len(own) else ceilings[column]).median())
+    steps = rows["ms"].where(ours)
+    gain = steps.shift(1) / steps
+    table = pd.DataFrame(
+        {
+            "step": names,
+            "µs": [f"{1e3 * ms:.1f}" for ms in rows["ms"]],
+            "of the copy's bandwidth" if by == "gbs" else "of cuBLAS's rate": [f"{value:.0%}" for value in share],
+            "times the step before": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
+        }
+    )
+    if upto is not None:
+        places = [i for i, name in enumerate(names) if name == upto]
+        if not places:
+            raise ValueError(f"ladder: upto must be one of {', '.join(names)}, got {upto!r}")
+        table = table.iloc[max(places[0] - 1, 0) : places[0] + 1]
+    else:
+        table = pd.concat([table[ours], table[~ours]])
+        for name, ms in computed:
+            table.loc[len(table)] = [f"*{name}*", f"{1e3 * ms:.1f}", "", ""]
+    return table.to_markdown(index=False, disable_numparse=True)
 
 
 def roofline_points(rows: pd.DataFrame, provider: str = "kernelbook") -> pd.DataFrame:

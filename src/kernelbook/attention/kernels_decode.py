@@ -48,7 +48,7 @@ def _page_rows(
 
 @triton.jit
 def _decode_steps(
-    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,), (BLOCK_M,), (BLOCK_M, BLOCK_D)
+    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D)
     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, last_seen,  # (BLOCK_M,) the last key that each row sees
@@ -85,7 +85,10 @@ def _decode_steps(
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # where nothing was seen yet: -inf - (-inf) would be NaN
         p = tl.math.exp2(scores * scale - shift[:, None])
         alpha = tl.math.exp2(m - shift)
-        l = l * alpha + tl.sum(p, axis=1)
+        if len(l.shape) == 2:  # the rows' sums would take warps that wait for each other in every step
+            l = l * alpha[:, None] + p
+        else:
+            l = l * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None]
         m = m_new
         if PAGE:
@@ -122,35 +125,46 @@ def _store_output(
 
 
 @triton.jit
-def _merged(
-    partial_ptr, partial_lse_ptr,  # (used, ROWS, D), (used, ROWS): of this tile
-    used, ACC: tl.constexpr,
+def _shares(
+    partial_ptr, partial_lse_ptr, first, used,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
+    """-> o (MERGED, ROWS, BLOCK_D) and lse (MERGED, ROWS) of the shares from ``first`` on.
+
+    ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
+    """
+    offs_s, offs_r, offs_d = first + tl.arange(0, MERGED), tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows = offs_s[:, None] * ROWS + offs_r[None, :]
+    mask = (offs_s < used)[:, None]
+    parts = tl.load(
+        partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
+        mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    return parts, tl.load(partial_lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
+def _merged(
+    partial_ptr, partial_lse_ptr,  # (used, ROWS, D), (used, ROWS): of this tile
+    used,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
     """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all shares, MERGED of them at a time, always in the same order."""
-    offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    acc = tl.zeros((ROWS, BLOCK_D), ACC)
-    l = tl.zeros((ROWS,), ACC)
-    m = tl.full((ROWS,), float("-inf"), ACC)
-    for first in tl.range(0, used, MERGED):
-        offs_s = first + tl.arange(0, MERGED)
-        rows = offs_s[:, None] * ROWS + offs_r[None, :]
-        mask = (offs_s < used)[:, None]
-        # ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
-        lse = tl.load(partial_lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        parts = tl.load(
-            partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
-            mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # (MERGED, ROWS, BLOCK_D)  # fmt: skip
-        m_new = tl.maximum(m, tl.max(lse, axis=0))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.math.exp2(lse - shift[None, :])
-        alpha = tl.math.exp2(m - shift)
-        l = l * alpha + tl.sum(weights, axis=0)
-        acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * parts, axis=0)
-        m = m_new
-    seen = l > 0.0
-    l = tl.where(seen, l, 1.0)
+    # The first shares are on their way while the logarithms of all are looked at.
+    parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, D, ROWS, BLOCK_D, MERGED)
+    offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
+    every_lse = tl.load(
+        partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
+        mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
+    )  # (SHARES, ROWS)  # fmt: skip
+    m = tl.max(every_lse, axis=0)
+    seen = m > float("-inf")
+    shift = tl.where(seen, m, 0.0)
+    l = tl.where(seen, tl.sum(tl.math.exp2(every_lse - shift[None, :]), axis=0), 1.0)
+    acc = tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+    for first in tl.range(MERGED, used, MERGED):
+        parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
+        acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
     return acc / l[:, None], tl.where(seen, m + tl.math.log2(l), float("-inf"))
 
 
@@ -172,7 +186,7 @@ def _flash_attention_decode_kernel(
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, MERGED: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -182,6 +196,14 @@ def _flash_attention_decode_kernel(
     length = S
     if LENGTHS:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b.to(tl.int64) * stride_lb), 0), S).to(tl.int32)
+
+    # Asked for before anything waits for the length.
+    offs_r = first_row + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    query = offs_r % N
+    q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + (h_kv * GROUP + offs_r // N).to(tl.int64)[:, None] * stride_qh
+    q_ptrs += query.to(tl.int64)[:, None] * stride_qn + offs_d.to(tl.int64)[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=(offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :], other=0.0)
 
     # Tiles of keys from the first one that the first query sees; the same number to each share.
     first = 0
@@ -193,15 +215,10 @@ def _flash_attention_decode_kernel(
     used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
 
     if split < used:
-        offs_r = first_row + tl.arange(0, BLOCK_M)
-        offs_d = tl.arange(0, BLOCK_D)
-        query = offs_r % N
-        q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + (h_kv * GROUP + offs_r // N).to(tl.int64)[:, None] * stride_qh
-        q_ptrs += query.to(tl.int64)[:, None] * stride_qn + offs_d.to(tl.int64)[None, :] * stride_qd
-        q = tl.load(q_ptrs, mask=(offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :], other=0.0)
         last_seen = length - N + query
         acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
-        l = tl.zeros((BLOCK_M,), ACC)
+        # Tiles of fewer than 64 rows lie across the warps, in which a row's sum is kept in parts.
+        l = tl.zeros((BLOCK_M, BLOCK_N) if BLOCK_M < 64 else (BLOCK_M,), ACC)
         m = tl.full((BLOCK_M,), float("-inf"), ACC)
         if PAGE:
             # A page's number loaded in the step that needs it would make the step wait for all copies that are under
@@ -225,6 +242,8 @@ def _flash_attention_decode_kernel(
                 b, h_kv, last_seen, 0, 0, low, high, window, scale,
                 D, CAUSAL, WINDOW, PAGE, LISTED, ACC, PRECISION, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
+        if BLOCK_M < 64:
+            l = tl.sum(l, axis=1)
         seen = l > 0.0
         l = tl.where(seen, l, 1.0)
         acc = acc / l[:, None]
@@ -250,7 +269,7 @@ def _flash_attention_decode_kernel(
             tl.debug_barrier()
             if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == used - 1:
                 tl.store(tickets_ptr + tile, 0)
-                merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, ACC, D, ROWS, BLOCK_D, MERGED)
+                merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, D, ROWS, BLOCK_D, SHARES, MERGED)
                 _store_output(
                     o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, merged, merged_lse,
                     b, h_kv, first_row, H, N, D, GROUP, LSE, ROWS, BLOCK_D,
@@ -293,8 +312,9 @@ def _append_to_pages_kernel(
 
 MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
-# What a share costs besides its keys, in tiles of keys: the launch and the pipeline's start; and merging it.
-START_TILES, MERGE_TILES = 2.0, 0.05
+# In steps of a program: the launch and the pipeline's start; a merge; each share that is merged.
+START, MERGE, SHARE = 2.0, 1.5, 0.2
+MERGE_REGISTERS = 128  # of a thread, for shares on their way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,24 +331,38 @@ class Plan:
         return self.tiles * self.splits
 
 
-def _tiles(rows: int, d: int, itemsize: int, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
-    """-> the tiles, and how many programs a multiprocessor holds.
+def _tiles(
+    rows: int, d: int, itemsize: int, paged: bool, properties: runtime.DeviceProperties
+) -> tuple[triton.Config, int]:
+    """-> the tiles, and how many programs a multiprocessor is given.
 
-    What counts is how many bytes are under way: two programs of about 100 KB on a Hopper multiprocessor.
+    Memory decides, so that what counts is the bytes under way and how few steps there are: the fastest of some ten tiles a
+    shape on an H200.
     """
     width = block_d(d)
-    # float32 takes each operand into registers three times over.
-    block_m = min(max(16, triton.next_power_of_2(rows)), 16 if itemsize > 2 else 64 if width > 128 else 128)
-    # A tile of keys has 16 KB: wide enough for all threads, small enough for three or four under way.
-    block_n = max(16, min(16384 // (width * itemsize), 128 if itemsize == 2 else 32))
-    wide = block_m >= 64  # wgmma where there is one: it reads a tile in shared memory, mma.sync from registers
-    stage, queries = 2 * block_n * width * itemsize, block_m * width * itemsize
-    stages = 3 if wide else 4
-    while stages > 2 and stages * stage + queries > properties.shared_memory_per_program:
-        stages -= 1
-    per_sm = max(1, min(2, properties.shared_memory_per_sm // ((stages - (not wide)) * stage + queries + 2048)))
+    if itemsize > 2:  # takes each operand into registers three times over
+        block_m, block_n, stages = 16, max(16, min(32, 16384 // (width * itemsize))), 4
+    elif rows <= 32:
+        # Each thread holds the address of every row that it copies, and pages leave it no pattern to follow.
+        block_m, block_n, stages = max(16, triton.next_power_of_2(rows)), min(128, 16384 // width), 3
+        if rows > 16 or paged or width <= 64:
+            block_n, stages = min(128, 8192 // width), 4
+    else:
+        block_m, block_n, stages = 64, min(64, 8192 // width), 3
+    # wgmma, for tiles of 64 rows, reads a stage where it lies; mma.sync has its operands in registers by then.
+    spare = 0 if block_m == 64 else 1
+
+    def shared() -> int:
+        return (2 * block_n * (stages - spare) + block_m) * width * itemsize
+
+    while stages > 1 and shared() > properties.shared_memory_per_program - 2048:
+        if stages == 3 and block_n > 16:
+            block_n //= 2
+        else:
+            stages -= 1
     warps = 8 if block_m * width * (itemsize // 2) ** 2 > 8192 else 4
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": width, "STAGES": stages}
+    per_sm = 2 if block_m == 64 and 2 * (shared() + 1024) <= properties.shared_memory_per_sm else 1
     return triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm
 
 
@@ -337,7 +371,8 @@ def _splits(tiles: int, steps: int, slots: int) -> int:
     """The number of shares that ends first, if ``slots`` programs run at a time and each step takes as long."""
 
     def time(splits: int) -> float:
-        return -(-tiles * splits // slots) * (-(-steps // splits) + START_TILES) + MERGE_TILES * splits
+        merging = MERGE + SHARE * splits if splits > 1 else 0.0
+        return -(-tiles * splits // slots) * (-(-steps // splits) + START) + merging
 
     return min(range(1, max(1, min(steps, slots)) + 1), key=time)
 
@@ -346,13 +381,20 @@ def plan(
     heads: int, rows: int, keys: int, d: int, itemsize: int, properties: runtime.DeviceProperties, page: int = 0
 ) -> Plan:
     """For ``heads`` key heads over all sequences with room for ``keys`` keys, each read by ``rows`` queries."""
-    config, per_sm = _tiles(rows, d, itemsize, properties)
+    config, per_sm = _tiles(rows, d, itemsize, page > 0, properties)
     block_m, block_n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     tiles = heads * -(-rows // block_m)
     splits = _splits(tiles, -(-keys // block_n), properties.num_sms * per_sm)
     stored = min(block_m, triton.next_power_of_2(rows))
     # As many shares at a time as leave room in registers.
-    merged = min(triton.next_power_of_2(splits), max(1, 64 * 32 * config.num_warps // (stored * width)))
-    blocks = {**config.kwargs, "ROWS": stored, "MERGED": merged, "SPLIT": splits > 1, "LISTED": 128 if page else 1}
+    merged = min(triton.next_power_of_2(splits), max(1, MERGE_REGISTERS * 32 * config.num_warps // (stored * width)))
+    blocks = {
+        **config.kwargs,
+        "ROWS": stored,
+        "MERGED": merged,
+        "SHARES": triton.next_power_of_2(splits),
+        "SPLIT": splits > 1,
+        "LISTED": 128 if page else 1,
+    }
     whole = triton.Config(blocks, num_warps=config.num_warps, num_stages=config.num_stages)
     return Plan(whole, tiles, splits, stored)

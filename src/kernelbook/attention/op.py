@@ -69,7 +69,11 @@ def flash_attention(
         ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
     """
     q, k, v = arguments.in_autocast_dtype(q, k, v)
-    o: torch.Tensor = _flash(q, k, v, causal, _check_flash(q, k, v, causal, scale, lengths, window), lengths, window)[0]
+    scale = _check_flash(q, k, v, causal, scale, lengths, window)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        o: torch.Tensor = _flash(q, k, v, causal, scale, lengths, window)[0]
+    else:
+        o = _inference(q, k, v, causal, scale, lengths, window)
     return o
 
 
@@ -243,8 +247,8 @@ def _launchable(tensor: torch.Tensor) -> torch.Tensor:
 
     That costs far less than reading it element by element for each tile.
     """
-    *steps, within = tensor.stride()
-    if within == 1 and tensor.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps):
+    b, h, n, within = tensor.stride()
+    if within == 1 and not (b | h | n) % 16 and min(b, h, n) > 0 and not tensor.data_ptr() % 16:
         return tensor
     d = tensor.shape[3]
     copy = tensor.new_empty(*tensor.shape[:3], cdiv(d, 16) * 16)[..., :d]
@@ -351,21 +355,36 @@ def _outputs(q: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _run(
-    results: tuple[torch.Tensor, torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    causal: bool, scale: float, lengths: torch.Tensor | None, window: int | None,
-) -> None:  # fmt: skip
+    results: tuple[torch.Tensor, torch.Tensor | None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    lengths: torch.Tensor | None,
+    window: int | None,
+) -> None:
     o, lse = results
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
     if k.numel() == 0 or o.numel() == 0:
-        o.zero_(), lse.fill_(math.inf)
+        o.zero_(), None if lse is None else lse.fill_(math.inf)
         return
     q, k, v = _launchable(q), _launchable(k), _launchable(v)
     q, scale2, _, _, _ = _scaled(q, scale)
     if q.shape[2] <= kernels_decode.MAX_QUERIES:
         _decode(q, k, v, o, lse, causal, scale2, lengths, window, None)
     else:
+        lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype)) if lse is None else lse
         _prefill(q, k, v, o, lse, causal, scale2, lengths, window)
+
+
+_inference = launching.operator(
+    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
+    "-> Tensor",
+    outputs=lambda q, *_others: torch.empty_like(q),
+    run=lambda o, *args: _run((o, None), *args),
+)
 
 
 def _prefill(
@@ -541,14 +560,14 @@ def _tickets(device: torch.device, count: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _decode_plan(
-    b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool,
-    page: int, precision: str, properties: runtime.DeviceProperties,
+    device: torch.device, gpu: str, b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype,
+    causal: bool, lengths: bool, window: bool, page: int, with_lse: bool, precision: str,
 ) -> tuple[Launch, kernels_decode.Plan]:  # fmt: skip
     """For room for ``blocks`` x 64 keys: each new token would need a plan of its own if it were for an exact number."""
     group = h // h_kv
-    plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, properties, page)
+    plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, runtime.properties(device), page)
     return _decode_launch(
-        D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, PAGE=page, LSE=not page,
+        D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, PAGE=page, LSE=with_lse,
         ACC=tl_accumulator(dtype), PRECISION=precision, **plan.config.kwargs,
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     ), plan  # fmt: skip
@@ -560,7 +579,7 @@ def _decode_launch(**constants: Any) -> Launch:
 
 
 def _decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor | None,
     causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None, table: torch.Tensor | None,
 ) -> None:  # fmt: skip
     b, h, n, d = q.shape
@@ -568,18 +587,20 @@ def _decode(
     page = 0
     if table is not None:
         page, s = s, s * table.shape[1]
-    properties = runtime.properties(q.device)
+    device, dtype = q.device, q.dtype
+    properties = runtime.properties(device)
+    # The name stands for the properties, whose hash costs the host more than all the rest.
     launch, plan = _decode_plan(
-        b, h, h_kv, n, cdiv(s, 64), d, q.dtype, causal and n > 1, lengths is not None, window is not None, page,
-        _precision(q.dtype, properties), properties,
+        device, properties.name, b, h, h_kv, n, cdiv(s, 64), d, dtype, causal and n > 1, lengths is not None,
+        window is not None, page, lse is not None, _precision(dtype, properties),
     )  # fmt: skip
-    partial, tickets = lse, lse
+    partial, tickets = o, o
     if plan.splits > 1:
-        partial = lse.new_empty(plan.programs * plan.rows * (d + 1), dtype=accumulator(q.dtype))
-        tickets = _tickets(q.device, plan.tiles)
+        partial = q.new_empty(plan.programs * plan.rows * (d + 1), dtype=accumulator(dtype))
+        tickets = _tickets(device, plan.tiles)
     launch(
-        (plan.programs,), *_arguments(None, q, k, v, o), lse,
-        *launching.strided(lengths, 1, lse), *launching.strided(table, 2, lse), partial, tickets,
+        (plan.programs,), *_arguments(None, q, k, v, o), o if lse is None else lse,
+        *launching.strided(lengths, 1, o), *launching.strided(table, 2, o), partial, tickets,
         h, n, s, pages, plan.splits, window or 0, scale2,
     )  # fmt: skip
 
@@ -594,7 +615,7 @@ def _run_paged(
         o.zero_()
         return
     q, scale2, _, _, _ = _scaled(_launchable(q), scale)
-    _decode(q, k_pages, v_pages, o, o, True, scale2, lengths, None, block_table)
+    _decode(q, k_pages, v_pages, o, None, True, scale2, lengths, None, block_table)
 
 
 _paged = launching.operator(

@@ -11,6 +11,7 @@ Every rank measures, the slowest counts, rank 0 writes ``several_gpus.csv``. Col
 - ``reduce_active_rows``: the gradient of a chunk-sparse layer, ``x`` its active share; ``dense`` is one all-reduce of all.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -97,12 +98,12 @@ def _collectives(sizes: Sequence[float], samples: int) -> Iterator[Row]:
         large, other = (torch.zeros(size, dtype=torch.bfloat16, device=runtime.DEVICE) for _ in range(2))
         small = large[: size // ranks]
         calls: dict[str, tuple[Callable[[], Any], float]] = {
-            "all_to_all": (lambda a=other, b=large: dist.all_to_all_single(a, b), 1),
-            "all_reduce": (lambda a=large: dist.all_reduce(a), 2),
-            "all_gather": (lambda a=other, b=small: dist.all_gather_into_tensor(a, b), 1),
+            "all_to_all": (functools.partial(dist.all_to_all_single, other, large), 1),
+            "all_reduce": (functools.partial(dist.all_reduce, large), 2),
+            "all_gather": (functools.partial(dist.all_gather_into_tensor, other, small), 1),
         }
         if runtime.DEVICE.type == "cuda":
-            calls["reduce_scatter"] = (lambda a=small, b=other: dist.reduce_scatter_tensor(a, b), 1)
+            calls["reduce_scatter"] = (functools.partial(dist.reduce_scatter_tensor, small, other), 1)
         for name, (call, times) in calls.items():
             found = _measure(call, 10, samples)
             sent = times * large.nbytes * (ranks - 1) / ranks / 1e9
@@ -287,7 +288,7 @@ def _active_rows(sizes: Sequence[int], samples: int) -> Iterator[Row]:
         for provider, call in (("dense", dense), ("kernelbook", ours)):
             work = grad.clone()
             size = call(work)
-            found = _measure(lambda call=call, work=work: call(work), 4, samples)
+            found = _measure(functools.partial(call, work), 4, samples)
             yield _row(
                 "reduce_active_rows", "backward", provider, grad.dtype, shape, ("active", active), timing=found,
                 gbytes=f"{2 * size * (ranks - 1) / ranks / 1e9:.6g}",

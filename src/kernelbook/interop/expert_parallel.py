@@ -37,7 +37,7 @@ def register() -> None:
             f"5.23 has; transformers {transformers.__version__} has none"
         ) from error
 
-    class Exchange(EPImplementation):
+    class Exchange(EPImplementation):  # type: ignore[misc, unused-ignore]
         """Tokens travel once to each rank; the ranks of the mesh hold different batches."""
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -47,12 +47,12 @@ def register() -> None:
                     f"ep_implementation 'kernelbook': every rank must have a batch of its own (tp_size=1), got tp_size="
                     f"{tp_mesh.size()}"
                 )
-            self.experts = experts
+            self.experts: Any = experts
 
         def __call__(
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
-            size = self.num_local_experts
+            size: int = self.num_local_experts  # type: ignore[assignment, unused-ignore]
             first = self.ep_mesh.get_local_rank() * size
             with own_pairs(
                 self.experts.__dict__.get(HANDED, {}), slice(first, first + size), size * self.ep_mesh.size()

@@ -595,7 +595,7 @@ def plan_backward(
 
 def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
     """How many programs walk over the ``m`` rows."""
-    tiles = triton.cdiv(m, plan.config.kwargs["BLOCK_M"])
+    tiles = -(-m // plan.config.kwargs["BLOCK_M"])
     return max(1, min(tiles, properties.num_sms * plan.per_sm // plan.config.kwargs.get("SPLIT", 1)))
 
 

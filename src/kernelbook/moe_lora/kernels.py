@@ -28,6 +28,7 @@ import dataclasses
 import functools
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.packed.kernels import block_scale, load_tile, table
 
 # isort: split
 import triton
@@ -68,14 +69,15 @@ def _route_fwd_count_kernel(
 def _route_fwd_place_kernel(
     ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
     counts_ptr,  # (num_programs, BLOCK_E), if COUNTED
-    order_ptr,  # (R,) pair of each sorted position
-    inverse_ptr,  # (R,) sorted position of each pair
-    offsets_ptr,  # (E + 1,) first position of each expert, and of the skipped
-    tiles_ptr,  # (tiles, 3) group, first position, rows; a section a height
+    routing_ptr,  # the four lists, one behind the other
     R, slots, E, per_program,
     COUNTED: tl.constexpr, HEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    order_ptr = routing_ptr  # (R,) pair of each sorted position
+    inverse_ptr = order_ptr + R  # (R,) sorted position of each pair
+    offsets_ptr = inverse_ptr + R  # (E + 1,) first position of each expert, and of the skipped
+    tiles_ptr = offsets_ptr + E + 1  # (tiles, 3) group, first position, rows; a section a height
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     low = pid * per_program
@@ -177,17 +179,38 @@ def _positions(order_ptr, first, rows, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _load_elements(
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
+    expert, offs_k, offs_n, mask, K, N,
+    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr, BY_ROW: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """W[e][offs_k, offs_n], each element with a byte and a scale of its own: for rows that are no whole words."""
+    offs = offs_k.to(tl.int64) * N + offs_n if BY_ROW else offs_n.to(tl.int64) * K + offs_k
+    element = expert * K * N + offs
+    byte = tl.load(packed_ptr + element // 2, mask=mask, other=0).to(tl.int32)
+    value = tl.load(code_ptr + tl.where(element % 2 == 0, byte >> 4, byte & 15), mask=mask, other=0.0)
+    scale = block_scale(
+        tl.zeros((), tl.int64), element // BLOCK_SIZE, mask,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+    )  # fmt: skip
+    return (value * scale).to(dtype)
+
+
+@triton.jit
 def _rows_tile(
     expert, first, rows, pid_n,
     order_ptr,
     x_ptr, stride_xm, stride_xk, x_box,
     w_ptr, stride_we, stride_wk, stride_wn, w_box,
+    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
     a_ptr, stride_ae, stride_ar, stride_ak,
     b_ptr, stride_be, stride_bn, stride_br,
     u_ptr,
     bias_ptr, stride_ce, stride_cn,
     y_ptr,
     scaling, K, N, slots,
+    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr,
     LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
@@ -207,14 +230,21 @@ def _rows_tile(
     x_ptrs = x_ptr + x_rows[:, None] * stride_xm
     x_ptrs += offs_k.to(tl.int64)[None, :] * stride_xk
     step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
-    if w_box is None:
+    if PACKED == "permute":
+        values = table(code_ptr, dtype)
+        code = values
+    elif PACKED == "gather":
+        code = tl.load(code_ptr + tl.arange(0, 16))
+        values = code
+    elif PACKED == "none" and w_box is None:
         w_ptrs = w_ptr + expert64 * stride_we
         w_ptrs += offs_k.to(tl.int64)[:, None] * stride_wk
         w_ptrs += offs_n.to(tl.int64)[None, :] * stride_wn
         step_w = tl.full((), BLOCK_K, tl.int64) * stride_wk
-    b_ptrs = b_ptr + expert64 * stride_be
-    b_ptrs += offs_r.to(tl.int64)[:, None] * stride_br
-    b_ptrs += offs_n.to(tl.int64)[None, :] * stride_bn
+    if LORA != "none":
+        b_ptrs = b_ptr + expert64 * stride_be
+        b_ptrs += offs_r.to(tl.int64)[:, None] * stride_br
+        b_ptrs += offs_n.to(tl.int64)[None, :] * stride_bn
     if LORA == "fused":
         a_ptrs = a_ptr + expert64 * stride_ae
         a_ptrs += offs_k.to(tl.int64)[:, None] * stride_ak
@@ -235,7 +265,27 @@ def _rows_tile(
     for k in range(0, K, BLOCK_K):
         mask_k = k + offs_k < K
         # W first: it does not wait for the row numbers.
-        if w_box is not None:
+        if PACKED == "elements":
+            w = _load_elements(
+                w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
+                expert64, (k + offs_k)[:, None], offs_n[None, :], mask_k[:, None] & mask_n[None, :], K, N,
+                BLOCK_SIZE, SCALE, NESTED_BLOCK, W_BY_ROW, x_ptr.dtype.element_ty,
+            )  # fmt: skip
+        elif PACKED != "none":
+            if W_BY_ROW:
+                w = load_tile(
+                    w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code, values,
+                    expert, k, pid_n * BLOCK_N, K, N, BLOCK_K, BLOCK_N, BLOCK_SIZE, SCALE, NESTED_BLOCK,
+                    PACKED == "permute", x_ptr.dtype.element_ty,
+                )  # fmt: skip
+            else:
+                w = load_tile(
+                    w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code, values,
+                    expert, pid_n * BLOCK_N, k, N, K, BLOCK_N, BLOCK_K, BLOCK_SIZE, SCALE, NESTED_BLOCK,
+                    PACKED == "permute", x_ptr.dtype.element_ty,
+                )  # fmt: skip
+                w = tl.trans(w)
+        elif w_box is not None:
             if W_BY_ROW:
                 w = w_box.load([expert, k, pid_n * BLOCK_N])
                 w = w.reshape(BLOCK_K, BLOCK_N)
@@ -265,10 +315,11 @@ def _rows_tile(
         b = tl.load(b_ptrs, mask=mask_b, other=0.0)  # (BLOCK_R, BLOCK_N)
         u = (acc_u * scaling).to(dtype)
         acc = _dot(u, b, acc, ACC, PRECISION)
-        if pid_n == 0:
-            u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
-            mask_u = mask_m[:, None] & (offs_r < RANK)[None, :]
-            tl.store(u_ptrs, u, mask=mask_u)
+        if u_ptr is not None:  # noqa: SIM102 - known when it is compiled
+            if pid_n == 0:
+                u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
+                mask_u = mask_m[:, None] & (offs_r < RANK)[None, :]
+                tl.store(u_ptrs, u, mask=mask_u)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert64 * stride_ce
         bias_ptrs += offs_n.to(tl.int64) * stride_cn
@@ -278,27 +329,30 @@ def _rows_tile(
 
 
 # What changes from batch to batch is not specialized on. The rank is: a mask that is known lets loads be wide.
-@triton.jit(do_not_specialize=["E", "slots", "num_m"])
+@triton.jit(do_not_specialize=["tiles_at", "E", "slots", "num_m"])
 def _moe_lora_fwd_rows_kernel(
-    order_ptr,  # (R,) pair of each sorted position
-    tiles_ptr,  # (num_m, 3) group, first position and rows of each tile
+    routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there (num_m, 3) group, first position and rows
     x_ptr, stride_xm, stride_xk, x_box,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
-    w_ptr, stride_we, stride_wk, stride_wn, w_box,  # (E, K, N)
+    w_ptr, stride_we, stride_wk, stride_wn, w_box,  # (E, K, N); if PACKED words, of (E, N, K) unless W_BY_ROW
+    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # as in packed/kernels.py, if PACKED
     a_ptr, stride_ae, stride_ar, stride_ak,  # (E, r, K), if LORA is "fused"
     b_ptr, stride_be, stride_bn, stride_br,  # (E, N, r), if LORA
-    u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused"
+    u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused" (and wanted)
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
     scaling, E, K, N, slots, num_m,
+    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     SMALL_M: tl.constexpr, r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    order_ptr = routing_ptr
     pid_m, pid_n = _grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
-    expert = tl.load(tiles_ptr + pid_m * 3)
-    first = tl.load(tiles_ptr + pid_m * 3 + 1)
-    rows = tl.load(tiles_ptr + pid_m * 3 + 2)
+    tile_ptr = routing_ptr + tiles_at + pid_m * 3
+    expert = tl.load(tile_ptr)
+    first = tl.load(tile_ptr + 1)
+    rows = tl.load(tile_ptr + 2)
     if expert >= 0:
         if expert == E:
             positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
@@ -308,36 +362,36 @@ def _moe_lora_fwd_rows_kernel(
             y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
             zeros = tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty)
             tl.store(y_ptrs, zeros, mask=mask_m[:, None] & (offs_n < N)[None, :])
-            if LORA == "fused" and pid_n == 0:
-                offs_r = tl.arange(0, BLOCK_R)
-                u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
-                tl.store(
-                    u_ptrs,
-                    tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty),
-                    mask=mask_m[:, None] & (offs_r < RANK)[None, :],
-                )
+            if LORA == "fused" and u_ptr is not None:  # noqa: SIM102
+                if pid_n == 0:
+                    offs_r = tl.arange(0, BLOCK_R)
+                    u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
+                    mask_u = mask_m[:, None] & (offs_r < RANK)[None, :]
+                    no_u = tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty)
+                    tl.store(u_ptrs, no_u, mask=mask_u)
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
-                w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                scaling, K, N, slots, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
                 SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
         else:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_box,
-                w_ptr, stride_we, stride_wk, stride_wn, w_box, a_ptr, stride_ae, stride_ar, stride_ak,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, slots, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                scaling, K, N, slots, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
                 BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["E", "slots"])
+@triton.jit(do_not_specialize=["tiles_at", "E", "slots"])
 def _moe_lora_fwd_thin_kernel(
-    order_ptr,  # (R,)
-    tiles_ptr,  # (num_m, 3)
+    routing_ptr, tiles_at,  # order (R,); there (num_m, 3) tiles
     x_ptr, stride_xm, stride_xk,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
     a_ptr, stride_ae, stride_ak, stride_ar,  # (E, K, r)
     u_ptr,  # (R, SPLIT, RANK) in sorted order: shares of the sum over K
@@ -349,9 +403,11 @@ def _moe_lora_fwd_thin_kernel(
     pid_m = tl.program_id(0)
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     share = tl.program_id(2)
-    expert = tl.load(tiles_ptr + pid_m * 3)
-    first = tl.load(tiles_ptr + pid_m * 3 + 1)
-    rows = tl.load(tiles_ptr + pid_m * 3 + 2)
+    order_ptr = routing_ptr
+    tile_ptr = routing_ptr + tiles_at + pid_m * 3
+    expert = tl.load(tile_ptr)
+    first = tl.load(tile_ptr + 1)
+    rows = tl.load(tile_ptr + 2)
     if expert >= 0:
         acc = tl.zeros((BLOCK_M, BLOCK_R), ACC)
         if expert < E:
@@ -431,10 +487,9 @@ def _gram_tile(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["l_slots", "z_slots"])
+@triton.jit(do_not_specialize=["offsets_at", "l_slots", "z_slots"])
 def _moe_lora_bwd_gram_kernel(
-    order_ptr,  # (R,)
-    offsets_ptr,  # (E + 1,)
+    routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
     l_ptr, stride_lm, stride_lp,  # (R / l_slots, P) left rows; in sorted order (R, P) if L_GROUPED
     z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
     gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
@@ -445,17 +500,16 @@ def _moe_lora_bwd_gram_kernel(
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     _gram_tile(
-        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), order_ptr, offsets_ptr,
+        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), routing_ptr, routing_ptr + offsets_at,
         l_ptr, stride_lm, stride_lp, l_slots, z_ptr, stride_zm, stride_zq, z_slots, gates_ptr,
         out_ptr, stride_oe, stride_op, stride_oq, Q,
         L_GROUPED, Z_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["x_slots", "dy_slots"])
+@triton.jit(do_not_specialize=["offsets_at", "x_slots", "dy_slots"])
 def _moe_lora_bwd_factors_kernel(
-    order_ptr,  # (R,)
-    offsets_ptr,  # (E + 1,)
+    routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
     d_ptr, u_ptr, stride_um,  # (R, RANK) both, in sorted order
     x_ptr, stride_xm, stride_xk,  # (R / x_slots, K); in sorted order (R, K) if X_GROUPED
     dy_ptr, stride_dym, stride_dyn,  # (R / dy_slots, N); in sorted order (R, N) if DY_GROUPED
@@ -474,24 +528,23 @@ def _moe_lora_bwd_factors_kernel(
     num_k = tl.cdiv(K, BLOCK_Q)
     if pid_q < num_k:
         _gram_tile(
-            expert, pid_p, pid_q, order_ptr, offsets_ptr,
+            expert, pid_p, pid_q, routing_ptr, routing_ptr + offsets_at,
             d_ptr, stride_um, 1, 1, x_ptr, stride_xm, stride_xk, x_slots, gates_ptr,
             da_ptr, P * K, K, 1, K,
             True, X_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
         )  # fmt: skip
     else:
         _gram_tile(
-            expert, pid_p, pid_q - num_k, order_ptr, offsets_ptr,
+            expert, pid_p, pid_q - num_k, routing_ptr, routing_ptr + offsets_at,
             u_ptr, stride_um, 1, 1, dy_ptr, stride_dym, stride_dyn, dy_slots, gates_ptr,
             db_ptr, P * N, 1, P, N,
             True, DY_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["l_slots", "z_slots"])
+@triton.jit(do_not_specialize=["offsets_at", "l_slots", "z_slots"])
 def _moe_lora_bwd_recompute_kernel(
-    order_ptr,  # (R,)
-    offsets_ptr,  # (E + 1,)
+    routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
     l_ptr, stride_lm, stride_lc,  # (R / l_slots, C) left; (R, C) if L_GROUPED
     f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
     z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right; (R, Q) if Z_GROUPED
@@ -508,13 +561,13 @@ def _moe_lora_bwd_recompute_kernel(
     offs_r = tl.arange(0, RANK)
     offs_c = tl.arange(0, BLOCK_C)
     mask_r, mask_q = offs_r < r, offs_q < Q
-    low = tl.load(offsets_ptr + expert)
-    high = tl.load(offsets_ptr + expert + 1)
+    low = tl.load(routing_ptr + offsets_at + expert)
+    high = tl.load(routing_ptr + offsets_at + expert + 1)
     acc = tl.zeros((BLOCK_Q, RANK), ACC)
     for start in range(low, high, BLOCK_M):
         positions = start + tl.arange(0, BLOCK_M)
         mask_m = positions < high
-        pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
+        pairs = tl.load(routing_ptr + positions, mask=mask_m, other=0)
         l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
         z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
         thin = tl.zeros((BLOCK_M, RANK), ACC)
@@ -613,7 +666,7 @@ def _moe_lora_fwd_slots_kernel(
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # tiles() makes one object each: as a key it costs no hash of its fields
 class Tiles:
     """The tiles of one kernel: its constants, warps and stages, and the tile height in :data:`HEIGHTS`, if it has one."""
 
@@ -630,6 +683,7 @@ class Tiles:
         return self.kwargs["BLOCK_M"]
 
 
+@functools.cache
 def tiles(warps: int, stages: int, **blocks: int) -> Tiles:
     """``Tiles`` from keywords."""
     return Tiles(tuple(blocks.items()), warps, stages)
@@ -669,6 +723,10 @@ def rows_tiles(
     addresses take so many registers that only small tiles have room.
     """
     mean = _mean_rows(rows, experts)
+    if access == "packed" and itemsize == 2:
+        if mean <= 16:
+            return tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)
+        return tiles(4, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=64)
     if itemsize == 8:
         return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
     if itemsize == 4 or access == "narrow":
@@ -745,6 +803,15 @@ def padded_rank(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))
 
 
+def decodes_on_the_way(rows: int, experts: int) -> bool:
+    """Whether packed experts are decoded on their way into each tile, instead of once for all tiles before the product.
+
+    An expert with R rows is decoded R / 128 times; to make it dense costs 4.5 times the packed bytes to write and read.
+    """
+    return _mean_rows(rows, experts) <= DECODED_ROWS
+
+
+DECODED_ROWS = 128  # one tile: no expert is decoded twice
 FUSED_RANK = 64  # the widest U that a program of the fused product keeps in registers beside its tile of Y
 FUSED_ROWS = 64
 

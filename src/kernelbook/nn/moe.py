@@ -4,9 +4,10 @@
 :func:`kernelbook.moe_lora`. Rows are sorted by expert once: the first product leaves its rows in expert order, the
 activation takes them as they are, and the second product reads them so and writes tokens, weighted and summed.
 
-Compressed weights become dense ones just before each product, for the experts that the batch uses, and are dropped right
-after it. The backward pass does not keep them: it makes them again. :func:`choose_experts` says which experts these are
-and when that costs a host synchronisation.
+4-bit weights are decoded on their way into the products. Where experts have so many rows that this is slower
+(:func:`kernelbook.moe_lora.decodes_on_the_way`), and float8 ones always, they become dense just before each product, for
+the experts that the batch uses, and are dropped right after it. The backward pass does not keep them: it makes them again.
+:func:`choose_experts` says which experts these are and when that costs a host synchronisation.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
 from kernelbook import arguments, launching  # before Triton, which it sets up
-from kernelbook.moe_lora import Routing, moe_lora, route
+from kernelbook.moe_lora import Routing, decodes_on_the_way, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import kernels
 
@@ -213,42 +214,40 @@ class _Kept(NamedTuple):
 
 
 @functools.cache
-def _swiglu_launch(kernel: Any, dtype: torch.dtype) -> tuple[launching.Launch, int]:
-    """-> the launch, and the rows of a program."""
-    rows = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-    constants = {"ACC": launching.tl_accumulator(dtype), "ROWS": rows, "BLOCK_I": kernels.BLOCK_I}
-    return launching.Launch(kernel, **constants, num_warps=kernels.WARPS), rows
+def _swiglu_launch(backward: bool, dtype: torch.dtype) -> launching.Launch:
+    height = 1 if dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
+    kernel = kernels._swiglu_bwd_kernel if backward else kernels._swiglu_fwd_kernel
+    acc = launching.tl_accumulator(dtype)
+    return launching.Launch(kernel, ACC=acc, ROWS=height, BLOCK_I=kernels.BLOCK_I, num_warps=kernels.WARPS)
 
 
-def _launch_swiglu(kernel: Any, h: torch.Tensor, *tensors: torch.Tensor) -> None:
-    (rows, both), (launch, height) = h.shape, _swiglu_launch(kernel, h.dtype)
-    if h.numel() > 0:
-        grid = (launching.cdiv(rows, height), launching.cdiv(both // 2, kernels.BLOCK_I))
-        launch(grid, *tensors, rows, both // 2)
+def _run_swiglu(result: torch.Tensor, h: torch.Tensor, dout: torch.Tensor | None) -> None:
+    """out (S, I) of h (S, 2 I), or with ``dout`` dh (S, 2 I)."""
+    if result.numel() == 0:
+        return
+    rows, inner = h.shape[0], h.shape[1] // 2
+    launch = _swiglu_launch(dout is not None, h.dtype)
+    grid = (launching.cdiv(rows, launch.constants["ROWS"]), launching.cdiv(inner, kernels.BLOCK_I))
+    gradient = () if dout is None else (dout.contiguous(),)
+    launch(grid, *gradient, h.contiguous(), result, rows, inner)
 
 
-def _run_swiglu(out: torch.Tensor, h: torch.Tensor) -> None:
-    h = h.contiguous()
-    _launch_swiglu(kernels._swiglu_fwd_kernel, h, h, out)
-
-
-def _run_swiglu_backward(dh: torch.Tensor, dout: torch.Tensor, h: torch.Tensor) -> None:
-    h = h.contiguous()
-    _launch_swiglu(kernels._swiglu_bwd_kernel, h, dout.contiguous(), h, dh)
+def _keep_h(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
 _swiglu_backward = launching.operator(
-    "swiglu_backward(Tensor dout, Tensor h) -> Tensor",
-    outputs=lambda dout, h: torch.empty_like(h, memory_format=torch.contiguous_format),
-    run=_run_swiglu_backward,
+    "swiglu_backward(Tensor h, Tensor dout) -> Tensor",
+    outputs=lambda h, dout: torch.empty_like(h, memory_format=torch.contiguous_format),
+    run=_run_swiglu,
 )
 # h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass.
-_fused_swiglu = launching.operator(
+_swiglu_of = launching.operator(
     "swiglu(Tensor h) -> Tensor",
-    outputs=lambda h: h.new_empty((h.shape[0], h.shape[1] // 2)),
-    run=_run_swiglu,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    backward=lambda ctx, dout: _swiglu_backward(dout, *ctx.saved_tensors),
+    outputs=lambda h: torch.empty((h.shape[0], h.shape[1] // 2), dtype=h.dtype, device=h.device),
+    run=lambda result, h: _run_swiglu(result, h, None),
+    setup_context=_keep_h,
+    backward=lambda ctx, dout: _swiglu_backward(ctx.saved_tensors[0], dout),
 )
 
 
@@ -256,7 +255,7 @@ def _swiglu(h: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
         gate, up = h.chunk(2, dim=-1)
         return F.silu(gate) * up
-    out: torch.Tensor = _fused_swiglu(h)
+    out: torch.Tensor = _swiglu_of(h)
     return out
 
 
@@ -309,7 +308,8 @@ def gated_experts(
         gate_up_bias, down_bias: (E, 2 I) and (E, H).
         transposed: the weights are stored the other way around, (E, H, 2 I) and (E, I, H).
         post_expert: applied to the second product's rows (T k, H) before they are weighted.
-        active: which experts of compressed weights become dense, see :func:`choose_experts`.
+        active: which experts of compressed weights become dense, see :func:`choose_experts`; with ``"auto"`` none of
+            4-bit weights where they are decoded within the product.
 
     Returns:
         (T, H) in the dtype of ``x``.
@@ -353,13 +353,18 @@ def gated_experts(
     compressed = not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor))
     if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
         arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
-    chosen, ids = choose_experts(expert_ids, num_experts, active) if compressed else (None, expert_ids)
+    packed = all(isinstance(weight, torch.Tensor | NF4Tensor) for weight in (gate_up, down))
+    decoded = active == "auto" and packed and not transposed and decodes_on_the_way(expert_ids.numel(), num_experts)
+    dense = compressed and not decoded
+    chosen, ids = choose_experts(expert_ids, num_experts, active) if dense else (None, expert_ids)
     routing = route(ids, num_experts if chosen is None else chosen.shape[0])
 
     def product(
         rows: torch.Tensor, weight: Weight, lora: LoRAPair | None, bias: torch.Tensor | None, **how: Any
     ) -> torch.Tensor:
-        return _product(rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, **how)
+        return _product(
+            rows.to(dtype), weight, lora, bias, routing, chosen, transposed=transposed, decoded=decoded, **how
+        )
 
     hidden = activation(product(x, gate_up, gate_up_lora, gate_up_bias, grouped_out=True))
     if post_expert is None:
@@ -380,6 +385,7 @@ def _product(
     chosen: torch.Tensor | None,
     *,
     transposed: bool,
+    decoded: bool,
     **how: Any,
 ) -> torch.Tensor:
     """One grouped product with the chosen experts' weight, LoRA pair and bias."""
@@ -394,6 +400,8 @@ def _product(
     if bias is not None:
         bias = chosen_of(bias).to(rows.dtype)
 
+    if decoded and isinstance(weight, NF4Tensor):
+        return moe_lora(rows, weight, a, b, routing, scaling=scaling, bias=bias, **how)
     if isinstance(weight, torch.Tensor):
         # Beside a compressed weight a dense one has to follow the same renaming.
         w = chosen_of(weight).to(rows.dtype) if torch.is_autocast_enabled(rows.device.type) else chosen_of(weight)
@@ -577,7 +585,7 @@ class GatedExperts(LoRAModule):
     state dict holds ``scaling`` too, and loading takes it over.
 
     Args:
-        num_experts, hidden_size, intermediate_size: E, H, I.
+        num_experts: E. hidden_size: H. intermediate_size: I.
         activation: ``"silu"``, ``"gelu"`` or ``"relu"``.
         device, dtype: of the parameters.
     """

@@ -102,7 +102,8 @@ def _settings(given: argparse.Namespace) -> TrainConfig:
         if field.name not in _NOT_AN_OPTION and getattr(given, field.name) is not None
     }
     if given.text is not None:
-        changes["corpus"] = given.text
+        own = given.text in ("stdlib", "topics")
+        changes["corpus"] = given.text if own else str(Path(given.text).absolute())  # to be resumed from anywhere
     saved = given.out / "config.json"
     if given.config is None and given.resume and saved.exists():
         try:
@@ -173,6 +174,12 @@ def _run(trainer: Trainer, given: argparse.Namespace) -> int:
         trainer.run()
     except FloatingPointError as error:
         print(f"train: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(
+            f"train: writing to {given.out} failed ({error}); --resume --out {given.out} goes on from the last checkpoint",
+            file=sys.stderr,
+        )
         return 1
     except RuntimeError as error:
         if "CUBLAS_WORKSPACE_CONFIG" not in str(error):

@@ -18,7 +18,7 @@ import torch
 from kernelbook import runtime
 from kernelbook.nn.gpt import ATTENTION, GPT, OUTPUTS, GPTConfig
 from kernelbook.train.chunks import Layout, chunk_norms
-from kernelbook.train.files import replacing
+from kernelbook.train.files import replacing, sweep
 from kernelbook.train.optimizer import INACTIVE, ChunkAdamW
 from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
 from kernelbook.train.synthetic import CopyData, score_chunks
@@ -26,6 +26,7 @@ from kernelbook.train.text import TextData
 
 __all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data"]
 
+FILES = ("checkpoint.pt", "config.json", "latest", "log.jsonl")
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("dense", "sparse_dw", "sparse_dw_dx"),
     "sparse_dx": ("all", "inputs"),
@@ -58,7 +59,7 @@ class TrainConfig:
     Attributes:
         width, depth, heads, context, chunk_size, sparse_layers, attention: as in :class:`kernelbook.nn.GPTConfig`.
         task: ``"text"``, ``"copy"`` or ``"recall"``. corpus, encoding, vocab_size: as in :class:`TextData`.
-        batch_size, steps, seed: as their names say.
+        batch_size: sequences in a step. steps: optimizer steps. seed: of the first weights, the data and the schedulers.
         mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``. scheduler, explore: see :mod:`kernelbook.train.schedulers`.
         sparse_dx: the layers whose dX mode ``sparse_dw_dx`` makes sparse. ``"all"``, or ``"inputs"``: those that read the
             residual stream, which has a gradient of its own. The dX of the layers that write to it is all that a branch gets.
@@ -192,7 +193,8 @@ class Trainer:
     Args:
         config: see :class:`TrainConfig`. data: default :func:`make_data`.
         out: a folder for ``log.jsonl``, ``config.json`` and ``checkpoint.pt``; ``None`` keeps nothing.
-        resume: go on from the checkpoint in ``out``, or begin if there is none.
+        resume: go on from the checkpoint in ``out``, or begin if there is none. ``steps`` may be more than they were: the
+            learning rate follows the new number from there on.
         progress: show a progress bar.
 
     Attributes:
@@ -227,6 +229,9 @@ class Trainer:
             and (checkpoint.exists() or checkpoint.with_name("log.jsonl").exists())
         ):
             raise FileExistsError(f"Trainer: {self.out} holds a run already; resume it, or choose another folder")
+        if checkpoint is not None:
+            for name in FILES:
+                sweep(checkpoint.with_name(name))
         self.data: Data = make_data(config) if data is None else data
         self.step, self.seconds = 0, 0.0
         self.records: list[dict[str, Any]] = []
@@ -234,8 +239,9 @@ class Trainer:
         if checkpoint is not None and checkpoint.exists():
             self._load(checkpoint)
         elif checkpoint is not None:
-            self._write_text("config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             self._write_text("log.jsonl", "")
+        if checkpoint is not None:
+            self._write_text("config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
     # --- what a run is made of ---
 
@@ -531,6 +537,8 @@ class Trainer:
             raise ValueError(
                 f"Trainer: {path} must be a checkpoint of a run, got a file that cannot be read"
             ) from error
+        if not isinstance(state, dict) or not isinstance(state.get("config"), dict) or "rest_adam" not in state:
+            raise ValueError(f"Trainer: {path} must be a checkpoint of a run, got a file with something else")
         check_same_run(path.parent, state, self.config, self.data.digest)
         self.step, self.seconds = state["step"], state["seconds"]
         self.model.load_state_dict(state["model"])
@@ -550,6 +558,12 @@ class Trainer:
             raise ValueError(f"Trainer: {log.parent} must hold the log of its checkpoint, got no log.jsonl")
         lines = log.read_text(encoding="utf-8").splitlines()
         self.records = [entry for entry in _entries(lines) if entry["step"] <= self.step]
+        logged = [entry["step"] for entry in self.records if "loss" in entry]
+        if logged != list(range(1, self.step + 1)) or not self.validation_losses():
+            raise ValueError(
+                f"Trainer: {log} must be the log of its checkpoint, with steps 1 to {self.step}, got another one with "
+                f"{len(logged)} of them"
+            )
         if self.out is not None:
             self._write_text("log.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.records))
 
@@ -563,9 +577,11 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: TrainConfig, 
     """``ValueError`` unless a run with the ``config`` and ``digest`` in ``saved`` may go on with these."""
     own = dataclasses.asdict(config)
     # A run that is watched otherwise may go on from here; one with other steps behind it or before it may not.
-    free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph"}
+    # Where its corpus lies does not matter either: the digest says whether it is the same.
+    free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph", "corpus"}
     for name, value in saved["config"].items():
-        if name not in free and own.get(name) != value:
+        longer = name == "steps" and own["steps"] > value
+        if name not in free and own.get(name) != value and not longer:
             raise ValueError(f"Trainer: {name} must be that of the run in {folder} ({value!r}), got {own.get(name)!r}")
     if saved["digest"] != digest:
         raise ValueError(f"Trainer: the corpus must be that of the run in {folder} ({saved['digest']}), got {digest}")
@@ -574,7 +590,9 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: TrainConfig, 
 def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed while it wrote
-            yield json.loads(line)
+            entry = json.loads(line)
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                yield entry
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kernelbook import runtime
-from kernelbook.train.files import replacing
+from kernelbook.train.files import kept
 from kernelbook.train.seeds import generator
 
 __all__ = ["Corpus", "TextData", "book_encoding", "get_encoding", "train_ranks"]
@@ -218,14 +218,20 @@ def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
         raise ValueError(f"book_encoding: vocab_size must be at least 257 (all bytes and {END}), got {vocab_size}")
     name = f"book-{hashlib.sha256(PATTERN.encode()).hexdigest()[:4]}-{corpus.digest}-{vocab_size}"
     path = runtime.cache_dir() / "text" / f"{name}.tiktoken"
-    if path.exists():
-        lines = (line.split() for line in path.read_bytes().splitlines())
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    else:
-        ranks = train_ranks((text for _, text in corpus.documents), vocab_size - 1)
-        table = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
-        with replacing(path) as file:
-            file.write(table)
+
+    def read(path: Path) -> dict[bytes, int]:
+        lines = [line.split() for line in path.read_bytes().splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        if list(ranks.values()) != list(range(len(lines))) or len(lines) < 256:
+            raise ValueError("not the ranks of tokens")
+        return ranks
+
+    ranks = kept(
+        path,
+        lambda: train_ranks((text for _, text in corpus.documents), vocab_size - 1),
+        read,
+        lambda file, ranks: file.writelines(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()),
+    )
     return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
 
 
@@ -304,14 +310,20 @@ class TextData:
 
     def _tokens(self, part: Corpus) -> np.ndarray:
         path = runtime.cache_dir() / "text" / f"{self.encoding.name}-{part.digest}.npy"
-        if path.exists():
-            return np.load(path)
-        end = self.encoding.encode_single_token(END)
-        texts = [text for _, text in part.documents]
-        pieces = self.encoding.encode_ordinary_batch(texts, num_threads=min(8, os.cpu_count() or 1))
-        tokens = np.fromiter((t for piece in pieces for t in (*piece, end)), dtype=np.int32)
-        with replacing(path) as file:
-            np.save(file, tokens)
+
+        def make() -> np.ndarray:
+            end = self.encoding.encode_single_token(END)
+            texts = [text for _, text in part.documents]
+            pieces = self.encoding.encode_ordinary_batch(texts, num_threads=min(8, os.cpu_count() or 1))
+            return np.fromiter((t for piece in pieces for t in (*piece, end)), dtype=np.int32)
+
+        def read(path: Path) -> np.ndarray:
+            tokens = np.load(path)
+            if tokens.dtype != np.int32 or tokens.ndim != 1 or (tokens.size and tokens.max() >= self.vocab_size):
+                raise ValueError("not the tokens of a text")
+            return tokens
+
+        tokens: np.ndarray = kept(path, make, read, np.save)
         return tokens
 
     def _windows(self, tokens: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

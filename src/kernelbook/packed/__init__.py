@@ -1,0 +1,188 @@
+"""Tensors in 4 bits an element, as several rooms take them."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from kernelbook import arguments
+
+__all__ = ["BLOCK_SIZES", "DTYPES", "FP4", "NESTED_BLOCK", "NF4", "CodeBook", "NF4Tensor"]
+
+NESTED_BLOCK = 256  # absmax values that share one nested absmax
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class CodeBook(NamedTuple):
+    """Sixteen values in [-1, 1], in the order of their 4-bit codes, and the name by which bitsandbytes knows them."""
+
+    name: str
+    values: tuple[float, ...]
+
+
+# The published float32 values (Dettmers et al. 2023, "QLoRA", appendix E); the chapter derives them.
+NF4 = CodeBook(
+    "nf4",
+    (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+)  # fmt: skip
+
+_FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)  # by the three bits below the sign
+# A sign, two bits of exponent, one of mantissa, divided by the largest; the sign of zero is of no consequence.
+FP4 = CodeBook("fp4", tuple(sign * m / 12.0 for sign in (1.0, -1.0) for m in _FP4_MAGNITUDES))
+
+
+_PARTS = ("packed", "absmax", "code", "nested_absmax", "nested_code", "nested_offset")
+
+
+@arguments.once
+def _check_parts(block_size: int, n: int, *parts: Any) -> None:
+    arguments.check_choice("NF4Tensor", "block_size", block_size, BLOCK_SIZES)
+    given = dict(zip(_PARTS, parts, strict=True))
+    blocks, double_quant = -(-n // block_size), given["nested_absmax"] is not None
+    expected: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("packed", (-(-n // 2),), torch.uint8),
+        ("absmax", (blocks,), torch.uint8 if double_quant else torch.float32),
+        ("code", (16,), torch.float32),
+    ]
+    if double_quant:
+        expected += [
+            ("nested_absmax", (-(-blocks // NESTED_BLOCK),), torch.float32),
+            ("nested_code", (256,), torch.float32),
+            ("nested_offset", (), torch.float32),
+        ]
+    for name, shape, dtype in expected:
+        value = given[name]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"NF4Tensor: {name} must be a torch.Tensor, got {type(value).__name__}")
+        arguments.check_dtype("NF4Tensor", name, value, (dtype,))
+        arguments.check_shape("NF4Tensor", name, value, shape)
+    arguments.check_same_device("NF4Tensor", **given)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NF4Tensor:
+    """A tensor of n elements in 4 bits each, cut into blocks of ``block_size`` elements in memory order.
+
+    Parts that are not contiguous are copied.
+
+    Attributes:
+        packed: (ceil(n / 2),) uint8, two codes a byte; the even element is the high half.
+        absmax: (ceil(n / block_size),), the blocks' largest absolute values: float32, or uint8 where they are quantized
+            in turn (double quantization).
+        shape: of the tensor that was quantized; its first dimension counts experts.
+        block_size: a power of two from 32 to 4096.
+        code: (16,) float32, the code book's values.
+        code_name: the code book's name, ``"nf4"`` or ``"fp4"`` where bitsandbytes has it.
+        dtype: of the tensor that was quantized.
+        nested_absmax: (ceil(blocks / 256),) float32, with double quantization: the scales of ``absmax``.
+        nested_code: (256,) float32, with double quantization: the values that ``absmax`` stands for.
+        nested_offset: () float32, with double quantization: added at the end.
+
+    Raises:
+        TypeError, ValueError: the parts do not fit together.
+    """
+
+    packed: torch.Tensor
+    absmax: torch.Tensor
+    shape: tuple[int, ...]
+    block_size: int
+    code: torch.Tensor
+    code_name: str = "nf4"
+    dtype: torch.dtype = torch.bfloat16
+    nested_absmax: torch.Tensor | None = None
+    nested_code: torch.Tensor | None = None
+    nested_offset: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        parts = {name: getattr(self, name) for name in _PARTS}
+        _check_parts(self.block_size, self.numel, *parts.values())
+        for name, part in parts.items():
+            if part is not None and not part.is_contiguous():
+                object.__setattr__(self, name, part.contiguous())
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in _PARTS if getattr(self, name) is not None}
+
+    @property
+    def numel(self) -> int:
+        """How many elements it stands for."""
+        return math.prod(self.shape)
+
+    @property
+    def double_quant(self) -> bool:
+        """Whether the absmax values are quantized too."""
+        return self.nested_absmax is not None
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its parts."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def to(self, device: torch.device | str) -> "NF4Tensor":
+        """The same on ``device``."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return dataclasses.replace(self, **moved)
+
+    @classmethod
+    def from_bitsandbytes(
+        cls, packed: torch.Tensor, quant_state: Any, *, shape: tuple[int, ...] | None = None
+    ) -> "NF4Tensor":
+        """From what ``bitsandbytes.functional.quantize_4bit`` returns, or a ``Params4bit``'s data and quant_state.
+
+        Args:
+            packed: the bytes in any shape and any storage dtype. They are shared, not copied.
+            quant_state: bitsandbytes' ``QuantState``; its tensors are shared too.
+            shape: (E, rows, cols) where the state's own shape is flat; as many elements as the state's.
+
+        Raises:
+            TypeError, ValueError: the state is of another kind, or does not fit ``packed`` or ``shape``.
+        """
+        op = "NF4Tensor.from_bitsandbytes"
+        arguments.check_choice(op, "quant_state.quant_type", quant_state.quant_type, ("nf4", "fp4"))
+        if getattr(quant_state, "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{op}: quant_state must describe what bitsandbytes quantized, got what it repacked, with rounded scales, "
+                "at the layer's first call on the CPU: take the tensor before that call, or from a checkpoint"
+            )
+        n = math.prod(quant_state.shape)
+        shape = tuple(quant_state.shape if shape is None else shape)
+        if math.prod(shape) != n:
+            raise ValueError(f"{op}: shape must have {n} elements, got {shape}")
+        data = packed.contiguous().reshape(-1).view(torch.uint8)
+        if data.numel() < -(-n // 2):
+            raise ValueError(f"{op}: packed must have at least {-(-n // 2)} bytes, got {data.numel()}")
+        absmax, nested = quant_state.absmax, {}
+        if quant_state.state2 is not None:
+            state2 = quant_state.state2
+            arguments.check_choice(op, "quant_state.state2.blocksize", state2.blocksize, (NESTED_BLOCK,))
+            arguments.check_choice(op, "quant_state.state2.dtype", state2.dtype, (torch.float32,))
+            nested = {
+                "nested_absmax": state2.absmax.float(),
+                "nested_code": state2.code.to(absmax.device, torch.float32),
+                "nested_offset": quant_state.offset.float(),
+            }
+        return cls(
+            packed=data[: -(-n // 2)],
+            absmax=absmax if nested else absmax.float(),
+            shape=shape,
+            block_size=quant_state.blocksize,
+            code=quant_state.code.to(absmax.device, torch.float32),
+            code_name=quant_state.quant_type,
+            dtype=quant_state.dtype,
+            **nested,
+        )
+
+
+# What torch.save wrote is loaded under its default, weights_only=True, too: the class holds tensors and plain values.
+torch.serialization.add_safe_globals([NF4Tensor])

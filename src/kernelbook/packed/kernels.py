@@ -1,0 +1,187 @@
+"""Decoding of 4-bit elements in registers, on their way into a product.
+
+A word of four bytes holds eight elements; the even element is the high half of its byte. On NVIDIA GPUs a word becomes four
+pairs of 16-bit numbers by byte permutation: the sixteen values lie in eight registers, their low bytes in four and their
+high bytes in the other four, and one ``prmt`` picks four bytes of eight by the three low bits of four elements. Two of
+them and a third that chooses by the elements' fourth bit look up one byte of four elements, and another two mix low and
+high bytes: some two and a half instructions an element. The block's scale multiplies the pairs. It is split in two
+16-bit numbers, so that its own rounding is not felt.
+
+Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
+"""
+
+# isort: split
+import triton
+import triton.language as tl
+
+# $0 to $3: the pairs. $4: a word. $5 and $6: the scale's two halves, each twice. $7 to $10 and $11 to $14: the table.
+_DECODE = """
+{
+    .reg .b32 i, h, lo, hi, a, b, z, p0, p1, p2, p3;
+    and.b32 i, $4, 0x77777777;
+    shr.u32 h, $4, 1;
+    lop3.b32 h, h, 0x44444444, 0x32103210, 0xea;
+    prmt.b32 a, $7, $8, i;
+    prmt.b32 b, $9, $10, i;
+    prmt.b32 lo, a, b, h;
+    prmt.b32 a, $11, $12, i;
+    prmt.b32 b, $13, $14, i;
+    prmt.b32 hi, a, b, h;
+    prmt.b32 p0, lo, hi, 0x4051;
+    prmt.b32 p1, lo, hi, 0x6273;
+    shr.u32 i, i, 16;
+    shr.u32 h, h, 16;
+    prmt.b32 a, $7, $8, i;
+    prmt.b32 b, $9, $10, i;
+    prmt.b32 lo, a, b, h;
+    prmt.b32 a, $11, $12, i;
+    prmt.b32 b, $13, $14, i;
+    prmt.b32 hi, a, b, h;
+    prmt.b32 p2, lo, hi, 0x4051;
+    prmt.b32 p3, lo, hi, 0x6273;
+REST}
+"""
+_SCALE = """
+    mov.b32 z, 0x80008000;
+    FMA a, p0, $6, z;
+    FMA $0, p0, $5, a;
+    FMA a, p1, $6, z;
+    FMA $1, p1, $5, a;
+    FMA a, p2, $6, z;
+    FMA $2, p2, $5, a;
+    FMA a, p3, $6, z;
+    FMA $3, p3, $5, a;
+"""
+_PLAIN = """
+    mov.b32 $0, p0;
+    mov.b32 $1, p1;
+    mov.b32 $2, p2;
+    mov.b32 $3, p3;
+"""
+DECODE = tl.constexpr(_DECODE.replace("REST", _PLAIN))
+DECODE_BF16 = tl.constexpr(_DECODE.replace("REST", _SCALE.replace("FMA", "fma.rn.bf16x2")))
+DECODE_FP16 = tl.constexpr(_DECODE.replace("REST", _SCALE.replace("FMA", "fma.rn.f16x2")))
+REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r")
+
+
+@triton.jit
+def bits(value):
+    """The bits of 16-bit numbers, in int32."""
+    return value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def table(code_ptr, dtype: tl.constexpr):
+    """The sixteen values in ``dtype`` (16 bits) as eight registers: their low bytes, then their high bytes."""
+    low = ()
+    high = ()
+    for i in tl.static_range(4):
+        low_word = 0
+        high_word = 0
+        for j in tl.static_range(4):
+            value = bits(tl.load(code_ptr + 4 * i + j).to(dtype))
+            low_word = low_word | ((value & 0xFF) << (8 * j))
+            high_word = high_word | ((value >> 8) << (8 * j))
+        low += (low_word,)
+        high += (high_word,)
+    return low + high
+
+
+@triton.jit
+def in_two(scale, dtype: tl.constexpr):
+    """float32 as the sum of two 16-bit numbers, each twice in an int32."""
+    first = scale.to(dtype)
+    second = (scale - first.to(tl.float32)).to(dtype)
+    # Infinity and NaN have no rest; the first number alone says it.
+    second = tl.where(second == second, second, 0.0).to(dtype)
+    return bits(first) * 0x10001, bits(second) * 0x10001
+
+
+@triton.jit
+def _halves(pair, dtype: tl.constexpr):
+    low = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    return tl.join(low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True))
+
+
+@triton.jit
+def decoded(word, scale, values, dtype: tl.constexpr):
+    """Words (...) and their blocks' scales -> the eight elements of each, (..., 2, 2, 2), the first one at (0, 0, 0).
+
+    The dimensions are in the order in which they arise: the last tells words of four elements, the first pairs' halves.
+    """
+    if scale is None:
+        first = word
+        second = word
+        ASM: tl.constexpr = DECODE
+    else:
+        first, second = in_two(scale, dtype)
+        ASM: tl.constexpr = DECODE_BF16 if dtype == tl.bfloat16 else DECODE_FP16
+    p0, p1, p2, p3 = tl.inline_asm_elementwise(
+        ASM,
+        REGISTERS,
+        [word, first, second, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    lower = tl.join(_halves(p0, dtype), _halves(p1, dtype))
+    return tl.join(lower, tl.join(_halves(p2, dtype), _halves(p3, dtype)))
+
+
+# --- tiles ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def block_scale(
+    block0, blocks, mask,
+    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
+    SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none."""
+    stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
+    if SCALE == "float32":
+        return stored
+    nested0 = block0 // NESTED_BLOCK
+    within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
+    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=0.0)
+    value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=0.0)
+    return tl.where(mask, value * scale + tl.load(nested_offset_ptr), 0.0)
+
+
+@triton.jit
+def load_tile(
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
+    code, values,
+    matrix, row0, col0, rows, cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    PERMUTE: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """A tile (ROWS, COLS) in ``dtype`` of the ``matrix``-th of matrices (rows, cols), from (row0, col0); zero outside.
+
+    ``code``: (16,) the values in float32; ``values``: what :func:`table` made of them, if PERMUTE. ``cols`` is a multiple
+    of 32 if BLOCK_SIZE is 32 or more, so that four words have one scale; always of 8.
+    """
+    GROUPS: tl.constexpr = COLS // 32
+    # 64-bit scalars find the tile; offsets within it are 32-bit.
+    element0 = (matrix.to(tl.int64) * rows + row0) * cols + col0
+    block0 = element0 // BLOCK_SIZE
+    within = (element0 - block0 * BLOCK_SIZE).to(tl.int32)
+    offs_r = tl.arange(0, ROWS)[:, None]
+    offs_c = tl.arange(0, GROUPS)[None, :] * 32
+    offs = offs_r * cols + offs_c  # (ROWS, GROUPS)
+    mask = (offs_r < rows - row0) & (offs_c < cols - col0)
+    scale = block_scale(
+        block0, (within + offs) // BLOCK_SIZE, mask,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+    )[:, :, None]  # fmt: skip
+    offs_w = (offs // 8)[:, :, None] + tl.arange(0, 4)[None, None, :]
+    word = tl.load(packed_ptr + element0 // 8 + offs_w, mask=mask[:, :, None], other=0)  # (ROWS, GROUPS, 4)
+    if PERMUTE:
+        w = tl.permute(decoded(word, scale, values, dtype), (0, 1, 2, 5, 4, 3))
+    else:
+        offs_e = tl.arange(0, 8)
+        index = (word[:, :, :, None] >> ((4 * offs_e) ^ 4)[None, None, None, :]) & 15
+        value = tl.gather(code, tl.reshape(index, (ROWS * COLS,)), 0)
+        w = (tl.reshape(value, (ROWS, GROUPS, 4, 8)) * scale[:, :, :, None]).to(dtype)
+    return tl.reshape(w, (ROWS, COLS))

@@ -1,0 +1,199 @@
+"""Few rows times 4-bit matrices, in Gluon: each warp decodes what it multiplies with, and keeps it in registers.
+
+W takes the part of the tensor cores' left operand, whose rows come in sixteens; the tokens are the right one, in eights. A
+lane reads 16 bytes, 32 elements of a row. The tensor cores may sum over K in any order, as long as both operands have
+it: so these 32 elements are just those that the instruction wants from this lane, and nothing goes through shared memory.
+The warps of a program share the sum over K. At the end they add up what they have, always in the same order.
+
+Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mma.sync`` for 16-bit numbers (sm_80 and
+later), x of 16 bits with aligned rows, K in multiples of 32, and blocks of 32 or more elements.
+"""
+
+# isort: split
+import triton.experimental.gluon as gluon
+import triton.experimental.gluon.language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kernelbook.packed.kernels import decoded, table
+
+
+@gluon.constexpr_function
+def _words_layout(warps, rows, words):
+    """Of words (warps, rows, 4 lanes, words): a lane has the last ones; eight rows lie side by side in a warp."""
+
+    def bases(dim, start, stop):
+        found = []
+        while start < stop:
+            found.append([start if d == dim else 0 for d in range(4)])
+            start *= 2
+        return found
+
+    registers = bases(3, 1, words) + bases(1, 8, rows)
+    lanes = bases(2, 1, 4) + bases(1, 1, 8)
+    return gl.DistributedLinearLayout(registers, lanes, bases(0, 1, warps), [], [warps, rows, 4, words])
+
+
+@gluon.jit
+def _load(
+    word_ptrs, absmax_ptr, elements, k_w, k_s, k, mask_w, mask_s, K,
+    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """GROUPS tensors of words, k elements further on, and their blocks' scales."""
+    words = ()
+    scales = ()
+    for g in gl.static_range(GROUPS):
+        at = k + g * GROUP
+        if EVEN:
+            words += (gl.load(word_ptrs + at // 8, cache_modifier=".cg"),)
+            scales += (gl.load(absmax_ptr + (elements + at) // BLOCK_SIZE),)
+        else:
+            mask = gl.expand_dims(mask_w & (k_w + at < K), 3)
+            words += (gl.load(word_ptrs + at // 8, mask=mask, other=0, cache_modifier=".cg"),)
+            mask = mask_s & (k_s + at < K)
+            scales += (gl.load(absmax_ptr + (elements + at) // BLOCK_SIZE, mask=mask, other=0.0),)
+    return words, scales
+
+
+@gluon.jit(do_not_specialize=["E", "M", "slots"])
+def _few_rows_kernel(
+    order_ptr, tiles_ptr,  # (R,) pair of each sorted position; (num_m, 3) group, first position and rows; if ROUTED
+    expert_ptr,  # (1,) integer, unless ROUTED
+    x_ptr, stride_xm,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
+    packed_ptr,  # (E * N * K / 8,) int32
+    absmax_ptr,  # (blocks,) float32
+    code_ptr,  # (16,) float32
+    a_ptr, stride_ae, stride_an, stride_ar,  # (E, N, r), if RANK > 0
+    u_ptr,  # (R, padded rank) in sorted order, if RANK > 0
+    bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
+    y_ptr,  # (R, N)
+    E, M, N, K, slots,
+    ROUTED: gl.constexpr, X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
+    RANK: gl.constexpr, PADDED_RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    FOLD: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    WORDS: gl.constexpr = 4 if FOLD else 2  # of a lane, side by side
+    GROUP: gl.constexpr = 32 * WORDS
+    STEP: gl.constexpr = GROUPS * GROUP
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
+    result: gl.constexpr = gl.SliceLayout(0, mma)
+    in_words: gl.constexpr = _words_layout(WARPS, ROWS, WORDS)
+    in_lanes: gl.constexpr = gl.SliceLayout(3, in_words)  # (WARPS, ROWS, 4)
+    in_rows: gl.constexpr = gl.SliceLayout(2, in_lanes)
+
+    n0 = gl.program_id(0) * ROWS
+    offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
+    out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, result))
+    if ROUTED:
+        tile_ptr = tiles_ptr + gl.program_id(1) * 3
+        expert = gl.load(tile_ptr)
+        if expert < 0:
+            return
+        first = gl.load(tile_ptr + 1)
+        rows = gl.load(tile_ptr + 2)
+        positions = (first + gl.minimum(offs_t, rows - 1)).to(gl.int64)
+        x_rows = positions if X_GROUPED else gl.load(order_ptr + positions).to(gl.int64) // slots
+        out_positions = (first + gl.minimum(out_t, rows - 1)).to(gl.int64)
+        y_rows = out_positions if Y_GROUPED else gl.load(order_ptr + out_positions).to(gl.int64)
+    else:
+        expert = gl.load(expert_ptr)
+        first = gl.program_id(1) * TOKENS
+        rows = M - first
+        x_rows = (first + gl.minimum(offs_t, rows - 1)).to(gl.int64)
+        y_rows = (first + out_t).to(gl.int64)
+        out_positions = y_rows
+    expert = expert.to(gl.int64)
+    exists = (expert >= 0) & (expert < E)
+
+    # Word and element numbers are 64-bit up to the program's first row, and 32-bit from there.
+    row0 = gl.where(exists, expert, 0) * N + n0
+    packed_ptr += row0 * (K // 8)
+    block0 = row0 * K // BLOCK_SIZE
+    within = (row0 * K - block0 * BLOCK_SIZE).to(gl.int32)
+    absmax_ptr += block0
+    offs_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, in_rows))
+    offs_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_rows))
+    offs_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_lanes)))
+    offs_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
+    steps = gl.cdiv(K, STEP * WARPS)  # of a warp
+    # The first element of a lane's share: (WARPS, ROWS, 4)
+    k_w = (
+        gl.expand_dims(offs_w[:, None] * (steps * STEP) + 0 * offs_n[None, :], 2)
+        + (offs_l * (8 * WORDS))[None, None, :]
+    )
+    row_w = gl.expand_dims(0 * offs_w[:, None] + offs_n[None, :], 2)
+    mask_w = row_w < N - n0
+    word_ptrs = packed_ptr + gl.expand_dims(row_w * (K // 8) + k_w // 8, 3) + offs_i[None, None, None, :]
+    if FOLD:
+        elements = within + row_w * K + k_w
+        k_s = k_w
+        mask_s = mask_w
+    else:
+        of_acc: gl.constexpr = gl.SliceLayout(2, mma)
+        row_s = gl.arange(0, ROWS, layout=gl.SliceLayout(0, of_acc))[None, :]
+        k_s = gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_acc))[:, None] * (steps * STEP)
+        elements = within + row_s * K + k_s
+        mask_s = row_s < N - n0
+
+    # Where the K of x lie: the instruction's order is (i, lane, 8), that in memory (lane, i, 8).
+    offs_k = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
+    k_x = offs_k // 8 % 4 * (8 * WORDS) + offs_k // 32 * 8 + offs_k % 8
+    k_x = gl.max_contiguous(gl.multiple_of(k_x, [8]), [8])
+    x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
+    k_x = gl.expand_dims(x_w, 1) * (steps * STEP) + k_x[None, :]
+    k_x = gl.max_contiguous(gl.multiple_of(k_x, [1, 8]), [1, 8])
+    x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (x_rows * stride_xm)[None, None, :]
+
+    acc = gl.zeros((WARPS, ROWS, TOKENS), gl.float32, layout=mma)
+    zeros = gl.zeros((WARPS, ROWS, TOKENS), gl.float32, layout=mma)
+    next_words, next_scales = _load(
+        word_ptrs, absmax_ptr, elements, k_w, k_s, 0, mask_w, mask_s, K, EVEN, BLOCK_SIZE, GROUP, GROUPS
+    )
+    values = table(code_ptr, dtype)
+    for step in range(steps):
+        k = step * STEP
+        words = next_words
+        scales = next_scales
+        if AHEAD:
+            if step + 1 < steps:
+                next_words, next_scales = _load(
+                    word_ptrs, absmax_ptr, elements, k_w, k_s, k + STEP, mask_w, mask_s, K,
+                    EVEN, BLOCK_SIZE, GROUP, GROUPS,
+                )  # fmt: skip
+        elif step > 0:
+            words, scales = _load(
+                word_ptrs, absmax_ptr, elements, k_w, k_s, k, mask_w, mask_s, K, EVEN, BLOCK_SIZE, GROUP, GROUPS
+            )
+        for g in gl.static_range(GROUPS):
+            # Tokens that are not there get the last one's x, and are not stored.
+            at = k + g * GROUP
+            if EVEN:
+                x = gl.load(x_ptrs + at)
+            else:
+                mask = gl.expand_dims(k_x + at < K, 2) & (offs_t < TOKENS)[None, None, :]
+                x = gl.load(x_ptrs + at, mask=mask, other=0.0)
+            w = decoded(words[g], gl.expand_dims(scales[g], 3) if FOLD else None, values, dtype)
+            # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
+            w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, GROUP))
+            w = gl.convert_layout(w, left, assert_trivial=True)
+            if FOLD:
+                acc = mma_v2(w, x, acc)
+            else:
+                acc += mma_v2(w, x, zeros) * gl.expand_dims(scales[g], 2)
+    y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, TOKENS)
+    out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
+    if RANK > 0:
+        for r in gl.static_range(RANK):
+            b_ptrs = a_ptr + expert * stride_ae + out_n.to(gl.int64) * stride_an + r * stride_ar
+            b = gl.load(b_ptrs, mask=(out_n < N) & exists, other=0.0).to(gl.float32)
+            u = gl.load(u_ptr + out_positions * PADDED_RANK + r, mask=out_t < rows, other=0.0).to(gl.float32)
+            y += b[:, None] * u[None, :]
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * stride_ce + out_n.to(gl.int64) * stride_cn
+        y += gl.load(bias_ptrs, mask=(out_n < N) & exists, other=0.0).to(gl.float32)[:, None]
+    mask_y = (out_n < N)[:, None] & (out_t < rows)[None, :]
+    gl.store(y_ptr + y_rows[None, :] * N + out_n[:, None], y.to(dtype), mask=mask_y)

@@ -1,0 +1,51 @@
+"""The figure with which README and book begin: drawn from the rows that are recorded now."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("first_figure", ROOT / "tools" / "first_figure.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["first_figure"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_is_not_older_than_the_results(tool: Any) -> None:
+    assert tool.drawn_from() == tool.digest(), "book/results changed: run 'python tools/first_figure.py'"
+
+
+def test_another_row_is_another_digest(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, tables = tool.digest(), tool.tables
+    monkeypatch.setattr(tool, "tables", lambda gpu: {stem: table.iloc[1:] for stem, table in tables(gpu).items()})
+    assert tool.digest() != before
+
+
+def test_ratios_are_those_of_the_fastest_alternative_within_a_run(tool: Any) -> None:
+    point = {"op": "f", "mode": "forward", "dtype": "float32", "shape": "N=1", "x_name": "N", "x": 1}
+    rows = pd.DataFrame(
+        [
+            {"run": run, **point, "provider": provider, "ms": ms}
+            for run, provider, ms in (
+                ("a", "kernelbook", 2.0), ("a", "torch", 6.0), ("a", "liger", 4.0),
+                ("a", "kernelbook:locks", 1.0), ("a", "packed_cublas", 1.0),
+                ("b", "kernelbook", 2.0), ("b", "torch", 1.0), ("c", "torch", 0.1),
+            )
+        ]
+    )  # fmt: skip
+    assert sorted(tool.ratios(rows, "ms")) == [0.5, 2.0]
+
+
+def test_readme_and_first_page_begin_with_it() -> None:
+    assert "book/figures/first.svg" in (ROOT / "README.md").read_text()[:1500]
+    assert "figures/first.svg" in (ROOT / "book" / "intro.md").read_text()[:2500]

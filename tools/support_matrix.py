@@ -1,0 +1,275 @@
+"""What each public function supports, found out by trying it: the table at the top of book/package.md.
+
+Each function is called at a small size where kernels run in this process, in every way that the table has a column for. What
+only a GPU can answer (CUDA graphs, the same bits in every run) is answered by the tests that a GPU runs: the column says
+whether there is one.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kernelbook as kb
+from kernelbook import runtime
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+YES, NO, ERROR = "yes", "no", "error"
+Call = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of one public function.
+
+    ``call`` takes the floating-point tensors that ``inputs`` gives, which are converted to the dtype that is tried.
+    ``tests`` is the stem of the file that tests the function, ``named`` what its tests call the function, if they hold more.
+    """
+
+    call: Call
+    inputs: Callable[[], list[torch.Tensor]]
+    tests: str
+    differentiable: bool = True
+    named: str = ""
+
+
+def _randn(*shapes: tuple[int, ...]) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [torch.randn(shape, device=runtime.DEVICE) for shape in shapes]
+
+
+def _ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device=runtime.DEVICE)
+
+
+def cases() -> dict[str, Case]:
+    """A case for every public function."""
+    chunk = {"chunk_size": 16}
+    active, rows = _ids(2, 0), _ids(5, 1, 1)
+    routing = kb.route(_ids(0, 1, 1, 2, 0, 2).view(3, 2), 3)
+    table = {
+        "layer_norm": Case(kb.layer_norm, _randn((3, 24), (24,), (24,)), "layer_norm"),
+        "rms_norm": Case(lambda x, w, r: kb.rms_norm(x, w, residual=r), _randn((3, 24), (24,), (3, 24)), "rms_norm"),
+        "sparse_linear": Case(
+            lambda x, w, b: kb.sparse_linear(x, w, b, active, **chunk),
+            _randn((3, 24), (48, 24), (48,)),
+            "sparse_linear",
+        ),
+        "sparse_forward": Case(
+            lambda x, w, b: kb.sparse_forward(x, w, b, active, **chunk),
+            _randn((3, 24), (48, 24), (48,)),
+            "sparse_linear",
+        ),
+        "sparse_dw": Case(
+            lambda x, dy: kb.sparse_dw(x, dy, active, **chunk), _randn((3, 24), (3, 48)), "sparse_linear"
+        ),
+        "sparse_dx": Case(
+            lambda dy, w: kb.sparse_dx(dy, w, active, **chunk), _randn((3, 48), (48, 24)), "sparse_linear"
+        ),
+        "sparse_backward": Case(
+            lambda x, w, dy: kb.sparse_backward(x, w, dy, active, **chunk),
+            _randn((3, 24), (48, 24), (3, 48)),
+            "sparse_linear",
+            differentiable=False,
+        ),
+        "flash_attention": Case(
+            lambda q, k, v: kb.flash_attention(q, k, v, causal=True), _randn(*[(1, 2, 5, 16)] * 3), "attention"
+        ),
+        "paged_attention": Case(
+            lambda q, k, v: kb.paged_attention(q, k, v, _ids(1, 0, 2, 3).view(2, 2), _ids(20, 5)),
+            _randn((2, 2, 1, 16), (4, 2, 16, 16), (4, 2, 16, 16)),
+            "attention",
+            differentiable=False,
+        ),
+        "append_to_pages": Case(
+            lambda k, v: kb.append_to_pages(
+                k,
+                v,
+                *(torch.zeros(4, 2, 16, 16, dtype=k.dtype, device=k.device) for _ in range(2)),
+                _ids(1, 0, 2, 3).view(2, 2),
+                _ids(20, 5),
+            ),
+            _randn((2, 2, 1, 16), (2, 2, 1, 16)),
+            "attention",
+            differentiable=False,
+        ),
+        "gather_matmul": Case(lambda x, w: kb.gather_matmul(x, w, rows), _randn((3, 24), (8, 24)), "scatter_ffn"),
+        "scatter_ffn": Case(
+            lambda x, up, down: kb.scatter_ffn(x, up, down, rows), _randn((3, 24), (8, 24), (8, 24)), "scatter_ffn"
+        ),
+        "nf4_quantize": Case(kb.nf4_quantize, _randn((2, 4, 64)), "nf4", differentiable=False),
+        "nf4_dequantize": Case(
+            lambda w: kb.nf4_dequantize(_QUANTIZED, dtype=w.dtype), _randn((1,)), "nf4", differentiable=False
+        ),
+        "nf4_matmul": Case(lambda x: kb.nf4_matmul(x, _QUANTIZED, 1), _randn((3, 64)), "nf4"),
+        "scatter2scatter": Case(
+            lambda x, w: kb.scatter2scatter(x, w, routing), _randn((3, 24), (3, 24, 16)), "moe_lora"
+        ),
+        "moe_lora": Case(
+            lambda x, w, a, b: kb.moe_lora(x, w, a, b, routing),
+            _randn((3, 24), (3, 24, 16), (3, 4, 24), (3, 16, 4)),
+            "moe_lora",
+        ),
+        "route": Case(
+            lambda _: kb.route(_ids(0, 1, 1, 2).view(2, 2), 3), _randn((1,)), "moe_lora", differentiable=False
+        ),
+    }
+    return table
+
+
+_QUANTIZED = kb.nf4_quantize(torch.randn(2, 4, 64, device=runtime.DEVICE))
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [tensor for part in result for tensor in _tensors(part)]
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        return [value for value in vars(result).values() if isinstance(value, torch.Tensor)]
+    return []
+
+
+def _outcome(attempt: Callable[[], object]) -> str:
+    """Whether the attempt went well; the two ways of failing that are meant are errors that say so."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            attempt()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return ERROR
+    return YES
+
+
+def _leaves(case: Case, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [t.to(dtype).requires_grad_(case.differentiable) for t in case.inputs()]
+
+
+def _first_order(case: Case, inputs: list[torch.Tensor], call: Call | None = None, **how: Any) -> Any:
+    outputs = [t for t in _tensors((call or case.call)(*inputs)) if t.requires_grad]
+    return torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs], **how)
+
+
+def _compiles(case: Case) -> None:
+    torch._dynamo.reset()
+    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
+    compiled = torch.compile(case.call, fullgraph=True, backend=backend)
+    if case.differentiable:
+        _first_order(case, _leaves(case), compiled)
+    else:
+        compiled(*_leaves(case))
+
+
+def _second_order(case: Case) -> None:
+    inputs = _leaves(case)
+    gradients = _first_order(case, inputs, create_graph=True)
+    torch.autograd.grad([g.sum() for g in gradients if g.requires_grad], inputs, allow_unused=True)
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[list[int]]:
+    """Within the context, the first entry counts the kernels that are launched."""
+    count = [0]
+    if runtime.INTERPRET:
+        from triton.runtime.interpreter import GridExecutor as Watched
+    else:
+        from triton.runtime.jit import JITFunction as Watched
+    name = "__call__" if runtime.INTERPRET else "run"
+    launch = getattr(Watched, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return launch(*args, **kwargs)
+
+    setattr(Watched, name, counted)  # a launcher that sees this leaves the launch to Triton
+    try:
+        yield count
+    finally:
+        setattr(Watched, name, launch)
+
+
+def _launches(case: Case) -> str:
+    inputs = _leaves(case)
+    with _counting() as forward:
+        results = case.call(*inputs)
+    if not case.differentiable:
+        return str(forward[0])
+    outputs = [t for t in _tensors(results) if t.requires_grad]
+    with _counting() as backward:
+        torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+    return f"{forward[0]} + {backward[0]}"
+
+
+def generations() -> list[dict[str, str]]:
+    """A line for each GPU that kernels are compiled for: what it is, and whether somebody measured on it."""
+    from kernelbook import timing
+
+    measured = {p.name for p in timing.results_dir().iterdir() if (p / "ceilings.csv").is_file()}
+    lines = []
+    for target, properties in runtime.TARGETS.items():
+        slug = re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-")
+        lines.append({
+            "generation": target,
+            "such as": properties.name,
+            "shared memory of a program": f"{properties.shared_memory_per_program // 1024} KiB",
+            "compiled in the tests": YES,
+            "figures recorded": YES if slug in measured else NO,
+        })  # fmt: skip
+    return lines
+
+
+def _gpu_tests(stem: str) -> Iterator[str]:
+    """The names of the tests in tests/test_<stem>.py that only a GPU runs."""
+    path = ROOT / "tests" / f"test_{stem}.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and "pytest.mark.gpu" in map(ast.unparse, node.decorator_list):
+            yield node.name
+
+
+def _tested(case: Case, pattern: str) -> str:
+    return "tested" if any(re.search(pattern, name) for name in _gpu_tests(case.tests)) else "-"
+
+
+def row(case: Case) -> dict[str, str]:
+    """One line of the table."""
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+    works = [names[d] for d in DTYPES if _outcome(lambda d=d: case.call(*_leaves(case, d))) == YES]
+    line = {"dtypes": "all" if len(works) == len(DTYPES) else ", ".join(works)}
+    line["torch.compile"] = _outcome(lambda: _compiles(case))
+    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
+        line["autocast"] = _outcome(lambda: case.call(*_leaves(case)))
+    line["gradients"] = _outcome(lambda: _first_order(case, _leaves(case))) if case.differentiable else NO
+    line["of gradients"] = _outcome(lambda: _second_order(case)) if case.differentiable else NO
+    inputs = [t.detach() for t in _leaves(case)]
+    forward = _outcome(lambda: torch.func.jvp(case.call, tuple(inputs), tuple(torch.ones_like(t) for t in inputs)))
+    line["forward mode"] = forward if case.differentiable else NO
+    line["launches"] = _launches(case)
+    line["CUDA graph"] = _tested(case, "graph")
+    line["same bits"] = _tested(case, "reproducible|bitwise|deterministic|same_bits")
+    return line
+
+
+def functions() -> list[str]:
+    """The public functions, in the order of the page."""
+    import inspect
+
+    return [name for name in kb.__all__ if inspect.isfunction(getattr(kb, name))]
+
+
+def matrix() -> dict[str, dict[str, str]]:
+    """The table: a line for each function."""
+    with contextlib.suppress(RuntimeError):
+        torch.manual_seed(0)
+    return {name: row(case) for name, case in cases().items()}
+
+
+if __name__ == "__main__":
+    table = matrix()
+    for name, line in table.items():
+        print(f"{name:16}", *(f"{key}: {value}" for key, value in line.items()), sep="  ")
