@@ -34,7 +34,7 @@ def test_the_first_pages_snippet_runs() -> None:
     (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     small = snippet.replace('device="cuda"', f'device="{runtime.DEVICE}"').replace("1024", "32")
     assert small != snippet
-    exec(compile(small, "intro.md", "exec"), {})
+    exec(compile(small, "intro.md", "exec"), {})  # noqa: S102
 
 
 def test_the_table_knows_every_function() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from kernelbook import plots, timing
 
@@ -75,8 +76,7 @@ def ratios(rows: pd.DataFrame, column: str) -> pd.Series:
     return (theirs.groupby(POINT)[column].min() / ours).dropna()
 
 
-def draw() -> None:
-    """Writes the picture."""
+def _figure() -> Figure:
     mpl.rcParams.update({"svg.hashsalt": "kernelbook", "svg.fonttype": "path"})
     figure, (ax,) = plots.new_figure(width=7.4, height=0.3 * len(LINES) + 1.3)
     recorded = {gpu: tables(gpu) for gpu in gpus()}
@@ -116,8 +116,23 @@ def draw() -> None:
     if any(table["host_us"].notna().any() for one in recorded.values() for table in one.values()):
         ax.plot([], [], "o", color=plots.INK, markerfacecolor="none", mew=1.5, label="time of the host")
     figure.legend(loc="outside upper left", ncols=3, fontsize=9, frameon=False)
+    return figure
+
+
+def draw() -> None:
+    """Writes the picture."""
     description = f"drawn from rows {digest()} of book/results by tools/first_figure.py"
-    figure.savefig(PICTURE, metadata={"Date": None, "Description": description}, bbox_inches="tight", facecolor="white")
+    _figure().savefig(
+        PICTURE, metadata={"Date": None, "Description": description}, bbox_inches="tight", facecolor="white"
+    )
+
+
+def draw_card(path: Path, title: str) -> None:
+    """Writes what social networks show of a link, 1200 by 630 points: the title above the picture."""
+    figure = _figure()
+    figure.set_size_inches(12, 6.3)
+    figure.suptitle(title, fontsize=19, fontweight="bold")
+    figure.savefig(path, dpi=100, facecolor="white")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def missing_peers() -> list[str]:
     return [f"{name} (package {package} is not installed)" for name, (_, package) in PEERS.items() if not _has(name)]
 
 
-def _layer_norms(with_compile: bool) -> dict[str, LayerNorm]:
-    """The forward function of each provider that is installed."""
+def _layer_norms(with_compile: bool | None) -> dict[str, LayerNorm]:
+    """The forward function of each provider that is installed; ``None``: of PyTorch's and ours alone."""
 
     def torch_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, w.shape, w, b, EPS)
@@ -55,7 +55,7 @@ def _layer_norms(with_compile: bool) -> dict[str, LayerNorm]:
         providers["torch.compile"] = torch.compile(torch_layer_norm, dynamic=False)
         ours = torch.compile(lambda x, w, b: op.layer_norm(x, w, b, EPS), dynamic=False, fullgraph=True)
         providers["kernelbook:compiled"] = ours
-    if _has("liger"):
+    if with_compile is not None and _has("liger"):
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
         def liger_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _listed(norm: LayerNorm, *inputs: torch.Tensor) -> Callable[[], list[torch.T
     return lambda: [norm(*inputs)]
 
 
-def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Problem:
+def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Problem:
     x, w, b, _ = _inputs(m, n, dtype)
     norms = _layer_norms(with_compile)
     return timing.Problem(
@@ -89,7 +89,7 @@ def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.P
     )
 
 
-def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Problem:
+def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Problem:
     x, w, b, dy = _inputs(m, n, dtype)
     leaves = tuple(tensor.requires_grad_() for tensor in (x, w, b))
 
@@ -108,7 +108,7 @@ def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.
     )
 
 
-def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Problem:
+def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Problem:
     x, w, b, dy = _inputs(m, n, dtype)
     leaves = tuple(tensor.requires_grad_() for tensor in (x, w, b))
 
@@ -124,7 +124,7 @@ def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool) ->
     )
 
 
-def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool) -> timing.Case:
+def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Case:
     build = {"forward": _forward, "backward": _backward, "forward_backward": _forward_backward}[mode]
     tensors, operations = {"forward": (2, 8), "backward": (3, 14), "forward_backward": (5, 22)}[mode]
     return timing.Case(
@@ -289,7 +289,7 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
     sweep = [(SWEEP_M, n) for n in SWEEP_N if (SWEEP_M, n) not in NAMED_SHAPES]
     for m, n in [*NAMED_SHAPES, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
         for mode in ("forward", "backward"):
-            yield _case(mode, m, n, torch.bfloat16, with_compile=False)
+            yield _case(mode, m, n, torch.bfloat16, with_compile=None)
 
 
 def small_checks() -> list[check.Verdict]:

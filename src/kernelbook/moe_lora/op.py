@@ -718,7 +718,7 @@ def _launch_rows(
     w_box = None
     scales: tuple[Any, ...] = (None, None, None, None, None)
     if isinstance(w, _Packed):
-        scales = (w.absmax, *w.nested, w.code)
+        scales = (w.absmax, *(w.absmax if t is None else t for t in w.nested), w.code)
         if plan.launch.constants["PACKED"] != "elements":
             stored = stored.view(torch.int32)
     elif plan.w_form is not None:

@@ -1,0 +1,97 @@
+"""What a published book has beside its pages: Colab's cell, the site's own files, the workflow."""
+
+import importlib.util
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_notebooks_have_colabs_cell_where_there_is_an_address() -> None:
+    tool = _tool("colab")
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        text = path.read_text()
+        expected = tool.with_cell(json.loads(text), **tool.repository())
+        assert json.loads(text) == expected, f"{path.name}: run 'python tools/colab.py'"
+
+
+def test_colabs_cell_comes_goes_and_does_nothing_elsewhere() -> None:
+    tool = _tool("colab")
+    before = json.loads((ROOT / "notebooks" / "layer_norm.ipynb").read_text())
+    with_cell = tool.with_cell(before, "https://example.org/book", "main")
+    first = with_cell["cells"][0]
+    assert first["metadata"]["tags"] == ["remove-cell"] and with_cell["cells"][1:] == before["cells"]
+    assert tool.with_cell(with_cell, "https://example.org/book", "main") == with_cell
+    assert tool.with_cell(with_cell, "", "main") == before
+    source = "".join(first["source"])
+    assert "https://example.org/book" in source and "{" not in source.replace("{runtime.properties().name}", "")
+    names: dict[str, Any] = {}
+    exec(compile(source, "cell", "exec"), names)  # noqa: S102
+    assert set(names) - {"__builtins__"} == {"sys"}
+
+
+def _build(folder: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three small pages, built by Sphinx with the extension."""
+    source, out = folder / "source", folder / "out"
+    (source / "notebooks").mkdir(parents=True, exist_ok=True)
+    (source / "index.rst").write_text(
+        "A <title> & more\n================\n\nWhat the book is.\n\n.. toctree::\n\n   notebooks/second\n   first\n"
+    )
+    (source / "first.rst").write_text(
+        "First\n=====\n\n.. meta::\n   :description: Said to engines.\n\nSaid to readers.\n"
+    )
+    (source / "notebooks" / "second.rst").write_text(f"Second\n======\n\n{'A long paragraph. ' * 30}\n")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setenv("BOOK_ADDRESS", address)
+    settings = {"extensions": ["published"], "project": "A book", "html_title": "A & book", "html_theme": "basic"}
+    Sphinx(str(source), None, str(out), str(folder / "trees"), "html", settings, status=None).build(force_all=True)
+    return out
+
+
+def test_files_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = _build(tmp_path, "https://example.org/book", monkeypatch)
+    urls = [url.text for url in ET.fromstring((out / "sitemap.xml").read_bytes()).iter() if url.tag.endswith("loc")]
+    assert urls == [f"https://example.org/book/{page}.html" for page in ("index", "notebooks/second", "first")]
+    missing = (out / "404.html").read_text()
+    assert "A &amp; book" in missing and 'href="https://example.org/book/notebooks/second.html"' in missing
+    llms = (out / "llms.txt").read_text()
+    assert llms.startswith("# A book\n\n> What the book is.\n")
+    assert "- [First](https://example.org/book/_sources/first.rst.txt): Said to engines.\n" in llms
+    assert (out / "_sources" / "first.rst.txt").is_file()
+    assert "Sitemap: https://example.org/book/sitemap.xml" in (out / "robots.txt").read_text()
+    assert (out / "_static" / "card.png").read_bytes()[:4] == b"\x89PNG"
+    page = (out / "index.html").read_text()
+    assert 'property="og:title" content="A &lt;title&gt; &amp; more"' in page
+    assert 'content="https://example.org/book/_static/card.png"' in page
+    assert 'property="og:description" content="A long paragraph.' in (out / "notebooks" / "second.html").read_text()
+
+
+def test_without_an_address_there_is_none_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = _build(tmp_path, "", monkeypatch)
+    assert not (out / "sitemap.xml").exists() and "og:title" not in (out / "index.html").read_text()
+    assert 'href="/notebooks/second.html"' in (out / "404.html").read_text() and (out / "llms.txt").is_file()
+
+
+def test_the_workflow_builds_and_publishes() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/pages.yml").read_text())["jobs"]
+    steps = jobs["build"]["steps"]
+    (build,) = [step for step in steps if step.get("run") == "make book"]
+    assert "base_url" in build["env"]["BOOK_ADDRESS"]
+    assert any(step.get("with", {}).get("path") == "_build/html" for step in steps)
+    assert jobs["publish"]["needs"] == "build"
