@@ -5,11 +5,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernelbook.attention import flash_attention
+from kernelbook.nn.named_attention import boolean_mask, own_attention
 
 __all__ = ["attention_forward"]
-
-MAX_HEAD = 256
 
 
 def attention_forward(
@@ -34,13 +32,12 @@ def attention_forward(
     for name in ("s_aux", "position_bias", "softcap", "cache"):
         if others.get(name) is not None:
             raise ValueError(f"attention_forward: {name} must be None, got {type(others[name]).__name__}")
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    causal = causal and attention_mask is None and query.shape[2] > 1
-    if attention_mask is None and dropout == 0 and query.shape[-1] == value.shape[-1] <= MAX_HEAD:
-        out = flash_attention(query, key, value, causal=causal, scale=scaling)
-    else:
-        grouped = key.shape[1] != query.shape[1]
-        out = F.scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=grouped
-        )
+    out = own_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal)
+    if out is not None:
+        return out, None
+    n, s = query.shape[2], key.shape[2]
+    mask = boolean_mask(attention_mask, n, s)
+    causal = mask is None and n > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    grouped = key.shape[1] != query.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous(), None

@@ -9,21 +9,79 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kernelbook.attention import flash_attention
+from kernelbook.nn.named_attention import boolean_mask, own_attention
 
-__all__ = ["NAME", "attention_forward", "register"]
+__all__ = ["NAME", "attention_forward", "attention_mask", "register"]
 
 NAME = "kernelbook"
-MAX_HEAD = 256
 
 
 def register() -> None:
     """Adds ``"kernelbook"`` to transformers' attention implementations; a second call changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
-    # transformers leaves this mask out where it would only be the causal one, and makes it for padded batches.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(**asked: Any) -> torch.Tensor | None:
+    """What transformers calls once for all layers with the same mask; what it is given, see its ``sdpa_mask``.
+
+    A causal mask, with a sliding window or without, in which nothing is padded, is stated rather than made: see
+    :mod:`kernelbook.nn.named_attention`. A static cache's is stated by a tensor that holds its length, so that one compiled
+    or captured step does for all. Any other is ``sdpa_mask``'s: (B, 1, N, S).
+
+    Whether a mask given for the tokens leaves some out is read from the device, as ``sdpa_mask`` does; while tracing, such
+    a mask is always made.
+    """
+    stated = _stated(**asked) if "q_length" in asked else False
+    return sdpa_mask(**asked) if stated is False else stated
+
+
+def _stated(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **_others: Any,
+) -> torch.Tensor | bool | None:
+    """The mask as a statement; False where it has to be made."""
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    static = isinstance(q_offset, torch.Tensor)
+    # A compiled step of decoding with a static cache is told to make its mask, and so is a mask with something added.
+    if not (allow_is_causal_skip or (static and q_length == 1 and mask_function is causal_mask_function)):
+        return False
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        return False  # chunks, which are passed as a size too
+    if attention_mask is not None:
+        exists = kv_offset + kv_length
+        if tracing or attention_mask.ndim != 2:
+            return False
+        if static:
+            exists = int(q_offset) + q_length
+        if not bool(attention_mask[:, kv_offset:exists].all()):
+            return False
+    if static:
+        if local_size is not None:
+            return False
+        if not tracing and q_length > 1 and int(q_offset) == 0:
+            return None
+        return (q_offset + q_length).to(torch.int64).expand(batch_size)
+    if kv_offset + kv_length != q_offset + q_length:
+        return False
+    if local_size is not None and kv_length > local_size:
+        return torch.empty(0, local_size, dtype=torch.int64, device=device)
+    if q_length in (1, kv_length):
+        return None
+    return torch.empty(0, dtype=torch.int64, device=device)
 
 
 def attention_forward(
@@ -39,21 +97,14 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), and no weights.
 
-    A call with a mask (a padded batch, a sliding window), a position bias, a paged cache or dropout, or with heads of more
-    than 256 features or values of another width, runs as ``"sdpa"`` does.
+    A call with another mask than :func:`attention_mask` states (a padded batch), a position bias, a paged cache or dropout,
+    or with heads of more than 256 features or values of another width, runs as ``"sdpa"`` does.
 
     Raises:
         ValueError: the model has attention sinks (``s_aux``), which neither has.
     """
-    if others.get("s_aux") is not None:
-        raise ValueError("attention_forward: s_aux must be None: attention sinks are not supported")
-    ours = attention_mask is None and dropout == 0
-    ours = ours and all(others.get(name) is None for name in ("position_bias", "cache", "softcap", "sliding_window"))
-    if not ours or query.shape[-1] > MAX_HEAD or value.shape[-1] != query.shape[-1]:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # One query sees all keys. Of several without a mask the last stands at the last key, as the kernel has it.
-    out = flash_attention(query, key, value, causal=bool(causal) and query.shape[2] > 1, scale=scaling)
-    return out.transpose(1, 2).contiguous(), None
+    out = own_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
+    if out is not None:
+        return out, None
+    mask = boolean_mask(attention_mask, query.shape[2], key.shape[2])
+    return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=is_causal, **others)
