@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from kernelbook import check, runtime
+from kernelbook import check, runtime, timing
 from kernelbook.attention import (
     append_to_pages_reference,
+    bench,
     flash_attention_reference,
     kernels_decode,
     op,
@@ -226,6 +227,18 @@ def test_generating_from_pages_is_generating_from_a_cache() -> None:
         out = kb.paged_attention(queries[:, :, i : i + 4], pages[0], pages[1], table, lengths)
         exact = kb.flash_attention(queries[:, :, i : i + 4], keys[:, :, : i + 4], values[:, :, : i + 4], causal=True)
         torch.testing.assert_close(out, exact)
+
+
+def test_what_is_measured_is_checked_first() -> None:
+    decoded = [case for case in bench.cases() if case.x_name == "S"]
+    assert {case.op for case in decoded} == {"flash_attention", "paged_attention"}
+    for problem in (
+        bench._problem("forward", 2, 4, 2, 1, 128, 32, False, torch.float32, False),
+        bench._paged_problem(2, 4, 2, 3, 128, 32, 16, torch.float32),
+    ):
+        assert set(timing.error_ratios(problem)) == set(problem.providers)
+    for call in bench.host_calls().values():
+        call()
 
 
 def test_opcheck_and_compile() -> None:

@@ -217,13 +217,18 @@ def config_that_prefetches(double_quant):
     return triton.Config(tile | {"AHEAD": 1, "SPAN": 2}, num_warps=4)
 
 
+def prefetch_soon(monkeypatch):
+    monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
+    monkeypatch.setattr(op, "_dequantize_launch", op._dequantize_launch.__wrapped__)
+
+
 @pytest.mark.skipif(not runtime.INTERPRET, reason="only the interpreter's loads can be watched")
 @pytest.mark.parametrize("shape", [(3, 5, 8), (3, 7, 5), (1, 3), (4, 48, 32), (3, 119, 104)])
 def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
     """Every address that a kernel reads belongs to the last expert: nothing of the others, nothing beyond the end."""
     from triton.runtime import interpreter
 
-    monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
+    prefetch_soon(monkeypatch)
     for double_quant in (False, True):
         q = quantized(shape, 32, double_quant)
         experts = torch.tensor([shape[0] - 1], device=DEV)
@@ -252,7 +257,7 @@ def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_prefetching_changes_nothing(double_quant, block_size, monkeypatch):
     """Experts of several tiles, the last one short; an id out of range among them."""
-    monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
+    prefetch_soon(monkeypatch)
     monkeypatch.setattr(op.arguments, "check_index_values", lambda *args, **kwargs: None)
     q = quantized((4, 119, 104), block_size, double_quant)
     experts = torch.tensor([3, 0, 7, 3], device=DEV)
@@ -290,12 +295,16 @@ def test_matmul_takes_batches_and_nothing():
         (lambda: nf4_matmul(x[..., :63], q, 1), r"x must have shape \(\.\.\., 64\), got \(2, 3, 63\)"),
         (lambda: nf4_matmul(x, quantized((2, 64)), 1), r"q must have shape \(E, N, K\)"),
         (lambda: nf4_matmul(x, q, torch.tensor([0, 1], device=DEV)), r"expert must have shape \(1,\)"),
+        (lambda: nf4_matmul(x, q, 2), r"expert must lie in \[0, 2\), got 2"),
+        (lambda: nf4_matmul(x, q, -1), r"expert must lie in \[0, 2\), got -1"),
     ]:
         with pytest.raises(ValueError, match=words):
             call()
     parts = (q.packed, q.absmax, q.code, None, None, None)
     experts = torch.tensor([1], device=DEV)
-    torch.library.opcheck(op._matmul, (x[0].clone().requires_grad_(), *parts, experts, [2, 6, 64], 64))
+    leaf = x.clone().requires_grad_()
+    for chosen in ((experts, None), (None, 1)):
+        torch.library.opcheck(torch.ops.kernelbook.nf4_matmul.default, (leaf, *parts, *chosen, [2, 6, 64], 64))
 
 
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
@@ -483,8 +492,9 @@ def test_opcheck():
         q = quantized((3, 16, 32), 64, double_quant)
         for experts in (None, torch.tensor([2, 0], device=DEV)):
             parts = (q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset)
-            torch.library.opcheck(op._dequantize, (*parts, experts, list(q.shape), 64, torch.float16))
-    torch.library.opcheck(op._quantize, (torch.randn(3, 33, device=DEV), q.code, 64))
+            settings = (None, list(q.shape), 64, torch.float16)
+            torch.library.opcheck(torch.ops.kernelbook.nf4_dequantize.default, (*parts, experts, *settings))
+    torch.library.opcheck(torch.ops.kernelbook.nf4_quantize.default, (torch.randn(3, 33, device=DEV), q.code, 64))
 
 
 def test_compiles_without_a_graph_break():
@@ -514,7 +524,7 @@ def test_offsets_are_64_bit(words, overflow_raises):
         if words
         else (kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG)
     )
-    arguments = (q.packed, q.absmax, *nested, q.code, experts, out)
+    arguments = (q.packed, q.absmax, *nested, q.code, experts, 0, out)
     more = {"PREFETCH": "load"} if words else {}
     kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, True, 64, 256, **config.kwargs, **more)
     assert bool((out == 0).all())

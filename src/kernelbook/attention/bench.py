@@ -1,4 +1,5 @@
-"""What is measured of ``attention``: forward and backward beside PyTorch's own attention and FlexAttention, and the errors."""
+"""What is measured of ``attention``: forward, backward and a few queries beside PyTorch's own attention and FlexAttention,
+pages beside contiguous keys, and the errors."""
 
 import contextlib
 import functools
@@ -15,7 +16,7 @@ from kernelbook import check, runtime, timing
 from kernelbook.attention import op
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 
-__all__ = ["cases", "extras", "small_checks"]
+__all__ = ["cases", "extras", "host_calls", "small_checks"]
 
 # B, H, H_kv, N, D, causal
 SHAPES = (
@@ -28,6 +29,25 @@ SHAPES = (
 # The sweep: 16,384 tokens (one sequence if it is longer), 2,048 features over all heads.
 SWEEP_N = (1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS, FEATURES = 16384, 2048
+SMALL_SHAPE = (1, 8, 8, 128, 64, True)  # where the host decides
+# Few queries. B, H, H_kv, N, S, D: every query sees every key, which is what all providers agree on.
+DECODED = (
+    *((1, 32, 4, 1, s, 128) for s in (512, 1024, 4096, 8192, 131072)),
+    *((1, 32, 8, 1, s, 128) for s in (1024, 8192, 131072)),
+    *((b, 32, 8, 1, 8192, 128) for b in (4, 16)),
+    (64, 32, 4, 1, 2048, 128),
+    (1, 16, 16, 1, 8192, 128),
+    (8, 16, 16, 1, 8192, 64),
+    (4, 64, 8, 1, 16384, 64),
+    (16, 64, 8, 1, 4096, 128),
+    *((1, 32, 8, n, 8192, 128) for n in (4, 16)),
+    *((8, 32, 8, n, 8192, 128) for n in (4, 16)),
+    (8, 16, 16, 16, 4096, 128),
+)
+WITH_FLEX = ((1, 32, 4, 1, 8192, 128), (16, 32, 8, 1, 8192, 128), (8, 32, 8, 16, 8192, 128))
+PAGED = ((1, 32, 4, 1, 8192, 128), (16, 32, 8, 1, 8192, 128), (8, 32, 8, 4, 8192, 128))
+PAGE = 64
+
 LARGEST_MATH = 4096  # with the score matrix, longer sequences take seconds and tens of GB
 CHECKED_WHOLE = 4096  # of longer sequences the first key head is checked: float64 takes its time too
 
@@ -39,9 +59,10 @@ Tensors = Sequence[torch.Tensor]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _inputs(b: int, h: int, h_kv: int, n: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _inputs(b: int, h: int, h_kv: int, n: int, s: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q, k, v that want gradients, and do."""
-    q, k, v, do = (torch.randn(b, heads, n, d, dtype=dtype, device=runtime.DEVICE) for heads in (h, h_kv, h_kv, h))
+    sizes = ((h, n), (h_kv, s), (h_kv, s), (h, n))
+    q, k, v, do = (torch.randn(b, heads, rows, d, dtype=dtype, device=runtime.DEVICE) for heads, rows in sizes)
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
 
 
@@ -76,17 +97,18 @@ def _kernels_of(provider: str) -> contextlib.AbstractContextManager[None]:
     return op.plain_kernels() if provider == "kernelbook:plain" else contextlib.nullcontext()
 
 
-def _attentions(n: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
+def _attentions(n: int, s: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
     """By provider. The slow ones: FlexAttention, which compiles for each shape, and the one with the score matrix."""
     found: dict[str, Attention] = {
         "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION, causal),
         "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, causal),
         "kernelbook": functools.partial(op.flash_attention, causal=causal),
-        "kernelbook:plain": functools.partial(op.flash_attention, causal=causal),
     }
+    if n == s:  # few queries have one kernel on every GPU
+        found["kernelbook:plain"] = found["kernelbook"]
     if slow_ones:
         found["flex"] = _flex(n, causal)
-        if n <= LARGEST_MATH:
+        if n == s <= LARGEST_MATH:
             found["sdpa_math"] = _sdpa(SDPBackend.MATH, causal)
     return found
 
@@ -119,10 +141,10 @@ def _takes(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 def _problem(
-    mode: str, b: int, h: int, h_kv: int, n: int, d: int, causal: bool, dtype: torch.dtype, slow_ones: bool
+    mode: str, b: int, h: int, h_kv: int, n: int, s: int, d: int, causal: bool, dtype: torch.dtype, slow_ones: bool
 ) -> timing.Problem:
-    q, k, v, do = _inputs(b, h, h_kv, n, d, dtype)
-    given = _attentions(n, causal, slow_ones=slow_ones)
+    q, k, v, do = _inputs(b, h, h_kv, n, s, d, dtype)
+    given = _attentions(n, s, causal, slow_ones=slow_ones)
     attentions = {name: call for name, call in given.items() if name.startswith("kernelbook") or _takes(call, q, k, v)}
 
     def forward(provider: str) -> Callable[[], Tensors]:
@@ -142,7 +164,14 @@ def _problem(
 
         return call
 
-    make = forward if mode == "forward" else backward
+    def forward_backward(provider: str) -> Callable[[], Tensors]:
+        def call() -> Tensors:
+            with _kernels_of(provider):
+                return torch.autograd.grad(given[provider](q, k, v), (q, k, v), do)
+
+        return call
+
+    make = {"forward": forward, "backward": backward, "forward_backward": forward_backward}[mode]
     calls: dict[str, Callable[[], Tensors]] = {provider: make(provider) for provider in attentions}
 
     def checked(out: Tensors) -> Tensors:
@@ -175,10 +204,10 @@ def _case(
     b, h, h_kv, n, d, causal = shape
     slow_ones = dtype == torch.bfloat16 and (shape in SHAPES or (d == 128 and causal))
     q, kv, lse = b * h * n * d, b * h_kv * n * d, 4 * b * h * n
-    if mode == "forward":  # read: q, k, v; written: o, lse
-        gbytes, gflop = ((2 * q + 2 * kv) * dtype.itemsize + lse) / 1e9, 4 * b * h * n * n * d / 1e9
-    else:  # read: q, k, v, o, do, lse; written: dq, dk, dv
-        gbytes, gflop = ((4 * q + 4 * kv) * dtype.itemsize + lse) / 1e9, 10 * b * h * n * n * d / 1e9
+    # Forward. Read: q, k, v; written: o, lse. Backward. Read: q, k, v, o, do, lse; written: dq, dk, dv.
+    tensors, products = {"forward": (2, 2), "backward": (4, 5), "forward_backward": (6, 7)}[mode]
+    gbytes = (tensors * (q + kv) * dtype.itemsize + lse * (2 if mode == "forward_backward" else 1)) / 1e9
+    gflop = 2 * products * b * h * n * n * d / 1e9
     return timing.Case(
         op="flash_attention",
         mode=mode,
@@ -188,7 +217,59 @@ def _case(
         x=n,
         gbytes=gbytes,
         gflop=gflop / 2 if causal else gflop,
-        build=lambda: _problem(mode, b, h, h_kv, n, d, causal, dtype, slow_ones),
+        build=lambda: _problem(mode, b, h, h_kv, n, n, d, causal, dtype, slow_ones),
+    )
+
+
+def _decode_case(shape: tuple[int, int, int, int, int, int], *, page: int = 0) -> timing.Case:
+    """A few queries, to contiguous keys or to those in pages."""
+    b, h, h_kv, n, s, d = shape
+    dtype = torch.bfloat16
+    sizes = {"B": b, "H": h, "H_kv": h_kv, "N": n, "S": s, "D": d}
+    return timing.Case(
+        op="paged_attention" if page else "flash_attention",
+        mode="forward",
+        dtype=dtype,
+        shape=sizes | ({"causal": "yes", "page": page} if page else {"causal": "no"}),
+        x_name="S",
+        x=s,
+        gbytes=2 * b * d * (h * n + h_kv * s) * dtype.itemsize / 1e9,  # read: q, k, v; written: o
+        gflop=4 * b * h * n * s * d / 1e9,
+        build=(lambda: _paged_problem(*shape, page, dtype))
+        if page
+        else (lambda: _problem("forward", *shape, False, dtype, shape in WITH_FLEX)),
+    )
+
+
+def _in_pages(x: torch.Tensor, order: torch.Tensor, page: int) -> torch.Tensor:
+    """(B, H_kv, S, D) -> (B S / page, H_kv, page, D), in a random order: page ``order[i]`` holds part ``i``."""
+    parts = x.unflatten(2, (x.shape[2] // page, page)).transpose(1, 2).flatten(0, 1)
+    pool = torch.empty(parts.shape, dtype=x.dtype, device=x.device)
+    pool[order] = parts
+    return pool
+
+
+def _paged_problem(b: int, h: int, h_kv: int, n: int, s: int, d: int, page: int, dtype: torch.dtype) -> timing.Problem:
+    """The same keys in pages and, beside it, contiguous."""
+    q, k, v = (t.detach() for t in _inputs(b, h, h_kv, n, s, d, dtype)[:3])
+    order = torch.randperm(b * s // page, device=runtime.DEVICE)
+    k_pages, v_pages = (_in_pages(t, order, page) for t in (k, v))
+    table = order.view(b, s // page).to(torch.int32)
+    lengths = torch.full((b,), s, dtype=torch.int32, device=runtime.DEVICE)
+
+    def plain() -> Tensors:
+        wide_k, wide_v = (t.repeat_interleave(h // h_kv, dim=1) for t in (k, v))
+        mask = torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
+        return [F.scaled_dot_product_attention(q, wide_k, wide_v, mask)]
+
+    return timing.Problem(
+        {
+            "kernelbook": lambda: [op.paged_attention(q, k_pages, v_pages, table, lengths)],
+            "kernelbook:contiguous": lambda: [op.flash_attention(q, k, v, causal=True)],
+        },
+        lambda: _truth(flash_attention_reference, (q, k, v), h // h_kv, True),
+        plain,
+        check.FORWARD_FACTOR,
     )
 
 
@@ -214,7 +295,8 @@ kb.flash_attention(q, k, v, causal=True).sum().backward()
 
 
 def cases() -> Iterator[timing.Case]:
-    """The named shapes, and sequences from 1,024 to 32,768 at two head sizes, causal or not; forward and backward."""
+    """The named shapes, and sequences from 1,024 to 32,768 at two head sizes, causal or not, forward and backward; a small
+    shape; few queries to contiguous keys and to pages."""
     shapes = dict.fromkeys(SHAPES)
     for d in (64, 128):
         for causal in (True, False):
@@ -229,6 +311,12 @@ def cases() -> Iterator[timing.Case]:
         yield _case("backward", (4, FEATURES // d, FEATURES // d, 4096, d, True))
     yield _case("forward", SHAPES[1], torch.float16)
     yield _case("backward", SHAPES[1], torch.float16)
+    for mode in ("forward", "forward_backward"):
+        yield _case(mode, SMALL_SHAPE)
+    for decoded in DECODED:
+        yield _decode_case(decoded)
+    for decoded in PAGED:
+        yield _decode_case(decoded, page=PAGE)
     yield _first_call()
 
 
@@ -240,12 +328,12 @@ def _errors() -> pd.DataFrame:
     rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         torch.manual_seed(0)
-        q, k, v, do = _inputs(b, h, h_kv, n, d, dtype)
+        q, k, v, do = _inputs(b, h, h_kv, n, n, d, dtype)
         truth = [
             *_truth(flash_attention_reference, (q, k, v), 1, causal),
             *_truth(_gradients, (q, k, v, do), 1, causal),
         ]
-        attentions = {**_attentions(n, causal, slow_ones=False), "sdpa_math": _sdpa(SDPBackend.MATH, causal)}
+        attentions = {**_attentions(n, n, causal, slow_ones=False), "sdpa_math": _sdpa(SDPBackend.MATH, causal)}
         for name, attention in attentions.items():
             if not (name.startswith("kernelbook") or _takes(attention, q, k, v)):
                 continue
@@ -284,3 +372,22 @@ def small_checks() -> list[check.Verdict]:
         label = f"{str(dtype)[6:]}, {n} x {s} x {d}{', causal' if causal else ''}"
         verdicts += [v.renamed(f"flash_attention[{label}] {v.name}") for v in found]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    b, h, h_kv, n, d, causal = SMALL_SHAPE
+    *leaves, do = _inputs(b, h, h_kv, n, n, d, torch.bfloat16)
+    q, k, v = (t.detach() for t in _inputs(1, 32, 4, 1, 256, 128, torch.bfloat16)[:3])
+    k_pages, v_pages = (_in_pages(t, torch.arange(256 // PAGE, device=t.device), PAGE) for t in (k, v))
+    table = torch.arange(256 // PAGE, device=q.device)[None]
+    lengths = torch.tensor([255], device=q.device)
+    new = k[:, :, :1]
+    return {
+        "flash_attention, one query": lambda: op.flash_attention(q, k, v),
+        "paged_attention, one query": lambda: op.paged_attention(q, k_pages, v_pages, table, lengths),
+        "append_to_pages": lambda: op.append_to_pages(new, new, k_pages, v_pages, table, lengths),
+        "flash_attention, forward and backward": lambda: torch.autograd.grad(
+            op.flash_attention(*leaves, causal=causal), leaves, do
+        ),
+    }

@@ -313,8 +313,8 @@ def _append_to_pages_kernel(
 MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
 # In steps of a program: the launch and the pipeline's start; a merge; each share that is merged.
-START, MERGE, SHARE = 2.0, 1.5, 0.06
-MERGE_REGISTERS = 64  # of a thread, for shares on their way
+START, MERGE, SHARE = 2.0, 1.5, 0.2
+MERGE_REGISTERS = 128  # of a thread, for shares on their way
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -361,13 +361,25 @@ _layer_norm = launching.operator(
 # --- RMSNorm --------------------------------------------------------------------------------------------------------
 
 
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, residual: None = None
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     *,
     residual: torch.Tensor | None = None,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Root mean square normalization over the last dimension, ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), section 4. The mean square and all that follows is

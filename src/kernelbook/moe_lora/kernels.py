@@ -726,7 +726,7 @@ def rows_tiles(
     if access == "packed" and itemsize == 2:
         if mean <= 16:
             return tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)
-        return tiles(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=64)
+        return tiles(4, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=64)
     if itemsize == 8:
         return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
     if itemsize == 4 or access == "narrow":
@@ -811,7 +811,7 @@ def decodes_on_the_way(rows: int, experts: int) -> bool:
     return _mean_rows(rows, experts) <= DECODED_ROWS
 
 
-DECODED_ROWS = 512  # four tiles: so often an expert is decoded
+DECODED_ROWS = 128  # one tile: no expert is decoded twice
 FUSED_RANK = 64  # the widest U that a program of the fused product keeps in registers beside its tile of Y
 FUSED_ROWS = 64
 

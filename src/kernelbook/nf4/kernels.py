@@ -50,12 +50,15 @@ def quantize_config(block_size: int) -> triton.Config:
 
 
 @triton.jit
-def _load_expert(experts_ptr, slot, E, HAS_EXPERTS: tl.constexpr):
-    """The id of the expert that goes to ``slot``, and whether there is such an expert."""
+def _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS: tl.constexpr):
+    """The id of the expert that goes to ``slot``, and whether there is such an expert.
+
+    Without a list of experts they come one after another, from ``first`` on.
+    """
     if HAS_EXPERTS:
         expert = tl.load(experts_ptr + slot).to(tl.int64)
     else:
-        expert = slot.to(tl.int64)
+        expert = first + slot.to(tl.int64)
     return expert, (expert >= 0) & (expert < E)
 
 
@@ -105,14 +108,14 @@ def _prefetch(ptr, count, MOST: tl.constexpr, PREFETCH: tl.constexpr):
 @triton.jit
 def _prefetch_tiles(
     program,
-    packed_ptr, absmax_ptr, experts_ptr,
+    packed_ptr, absmax_ptr, experts_ptr, first,
     E, words, tiles,
     HAS_EXPERTS: tl.constexpr, WORDS: tl.constexpr,
     TILE: tl.constexpr, SPAN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """What SPAN programs from this one on are going to read, as far as it is of one expert. WORDS: of a block."""
     slot = program // tiles
-    expert, exists = _load_expert(experts_ptr, slot, E, HAS_EXPERTS)
+    expert, exists = _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS)
     tile0 = (program - slot * tiles).to(tl.int64) * TILE
     left = tl.minimum(words - tile0, SPAN * TILE).to(tl.int32)
     readable = tl.where(exists, left, 0)
@@ -122,15 +125,15 @@ def _prefetch_tiles(
 
 
 # One compiled kernel serves all sizes: eight outputs are 16 bytes whatever the number of words.
-@triton.jit(do_not_specialize=["E", "words", "tiles"])
+@triton.jit(do_not_specialize=["first", "E", "words", "tiles"])
 def _nf4_dequantize_fwd_words_kernel(
-    packed_ptr,  # (E * words,) int32: eight elements each
+    packed_ptr,  # (E * words * 4,) uint8, read as words: eight elements each
     absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
     nested_absmax_ptr,  # (ceil(blocks / 256),) if NESTED
     nested_code_ptr,  # (256,) if NESTED
     nested_offset_ptr,  # () if NESTED
     code_ptr,  # (16,) float32
-    experts_ptr,  # (A,) integers, if HAS_EXPERTS
+    experts_ptr, first,  # (A,) integers, if HAS_EXPERTS; else the number of the first one
     out_ptr,  # (A, 8 * words)
     E, words, tiles,  # words and tiles in an expert
     HAS_EXPERTS: tl.constexpr, NESTED: tl.constexpr,
@@ -140,17 +143,18 @@ def _nf4_dequantize_fwd_words_kernel(
 ):  # fmt: skip
     TILE: tl.constexpr = BLOCK_W * UNROLL
     WORDS: tl.constexpr = BLOCK_SIZE // 8  # in a block
+    packed_ptr = packed_ptr.to(tl.pointer_type(tl.int32))
     pid = tl.program_id(0)
     if PREFETCH != "none":  # noqa: SIM102
         if (pid % SPAN == 0) & (tl.num_programs(0) - pid > AHEAD):
             _prefetch_tiles(
                 pid + AHEAD,
-                packed_ptr, absmax_ptr, experts_ptr,
+                packed_ptr, absmax_ptr, experts_ptr, first,
                 E, words, tiles,
                 HAS_EXPERTS, WORDS, TILE, SPAN, PREFETCH,
             )  # fmt: skip
     slot = pid // tiles
-    expert, exists = _load_expert(experts_ptr, slot, E, HAS_EXPERTS)
+    expert, exists = _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS)
     # 64-bit scalars find the tile; offsets within it are 32-bit.
     tile0 = (pid - slot * tiles).to(tl.int64) * TILE
     word0 = expert * words + tile0
@@ -204,13 +208,13 @@ def _nf4_dequantize_fwd_words_kernel(
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["E", "size", "tiles"])
+@triton.jit(do_not_specialize=["first", "E", "size", "tiles"])
 def _nf4_dequantize_fwd_elements_kernel(
     packed_ptr,  # (ceil(E * size / 2),) uint8
     absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
     nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
     code_ptr,  # (16,) float32
-    experts_ptr,  # (A,) integers, if HAS_EXPERTS
+    experts_ptr, first,  # (A,) integers, if HAS_EXPERTS; else the number of the first one
     out_ptr,  # (A, size)
     E, size, tiles,  # elements and tiles in an expert
     HAS_EXPERTS: tl.constexpr, NESTED: tl.constexpr,
@@ -220,7 +224,7 @@ def _nf4_dequantize_fwd_elements_kernel(
     """Any size: an expert may start in the middle of a byte and of a block. Neighbours share bytes through the cache."""
     pid = tl.program_id(0)
     slot = pid // tiles
-    expert, exists = _load_expert(experts_ptr, slot, E, HAS_EXPERTS)
+    expert, exists = _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS)
     tile0 = (pid - slot * tiles).to(tl.int64) * BLOCK
     element0 = expert * size + tile0
     offs = tl.arange(0, BLOCK)
@@ -301,23 +305,24 @@ def matmul_config(tokens: int, n: int) -> triton.Config:
     return triton.Config({"ROWS": rows, "BLOCK_W": 32, "UNROLL": unroll}, num_warps=1)
 
 
-@triton.jit(do_not_specialize=["E", "M", "N", "words"])
+@triton.jit(do_not_specialize=["expert", "E", "M", "N", "words"])
 def _nf4_matmul_fwd_kernel(
     x_ptr,  # (M, 8 * words) contiguous
-    packed_ptr,  # (E * N * words,) int32: eight elements of K each
+    packed_ptr,  # (E * N * words * 4,) uint8, read as words: eight elements of K each
     absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
     nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
     code_ptr,  # (16,) float32
-    expert_ptr,  # (1,) integer
+    expert_ptr, expert,  # (1,) integer, if HAS_EXPERT; else the number
     y_ptr,  # (M, N) output
     E, M, N, words,
-    NESTED: tl.constexpr,
+    HAS_EXPERT: tl.constexpr, NESTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """y = x W^T for the W of one expert: TOKENS * ROWS elements a program, each word read once and never dequantized
     into memory. absmax multiplies the sum over a word, not each of its elements."""
-    expert, exists = _load_expert(expert_ptr, 0, E, True)
+    expert, exists = _load_expert(expert_ptr, expert, tl.full((), 0, tl.int32), E, HAS_EXPERT)
+    packed_ptr = packed_ptr.to(tl.pointer_type(tl.int32))
     n0 = tl.program_id(0) * ROWS
     m0 = tl.program_id(1) * TOKENS
     offs_e = tl.arange(0, 8)

@@ -1,15 +1,15 @@
-"""The public functions, their custom operators, and the launches."""
+"""The public functions, their operators, and the launches."""
 
-from typing import Any, Optional
+import functools
+import operator
+from typing import Any
 
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.launching import Launch, cdiv
 from kernelbook.nf4 import kernels
 from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor
-
-# isort: split
-import triton
 
 __all__ = ["BLOCK_SIZES", "FP4", "NF4", "CodeBook", "NF4Tensor", "nf4_dequantize", "nf4_matmul", "nf4_quantize"]
 
@@ -41,100 +41,103 @@ def nf4_dequantize(
     if not isinstance(q, NF4Tensor):
         raise TypeError(f"nf4_dequantize: q must be an NF4Tensor, got {type(q).__name__}")
     arguments.check_choice("nf4_dequantize", "dtype", dtype, DTYPES)
-    arguments.check_tensor("nf4_dequantize", "q.packed", q.packed, dtypes=(torch.uint8,))
-    if experts is not None:
-        arguments.check_indices("nf4_dequantize", "experts", experts)
-        if not q.shape:
-            raise ValueError("nf4_dequantize: experts must be None for a q without dimensions, got a tensor")
-        arguments.check_same_device("nf4_dequantize", q=q.packed, experts=experts)
-    out: torch.Tensor = _dequantize(
-        q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset,
-        experts, list(q.shape), q.block_size, dtype,
-    )  # fmt: skip
+    _check_dequantize(q.packed, experts, len(q.shape))
+    out: torch.Tensor = _dequantize(*_parts(q), experts, None, q.shape, q.block_size, dtype)
     return out
 
 
-def _dequantized_shape(experts: torch.Tensor | None, shape: list[int]) -> list[int]:
-    return list(shape) if experts is None else [experts.shape[0], *shape[1:]]
+def _parts(q: NF4Tensor) -> tuple[torch.Tensor | None, ...]:
+    return q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset
 
 
-def _prefetch(device: torch.device) -> str:
-    """How the word kernel prefetches: by PTX, which is NVIDIA's, or by loads where there is none."""
-    if runtime.INTERPRET:
-        return "load"
-    return "instruction" if runtime.properties(device).arch.startswith("sm_") else "none"
+@arguments.once
+def _check_dequantize(packed: torch.Tensor, experts: Any, dims: int) -> None:
+    arguments.check_tensor("nf4_dequantize", "q.packed", packed, dtypes=(torch.uint8,))
+    if experts is not None:
+        arguments.check_indices("nf4_dequantize", "experts", experts)
+        if not dims:
+            raise ValueError("nf4_dequantize: experts must be None for a q without dimensions, got a tensor")
+        arguments.check_same_device("nf4_dequantize", q=packed, experts=experts)
 
 
-@torch.library.custom_op("kernelbook::nf4_dequantize", mutates_args=())
-def _dequantize(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    code: torch.Tensor,
-    nested_absmax: Optional[torch.Tensor],  # noqa: UP045
-    nested_code: Optional[torch.Tensor],  # noqa: UP045
-    nested_offset: Optional[torch.Tensor],  # noqa: UP045
-    experts: Optional[torch.Tensor],  # noqa: UP045
-    shape: list[int],
-    block_size: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """-> (A, *shape[1:]) or shape."""
-    out = torch.empty(_dequantized_shape(experts, shape), dtype=runtime.kernel_dtype(dtype), device=packed.device)
+@functools.cache
+def _dequantize_launch(
+    words: bool, has_experts: bool, nested: bool, block_size: int, properties: runtime.DeviceProperties
+) -> tuple[Launch, int]:
+    """-> the launch, and the words (or elements) of a program."""
+    if words:
+        kernel, config = kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(nested)
+        # By PTX, which is NVIDIA's, or by loads in the interpreter, where there is none.
+        nvidia = properties.arch.startswith("sm_")
+        more = {"PREFETCH": "load" if runtime.INTERPRET else "instruction" if nvidia else "none"}
+        tile = config.kwargs["BLOCK_W"] * config.kwargs["UNROLL"]
+    else:
+        kernel, config, more = kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG, {}
+        tile = config.kwargs["BLOCK"]
+    launch = Launch(
+        kernel,
+        HAS_EXPERTS=has_experts, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK,
+        **config.kwargs, **more, num_warps=config.num_warps,
+        # A multiplication fused with the addition of the offset would round once, bitsandbytes rounds twice.
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return launch, tile
+
+
+def _run_dequantize(
+    out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, nested_absmax: Any,
+    nested_code: Any, nested_offset: Any, experts: torch.Tensor | None, expert: int | None, shape: Any, block_size: int,
+    *_settings: Any,
+) -> None:  # fmt: skip
+    """Fills out (A, *shape[1:]) with ``experts``, (1, *shape[1:]) with one ``expert``, or shape."""
     if experts is not None:
         arguments.check_index_values("nf4_dequantize", "experts", experts, shape[0])
-    if out.numel() == 0:
-        return out.to(dtype)
+        experts = experts.contiguous()
+    elements = out.numel()
+    if elements == 0:
+        return
     # Without experts the whole tensor is one expert.
-    available, chosen = (1, 1) if experts is None else (shape[0], experts.shape[0])
-    size = out.numel() // chosen
-    packed, experts = packed.contiguous(), None if experts is None else experts.contiguous()
+    available = 1 if experts is None and expert is None else shape[0]
+    chosen = 1 if experts is None else experts.shape[0]
     if available == 0:
-        return out.zero_().to(dtype)
+        out.zero_()
+        return
+    size = elements // chosen
     words = size % 8 == 0 and packed.data_ptr() % 4 == 0
-    if words:
-        config = kernels.words_config(nested_absmax is not None)
-        kernel, length, tile = kernels._nf4_dequantize_fwd_words_kernel, size // 8, config.kwargs["BLOCK_W"]
-        tile *= config.kwargs["UNROLL"]
-        more = {"PREFETCH": _prefetch(packed.device)}
-    else:
-        config, more = kernels.ELEMENTS_CONFIG, {}
-        kernel, length, tile = kernels._nf4_dequantize_fwd_elements_kernel, size, config.kwargs["BLOCK"]
-    tiles = triton.cdiv(length, tile)
+    launch, tile = _dequantize_launch(
+        words, experts is not None, nested_absmax is not None, block_size, runtime.properties(packed.device)
+    )
+    length = size // 8 if words else size
+    tiles = cdiv(length, tile)
     if chosen * tiles > MAX_PROGRAMS:
         raise ValueError(f"nf4_dequantize: the output must have fewer than {MAX_PROGRAMS} tiles, got {chosen * tiles}")
-    nested = (nested_absmax, nested_code, nested_offset)
-    with runtime.on_device_of(packed):
-        kernel[(chosen * tiles,)](
-            packed.view(torch.int32) if words else packed,
-            absmax.contiguous(),
-            *(code if tensor is None else tensor.contiguous() for tensor in nested),
-            code.contiguous(),
-            code if experts is None else experts,
-            out,
-            available, length, tiles,
-            experts is not None, nested_absmax is not None,
-            block_size, kernels.NESTED_BLOCK,
-            **config.kwargs, **more, num_warps=config.num_warps,
-            # A multiplication fused with the addition of the offset would round once, bitsandbytes rounds twice.
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    return out.to(dtype)
+    nested = (code, code, code) if nested_absmax is None else (nested_absmax, nested_code, nested_offset)
+    launch(
+        (chosen * tiles,),
+        packed, absmax, *nested, code,
+        code if experts is None else experts, expert or 0,
+        out,
+        available, length, tiles,
+    )  # fmt: skip
 
 
-@_dequantize.register_fake
-def _(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    code: torch.Tensor,
-    nested_absmax: torch.Tensor | None,
-    nested_code: torch.Tensor | None,
-    nested_offset: torch.Tensor | None,
-    experts: torch.Tensor | None,
-    shape: list[int],
-    block_size: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty(_dequantized_shape(experts, shape), dtype=dtype, device=packed.device)
+def _dequantized(packed: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *_, experts, expert, shape, _, dtype = rest
+    if experts is not None:
+        shape = (experts.shape[0], *shape[1:])
+    elif expert is not None:
+        shape = (1, *shape[1:])
+    return torch.empty(shape, dtype=dtype, device=packed.device)
+
+
+_PARTS = "Tensor packed, Tensor absmax, Tensor code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset"
+
+_dequantize = launching.operator(
+    f"nf4_dequantize({_PARTS}, Tensor? experts, SymInt? expert, SymInt[] shape, SymInt block_size, ScalarType dtype) "
+    "-> Tensor",
+    outputs=_dequantized,
+    run=_run_dequantize,
+)
 
 
 # --- quantize -------------------------------------------------------------------------------------------------------
@@ -188,31 +191,39 @@ def nf4_quantize(
     )
 
 
-@torch.library.custom_op("kernelbook::nf4_quantize", mutates_args=())
-def _quantize(w: torch.Tensor, code: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> packed (ceil(n / 2),) uint8, absmax (ceil(n / block_size),) float32."""
-    n = w.numel()
-    packed = torch.empty(-(-n // 2), dtype=torch.uint8, device=w.device)
-    absmax = torch.empty(-(-n // block_size), dtype=torch.float32, device=w.device)
-    if n == 0:
-        return packed, absmax
-    values, order = code.sort(stable=True)  # stable: FP4 has two zeros, and the first one takes the values below
+@functools.cache
+def _quantize_launch(block_size: int) -> tuple[Launch, int]:
+    """-> the launch, and the blocks of a program."""
     config = kernels.quantize_config(block_size)
-    with runtime.on_device_of(w):
-        kernels._nf4_quantize_fwd_kernel[(triton.cdiv(absmax.numel(), config.kwargs["BLOCKS"]),)](
-            w.to(runtime.kernel_dtype(w.dtype)).contiguous(),
-            (values[:-1] + values[1:]) / 2, order.to(torch.int32),
-            packed, absmax,
-            n,
-            block_size, **config.kwargs, num_warps=config.num_warps,
-        )  # fmt: skip
-    return packed, absmax
+    launch = Launch(
+        kernels._nf4_quantize_fwd_kernel, BLOCK_SIZE=block_size, **config.kwargs, num_warps=config.num_warps
+    )
+    return launch, config.kwargs["BLOCKS"]
 
 
-@_quantize.register_fake
-def _(w: torch.Tensor, code: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized(w: torch.Tensor, code: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> packed (ceil(n / 2),), absmax (ceil(n / block_size),)."""
     n = w.numel()
     return w.new_empty(-(-n // 2), dtype=torch.uint8), w.new_empty(-(-n // block_size), dtype=torch.float32)
+
+
+def _run_quantize(
+    results: tuple[torch.Tensor, torch.Tensor], w: torch.Tensor, code: torch.Tensor, block_size: int
+) -> None:
+    packed, absmax = results
+    if absmax.numel() == 0:
+        return
+    values, order = code.sort(stable=True)  # stable: FP4 has two zeros, and the first one takes the values below
+    launch, blocks = _quantize_launch(block_size)
+    launch(
+        (cdiv(absmax.numel(), blocks),),
+        w.contiguous(), (values[:-1] + values[1:]) / 2, order.to(torch.int32), packed, absmax, w.numel(),
+    )  # fmt: skip
+
+
+_quantize = launching.operator(
+    "nf4_quantize(Tensor w, Tensor code, SymInt block_size) -> (Tensor, Tensor)", outputs=_quantized, run=_run_quantize
+)
 
 
 def _dynamic_code() -> torch.Tensor:
@@ -252,107 +263,100 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
         expert: an index into E, as a number or as a tensor of one integer, which is not synchronised on.
 
     Returns:
-        (..., N) in the dtype of ``x``; differentiable in ``x``. On a GPU an expert out of range gives zeros.
+        (..., N) in the dtype of ``x``; differentiable in ``x``. On a GPU a tensor that is out of range gives zeros.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes or devices do not fit, or ``expert`` is out of range on the CPU.
+        TypeError, ValueError: shapes, dtypes or devices do not fit, or ``expert`` is out of range: a number anywhere, a
+            tensor on the CPU.
     """
-    arguments.check_tensor("nf4_matmul", "x", x, dtypes=DTYPES)
     if not isinstance(q, NF4Tensor):
         raise TypeError(f"nf4_matmul: q must be an NF4Tensor, got {type(q).__name__}")
-    if len(q.shape) != 3:
-        raise ValueError(f"nf4_matmul: q must have shape (E, N, K), got {q.shape}")
-    if x.ndim == 0 or x.shape[-1] != q.shape[2]:
-        raise ValueError(f"nf4_matmul: x must have shape (..., {q.shape[2]}), got {tuple(x.shape)}")
+    experts, number = None, None
     if isinstance(expert, torch.Tensor):
-        experts = expert.reshape(-1)
+        experts = expert if expert.ndim == 1 else expert.reshape(-1)
+    elif isinstance(expert, torch.SymInt):
+        number = expert
+    elif hasattr(expert, "__index__"):
+        number = operator.index(expert)
+    else:
+        raise TypeError(f"nf4_matmul: expert must be an integer or a tensor of one, got {expert!r}")
+    _check_matmul(x, q.packed, experts, *q.shape)
+    y: torch.Tensor = _matmul(x, *_parts(q), experts, number, q.shape, q.block_size)
+    return y
+
+
+@arguments.once
+def _check_matmul(x: torch.Tensor, packed: torch.Tensor, experts: Any, *shape: int) -> None:
+    arguments.check_tensor("nf4_matmul", "x", x, dtypes=DTYPES)
+    if len(shape) != 3:
+        raise ValueError(f"nf4_matmul: q must have shape (E, N, K), got {shape}")
+    if x.ndim == 0 or x.shape[-1] != shape[2]:
+        raise ValueError(f"nf4_matmul: x must have shape (..., {shape[2]}), got {tuple(x.shape)}")
+    if experts is not None:
         arguments.check_indices("nf4_matmul", "expert", experts)
         arguments.check_shape("nf4_matmul", "expert", experts, (1,))
-    else:
-        if not isinstance(expert, torch.SymInt) and not hasattr(expert, "__index__"):
-            raise TypeError(f"nf4_matmul: expert must be an integer or a tensor of one, got {expert!r}")
-        experts = torch.full((1,), expert, dtype=torch.int64, device=x.device)
-    arguments.check_same_device("nf4_matmul", x=x, q=q.packed, expert=experts)
-    y: torch.Tensor = _matmul(
-        x.reshape(-1, x.shape[-1]), q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset,
-        experts, list(q.shape), q.block_size,
-    )  # fmt: skip
-    return y.view(*x.shape[:-1], q.shape[1])
+    arguments.check_same_device("nf4_matmul", x=x, q=packed, expert=experts)
 
 
-@torch.library.custom_op("kernelbook::nf4_matmul", mutates_args=())
-def _matmul(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    code: torch.Tensor,
-    nested_absmax: Optional[torch.Tensor],  # noqa: UP045
-    nested_code: Optional[torch.Tensor],  # noqa: UP045
-    nested_offset: Optional[torch.Tensor],  # noqa: UP045
-    experts: torch.Tensor,
-    shape: list[int],
-    block_size: int,
-) -> torch.Tensor:
-    """x (M, K), one expert -> (M, N)."""
-    num_experts, n, k = shape
-    m = x.shape[0]
-    arguments.check_index_values("nf4_matmul", "expert", experts, num_experts)
-    y = torch.empty((m, n), dtype=runtime.kernel_dtype(x.dtype), device=x.device)
-    if y.numel() == 0:
-        return y.to(x.dtype)
-    words = k % 8 == 0 and packed.is_contiguous() and packed.data_ptr() % 4 == 0
-    if m > kernels.MAX_MATMUL_M or not words or k == 0 or num_experts == 0:
-        w = _dequantize(
-            packed, absmax, code, nested_absmax, nested_code, nested_offset, experts, shape, block_size, x.dtype
-        )
-        with launching.without_autocast(x):
-            return x @ w[0].t()
-    tokens = min(triton.next_power_of_2(m), kernels.MATMUL_TOKENS)
+@functools.lru_cache(maxsize=4096)
+def _matmul_launch(m: int, n: int, has_expert: bool, nested: bool, block_size: int) -> tuple[Launch, tuple[int, int]]:
+    """-> the launch and its grid."""
+    tokens = min(1 << (m - 1).bit_length(), kernels.MATMUL_TOKENS)
     config = kernels.matmul_config(tokens, n)
-    nested = (nested_absmax, nested_code, nested_offset)
-    with runtime.on_device_of(x):
-        kernels._nf4_matmul_fwd_kernel[(triton.cdiv(n, config.kwargs["ROWS"]), triton.cdiv(m, tokens))](
-            x.to(runtime.kernel_dtype(x.dtype)).contiguous(),
-            packed.view(torch.int32),
-            absmax.contiguous(),
-            *(code if tensor is None else tensor.contiguous() for tensor in nested),
-            code.contiguous(),
-            experts,
-            y,
-            num_experts, m, n, k // 8,
-            nested_absmax is not None,
-            block_size, kernels.NESTED_BLOCK,
-            tokens, **config.kwargs, num_warps=config.num_warps,
-        )  # fmt: skip
-    return y.to(x.dtype)
+    launch = Launch(
+        kernels._nf4_matmul_fwd_kernel,
+        HAS_EXPERT=has_expert, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK, TOKENS=tokens,
+        **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    return launch, (cdiv(n, config.kwargs["ROWS"]), cdiv(m, tokens))
 
 
-@_matmul.register_fake
-def _(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    code: torch.Tensor,
-    nested_absmax: torch.Tensor | None,
-    nested_code: torch.Tensor | None,
-    nested_offset: torch.Tensor | None,
-    experts: torch.Tensor,
-    shape: list[int],
-    block_size: int,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], shape[1]))
+def _run_matmul(
+    y: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, nested_absmax: Any,
+    nested_code: Any, nested_offset: Any, experts: torch.Tensor | None, expert: int | None, shape: Any, block_size: int,
+) -> None:  # fmt: skip
+    """Fills y (..., N) from x (..., K) and one expert, a tensor or a number."""
+    num_experts, n, k = shape
+    if experts is not None:
+        arguments.check_index_values("nf4_matmul", "expert", experts, num_experts)
+    elif expert is None or not 0 <= expert < num_experts:
+        raise ValueError(f"nf4_matmul: expert must lie in [0, {num_experts}), got {expert}")
+    if y.numel() == 0:
+        return
+    m = y.numel() // n
+    parts = (packed, absmax, code, nested_absmax, nested_code, nested_offset)
+    if m > kernels.MAX_MATMUL_M or k % 8 or packed.data_ptr() % 4 or k == 0 or num_experts == 0:
+        w = x.new_empty((1, n, k))
+        _run_dequantize(w, *parts, experts, expert, shape, block_size)
+        torch.mm(x.reshape(m, k), w[0].t(), out=y.view(m, n))  # out=: autocast leaves it alone
+        return
+    launch, grid = _matmul_launch(m, n, experts is not None, nested_absmax is not None, block_size)
+    nested = (code, code, code) if nested_absmax is None else parts[3:]
+    launch(
+        grid,
+        x.contiguous(), packed, absmax, *nested, code,
+        code if experts is None else experts, expert or 0,
+        y,
+        num_experts, m, n, k // 8,
+    )  # fmt: skip
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, *tensors, shape, block_size = inputs
+    _, *tensors, expert, shape, block_size = inputs
     ctx.save_for_backward(*tensors)
-    ctx.shape, ctx.block_size = shape, block_size
+    ctx.settings = expert, shape, block_size
 
 
 def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    w = _dequantize(*ctx.saved_tensors, ctx.shape, ctx.block_size, dy.dtype)
+    w = _dequantize(*ctx.saved_tensors, *ctx.settings, dy.dtype)
     with launching.without_autocast(dy):
-        return (dy @ w[0], *[None] * 9)
+        return (dy @ w[0], *[None] * 10)
 
 
-_matmul.register_autograd(_autograd, setup_context=_setup_context)
+_matmul = launching.operator(
+    f"nf4_matmul(Tensor x, {_PARTS}, Tensor? experts, SymInt? expert, SymInt[] shape, SymInt block_size) -> Tensor",
+    outputs=lambda x, *rest: x.new_empty((*x.shape[:-1], rest[-2][1])),
+    run=_run_matmul,
+    setup_context=_setup_context,
+    backward=_autograd,
+)

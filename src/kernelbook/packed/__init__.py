@@ -38,9 +38,39 @@ _FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)  # by the three b
 FP4 = CodeBook("fp4", tuple(sign * m / 12.0 for sign in (1.0, -1.0) for m in _FP4_MAGNITUDES))
 
 
+_PARTS = ("packed", "absmax", "code", "nested_absmax", "nested_code", "nested_offset")
+
+
+@arguments.once
+def _check_parts(block_size: int, n: int, *parts: Any) -> None:
+    arguments.check_choice("NF4Tensor", "block_size", block_size, BLOCK_SIZES)
+    given = dict(zip(_PARTS, parts, strict=True))
+    blocks, double_quant = -(-n // block_size), given["nested_absmax"] is not None
+    expected: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("packed", (-(-n // 2),), torch.uint8),
+        ("absmax", (blocks,), torch.uint8 if double_quant else torch.float32),
+        ("code", (16,), torch.float32),
+    ]
+    if double_quant:
+        expected += [
+            ("nested_absmax", (-(-blocks // NESTED_BLOCK),), torch.float32),
+            ("nested_code", (256,), torch.float32),
+            ("nested_offset", (), torch.float32),
+        ]
+    for name, shape, dtype in expected:
+        value = given[name]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"NF4Tensor: {name} must be a torch.Tensor, got {type(value).__name__}")
+        arguments.check_dtype("NF4Tensor", name, value, (dtype,))
+        arguments.check_shape("NF4Tensor", name, value, shape)
+    arguments.check_same_device("NF4Tensor", **given)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class NF4Tensor:
     """A tensor of n elements in 4 bits each, cut into blocks of ``block_size`` elements in memory order.
+
+    Parts that are not contiguous are copied.
 
     Attributes:
         packed: (ceil(n / 2),) uint8, two codes a byte; the even element is the high half.
@@ -71,31 +101,14 @@ class NF4Tensor:
     nested_offset: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        arguments.check_choice("NF4Tensor", "block_size", self.block_size, BLOCK_SIZES)
-        blocks = -(-self.numel // self.block_size)
-        absmax_dtype = torch.uint8 if self.double_quant else torch.float32
-        expected: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-            ("packed", (-(-self.numel // 2),), torch.uint8),
-            ("absmax", (blocks,), absmax_dtype),
-            ("code", (16,), torch.float32),
-        ]
-        if self.double_quant:
-            expected += [
-                ("nested_absmax", (-(-blocks // NESTED_BLOCK),), torch.float32),
-                ("nested_code", (256,), torch.float32),
-                ("nested_offset", (), torch.float32),
-            ]
-        for name, shape, dtype in expected:
-            value = getattr(self, name)
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(f"NF4Tensor: {name} must be a torch.Tensor, got {type(value).__name__}")
-            arguments.check_dtype("NF4Tensor", name, value, (dtype,))
-            arguments.check_shape("NF4Tensor", name, value, shape)
-        arguments.check_same_device("NF4Tensor", **self._tensors())
+        parts = {name: getattr(self, name) for name in _PARTS}
+        _check_parts(self.block_size, self.numel, *parts.values())
+        for name, part in parts.items():
+            if part is not None and not part.is_contiguous():
+                object.__setattr__(self, name, part.contiguous())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        names = ("packed", "absmax", "code", "nested_absmax", "nested_code", "nested_offset")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in _PARTS if getattr(self, name) is not None}
 
     @property
     def numel(self) -> int:

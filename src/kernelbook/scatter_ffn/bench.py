@@ -12,7 +12,7 @@ from kernelbook import check, runtime, timing
 from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 
-__all__ = ["atomics_experiment", "cases", "extras", "ffn_case", "small_checks", "tuning_cases"]
+__all__ = ["atomics_experiment", "cases", "extras", "ffn_case", "host_calls", "small_checks", "tuning_cases"]
 
 ATOMICS_COLUMNS = (
     "run",
@@ -344,3 +344,18 @@ def small_checks() -> list[check.Verdict]:
                     )
                     verdicts += [v.renamed(f"gather_matmul[{label}] {v.name}") for v in found]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    shape = Shape(256, 1024, False, "relu")
+    one, some = _network(shape, 1), _network(shape, 16)
+    neurons, leaf = _neurons(shape.n, 100), some["x"].clone().requires_grad_()
+    return {
+        "gather_matmul": lambda: op.gather_matmul(one["x"], one["w_up"], neurons),
+        "scatter_ffn, one token": lambda: op.scatter_ffn(**one, neurons=neurons),
+        "scatter_ffn, 16 tokens": lambda: op.scatter_ffn(**some, neurons=neurons),
+        "scatter_ffn, forward and backward": lambda: (
+            op.scatter_ffn(**some | {"x": leaf}, neurons=neurons).sum().backward()
+        ),
+    }

@@ -18,7 +18,7 @@ from kernelbook.sparse_linear.reference import (
     sparse_linear_reference,
 )
 
-__all__ = ["backward_case", "cases", "small_checks", "tuning_cases"]
+__all__ = ["backward_case", "cases", "host_calls", "small_checks", "tuning_cases"]
 
 CHUNK = 64
 SHAPES = (
@@ -337,3 +337,16 @@ def small_checks() -> list[check.Verdict]:
             )
             verdicts += [v.renamed(f"sparse_dx[{label}] {v.name}") for v in found]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    x, weight, dy, ids = _inputs(64, 256, 1024, 0.25, torch.bfloat16)
+    leaf = weight.clone().requires_grad_()
+    return {
+        "sparse_forward": lambda: op.sparse_forward(x, weight, None, ids),
+        "sparse_dx": lambda: op.sparse_dx(dy, weight, ids),
+        "sparse_dw": lambda: op.sparse_dw(x, dy, ids),
+        "sparse_backward": lambda: op.sparse_backward(x, weight, dy, ids),
+        "sparse_linear, forward and backward": lambda: op.sparse_linear(x, leaf, None, ids).backward(dy),
+    }

@@ -198,11 +198,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(
-    dy: torch.Tensor, dx_shape: Sequence[int], rows: int, d_in: int, needs: Sequence[bool]
-) -> tuple[torch.Tensor, ...]:
+    dy: torch.Tensor, dx_shape: Sequence[int], rows: int, d_in: int, needs_dx: bool, needs_dw: bool, needs_db: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dx, dw, db; empty where not needed."""
-    shapes = zip((dx_shape, (rows, d_in), (rows,)), needs, strict=True)
-    return tuple(dy.new_empty(tuple(shape) if needed else (0,)) for shape, needed in shapes)
+    dx = dy.new_empty(tuple(dx_shape) if needs_dx else (0,))
+    return dx, dy.new_empty((rows, d_in) if needs_dw else (0,)), dy.new_empty((rows if needs_db else 0,))
 
 
 def _run_linear_backward(
@@ -221,7 +221,7 @@ _linear_backward = launching.operator(
     "sparse_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor active_chunks, SymInt chunk_size, str mode, "
     "bool compact, bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor)",
     outputs=lambda dy, x, weight, ids, chunk_size, mode, compact, *needs: _gradients(
-        dy, x.shape, ids.shape[0] * chunk_size if compact else weight.shape[0], x.shape[-1], needs
+        dy, x.shape, ids.shape[0] * chunk_size if compact else weight.shape[0], x.shape[-1], *needs
     ),
     run=_run_linear_backward,
 )
@@ -289,7 +289,7 @@ _dw = launching.operator(
     "sparse_dw(Tensor x, Tensor dy, Tensor active_chunks, SymInt chunk_size, SymInt d_out, bool compact, bool dy_compact, "
     "bool with_bias) -> (Tensor, Tensor)",
     outputs=lambda x, dy, ids, chunk_size, d_out, compact, dy_compact, with_bias: _gradients(
-        dy, (), ids.shape[0] * chunk_size if compact else d_out, x.shape[-1], (False, True, with_bias)
+        dy, (), ids.shape[0] * chunk_size if compact else d_out, x.shape[-1], False, True, with_bias
     )[1:],
     run=lambda results, x, dy, ids, chunk_size, d_out, compact, dy_compact, with_bias: _run_backward(
         "sparse_dw", _Chunks(ids.shape[0], chunk_size, d_out, dy_compact, dw_compact=compact),
@@ -349,10 +349,12 @@ class _Chunks(NamedTuple):
 _launch = functools.cache(Launch)
 
 
-def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], *, by_chunk: bool = False) -> str:
+def _strategy(
+    chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], in_rows: bool, *, by_chunk: bool = False
+) -> str:
     """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place.
 
-    ``by_chunk``: an operand's contiguous dimension is that of the chunks, so that no load is longer than a chunk.
+    ``in_rows``: all operands have aligned rows. ``by_chunk``: an operand's contiguous dimension is that of the chunks, so that no load is longer than a chunk.
     """
     if chunks.listed == chunks.total and not (chunks.y_compact or chunks.w_compact or chunks.dw_compact):
         return "dense"
@@ -362,7 +364,7 @@ def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tenso
     if dtype in (torch.float32, torch.float64) or d_in == 0:
         return "packed"
     # Rows or columns are contiguous and all begin on 16 bytes.
-    wide = all(launching.has_aligned_rows(t) or launching.has_aligned_rows(t.t()) for t in operands)
+    wide = in_rows or all(launching.has_aligned_rows(t) or launching.has_aligned_rows(t.t()) for t in operands)
     most = math.inf
     if by_chunk and chunks.size % BOX:
         wide = wide and kernels.alignment(chunks.size) * dtype.itemsize % 16 == 0
@@ -391,7 +393,8 @@ def _run_backward(
     x, weight = None if dw is None else launching.matrix(x), None if dx is None else weight
     operands = [t for t in (dy, x, weight) if t is not None]
     m, d_in = dy.shape[0], operands[-1].shape[1] if len(operands) > 1 else 0
-    strategy = _strategy(chunks, m, d_in, operands, by_chunk=not chunks.y_compact)
+    in_rows = all(map(launching.has_aligned_rows, operands))
+    strategy = _strategy(chunks, m, d_in, operands, in_rows, by_chunk=not chunks.y_compact)
     if strategy == "dense":
         if dx is not None:
             torch.mm(dy, weight, out=launching.matrix(dx))
@@ -410,7 +413,7 @@ def _run_backward(
     properties = runtime.properties(dy.device)
     # Tensor descriptors read matrices with contiguous rows that start on 16 bytes, in chunks of whole boxes.
     whole = not (chunks.size % BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
-    boxes = whole and kernels.has_boxes(properties) and all(map(launching.has_aligned_rows, operands))
+    boxes = in_rows and whole and kernels.has_boxes(properties)
     itemsize, with_dw, with_dx = dy.element_size(), dw is not None, dx is not None
     plan = kernels.plan_backward(m, d_in, chunks.active, itemsize, with_dw, with_dx, boxes, properties)
     _launch_tiles(plan, chunks, ids, dy, x, weight, dx, dw, db)
@@ -592,7 +595,7 @@ def _run_forward(
         return
     x, y, ids = launching.matrix(x), launching.matrix(y), ids.contiguous()
     m, d_in = x.shape
-    strategy = _strategy(chunks, m, d_in, (x, weight))
+    strategy = _strategy(chunks, m, d_in, (x, weight), False)
     if strategy == "dense":
         _dense(y, x, weight, bias)
     elif strategy == "tiles":
