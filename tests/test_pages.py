@@ -137,7 +137,7 @@ def test_every_link_inside_the_book_leads_somewhere() -> None:
             if re.match(r"[a-z]+:", link):
                 continue
             target, anchor = urldefrag(urljoin(page, link.replace("&amp;", "&")))
-            path = HTML / (unquote(target.partition("?")[0]) or page)
+            path = HTML / (unquote(target.partition("?")[0]).lstrip("/") or page)
             if not path.exists() or (anchor and path.suffix == ".html" and unquote(anchor) not in anchors(path)):
                 lost.append(f"{page}: {link}")
     assert not lost
