@@ -132,6 +132,8 @@ def test_every_link_inside_the_book_leads_somewhere() -> None:
 
     lost = []
     for page in PAGES:
+        if page.startswith("_modules/"):  # sources, whose way back is Sphinx's guess
+            continue
         text = (HTML / page).read_text(encoding="utf-8")
         for link in re.findall(r'<a [^>]*href="([^"]+)"', text):
             if re.match(r"[a-z]+:", link):
