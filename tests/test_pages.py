@@ -132,12 +132,14 @@ def test_every_link_inside_the_book_leads_somewhere() -> None:
 
     lost = []
     for page in PAGES:
+        if page.startswith("_modules/"):  # sources, whose way back is Sphinx's guess
+            continue
         text = (HTML / page).read_text(encoding="utf-8")
         for link in re.findall(r'<a [^>]*href="([^"]+)"', text):
             if re.match(r"[a-z]+:", link):
                 continue
             target, anchor = urldefrag(urljoin(page, link.replace("&amp;", "&")))
-            path = HTML / (unquote(target.partition("?")[0]) or page)
+            path = HTML / (unquote(target.partition("?")[0]).lstrip("/") or page)
             if not path.exists() or (anchor and path.suffix == ".html" and unquote(anchor) not in anchors(path)):
                 lost.append(f"{page}: {link}")
     assert not lost
