@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernelbook import runtime
+from kernelbook.launching import Launch
 
 
 def label(value: Any) -> str:
@@ -61,3 +62,12 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     return lambda: bool(guards) and all(bool((guard == 7).all()) for guard in guards)
+
+
+def launches(call: Callable[[], object]) -> int:
+    """How many kernels of ours ``call`` launches."""
+    grids, launch = [], Launch.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "__call__", lambda self, grid, *args: (grids.append(grid), launch(self, grid, *args)))
+        call()
+    return len(grids)

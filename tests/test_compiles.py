@@ -116,7 +116,7 @@ for double_quant in (False, True):
     kb.nf4_dequantize(quantized((2, 64, 256), 4096, double_quant))
     for tokens in (1, 2, 4, 8):
         for n in (1024, 4096):
-            kb.nf4_matmul(torch.empty(tokens, 256, dtype=torch.bfloat16), quantized((2, n, 256), 64, double_quant), 1)
+            kb.nf4_matmul(torch.empty(tokens, 256, dtype=torch.bfloat16), quantized((2, n, 256), 64, double_quant), torch.tensor(1))
 for block_size in (32, 64, 4096):
     kb.nf4_quantize(torch.empty(2, 4096, dtype=torch.bfloat16), block_size=block_size)
 """,

@@ -73,6 +73,11 @@ def test_what_is_in_it(repositories: list[Path]) -> None:
         outside = set(_imports(ast.parse(source))) - set(sys.stdlib_module_names)
         assert outside <= {"torch", "triton"}, (path, outside)
         for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                origin = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                modules = [origin] if node.module else [origin / alias.name for alias in node.names]
+                there = [m.with_suffix(".py").is_file() or (m / "__init__.py").is_file() for m in modules]
+                assert all(there) or node.module == "_ops", (path, ast.unparse(node))
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
                 assert not node.value.startswith("kernelbook::"), (path, node.value)
     # The builder writes this one.

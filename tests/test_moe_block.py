@@ -183,6 +183,12 @@ def test_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
     check.check_op(moe._swiglu, lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], {"h": h}, grads=("h",))
 
 
+def test_swiglu_is_an_operator() -> None:
+    h, dout = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (14, 7))
+    torch.library.opcheck(torch.ops.kernelbook.swiglu.default, (h.requires_grad_(),))
+    torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (dout, h.detach()))
+
+
 def test_swiglu_of_rows_that_are_not_contiguous() -> None:
     h = torch.randn(12, 7, device=DEVICE).t()
     gate, up = h.chunk(2, -1)

@@ -307,6 +307,32 @@ def test_matmul_takes_batches_and_nothing():
         torch.library.opcheck(torch.ops.kernelbook.nf4_matmul.default, (leaf, *parts, *chosen, [2, 6, 64], 64))
 
 
+def test_an_expert_given_as_a_number_is_not_written_to_memory():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    q, x = quantized((2, 6, 64)), torch.randn(3, 64, device=DEV)
+    expected = nf4_matmul(x, q, torch.tensor([1], device=DEV))
+    with Watch():
+        y = nf4_matmul(x, q, 1)
+    assert seen == ["kernelbook::nf4_matmul"] and torch.equal(y, expected)
+
+
+def test_parts_that_are_not_contiguous_are_copied_once():
+    q = quantized((2, 6, 64), double_quant=True)
+    spread = {name: torch.stack([part, part], -1)[..., 0] for name, part in q._tensors().items()}
+    assert not spread["packed"].is_contiguous()
+    again = dataclasses.replace(q, **spread)
+    assert all(part.is_contiguous() for part in again._tensors().values())
+    assert same_bits(nf4_dequantize(again), nf4_dequantize(q))
+
+
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
 
 
@@ -534,6 +560,8 @@ def test_benchmark_cases_are_correct():
     verdicts = bench.small_checks()
     assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts)
     assert len(list(bench.cases())) == 56
+    for call in bench.host_calls().values():
+        call()
 
 
 @pytest.mark.parametrize("op", ["copy_", "fill_"])

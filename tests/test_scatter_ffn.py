@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, randn
+from tensors import call_with, far_apart, guarded_memory, label, launches, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -463,6 +463,13 @@ def test_autocast_is_that_of_linear() -> None:
         grads = torch.autograd.grad(outside.sum(), leaves)
     for a, b in zip(grads, torch.autograd.grad(again.sum(), leaves), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("m", (1, 16))
+def test_two_launches_a_call(m: int) -> None:
+    network, neurons = _network(m, 24, 40, 16, torch.float16, gated=True, bias=True), _neurons(40, 9)
+    assert launches(lambda: kb.gather_matmul(network["x"], network["w_up"], neurons)) == 1
+    assert launches(lambda: kb.scatter_ffn(**network, neurons=neurons, activation="silu")) == 2
 
 
 @pytest.mark.parametrize("deterministic", (False, True))

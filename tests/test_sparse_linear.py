@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, randn
+from tensors import call_with, far_apart, guarded_memory, label, launches, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
@@ -376,6 +376,15 @@ def test_opcheck(dtype: torch.dtype) -> None:
             (dy.detach(), x.detach(), weight.detach(), ids, 16, "sparse_dw_dx", compact, True, True, True),
         )
     torch.library.opcheck(ops.sparse_dx.default, (dy, weight, ids, 16, 70, False, False))
+
+
+def test_one_launch_a_call() -> None:
+    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((5, 24), (72, 24), (5, 72)))
+    ids = _chunks(72, 16, 2)
+    assert launches(lambda: kb.sparse_forward(x, weight, None, ids, chunk_size=16)) == 1
+    assert launches(lambda: kb.sparse_dw(x, dy, ids, chunk_size=16)) == 1
+    assert launches(lambda: kb.sparse_dx(dy, weight, ids, chunk_size=16)) == 1
+    assert launches(lambda: kb.sparse_backward(x, weight, dy, ids, chunk_size=16)) == 1
 
 
 @pytest.mark.parametrize("dynamic", (False, True))

@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "kernelbook"
 # Commands, figures, records, training and other libraries stay at home, and so do the modules that need them.
 AT_HOME = {
+    "tuning",
+    "timing",
+    "check",
     "cli",
     "__main__",
     "compiled",

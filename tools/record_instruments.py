@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 
 import kernelbook as kb
-from kernelbook import autotune, runtime, timing, train
+from kernelbook import autotune, launching, runtime, timing, train
 from kernelbook.nf4 import bench as nf4_bench
 from kernelbook.nn.bench_moe_block import MODELS
 from kernelbook.scatter_ffn.kernels import _total
@@ -1049,11 +1049,106 @@ def together() -> Recording:
     }
 
 
+def launches() -> Recording:
+    """Which calls of one kernel find a compiled one, by the key that the package's launcher makes."""
+    room = torch.zeros(4096)
+    calls = {
+        "multiples of 16": [(room, 16 * n) for n in range(1, 17)],
+        "any length": [(room, n) for n in range(1, 17)],
+        "views that begin anywhere": [(room[n:], 1024) for n in range(16)],
+        "two dtypes": [(room.half() if n % 2 else room, 1024) for n in range(16)],
+    }
+    runs = []
+    for name, arguments in calls.items():
+        known: list[Any] = []
+        frames: list[dict[str, Any]] = [{"note": "Sixteen calls of one kernel. Nothing is compiled yet."}]
+        for call, (tensor, n) in enumerate(arguments):
+            key = launching._key((tensor, n), 0)
+            new = key not in known
+            known += [key] * new
+            kernel = known.index(key)
+            what = "compiles" if new else "finds"
+            changes = [["calls", call, "abcdef"[kernel % 6]], ["kernels", kernel, "abcdef"[kernel % 6]]]
+            begin = f", {tensor.storage_offset() * tensor.element_size()} bytes in" if tensor.storage_offset() else ""
+            note = f"Call {call + 1}, {str(tensor.dtype).removeprefix('torch.')}{begin}, N = {n}: {what} kernel {kernel + 1}."
+            frames.append({"set": changes, "note": note})
+        runs.append(
+            {"name": name, "frames": frames, "facts": {"calls": len(arguments), "kernels compiled": len(known)}}
+        )
+    compiled = [run["facts"]["kernels compiled"] for run in runs]
+    assert compiled[0] == 1
+    choices = ["1", "2", "16"]
+    assert str(compiled[0]) in choices
+    return {
+        "title": "Sixteen calls, so many kernels",
+        "question": "N is 16, 32, 48 and so on, up to 256. How many kernels are compiled for the sixteen calls?",
+        "choices": choices,
+        "answer": choices.index(str(compiled[0])),
+        "because": "A kernel is made for what an argument is like, not for its value: divisible by 16, equal to 1, or neither.",
+        "control": "what differs between the calls",
+        "panels": [
+            panel("calls", "calls, coloured by the kernel that runs", 16),
+            panel("kernels", "compiled kernels", 16),
+        ],
+        "legend": {"a": "kernel 1", "b": "kernel 2", "c": "kernel 3"},
+        "runs": runs,
+    }
+
+
+def several_gpus() -> Recording:
+    """To which GPUs each token travels, by the chapter's own function."""
+    page = from_notebook("several_gpus", "goes_solution")
+    tokens, experts, gpus = 12, 16, 4
+    generator = torch.Generator().manual_seed(6)
+    runs = []
+    for slots in (1, 2, 4, 8):
+        ids = torch.rand(tokens, experts, generator=generator).topk(slots).indices
+        goes = page.goes_solution(ids, experts // gpus, gpus)
+        frames: list[dict[str, Any]] = [
+            {"note": f"{experts} experts on {gpus} GPUs. Each of {tokens} tokens asks for {slots}."}
+        ]
+        for token in range(tokens):
+            row = "".join("c" if there else "." for there in goes[token].tolist())
+            asked = torch.bincount(ids[token] // (experts // gpus), minlength=gpus).tolist()
+            words = [str(count) if count else "" for count in asked]
+            frames.append(
+                {
+                    "set": [["goes", token * gpus, row, words]],
+                    "note": f"Token {token}: {slots} experts, on {int(goes[token].sum())} GPUs. A number says how many it asks for there.",
+                }
+            )
+        pairs, rows = tokens * slots, int(goes.sum())
+        runs.append(
+            {
+                "name": f"{slots} experts a token",
+                "frames": frames,
+                "facts": {
+                    "rows, if each pair travelled": pairs,
+                    "rows, once to each GPU": rows,
+                    "share": f"{rows / pairs:.0%}",
+                },
+            }
+        )
+    rows = [run["facts"]["rows, once to each GPU"] for run in runs]
+    assert rows == sorted(rows) and rows[-1] <= tokens * gpus < tokens * 8
+    return {
+        "title": "Where tokens travel",
+        "question": "From one expert a token to eight, on four GPUs: how much does the traffic grow, if a row goes to each GPU only once?",
+        "choices": ["not at all", "at most four times", "eight times"],
+        "answer": 1,
+        "because": f"A row goes to no more GPUs than there are. Here it grew from {rows[0]} rows to {rows[-1]}.",
+        "control": "experts a token",
+        "panels": [panel("goes", "tokens down, GPUs across", gpus, tokens)],
+        "legend": {"c": "the token's row travels there"},
+        "runs": runs,
+    }
+
+
 RECORDINGS: dict[str, Callable[[], Recording]] = {
     function.__name__: function
     for function in (
         *(first_kernel, layer_norm, sparse_linear, attention_online, attention_causal, attention_backward),
-        *(scatter_ffn, choosing_tiles, sparse_training, nf4, moe_lora, together),
+        *(scatter_ffn, choosing_tiles, sparse_training, nf4, moe_lora, together, launches, several_gpus),
     )
 }
 

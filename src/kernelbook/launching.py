@@ -460,7 +460,11 @@ def _decompose(qualified: str, compute: Callable[..., Any]) -> None:
         from torch._subclasses import FakeTensor
         from torch.export._trace import custom_triton_ops_decomposition_disabled
 
-        if custom_triton_ops_decomposition_disabled():  # an exported program keeps operators
+        # An exported program keeps operators. So does one in which PyTorch fills new memory with NaN: it has no way to do
+        # that between an allocation and a kernel that stand in one graph.
+        deterministic: Any = torch.utils.deterministic
+        filled = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
+        if filled or custom_triton_ops_decomposition_disabled():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(not issubclass(t, FakeTensor) and t not in (torch.Tensor, FunctionalTensor) for t in types):
             return NotImplemented

@@ -35,7 +35,7 @@ def attention_mask(**asked: Any) -> torch.Tensor | None:
     a mask is always made.
     """
     stated = _stated(**asked) if "q_length" in asked else False
-    return sdpa_mask(**asked) if stated is False else stated
+    return stated if stated is None or isinstance(stated, torch.Tensor) else sdpa_mask(**asked)
 
 
 def _stated(
@@ -54,9 +54,9 @@ def _stated(
     **_others: Any,
 ) -> torch.Tensor | bool | None:
     """The mask as a statement; False where it has to be made."""
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    static = isinstance(q_offset, torch.Tensor)
+    tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     # A compiled step of decoding with a static cache is told to make its mask, and so is a mask with something added.
+    static = isinstance(q_offset, torch.Tensor)
     if not (allow_is_causal_skip or (static and q_length == 1 and mask_function is causal_mask_function)):
         return False
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
@@ -69,7 +69,7 @@ def _stated(
             exists = int(q_offset) + q_length
         if not bool(attention_mask[:, kv_offset:exists].all()):
             return False
-    if static:
+    if isinstance(q_offset, torch.Tensor):
         if local_size is not None:
             return False
         if not tracing and q_length > 1 and int(q_offset) == 0:

@@ -20,7 +20,7 @@ from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantiz
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.timing import Case, Problem
 
-__all__ = ["cases", "small_checks"]
+__all__ = ["cases", "host_calls", "small_checks"]
 
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -214,3 +214,16 @@ def small_checks() -> list[check.Verdict]:
                 for out, ref, base in zip(outputs, problem.truth(), problem.baseline(), strict=True)
             ]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    q = nf4_quantize(torch.randn(4, 64, 256, dtype=torch.bfloat16, device=runtime.DEVICE))
+    x = torch.randn(1, 256, dtype=torch.bfloat16, device=runtime.DEVICE)
+    leaf, dy = x.clone().requires_grad_(), torch.randn(1, 64, dtype=torch.bfloat16, device=runtime.DEVICE)
+    experts = torch.tensor([2, 0], device=runtime.DEVICE)
+    return {
+        "nf4_dequantize": lambda: nf4_dequantize(q, experts=experts),
+        "nf4_matmul": lambda: nf4_matmul(x, q, 1),
+        "nf4_matmul, forward and backward": lambda: nf4_matmul(leaf, q, 1).backward(dy),
+    }
