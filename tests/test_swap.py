@@ -102,7 +102,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     for name, users in (
         ("layer_norm", ["nn.layers"]),
         ("rms_norm", ["nn.layers"]),
-        ("flash_attention", ["nn.swap", "interop.transformers_attention"]),
+        ("flash_attention", ["nn.swap", "nn.named_attention"]),
     ):
         for user in users:
             monkeypatch.setattr(importlib.import_module(f"kernelbook.{user}"), name, counting(name, getattr(kb, name)))

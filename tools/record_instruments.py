@@ -931,6 +931,96 @@ def attention_backward() -> Recording:
     }
 
 
+def attention_decoding() -> Recording:
+    """Four programs share the keys of one head; the last to draw a ticket merges."""
+    names = ("_rows", "_absorb", "_finish", "_merge", "_decode_ticket_kernel")
+    page = from_notebook("attention_decoding", *names)
+    shares, tile, d = 4, 16, 16
+    keys = shares * tile
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, rows, d, generator=generator) for rows in (1, keys, keys))
+    exact = (q.double() @ k.double().mT * d**-0.5).softmax(-1) @ v.double()
+    runs, merged_by, outputs = [], [], []
+    for name, order in {"0, 1, 2, 3": [0, 1, 2, 3], "3, 2, 1, 0": [3, 2, 1, 0], "2, 0, 3, 1": [2, 0, 3, 1]}.items():
+        o, part, lse = torch.zeros(1, 1, d), torch.zeros(1, shares, tile, d), torch.zeros(1, shares, tile)
+        tickets = torch.zeros(1, dtype=torch.int32)
+        with watch(order, k=k, o=o, lse=lse, tickets=tickets) as seen:
+            page._decode_ticket_kernel[(shares, 1)](
+                q, k, v, o, part, lse, tickets, 1, keys, shares, d**-0.5 * float(np.log2(np.e)),
+                D=d, BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=d, SEM="acq_rel",
+            )  # fmt: skip
+        torch.testing.assert_close(o.double(), exact, rtol=1e-4, atol=1e-5)
+        assert not tickets.any()
+        outputs.append(o)
+        frames: list[dict[str, Any]] = [
+            {
+                "set": [["tickets", 0, ".", ["0"]]],
+                "note": f"{keys} keys of one head, {shares} programs. The counter is zero.",
+            }
+        ]
+        drawn, merging = 0, None
+        for access in seen:
+            program = access.program[0]
+            mine = "abcd"[program]
+            if access.tensor == "k":
+                read = sorted({element // d for element in access.elements})
+                frames.append(
+                    {"set": cells("k", read, mine), "note": f"Program {program} walks over its share of the keys."}
+                )
+            elif access.tensor == "lse" and access.kind == "store":
+                frames.append(
+                    {
+                        "set": [["parts", program, mine]],
+                        "note": "It stores its part: the mean of its values, and its log-sum-exp.",
+                    }
+                )
+            elif access.kind == "atomic":
+                drawn += 1
+                note = f"It draws ticket {drawn - 1}."
+                note += (
+                    " That is the last: all parts are there."
+                    if drawn == shares
+                    else " Others are still missing, so it ends."
+                )
+                frames.append({"set": [["tickets", 0, mine, [str(drawn)]]], "note": note})
+            elif access.tensor == "tickets" and access.kind == "store":
+                frames.append(
+                    {
+                        "set": [["tickets", 0, ".", ["0"]]],
+                        "note": "It puts the counter back to zero for the next launch.",
+                    }
+                )
+            elif access.tensor == "o":
+                merging = program
+                frames.append(
+                    {
+                        "set": [["o", 0, mine]],
+                        "note": f"Program {program} has read all parts in their order, and stores the output.",
+                    }
+                )
+        assert merging == order[-1]
+        merged_by.append(merging)
+        runs.append({"name": name, "frames": frames, "facts": {"launches": 1, "merged by program": merging}})
+    assert len(set(merged_by)) > 1
+    assert all(torch.equal(o, outputs[0]) for o in outputs)
+    return {
+        "title": "Four programs, one head",
+        "question": "Which program merges the parts?",
+        "choices": ["program 0", "the one with the last keys", "whichever draws the last ticket"],
+        "answer": 2,
+        "because": "The last ticket says that all parts are stored. Who draws it is chance; the parts are read in their order, so that the bits of the output are not.",
+        "control": "order of the programs",
+        "panels": [
+            panel("k", "keys", keys // 2, 2),
+            panel("parts", "parts in memory", shares),
+            panel("tickets", "tickets drawn", 1),
+            panel("o", "output", 1),
+        ],
+        "legend": {"a": "program 0", "b": "program 1", "c": "program 2", "d": "program 3"},
+        "runs": runs,
+    }
+
+
 def sparse_training() -> Recording:
     """Which chunks three schedulers choose, step after step, and where the gradient is."""
     chunks, active, steps = 32, 8, 24
@@ -1147,7 +1237,15 @@ def several_gpus() -> Recording:
 RECORDINGS: dict[str, Callable[[], Recording]] = {
     function.__name__: function
     for function in (
-        *(first_kernel, layer_norm, sparse_linear, attention_online, attention_causal, attention_backward),
+        *(
+            first_kernel,
+            layer_norm,
+            sparse_linear,
+            attention_online,
+            attention_causal,
+            attention_backward,
+            attention_decoding,
+        ),
         *(scatter_ffn, choosing_tiles, sparse_training, nf4, moe_lora, together, launches, several_gpus),
     )
 }

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kernelbook.nn.named_attention import boolean_mask, own_attention
+from kernelbook.nn.named_attention import boolean_mask, own_attention, statement
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "register"]
 
@@ -74,14 +74,13 @@ def _stated(
             return False
         if not tracing and q_length > 1 and int(q_offset) == 0:
             return None
-        return (q_offset + q_length).to(torch.int64).expand(batch_size)
+        return statement((q_offset + q_length).to(torch.int64).expand(batch_size), None)
     if kv_offset + kv_length != q_offset + q_length:
         return False
-    if local_size is not None and kv_length > local_size:
-        return torch.empty(0, local_size, dtype=torch.int64, device=device)
-    if q_length in (1, kv_length):
+    window = local_size if local_size is not None and kv_length > local_size else None
+    if window is None and q_length in (1, kv_length):
         return None
-    return torch.empty(0, dtype=torch.int64, device=device)
+    return statement(torch.empty(0, dtype=torch.int64, device=device), window)
 
 
 def attention_forward(

@@ -2,8 +2,9 @@
 
 transformers gives every layer the mask that a mask function made once. Besides its own masks (nothing, which is PyTorch's
 ``is_causal``, and tensors of four dimensions) a mask may say here that it is causal, with the last query at the last key:
-int64 of shape (B,), how many keys each sequence has, or (B, window) with a sliding window, the lengths repeated; with 0
-instead of B all keys are there. Such a mask takes no memory, and lengths may change in a captured graph.
+int64 of shape (B, 1, 1, 1 + window), how many keys each sequence has, repeated; 1 alone without a sliding window, and 0
+instead of B where all keys are there. It takes no memory, and lengths may change in a captured graph. Four dimensions,
+because ``generate`` hands masks of so many, and no others, to a model as they are.
 """
 
 from typing import Any
@@ -12,26 +13,35 @@ import torch
 
 from kernelbook.attention import flash_attention
 
-__all__ = ["boolean_mask", "own_attention"]
+__all__ = ["boolean_mask", "own_attention", "statement"]
 
 MAX_HEAD = 256
 
 
 def _is_stated(mask: torch.Tensor | None) -> bool:
-    return mask is not None and mask.ndim <= 2 and mask.dtype == torch.int64
+    return mask is not None and mask.ndim == 4 and mask.dtype == torch.int64
+
+
+def _said(mask: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
+    """-> lengths and window."""
+    return mask[:, 0, 0, 0] if mask.shape[0] else None, mask.shape[3] - 1 or None
+
+
+def statement(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The mask that says so: ``lengths`` (B,) int64, or (0,) where all keys are there."""
+    return lengths[:, None, None, None].expand(-1, 1, 1, 1 + (window or 0))
 
 
 def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | None:
     """The mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is."""
     if mask is None or not _is_stated(mask):
         return mask
-    lengths = mask.flatten(1)[:, :1].flatten() if mask.ndim == 2 else mask
-    if not mask.shape[0]:
-        lengths = torch.full((1,), s, device=mask.device)
+    lengths, window = _said(mask)
     key = torch.arange(s, device=mask.device)
-    position = torch.arange(n, device=mask.device)[:, None] + (lengths - n)[:, None, None, None]
-    seen = key <= position
-    return seen & (key > position - mask.shape[1]) if mask.ndim == 2 else seen
+    position = torch.arange(n, device=mask.device)[:, None] - n
+    position = position + (s if lengths is None else lengths[:, None, None, None])
+    seen = (key <= position).expand(-1 if lengths is not None else 1, 1, n, s)
+    return seen if window is None else seen & (key > position - window)
 
 
 def own_attention(
@@ -65,9 +75,7 @@ def own_attention(
         return None
     lengths, window = None, None
     if mask is not None:
-        window = mask.shape[1] if mask.ndim == 2 else None
-        if mask.shape[0]:
-            lengths = mask if mask.ndim == 1 else mask[:, 0]
+        lengths, window = _said(mask)
         causal = True
     else:
         causal = query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

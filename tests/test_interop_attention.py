@@ -1,0 +1,152 @@
+"""transformers' attention on the kernels: logits, gradients and generated tokens of tiny models are their own."""
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+
+import torch
+from tensors import randn
+from tiny_models import COMMON, assert_as_eager, tiny_model, tokens
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
+
+from kernelbook import check, runtime
+from kernelbook.attention import flash_attention
+from kernelbook.interop import transformers_attention as interop
+from kernelbook.nn import named_attention
+
+WINDOW = 4
+SMALL: dict[str, Any] = {**COMMON, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+GPT2: dict[str, Any] = {
+    "vocab_size": COMMON["vocab_size"], "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0,
+    "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
+
+
+def _model(name: str) -> Any:
+    torch.manual_seed(0)
+    if name == "qwen3_moe":
+        model = tiny_model(name)
+    else:
+        kind, config = {
+            "gpt2": lambda: (GPT2LMHeadModel, GPT2Config(**GPT2)),
+            "llama": lambda: (LlamaForCausalLM, LlamaConfig(**SMALL)),
+            "mistral": lambda: (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=WINDOW)),
+        }[name]()
+        model = kind(config).to(runtime.DEVICE).eval()
+    model.generation_config.eos_token_id = None
+    model.set_attn_implementation("eager")
+    return model
+
+
+def _ours(model: Any) -> Any:
+    interop.register()
+    model.set_attn_implementation(interop.NAME)
+    return model
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the kernel was called with beyond its tensors."""
+    found: list[dict[str, Any]] = []
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+        found.append({"n": q.shape[2], "s": k.shape[2], **how})
+        return flash_attention(q, k, v, **how)
+
+    monkeypatch.setattr(named_attention, "flash_attention", call)
+    return found
+
+
+MODELS = ("gpt2", "llama", "mistral", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(name: str, calls: list[dict[str, Any]]) -> None:
+    assert_as_eager(_model(name), _ours)
+    assert len(calls) == 2 and all(call["causal"] for call in calls)
+    assert {call["window"] for call in calls} == {WINDOW if name == "mistral" else None}
+
+
+@pytest.mark.parametrize("cache", ("dynamic", "static"))
+@pytest.mark.parametrize("name", MODELS)
+def test_generation(name: str, cache: str, calls: list[dict[str, Any]]) -> None:
+    model, ids = _model(name), tokens(2, 6)
+    how = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    expected = model.generate(ids, **how)
+    assert torch.equal(_ours(model).generate(ids, **how), expected)
+    # The first pass and every step of each layer, but for the window that a static cache keeps.
+    assert len(calls) == (2 if (name, cache) == ("mistral", "static") else 8)
+    if (name, cache) == ("llama", "static"):
+        assert calls[0]["s"] == 6 and calls[2]["s"] > 7 and calls[2]["lengths"].tolist() == [7, 7]
+
+
+def test_several_tokens_after_others(calls: list[dict[str, Any]]) -> None:
+    """The last query stands at the last key: a prompt that continues, or a batch of guesses."""
+    for name in ("llama", "mistral"):
+        model, ids = _model(name), tokens(2, 9)
+        with torch.no_grad():
+            truth = copy.deepcopy(model).double()(ids).logits[:, 5:]
+            outputs = []
+            for each in (model, _ours(copy.deepcopy(model))):
+                past = each(ids[:, :5], use_cache=True).past_key_values
+                outputs.append(each(ids[:, 5:], past_key_values=past).logits)
+        check.compare(name, outputs[1], truth, outputs[0]).require()
+    expected = [(n, window) for window in (None, WINDOW) for n in (5, 5, 4, 4)]
+    assert [(call["n"], call["window"]) for call in calls] == expected
+
+
+@pytest.mark.parametrize("name", ("llama", "mistral"))
+def test_padding_is_pytorchs(name: str, calls: list[dict[str, Any]]) -> None:
+    model, ids = _model(name), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    how = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask}
+    expected = model.generate(ids, **how)
+    assert torch.equal(_ours(model).generate(ids, **how), expected)
+    # But for the window's later queries, which see none of it.
+    assert all(call["n"] == 1 and call["s"] <= WINDOW for call in calls) and (name == "mistral" or not calls)
+
+
+def test_a_step_compiled_once_serves_all_lengths() -> None:
+    model, ids = _model("llama"), tokens(2, 7)
+    ours = _ours(copy.deepcopy(model))
+    step = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
+    with torch.no_grad():
+        for each, run, cache in ((model, model, caches[0]), (ours, step, caches[1])):
+            each(ids[:, :4], past_key_values=cache)
+            found = [run(ids[:, i : i + 1], past_key_values=cache).logits for i in range(4, 7)]
+            caches.append(found)
+    for mine, theirs in zip(caches[3], caches[2], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", (None, 1, 3))
+@pytest.mark.parametrize("stated", (False, True))
+def test_what_a_statement_says_to_others(stated: bool, window: int | None) -> None:
+    """A layer with dropout falls back, with the mask that the statement stands for."""
+    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 9, 8), randn(2, 2, 9, 8)
+    lengths = torch.tensor([9, 7], device=runtime.DEVICE) if stated else None
+    none = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
+    mask = named_attention.statement(none if lengths is None else lengths, window)
+    made = named_attention.boolean_mask(mask, 5, 9)
+    expected = flash_attention(q, k, v, causal=True, lengths=lengths, window=window)
+    wide = (t.repeat_interleave(2, dim=1) for t in (k, v))
+    torch.testing.assert_close(
+        torch.nn.functional.scaled_dot_product_attention(q, *wide, attn_mask=made), expected, rtol=1e-4, atol=1e-5
+    )
+    module = torch.nn.Module()
+    assert named_attention.own_attention(module, q, k, v, mask, 0.5, None, None) is None
+    ours, _ = interop.attention_forward(module, q, k, v, mask)
+    assert torch.equal(ours, expected.transpose(1, 2))
