@@ -125,7 +125,7 @@ def test_other_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
     under = plots.by_gpu("layer_norm", _figure)
     assert len(shown) == 1 and isinstance(shown[0], Figure)
     text = under.data
-    assert text.count("<img ") == 2 and text.count('type="radio"') == 2 and text.count("checked") == 1
+    assert text.count("<img ") == 2 and text.count('type="radio"') == 2 and text.count("<input checked") == 1
     assert ">nvidia-h100</label>" in text and ">nvidia-l4</label>" in text and "nvidia-h200" not in text
     other = plots.tabs({"a < b": "1 < 2"}).data
     assert "a &lt; b" in other and "1 &lt; 2" in other
