@@ -133,10 +133,9 @@ def test_kernels_live_in_rooms_in_the_modules_and_in_the_training_loop() -> None
             if isinstance(node, ast.FunctionDef)
             for decorator in node.decorator_list
         ]
-        if any(decorator.startswith("triton.jit") for decorator in decorators):
-            if path.relative_to(SRC).as_posix() not in SHARED_BY_KERNELS:
-                assert path.name in ("kernels.py", *DOORS_THAT_MAY_BE), path
-                assert path.parent.name in {*ROOMS, "nn", "train"}, path
+        shared = path.relative_to(SRC).as_posix() in SHARED_BY_KERNELS
+        if not shared and any(decorator.startswith("triton.jit") for decorator in decorators):
+            assert path.name in ("kernels.py", *DOORS_THAT_MAY_BE) and path.parent.name in {*ROOMS, "nn", "train"}, path
 
 
 def test_rooms_have_five_doors_one_stem_each() -> None:
