@@ -107,7 +107,7 @@ class _Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Runs ``bench`` with the given cases, as on a GPU named fake-gpu, into ``tmp_path``; returns its exit code."""
-    monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(4000.0, 700.0, 350.0))
+    monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(4000.0, 700.0, 350.0, 4.0, 7.0))
     monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
 

@@ -186,7 +186,7 @@ def test_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
 def test_swiglu_is_an_operator() -> None:
     h, dout = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (14, 7))
     torch.library.opcheck(torch.ops.kernelbook.swiglu.default, (h.requires_grad_(),))
-    torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (dout, h.detach()))
+    torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (h.detach(), dout))
 
 
 def test_swiglu_of_rows_that_are_not_contiguous() -> None:
@@ -366,6 +366,8 @@ def test_without_gradients_nothing_is_made_again(dequantized: list[tuple[int, An
     weights = {name: nf4_quantize(inputs.pop(name)) for name in ("gate_up", "down")}
     with torch.no_grad():
         _call(ids)(**inputs, **weights)
+        assert not dequantized  # decoded on the way into the products
+        _call(ids, active="all")(**inputs, **weights)
     gc.collect()
     assert len(dequantized) == 2 and all(storage() is None for _, storage in dequantized)
 

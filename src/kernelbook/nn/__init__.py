@@ -3,8 +3,9 @@
 from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.nn.ffn import SparseFFN
 from kernelbook.nn.gpt import GPT, GPTConfig
-from kernelbook.nn.layers import LayerNorm, NF4Linear, RMSNorm, SparseLinear
+from kernelbook.nn.layers import LayerNorm, RMSNorm, SparseLinear
 from kernelbook.nn.moe import Float8Tensor, GatedExperts, LoRAPair, MoELayer, gated_experts, load_balancing_loss
+from kernelbook.nn.nf4_linear import NF4Linear
 from kernelbook.nn.swap import Swap, swap
 
 __all__ = [
