@@ -328,8 +328,9 @@ SPILLS_ALLOWED = {
         "Four registers; never measured on such a GPU.",
     ),
     ("_flash_attention_bwd_dkdv_kernel", "gfx942"): (
-        1280,
-        "Sums for keys and values and both operands in registers, which 32 x 32 tiles do not fit either; never measured.",
+        1600,
+        "Sums for keys and values and both operands in registers, which 32 x 32 tiles do not fit either, and with lengths and a "
+        "window more addresses; never measured.",
     ),
     ("_layer_norm_bwd_partials_kernel", "sm_90"): (
         32,
@@ -352,6 +353,21 @@ SPILLS_ALLOWED = {
     ("_layer_norm_fwd_kernel", "sm_80"): (
         8,
         "Rows of 8,193 to 16,384 float32 elements that are not aligned: two registers, in a kernel bound by its loads.",
+    ),
+    # Two registers on generations on which nothing was measured yet: `tune` finds other tiles where they matter.
+    **dict.fromkeys(
+        (
+            ("_flash_attention_bwd_dq_kernel", "sm_120"),
+            ("_layer_norm_fwd_kernel", "sm_86"),
+            ("_layer_norm_fwd_kernel", "sm_89"),
+            ("_moe_lora_bwd_factors_kernel", "sm_86"),
+            ("_moe_lora_bwd_factors_kernel", "sm_89"),
+            ("_moe_lora_bwd_recompute_kernel", "sm_120"),
+            ("_nf4_matmul_fwd_kernel", "sm_86"),
+            ("_route_fwd_place_kernel", "sm_120"),
+            ("_scatter_ffn_fwd_down_tiles_kernel", "sm_120"),
+        ),
+        (8, "Two registers; never measured on such a GPU."),
     ),
 }
 
@@ -379,7 +395,8 @@ def compiled(room: str, targets: tuple[str, ...], *, recompile_every: int = 0) -
 
 
 def test_every_room_is_compiled() -> None:
-    with_kernels = {path.parent.name for path in SRC.glob("*/kernels.py")}
+    # What is in `packed` is called by kernels of rooms.
+    with_kernels = {path.parent.name for path in SRC.glob("*/kernels.py")} - {"packed"}
     assert set(CALLS) == with_kernels >= set(cli.rooms())
     assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"} == set(runtime.TARGETS)
 
