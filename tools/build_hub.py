@@ -120,10 +120,9 @@ def without_home(source: str) -> str:
 def sources() -> dict[Path, str]:
     """Every file of the kernel repository's package but ``_ops.py``, by its path in it."""
     home = ROOT / "src" / PACKAGE
-    found = {path.relative_to(home): path.read_text(encoding="utf-8") for path in sorted(home.rglob("*.*"))}
-    found = {
-        place: text for place, text in found.items() if not stays_at_home(place) and place.suffix in (".py", ".json")
-    }
+    files = [path for path in sorted(home.rglob("*.*")) if path.suffix in (".py", ".json")]
+    places = {path.relative_to(home): path for path in files}
+    found = {place: path.read_text(encoding="utf-8") for place, path in places.items() if not stays_at_home(place)}
     for name in ADDED:
         found[Path(name)] = (ROOT / "hub" / name).read_text(encoding="utf-8")
     public = "from kernelbook import layers\nfrom kernelbook.transformers_attention import attention_forward\n"
