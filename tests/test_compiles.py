@@ -321,7 +321,7 @@ SPILLS_ALLOWED = {
     ("_flash_attention_decode_kernel", "sm_90"): (
         56,
         "float32 at 256 features: exact products take each operand twice. Pages of 16-bit keys at 128: six registers for the "
-        "addresses of the rows on their way; smaller tiles would need none, and were measured slower.",
+        "addresses of the rows on their way.",
     ),
     ("_flash_attention_fwd_kernel", "sm_100"): (
         32,
