@@ -4,9 +4,10 @@ import contextlib
 import functools
 import inspect
 import math
+import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "box",
     "box_form",
     "cdiv",
+    "empty",
     "has_aligned_rows",
     "in_kernel_dtype",
     "is_aligned",
@@ -61,7 +63,10 @@ def is_transformed() -> bool:
 
 def is_observed() -> bool:
     """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
-    return is_transformed() or _dispatch_modes() > 0 or _function_modes() > 0 or _profiling() or _trace() is not None
+    return (
+        torch.compiler.is_compiling() or _dispatch_modes() > 0 or _function_modes() > 0 or _profiling()
+        or _trace() is not None or forward_ad._current_level >= 0 or _transform() is not None
+    )  # fmt: skip
 
 
 # --- one launcher ---------------------------------------------------------------------------------------------------
@@ -353,6 +358,7 @@ def operator(
     run: Callable[..., None],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    saved: int = 0,
     visible: bool = False,
 ) -> Callable[..., Any]:
     """Declares the operator ``kernelbook::<name>`` and returns the function that calls it.
@@ -368,6 +374,8 @@ def operator(
         run: ``run(results, *arguments)`` fills them. In the interpreter bfloat16 arguments and results reach it as
             float32, see :func:`runtime.kernel_dtype`. Checks of values (of ids) stand here.
         setup_context, backward: as for ``torch.library.register_autograd``; ``None``: to differentiate it is an error.
+        saved: so many of the last results are there for ``setup_context`` only: the caller does not get them, and
+            ``backward`` no gradients of them. To autograd each result costs as much as a small launch.
         visible: under ``torch.compile`` the graph holds the kernels themselves instead of the operator. ``run`` is then
             called with fake tensors: it does nothing but launch (:class:`Launch`, without :func:`box`) and allocate.
     """
@@ -376,7 +384,13 @@ def operator(
     def cannot(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(f"{qualified} cannot be differentiated")
 
-    differentiate = backward or cannot
+    differentiate, keep = backward or cannot, setup_context or (lambda ctx, inputs, output: None)
+
+    def given(results: Any) -> Any:
+        """What the caller gets."""
+        if saved:
+            results = results[:-saved] if len(results) > saved + 1 else results[0]
+        return results
 
     def compute(*args: Any) -> Any:
         results = outputs(*args)
@@ -402,10 +416,18 @@ def operator(
         # Only where the compiler has been imported can it be at work on what calls this. (To import it takes seconds.)
         return (untraced() if "torch._dynamo" in sys.modules else implementation)(*args)
 
+    def keep_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        keep(ctx, inputs, output)
+        if saved:
+            ctx.mark_non_differentiable(*output[-saved:])
+
+    def differentiate_all(ctx: Any, *gradients: Any) -> Any:
+        return differentiate(ctx, *(gradients[:-saved] if saved else gradients))
+
     torch.library.define(qualified, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(qualified, "default", dispatched)
     torch.library.register_fake(qualified, outputs)
-    torch.library.register_autograd(qualified, differentiate, setup_context=setup_context)
+    torch.library.register_autograd(qualified, differentiate_all, setup_context=keep_all)
     registered = getattr(getattr(torch.ops, NAMESPACE), qualified.partition("::")[2]).default
     if visible and _HAS_HANDLES:
         _decompose(qualified, compute)
@@ -414,38 +436,35 @@ def operator(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             results = implementation(*args)
-            if setup_context is not None:
-                setup_context(ctx, args, results)
-            return results
+            keep(ctx, args, results)
+            return given(results)
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return differentiate(ctx, *gradients)
+        backward = staticmethod(differentiate)
 
     # Function.apply without what it does for transforms, of which there are none where this is called.
     apply = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
     Eager.__name__ = Eager.__qualname__ = f"{qualified.partition('::')[2]}"
+    parameters = schema.partition("->")[0].split(",")
+    of_tensors = [i for i, parameter in enumerate(parameters) if re.search(r"\bTensor(\(\w+!?\))?\?? ", parameter)]
 
     def call(*args: Any) -> Any:
         if is_observed():
-            return registered(*args)
-        recording, wanted = torch.is_grad_enabled(), False
-        for arg in args:
-            kind = type(arg)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                if recording and arg.requires_grad:
+            return given(registered(*args))
+        wanted = False
+        for i in of_tensors:
+            arg = args[i]
+            if arg is not None:
+                if type(arg) not in _PLAIN or arg.is_meta:
+                    return given(registered(*args))
+                if arg.requires_grad:
                     wanted = True
-                if arg.is_meta:
-                    return registered(*args)
-            elif kind not in _NO_TENSORS and isinstance(arg, torch.Tensor):
-                return registered(*args)
-        return apply(*args) if wanted else implementation(*args)
+        return apply(*args) if wanted and torch.is_grad_enabled() else given(implementation(*args))
 
     call.__name__ = call.__qualname__ = qualified
     return call
 
 
-_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, list))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _widened(value: Any) -> Any:
@@ -488,6 +507,26 @@ def is_aligned(*tensors: torch.Tensor) -> bool:
             if tensor.data_ptr() % 16:
                 return False
     return True
+
+
+_current_device, _deterministic = getattr(torch._C, "_cuda_getDevice", None), torch._C._get_deterministic_algorithms
+_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what Inductor's programs allocate by
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """``torch.empty(shape, dtype=dtype, device=like.device)``, on a GPU for less than half of its host time."""
+    if (
+        _HAS_HANDLES and _new is not None and type(like) in _PLAIN and like.get_device() == _current_device()
+        and not _deterministic()  # PyTorch may fill new memory then
+    ):  # fmt: skip
+        return _new(*_contiguous(shape), dtype)
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the strides of a contiguous tensor, as tuples."""
+    return tuple(shape), tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
