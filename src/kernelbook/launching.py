@@ -283,12 +283,13 @@ _kinds = _IntegerKinds()
 
 def _key(args: tuple[Any, ...], device: int) -> tuple[Any, ...]:
     """The key of a launch: with the same key (and the same types) Triton takes the same compiled kernel."""
-    key: list[Any] = [device]
+    pointers = [arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor)]
+    key: list[Any] = [device, all(pointers) or tuple(pointers)]
     for arg in args:
         if type(arg) is Box:
             key += [arg.tensor.dtype, arg.form]
         elif isinstance(arg, torch.Tensor):
-            key += [arg.dtype, arg.data_ptr() % 16 == 0]
+            key.append(arg.dtype)
         elif type(arg) is int:
             key.append(_kinds[arg])
         elif type(arg) not in (bool, float, type(None)):
@@ -301,7 +302,7 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
 
     It returns whether it has launched, and makes its keys as :func:`_key` does.
     """
-    key, values, before, boxes, device = ["device"], [], [], 0, ""
+    key, values, before, pointers, boxes, device = ["device", "aligned"], [], [], [], 0, ""
     for i, kind in enumerate(types):
         if kind is Box:
             before.append(f"t{i} = a{i}.tensor; p{i} = t{i}.data_ptr()")
@@ -311,8 +312,9 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
             device = device or f"t{i}"
         elif issubclass(kind, torch.Tensor):
             before.append(f"p{i} = a{i}.data_ptr()")
-            key += [f"a{i}.dtype", f"p{i} % 16 == 0"]
+            key.append(f"a{i}.dtype")
             values.append(f"p{i}")
+            pointers.append(f"p{i}")
             device = device or f"a{i}"
         else:
             if kind is int:
@@ -327,19 +329,19 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
         f" device = {device}.get_device()",
         " if device != current_device():",
         "  return False",
+        f" aligned = ({' | '.join(pointers) or 0}) % 16 == 0 or ({''.join(f'{p} % 16 == 0, ' for p in pointers)})",
         f" handle = handles.get(({', '.join(key)},))",
         " if handle is None or kernel.device_caches[device][0].get(handle.key) is not handle.compiled:",
         "  return False",
         " for scope, name, value in handle.globals:",
         "  if scope.get(name) is not value:",
         "   return False",
-        " x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]",
-        " handle.launch(x, y, z, stream(device), handle.function, *handle.before, "
+        " handle.launch(*grid, *ones[len(grid)], stream(device), handle.function, *handle.before, "
         f"{arguments if _TRITON == (3, 6) else f'({arguments},)'})",
         " return True",
     ]
     scope = {
-        "handles": handles, "kernel": kernel, "kinds": _kinds,
+        "handles": handles, "kernel": kernel, "kinds": _kinds, "ones": ((1, 1, 1), (1, 1), (1,), ()),
         "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream,
     }  # fmt: skip
     exec("\n".join(lines), scope)  # noqa: S102

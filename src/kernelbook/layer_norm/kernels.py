@@ -43,11 +43,11 @@ FEW_TILES = 4
 
 
 @triton.jit
-def _load_vector(ptr, stride, offs_n, mask_n, HAS: tl.constexpr, ACC: tl.constexpr, OTHER: tl.constexpr):
+def _load_vector(ptr, offs_n, mask_n, HAS: tl.constexpr, ACC: tl.constexpr, OTHER: tl.constexpr):
     """A (1, BLOCK_N) tile of weight or bias in the accumulator's dtype, or the constant OTHER where there is none."""
     if HAS:
         # A two-dimensional load: the tile then has the layout of x, and needs no exchange between threads.
-        return tl.load(ptr + offs_n.to(tl.int64)[None, :] * stride, mask=mask_n[None, :], other=0.0).to(ACC)
+        return tl.load(ptr + offs_n[None, :], mask=mask_n[None, :], other=0.0).to(ACC)
     return tl.full((1, offs_n.shape[0]), OTHER, ACC)
 
 
@@ -58,8 +58,8 @@ def _load_vector(ptr, stride, offs_n, mask_n, HAS: tl.constexpr, ACC: tl.constex
 def _layer_norm_fwd_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     res_ptr, stride_rm,  # (M, N) what is added to it first, rows contiguous, if HAS_RESIDUAL
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
+    b_ptr,  # (N,) bias, contiguous, if HAS_BIAS
     y_ptr, sum_ptr,  # (M, N) output and, if HAS_RESIDUAL, x + residual; contiguous
     stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS; (M,) rstd unless HAS_MEAN
     M, N,
@@ -103,8 +103,8 @@ def _layer_norm_fwd_kernel(
         cols = c * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = cols < N
         # Loaded as late as possible: held from the start they take the registers of the programs that hide latency.
-        w = _load_vector(w_ptr, stride_w, cols, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
-        b = _load_vector(b_ptr, stride_b, cols, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
+        w = _load_vector(w_ptr, cols, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
+        b = _load_vector(b_ptr, cols, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
         y = (xs[c].to(ACC) - mean - shift) * rstd * w + b
         mask = mask_m[:, None] & mask_n[None, :]
         tl.store(y_ptr + rows * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -118,8 +118,8 @@ def _layer_norm_fwd_kernel(
 def _layer_norm_fwd_looped_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     res_ptr, stride_rm,  # (M, N) what is added to it first, rows contiguous, if HAS_RESIDUAL
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
+    b_ptr,  # (N,) bias, contiguous, if HAS_BIAS
     y_ptr, sum_ptr,  # (M, N) output and, if HAS_RESIDUAL, x + residual; contiguous
     stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS; (M,) rstd unless HAS_MEAN
     M, N,
@@ -166,8 +166,8 @@ def _layer_norm_fwd_looped_kernel(
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
         x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)[None, :]  # (1, BLOCK_N)
-        w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
-        b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)
+        w = _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+        b = _load_vector(b_ptr, offs_n, mask_n, HAS_BIAS, ACC, 0.0)
         y = (x - mean) * rstd * w + b
         tl.store(y_ptr + row * N + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_n[None, :])
 
@@ -179,7 +179,7 @@ def _layer_norm_fwd_looped_kernel(
 def _layer_norm_bwd_partials_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
     stats_ptr,  # (2, M) mean and rstd of the forward pass; (M,) rstd unless HAS_MEAN
     dx_ptr,  # (M, N) gradient of the input, contiguous
     dsum_ptr, stride_dsm,  # (M, N) what is added to it, rows contiguous, if HAS_DSUM
@@ -226,7 +226,7 @@ def _layer_norm_bwd_partials_kernel(
             mask = mask_m[:, None] & mask_n[None, :]
             x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0)
             dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0)
-            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            w = _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             g = dy.to(ACC) * w
             # Beyond the row's end g is 0, so that the tile adds nothing.
             sum_g += g
@@ -241,7 +241,7 @@ def _layer_norm_bwd_partials_kernel(
         for c in tl.static_range(NUM_BLOCKS):
             offs_n = first + c * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_n = offs_n < N
-            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            w = _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             dy = dys[c].to(ACC)
             xhat = (xs[c].to(ACC) - mean) * rstd
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
@@ -268,7 +268,7 @@ def _layer_norm_bwd_partials_kernel(
 def _layer_norm_bwd_partials_looped_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
     stats_ptr,  # (2, M) mean and rstd of the forward pass; (M,) rstd unless HAS_MEAN
     dx_ptr,  # (M, N) gradient of the input, contiguous
     dsum_ptr, stride_dsm,  # (M, N) what is added to it, rows contiguous, if HAS_DSUM
@@ -301,7 +301,7 @@ def _layer_norm_bwd_partials_looped_kernel(
             mask = mask_m[:, None] & mask_n[None, :]
             x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-            g = dy * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            g = dy * _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             sum_g += g
             sum_gx += g * ((x - mean) * rstd)
         mean_g = (tl.sum(sum_g, axis=1) / N)[:, None] if HAS_MEAN else 0.0
@@ -312,7 +312,7 @@ def _layer_norm_bwd_partials_looped_kernel(
             mask = mask_m[:, None] & mask_n[None, :]
             x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            w = _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             xhat = (x - mean) * rstd
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
             if HAS_DSUM:
@@ -365,7 +365,7 @@ def _layer_norm_bwd_sum_kernel(
 def _layer_norm_bwd_locks_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
     stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     buffer_dw_ptr, buffer_db_ptr,  # (NUM_BUFFERS, N) sums, zero at first
@@ -384,7 +384,7 @@ def _layer_norm_bwd_locks_kernel(
     rstd = tl.load(stats_ptr + M + row)
     x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
     dy = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
-    w = _load_vector(w_ptr, stride_w, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
+    w = _load_vector(w_ptr, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
     xhat = (x - mean) * rstd
     g = dy * w
     dx = rstd * (g - tl.sum(g) / N - xhat * (tl.sum(g * xhat) / N))

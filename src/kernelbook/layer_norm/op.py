@@ -140,6 +140,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
+def _vector(vector: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    if vector is None:
+        return stand_in
+    return vector if vector.stride(0) == 1 else vector.contiguous()
+
+
 def _forward(
     y: torch.Tensor, total: Any, statistics: Any, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float,
     has_mean: bool,
@@ -156,8 +162,7 @@ def _forward(
     added = x if residual is None else _rows(residual)
     launch(
         (cdiv(m, rows),),
-        x, x.stride(0), added, added.stride(0),
-        *launching.strided(weight, 1, x), *launching.strided(bias, 1, x),
+        x, x.stride(0), added, added.stride(0), _vector(weight, x), _vector(bias, x),
         y, x if residual is None else total, x if statistics is None else statistics,
         m, n,
     )  # fmt: skip
@@ -226,12 +231,12 @@ def _run_partials(
 ) -> None:  # fmt: skip
     """Fills the gradients of LayerNorm, or without a mean of RMSNorm; x, dy and dsum are (M, N) with contiguous rows."""
     m, n = x.shape
-    w, w_step = (x, 0) if weight is None else (weight, weight.stride(0))
+    w = _vector(weight, x)
     added, added_step = (x, 0) if dsum is None else (dsum, dsum.stride(0))
     x_step, dy_step = x.stride(0), dy.stride(0)
     # What Triton's launcher looks at before it widens loads.
     aligned = (
-        not (x_step % 16 or dy_step % 16 or n % 16 or added_step % 16 or (w_step != 1 and w_step % 16))
+        not (x_step % 16 or dy_step % 16 or n % 16 or added_step % 16)
         and launching.is_aligned(x, dy, w, statistics, dx, added)
     )  # fmt: skip
     properties = runtime.properties(x.device)
@@ -248,7 +253,7 @@ def _run_partials(
     given = (x if to_dw is None else to_dw, x if to_db is None else to_db)
     launch(
         (programs, split or 1),
-        x, x_step, dy, dy_step, w, w_step, statistics, dx, added, added_step, *given, m, n,
+        x, x_step, dy, dy_step, w, statistics, dx, added, added_step, *given, m, n,
     )  # fmt: skip
     if not alone and (dw is not None or db is not None):
         columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
@@ -283,7 +288,7 @@ def _run_locks(
 ) -> None:  # fmt: skip
     dx, dw, db = results
     n, wanted = x.shape[1], {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(x.dtype)}
-    tensors = (x, x.stride(0), dy, dy.stride(0), *launching.strided(weight, 1, x), statistics, dx, n)
+    tensors = (x, x.stride(0), dy, dy.stride(0), _vector(weight, x), statistics, dx, n)
     sums = _launch_locks(config, tensors, x.shape[0], n, {"HAS_WEIGHT": weight is not None, **wanted})
     if with_dw or with_db:
         total = kernels.SUM_CONFIG
@@ -299,7 +304,7 @@ def _launch_locks(
     *, buffers: int = kernels.LOCK_BUFFERS, barrier: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> the buffers that the programs added into, each (buffers, N)."""
-    statistics = tensors[6]
+    statistics = tensors[5]
     shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     buffer_dw, buffer_db = (statistics.new_zeros(shape) for _ in range(2))
     launch = _launch(
