@@ -388,12 +388,6 @@ def operator(
 
     differentiate, keep = backward or cannot, setup_context or (lambda ctx, inputs, output: None)
 
-    def given(results: Any) -> Any:
-        """What the caller gets."""
-        if saved:
-            results = results[:-saved] if len(results) > saved + 1 else results[0]
-        return results
-
     def compute(*args: Any) -> Any:
         results = outputs(*args)
         run(results, *args)
@@ -434,36 +428,63 @@ def operator(
     if visible and _HAS_HANDLES:
         _decompose(qualified, compute)
 
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            results = implementation(*args)
-            keep(ctx, args, results)
-            return given(results)
-
-        backward = staticmethod(differentiate)
-
+    parameters = [parameter.split() for parameter in schema.partition("(")[2].rpartition(" ->")[0].strip("()").split(",")]
+    forward, call = _written_out(
+        [parameter[-1] for parameter in parameters],
+        [parameter[-1] for parameter in parameters if re.fullmatch(r"Tensor(\(\w+!?\))?\??", parameter[0])],
+        f"[:-{saved}]" if saved and schema.rpartition("->")[2].count(",") > saved else "[0]" if saved else "",
+        {
+            "outputs": outputs, "run": run, "implementation": implementation, "keep": keep, "registered": registered,
+        },
+    )  # fmt: skip
+    Eager: Any = type(
+        qualified.partition("::")[2], (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(differentiate)},
+    )  # fmt: skip
     # Function.apply without what it does for transforms, of which there are none where this is called.
-    apply = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
-    Eager.__name__ = Eager.__qualname__ = f"{qualified.partition('::')[2]}"
-    parameters = schema.partition("->")[0].split(",")
-    of_tensors = [i for i, parameter in enumerate(parameters) if re.search(r"\bTensor(\(\w+!?\))?\?? ", parameter)]
-
-    def call(*args: Any) -> Any:
-        if is_observed():
-            return given(registered(*args))
-        wanted = False
-        for i in of_tensors:
-            arg = args[i]
-            if arg is not None:
-                if type(arg) not in _PLAIN or arg.is_meta:
-                    return given(registered(*args))
-                if arg.requires_grad:
-                    wanted = True
-        return apply(*args) if wanted and torch.is_grad_enabled() else given(implementation(*args))
-
+    apply = call.__globals__["apply"] = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
     call.__name__ = call.__qualname__ = qualified
     return call
+
+
+def _written_out(
+    names: list[str], tensors: list[str], given: str, scope: dict[str, Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An operator's eager call, and ``forward`` of its ``autograd.Function``, with its arguments' names written out.
+
+    To pass arguments on as ``*args``, three times a call, costs more than all that these functions do.
+    """
+    args = ", ".join(names)
+    compute = (f"implementation({args})",) if runtime.INTERPRET else (f"outputs({args})", f"run(results, {args})")
+    lines = [
+        f"def forward(ctx, {args}):",
+        f" results = {compute[0]}",
+        *(f" {line}" for line in compute[1:]),
+        f" keep(ctx, ({args},), results)",
+        f" return results{given}",
+        f"def call({args}):",
+        " if is_observed():",
+        f"  return registered({args}){given}",
+        " wanted = False",
+    ]
+    for name in tensors:
+        lines += [
+            f" if {name} is not None:",
+            f"  if type({name}) not in plain or {name}.is_meta:",
+            f"   return registered({args}){given}",
+            f"  if {name}.requires_grad:",
+            "   wanted = True",
+        ]
+    lines += [
+        " if wanted and is_grad_enabled():",
+        f"  return apply({args})",
+        f" results = {compute[0]}",
+        *(f" {line}" for line in compute[1:]),
+        f" return results{given}",
+    ]
+    scope |= {"is_observed": is_observed, "is_grad_enabled": torch.is_grad_enabled, "plain": _PLAIN}
+    exec("\n".join(lines), scope)  # noqa: S102
+    return scope["forward"], scope["call"]
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))

@@ -250,15 +250,12 @@ def _run_partials(
     if not alone:
         to_dw = None if dw is None else launching.empty((programs, n), statistics.dtype, x)
         to_db = None if db is None else launching.empty((programs, n), statistics.dtype, x)
-    given = (x if to_dw is None else to_dw, x if to_db is None else to_db)
-    launch(
-        (programs, split or 1),
-        x, x_step, dy, dy_step, w, statistics, dx, added, added_step, *given, m, n,
-    )  # fmt: skip
+    to_dw, to_db = x if to_dw is None else to_dw, x if to_db is None else to_db
+    launch((programs, split or 1), x, x_step, dy, dy_step, w, statistics, dx, added, added_step, to_dw, to_db, m, n)
     if not alone and (dw is not None or db is not None):
         columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
-        results = (x if dw is None else dw, x if db is None else db)
-        launch_sum((columns, 1 if db is None else 2), *given, *results, programs, n)
+        dw, db, kinds = x if dw is None else dw, x if db is None else db, 1 if db is None else 2
+        launch_sum((columns, kinds), to_dw, to_db, dw, db, programs, n)
 
 
 def _run_backward(
@@ -274,8 +271,8 @@ def _run_backward(
     if locks is not None and not torch.are_deterministic_algorithms_enabled():
         _run_locks(locks, results, dy, x, weight, statistics, dw_dtype is not None, db_dtype is not None)
     else:
-        wanted = (None if dw_dtype is None else dw, None if db_dtype is None else db)
-        _run_partials(dx, *wanted, dy, x, weight, statistics, None, True)
+        dw, db = None if dw_dtype is None else dw, None if db_dtype is None else db
+        _run_partials(dx, dw, db, dy, x, weight, statistics, None, True)
     if x.shape[1] == 1:
         # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
         torch.sub(dy, dy, out=dx.view(-1, 1))  # NaN where dy is
