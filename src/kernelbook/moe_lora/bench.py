@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernelbook import check, runtime, timing
+from kernelbook.models import MODELS as LATEST
 from kernelbook.moe_lora import op
 from kernelbook.moe_lora.reference import (
     grouped_mm_rows,
@@ -396,6 +397,21 @@ def cases() -> Iterator[timing.Case]:
         for experts in (8, 16, 32, 64, 128, 256):
             yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), _forward, "E")
     yield _first_call()
+
+
+def models() -> Iterator[timing.Case]:
+    """The experts of this year's models at 2,048 tokens; of the largest the share of one GPU of four."""
+    for model in LATEST.values():
+        if model.experts:
+            share = 4 if model.experts * model.hidden * model.expert_intermediate > 2**31 else 1
+            experts, slots = model.experts // share, max(1, model.slots // share)
+            for k, n, grouped in (
+                (model.hidden, 2 * model.expert_intermediate, False),
+                (model.expert_intermediate, model.hidden, True),
+            ):
+                shape = Shape(experts, k, n, slots, grouped=grouped)
+                yield _case("moe_lora", "forward", shape, _forward)
+                yield _case("moe_lora", "forward_backward", shape, _step)
 
 
 # --- peers that may be missing --------------------------------------------------------------------------------------
