@@ -269,7 +269,7 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
         network = Shape(int(shape["K"]), int(shape["N"]), gated, "silu" if gated else "relu")
         yield ffn_case(network, int(shape["M"]), shape["active"])
         return
-    for fraction in FRACTIONS:
+    for fraction in sorted(FRACTIONS, key=lambda fraction: abs(fraction - 0.1)):
         for network in (PLAIN, LLAMA):
             for m in TOKENS:
                 yield ffn_case(network, m, fraction)
