@@ -9,7 +9,7 @@ import base64
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from html import escape
 from typing import Any
 
@@ -39,6 +39,7 @@ __all__ = [
     "roofline_points",
     "speedup_figure",
     "tabs",
+    "with_records",
 ]
 
 # The colours of the book's drawings (CONTRIBUTING.md).
@@ -136,10 +137,43 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
 
     first, *others = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     shown = draw(first)
-    if not others:
+    drawn = {gpu: draw(gpu) for gpu in others}
+    drawn = {gpu: part for gpu, part in drawn.items() if part is not None}
+    if not drawn:
         return shown
     display(shown)  # type: ignore[no-untyped-call]
-    return tabs({gpu: draw(gpu) for gpu in others})
+    return tabs(drawn)
+
+
+def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[str], Any]) -> Callable[..., Any]:
+    """A function for the last lines of a chapter's cells: it shows what ``draw()`` makes of each GPU's record, see :func:`by_gpu`.
+
+    ``draw`` reads the record from names of the notebook. While another GPU's turn lasts, they hold what is read for that GPU;
+    a GPU whose record lacks what is drawn is left out.
+
+    Args:
+        stem: of the file under ``book/results/<gpu>``.
+        names: ``globals()`` of the notebook.
+        read: for each of the names what to read for a GPU.
+    """
+    from kernelbook import timing
+
+    def show(draw: Callable[[], Any]) -> Any:
+        def of_gpu(gpu: str) -> Any:
+            if gpu == timing.BOOKS_GPU:
+                return draw()
+            before = {name: names[name] for name in read}
+            try:
+                names.update({name: reader(gpu) for name, reader in read.items()})
+                return draw()
+            except (KeyError, IndexError, ValueError, FileNotFoundError):
+                return None
+            finally:
+                names.update(before)
+
+        return by_gpu(stem, of_gpu) if timing.recorded_gpus(stem) else None
+
+    return show
 
 
 def provenance(*tables: pd.DataFrame | None) -> str:
