@@ -119,17 +119,23 @@ def _as_html(part: object, label: str) -> str:
         part.savefig(content, format="png", bbox_inches="tight")
         data = base64.b64encode(content.getvalue()).decode()
         return f'<img alt="The same figure for {escape(label)}" src="data:image/png;base64,{data}">'
-    for name in ("_repr_html_", "_repr_markdown_"):
-        if hasattr(part, name):
-            return str(getattr(part, name)())
+    if hasattr(part, "_repr_html_"):
+        return str(part._repr_html_())
+    if hasattr(part, "_repr_markdown_"):
+        text = str(part._repr_markdown_())
+        try:
+            from markdown_it import MarkdownIt
+        except ImportError:  # the book's own renderer, which a reader's notebook need not have
+            return f"<pre>{escape(text)}</pre>"
+        return str(MarkdownIt("commonmark").enable("table").render(text)).replace("<table>", '<table class="table">')
     return escape(str(part))
 
 
 def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
 
-    The book's GPU comes first, with the cell's caption and number; under it stand the others, the reader's own before the
-    rest, each under a tab. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results` takes it.
+    The book's GPU comes first, with the cell's caption and number; the reader picks one of the others, the own before the
+    rest, by a tab below it. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results` takes it.
     """
     from IPython.display import display
 
@@ -142,7 +148,7 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     if not drawn:
         return shown
     display(shown)  # type: ignore[no-untyped-call]
-    return tabs(drawn)
+    return tabs({first: "Shown above.", **drawn})
 
 
 def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[str], Any]) -> Callable[..., Any]:

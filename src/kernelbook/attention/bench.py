@@ -347,6 +347,7 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
     else:
         yield from map(_alone, map(_decode_case, DECODED))
         yield from (_decode_case(decoded, page=PAGE) for decoded in PAGED)
+        yield from map(_alone, models())
         whole = [*SHAPES, *((4, FEATURES // d, FEATURES // d, 4096, d, True) for d in (80, 256))]
     for sizes in whole:
         yield _alone(_case("forward", sizes))

@@ -411,6 +411,8 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
     for sizes in shapes:
         yield _case("scatter2scatter", "forward", sizes, _base)
         yield _case("moe_lora", "forward_backward", sizes, _step)
+    if shape is None:
+        yield from models()
 
 
 def models() -> Iterator[timing.Case]:

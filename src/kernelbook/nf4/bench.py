@@ -211,6 +211,8 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[Case]:
         for rows, cols in ((ROWS, COLS), (14336, 4096)):
             for tokens in (1, 4, 8):
                 yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+    if shape is None:
+        yield from models()
 
 
 def models() -> Iterator[Case]:

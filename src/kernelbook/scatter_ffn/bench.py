@@ -310,6 +310,8 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
         for network in (PLAIN, LLAMA):
             for m in TOKENS:
                 yield ffn_case(network, m, fraction)
+        if fraction == 0.1:
+            yield from models()
     for m in (4, 32, 64, 256):
         yield ffn_case(PLAIN, m, 0.1)
 
