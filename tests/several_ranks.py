@@ -367,7 +367,7 @@ def adapters_are_safe(folder: Path) -> None:
 
 
 SMALL = dataclasses.replace(
-    CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=6, steps=4, dense_steps=1, log_every=2,
+    CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=12, steps=4, dense_steps=1, log_every=2,
     eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
 )  # fmt: skip
 
@@ -429,11 +429,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(500, exit=True)
+    faulthandler.dump_traceback_later(float(os.environ.get("SECONDS_FOR_CHECKS", "500")), exit=True)
     torch.set_num_threads(1)
-    if DEVICE.type == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank(0))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
+    parallel.start()
     for name in sys.argv[2:]:
         CHECKS[name](Path(sys.argv[1]))
         dist.barrier()

@@ -43,9 +43,12 @@ def start() -> None:
     if not dist.is_torchelastic_launched():
         raise ValueError("--parallel must be started by torchrun: torchrun --nproc-per-node 2 -m kernelbook train ...")
     if runtime.DEVICE.type == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank(0))
-    # Checkpoints are agreed upon by CPU messages.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if runtime.DEVICE.type == "cuda" else "gloo")
+        device = torch.device("cuda", dist.get_node_local_rank(0))
+        torch.cuda.set_device(device)
+        # Checkpoints are agreed upon by CPU messages.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
 
 
 def end() -> None:
