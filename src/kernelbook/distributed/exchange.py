@@ -21,7 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-__all__ = ["Exchange", "exchange", "wait_for_counts"]
+__all__ = ["Exchange", "all_gather", "exchange", "exchange_all", "reduce_scatter", "wait_for_counts"]
+
+# As PyTorch calls them since 2.13, and before.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Places(NamedTuple):
@@ -94,6 +98,18 @@ def _travel(rows: torch.Tensor, way: Exchange) -> tuple[torch.Tensor, Any]:
     return out, work
 
 
+def _packed(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """One message of both: bytes, whatever they stand for; and where in a row the second begins."""
+    parts = [t.contiguous().view(torch.uint8) for t in (weights, ids)]
+    return torch.cat(parts, dim=1), parts[0].shape[1]
+
+
+def _unpacked(
+    small: torch.Tensor, split: int, weights: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return small[:, :split].contiguous().view(weights.dtype), small[:, split:].contiguous().view(ids.dtype)
+
+
 class _There(torch.autograd.Function):
     """Tokens and their weights (with gradients) and their experts' numbers, to the ranks that hold the experts."""
 
@@ -103,15 +119,11 @@ class _There(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.way = way
         ctx.mark_non_differentiable(ids)
-        # One message for weights and numbers: bytes, whatever they stand for.
-        small = torch.cat([t.contiguous().view(torch.uint8) for t in (weights, ids)], dim=1)
+        small, split = _packed(weights, ids)
         (out, first), (small, second) = _travel(rows, way), _travel(small, way)
         first.wait()
         second.wait()
-        split = weights.shape[1] * weights.element_size()
-        weights, ids = (
-            part.contiguous().view(kind.dtype) for part, kind in ((small[:, :split], weights), (small[:, split:], ids))
-        )
+        weights, ids = _unpacked(small, split, weights, ids)
         ctx.mark_non_differentiable(ids)
         return out, weights, ids
 
@@ -217,4 +229,89 @@ def exchange(
         weights.reshape(-1).index_select(0, place)[:, None],
     )
     result: torch.Tensor = _Sums.apply(_Back.apply(_Sums.apply(out, *arrivals), way), *sending)
+    return result
+
+
+# --- everything everywhere ------------------------------------------------------------------------------------------
+
+
+def _everywhere(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    out = tensor.new_empty(dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:])
+    return out, all_gather(out, tensor.contiguous(), group=group, async_op=True)
+
+
+def _home(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    out = tensor.new_empty(tensor.shape[0] // dist.get_world_size(group), *tensor.shape[1:])
+    return out, reduce_scatter(out, tensor.contiguous(), group=group, async_op=True)
+
+
+class _Everywhere(torch.autograd.Function):
+    """The rows of all ranks, rank by rank, and what goes with them; backward every rank gets the sums of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.group = group
+        small, split = _packed(weights, ids)
+        (out, first), (small, second) = _everywhere(rows, group), _everywhere(small, group)
+        first.wait()
+        second.wait()
+        weights, ids = _unpacked(small, split, weights, ids)
+        ctx.mark_non_differentiable(ids)
+        return out, weights, ids
+
+    @staticmethod
+    def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        started = [
+            _home(grad, ctx.group) if needed else None
+            for grad, needed in zip((drows, dweights), ctx.needs_input_grad[:2], strict=True)
+        ]
+        for found in started:
+            if found is not None:
+                found[1].wait()
+        return (*(None if found is None else found[0] for found in started), None, None)
+
+
+class _Home(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out, work = _home(rows, group)
+        work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        out, work = _everywhere(grad, ctx.group)
+        work.wait()
+        return out, None
+
+
+def exchange_all(
+    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    num_experts: int,
+    share: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """As :func:`exchange`, but every token goes to every rank, so that the host knows all sizes and waits for nothing.
+
+    Nothing is sorted and nothing is copied: tokens are gathered, each rank's experts skip the slots that are not theirs, and
+    results are added up on their way back, in their dtype. A CUDA graph can hold it. Its price: ``ranks - 1`` rows leave a rank
+    for each token, where :func:`exchange` sends those that are needed (of 8 experts drawn at random as many with 2 ranks, one
+    in ten less with 4, a third less with 8), and the experts' buffers have a row for each slot of every rank's tokens.
+
+    Args: as :func:`exchange`; all ranks must bring as many tokens, and ``experts`` is called with k slots a row, of which ids
+        equal to this rank's number of experts are to be skipped.
+    """
+    first = dist.get_rank(group) * share
+    own = max(min(share, num_experts - first), 0)
+    rows, weights, ids = _Everywhere.apply(x, gates, expert_ids, group)
+    local = ids - first
+    skipped = (local < 0) | (local >= own) | (ids >= num_experts)
+    result: torch.Tensor = _Home.apply(experts(rows, local.masked_fill(skipped, own), weights), group)
     return result

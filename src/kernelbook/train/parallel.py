@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import arguments, runtime
-from kernelbook.distributed.gradients import reduce_active_rows
+from kernelbook.distributed.gradients import Reduction, reduce_active_rows
 from kernelbook.distributed.sharding import fully_shard
 from kernelbook.train.files import replacing
 from kernelbook.train.loop import Data, TrainConfig, Trainer, check_same_run, make_data
@@ -168,11 +168,19 @@ class ParallelTrainer(Trainer):
 
     # --- what a run is made of ---
 
+    reduction: Reduction | None = None
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What the last step put into all-reduces of sparse layers' gradients."""
+        return 0 if self.reduction is None else self.reduction.bytes
+
     def _build(self) -> None:
         super()._build()
         self._device_type = runtime.DEVICE.type
         if self.parallel == "ddp":
-            self.reduction = reduce_active_rows(self.model)
+            if self.config.mode != "dense":
+                self.reduction = reduce_active_rows(self.model)
             self._forward: Any = DistributedDataParallel(self.model)
             return
         before = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -202,6 +210,8 @@ class ParallelTrainer(Trainer):
         return value.div_(self.ranks)
 
     def _backward(self) -> None:
+        if self.reduction is not None:
+            self.reduction.bytes = 0
         self.model.zero_grad(set_to_none=True)
         with self._autocast():
             loss = self._forward(self._inputs, self._targets)
