@@ -146,6 +146,34 @@ def expert_parallel_without_waiting(folder: Path) -> None:
     _expert_parallel(4, "sum", nf4=True, all_to=1, waits=False)
 
 
+def in_a_graph(folder: Path) -> None:
+    """A GPU only: forward and backward of a layer that does not wait, captured once, replayed on other tokens."""
+    ranks = dist.get_world_size()
+    layer = _layer(2 * ranks, seed=0, nf4=True)
+    parallelize_module(layer, init_device_mesh(DEVICE.type, (ranks,)), {"experts": ExpertParallel(waits=False)})
+    leaves = [p for p in layer.experts.parameters() if p.requires_grad]
+    given = [_tokens(dist.get_rank() + step, 2 * ranks, None, True) for step in (0, 7)]
+    x, gates, ids, up = (given[0][name].clone() for name in ("x", "gates", "ids", "up"))
+
+    def step() -> list[torch.Tensor]:
+        own, weights = x.detach().requires_grad_(), gates.detach().requires_grad_()
+        out = layer.experts(own, ids, weights)
+        return [out.detach(), *(_local(g) for g in torch.autograd.grad(out, [own, weights, *leaves], up))]
+
+    replay = bench_several_gpus._captured(step)
+    for tokens in reversed(given):
+        for tensor, name in ((x, "x"), (gates, "gates"), (ids, "ids"), (up, "up")):
+            tensor.copy_(tokens[name])
+        replay()
+        torch.cuda.synchronize()
+        for captured, eager in zip(replay.__defaults__[0], step(), strict=True):  # type: ignore[attr-defined]
+            assert torch.equal(captured, eager)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def two_dimensions(folder: Path) -> None:
     """Four ranks: experts over one dimension of the mesh, the rest of the layer and the experts' copies over the other."""
     rank = dist.get_rank()
@@ -460,7 +488,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
         transformers_experts, adapters_are_safe, expert_parallel, expert_parallel_four_bits,
-        expert_parallel_without_waiting, two_dimensions, sharded_four_bits, sharded_loads_elsewhere, active_rows, kept_equal,
+        expert_parallel_without_waiting, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere, active_rows, kept_equal,
         trains_ddp, trains_fsdp, resumes_fsdp, measures, dies,
     )
 }  # fmt: skip
