@@ -159,7 +159,7 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
     for room in names:
         module = _bench_of(room)
         if room in SEVERAL:
-            code = max(code, module.bench(folder))
+            code = max(code, module.bench(folder, select))
             continue
         package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
         lists = {room: module.cases(), "models": getattr(module, "models", tuple)()}
