@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 from kernelbook import check, runtime, timing
+from kernelbook.models import MODELS
 from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 
@@ -260,6 +261,13 @@ def cases() -> Iterator[timing.Case]:
             yield _step_case(PLAIN, m, fraction)
     for m in (1, 1024):
         yield _first_call(m)
+
+
+def models() -> Iterator[timing.Case]:
+    """The dense networks of this year's models, a tenth of their neurons active: one token, and a batch of 16."""
+    for k, n in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
+        for m in (1, 16):
+            yield ffn_case(Shape(k, n, True, "silu"), m, 0.1)
 
 
 def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
