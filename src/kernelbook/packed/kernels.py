@@ -253,28 +253,29 @@ def load_tile(
     """A tile (ROWS, COLS) in ``dtype`` of the ``matrix``-th of matrices (rows, cols), from (row0, col0); zero outside.
 
     ``code``: (16,) the values in float32; ``values``: what :func:`table` made of them, if PERMUTE. ``cols`` is a multiple
-    of 32 if BLOCK_SIZE is 32 or more, so that four words have one scale; always of 8.
+    of 32, so that the words of a group have one scale.
     """
-    GROUPS: tl.constexpr = COLS // 32
+    GROUP: tl.constexpr = min(32, BLOCK_SIZE)
+    GROUPS: tl.constexpr = COLS // GROUP
     # 64-bit scalars find the tile; offsets within it are 32-bit.
     element0 = (matrix.to(tl.int64) * rows + row0) * cols + col0
     block0 = element0 // BLOCK_SIZE
     within = (element0 - block0 * BLOCK_SIZE).to(tl.int32)
     offs_r = tl.arange(0, ROWS)[:, None]
-    offs_c = tl.arange(0, GROUPS)[None, :] * 32
+    offs_c = tl.arange(0, GROUPS)[None, :] * GROUP
     offs = offs_r * cols + offs_c  # (ROWS, GROUPS)
     mask = (offs_r < rows - row0) & (offs_c < cols - col0)
     scale = block_scale(
         block0, (within + offs) // BLOCK_SIZE, mask,
         absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
     )[:, :, None]  # fmt: skip
-    offs_w = (offs // 8)[:, :, None] + tl.arange(0, 4)[None, None, :]
-    word = tl.load(packed_ptr + element0 // 8 + offs_w, mask=mask[:, :, None], other=0)  # (ROWS, GROUPS, 4)
+    offs_w = (offs // 8)[:, :, None] + tl.arange(0, GROUP // 8)[None, None, :]
+    word = tl.load(packed_ptr + element0 // 8 + offs_w, mask=mask[:, :, None], other=0)  # (ROWS, GROUPS, GROUP / 8)
     if PERMUTE:
         w = tl.permute(decoded(word, scale, values, dtype), (0, 1, 2, 5, 4, 3))
     else:
         offs_e = tl.arange(0, 8)
         index = (word[:, :, :, None] >> ((4 * offs_e) ^ 4)[None, None, None, :]) & 15
         value = tl.gather(code, tl.reshape(index, (ROWS * COLS,)), 0)
-        w = (tl.reshape(value, (ROWS, GROUPS, 4, 8)) * scale[:, :, :, None]).to(dtype)
+        w = (tl.reshape(value, (ROWS, GROUPS, GROUP // 8, 8)) * scale[:, :, :, None]).to(dtype)
     return tl.reshape(w, (ROWS, COLS))
