@@ -141,7 +141,7 @@ for block_size in (32, 64, 4096):
 """,
     "scatter_ffn": """
 import torch, kernelbook as kb
-from kernelbook.scatter_ffn import fused_ffn
+from kernelbook.scatter_ffn.bench import fused_ffn
 def network(m, dtype, gated, requires_grad=False):
     shapes = ((m, 4096), *(((6000, 4096),) * (3 if gated else 2)))
     return (torch.empty(s, dtype=dtype, requires_grad=requires_grad) for s in shapes)
