@@ -78,6 +78,7 @@ def step(m, n, dtype, **how):
 for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     step(64, 1000, dtype)
     step(64, 4096, dtype)
+    step(4, 4096, dtype)  # one program, which writes the sums itself
     step(64, 4096, dtype, backward="locks")
     step(64, 40000, dtype)
 x = torch.empty(64, 16384)[:, 3:15363].requires_grad_()  # rows that are not aligned
