@@ -568,8 +568,8 @@ def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
                     peak_mib=_slowest(peak), gbytes=_sent_gb(trainer),
                     err_ratio=gap / max(gaps[parallel], 1e-6) if ranks > 1 else math.nan,
                 )  # fmt: skip
-                if parallel == "ddp" and batch == strong:
-                    yield _sparse_gradients(trainer, provider, shape, batch)
+                if parallel and batch == strong:
+                    yield _sparse_gradients(trainer, provider, shape)
                 del trainer
                 _forget()
 
@@ -587,19 +587,19 @@ def _bytes_of_layers(trainer: Any) -> int:
 def _sent_gb(trainer: Any) -> float:
     """GB that a rank sends in a step."""
     ranks, everything = trainer.ranks, sum(p.nbytes for p in trainer.model.parameters())
-    if trainer.parallel == "fsdp":  # gathered forward and backward, and gradients back
-        return 3 * everything * (ranks - 1) / ranks / 1e9
-    if trainer.reduction is not None:
-        everything += trainer.reduced_bytes - _bytes_of_layers(trainer)
-    return 2 * everything * (ranks - 1) / ranks / 1e9
+    rest = everything if trainer.reduction is None else everything - _bytes_of_layers(trainer)
+    reduced = rest if trainer.parallel == "fsdp" else 2 * rest
+    if trainer.parallel == "fsdp":  # gathered forward and backward
+        reduced += 2 * everything
+    return (reduced + 2 * trainer.reduced_bytes) * (ranks - 1) / ranks / 1e9
 
 
-def _sparse_gradients(trainer: Any, provider: str, shape: str, batch: int) -> Row:
-    size = _bytes_of_layers(trainer) if trainer.reduction is None else trainer.reduced_bytes
-    gbytes = 2 * size * (trainer.ranks - 1) / trainer.ranks / 1e9
-    return _row(
-        "sparse_gradients", "backward", provider, torch.float32, shape, ("active", trainer.config.active), gbytes=gbytes
-    )
+def _sparse_gradients(trainer: Any, provider: str, shape: str) -> Row:
+    size = 2 * trainer.reduced_bytes
+    if trainer.reduction is None:
+        size = _bytes_of_layers(trainer) * (1 if trainer.parallel == "fsdp" else 2)
+    gbytes, active = size * (trainer.ranks - 1) / trainer.ranks / 1e9, trainer.config.active
+    return _row("sparse_gradients", "backward", provider, torch.float32, shape, ("active", active), gbytes=gbytes)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
