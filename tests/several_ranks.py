@@ -484,7 +484,7 @@ def measures(folder: Path) -> None:
     bench_several_gpus.bench_moe_block.MODELS["small"] = (4, 32, 32, 2)
     small = bench_several_gpus.Sizes(
         mib=(0.01,), models=("small",), tokens=((2, 4),), strong=(4,), layers=2, active=(0.5, 1.0), sparse=(64, 16, 16),
-        train=("tiny",), settings=(("context", 8), ("refresh_every", 5)), sequences=(1, 2), samples=2,
+        train=("tiny",), settings=(("context", 8), ("refresh_every", 5)), sequences=(1, 2), steps=1, samples=2,
     )  # fmt: skip
     rows = {name: list(section()) for name, section in bench_several_gpus.sections(small).items()}
     assert all(rows.values()), {name: len(found) for name, found in rows.items()}

@@ -69,7 +69,8 @@ class Sizes:
     Attributes:
         mib: of collectives. tokens: on each GPU, by model. strong: tokens on all GPUs together, by model. layers: of a stack.
         active: shares. sparse: features out and in of a sparse layer, and of a chunk.
-        train: names in ``kernelbook.train.CONFIGS``, changed by ``settings``; sequences a GPU, and on all together.
+        train: names in ``kernelbook.train.CONFIGS``, changed by ``settings``; sequences a GPU, and on all together; ``steps`` between two looks
+            at the clock.
         samples: looks at the clock.
     """
 
@@ -83,6 +84,7 @@ class Sizes:
     train: Sequence[str] = ("large", "huge")
     settings: tuple[tuple[str, Any], ...] = (("depth", 2),)
     sequences: tuple[int, int] = (8, 16)
+    steps: int = 4
     samples: int = 8
 
 
@@ -542,12 +544,12 @@ def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
                 trainer = (
                     ParallelTrainer(config, parallel, progress=False) if parallel else Trainer(config, progress=False)
                 )
-                trainer.run(4)
-                times, steps = [], 4
+                trainer.run(max(sizes.steps, 3))  # the third is the first sparse one
+                times = []
                 for _ in range(3):
                     started = trainer.seconds
-                    trainer.run(trainer.step + steps)
-                    times.append((trainer.seconds - started) * 1e3 / steps)
+                    trainer.run(trainer.step + sizes.steps)
+                    times.append((trainer.seconds - started) * 1e3 / sizes.steps)
                 own = timing.Timing.of(times)
                 found = timing.Timing(*(_slowest(t) for t in (own.ms, own.p20, own.p80)), own.samples)
                 peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if _on_gpu() else math.nan
