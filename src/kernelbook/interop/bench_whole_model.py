@@ -246,7 +246,7 @@ def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Ten
 
     model.eval()
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
-    cache = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
+    cache: Any = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
 
     @torch.no_grad()
     def prefill() -> torch.Tensor:
@@ -264,7 +264,7 @@ def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], tor
 
     model.eval()
     ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=runtime.DEVICE)
-    cache = StaticCache(config=model.config, max_cache_len=context + ROOM)
+    cache: Any = StaticCache(config=model.config, max_cache_len=context + ROOM)
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
     for layer in cache.layers:
@@ -306,7 +306,12 @@ def _captured(call: Callable[[], Any], warm: int = 3) -> tuple[Callable[[], Any]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         out = call()
-    return lambda: (graph.replay(), out)[1], graph
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay, graph
 
 
 def _wall(
@@ -710,7 +715,8 @@ def bench(
     session = _Session(folder, layers, tokens, samples, tiny)
     if runtime.DEVICE.type == "cuda":
         session.record_ceilings()
-    failures, left = [], []
+    failures: list[str] = []
+    left: list[str] = []
     for plan in plans() if wanted is None else wanted:
         if select is not None and select not in str(plan):
             continue

@@ -283,7 +283,7 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if isinstance(base, transformers.PreTrainedModel):
         settings = NF4ExpertsConfig(double_quant, block_size)
-        base.hf_quantizer = NF4ExpertsQuantizer(settings, pre_quantized=True)
+        base.hf_quantizer = NF4ExpertsQuantizer(settings, pre_quantized=True)  # type: ignore[assignment]
         base.config.quantization_config = settings
     return saved
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -95,7 +95,7 @@ class NF4ExpertsQuantizer(HfQuantizer):
             return weight_conversions
         return [_streaming(converter) or converter for converter in weight_conversions]
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
         from kernelbook.interop import transformers as interop
 
         for _, experts in interop.check_experts(model):
@@ -104,7 +104,7 @@ class NF4ExpertsQuantizer(HfQuantizer):
                     weight = getattr(experts, name)
                     store_parameter(experts, name, _empty(weight, self.quantization_config))
             # transformers would draw new values for what it does not know, through the dense form.
-            experts._is_hf_initialized = True  # type: ignore[assignment]
+            experts.__dict__["_is_hf_initialized"] = True
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         from kernelbook.interop import transformers as interop
@@ -193,7 +193,7 @@ class _Quantize(ConversionOps):
     def __init__(self, quantizer: NF4ExpertsQuantizer) -> None:
         self.quantizer = quantizer
 
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: Any, model: Any = None, missing_keys: Any = None, **_: Any
     ) -> dict[str, torch.Tensor]:
         for name in list(input_dict):
@@ -219,7 +219,7 @@ class _Streaming(WeightConverter):
         settings = hf_quantizer.quantization_config
         module, name = get_module_from_name(model, layer_name)
         shape = tuple(getattr(module, name).shape)
-        given = [self.collected_tensors.get(pattern, []) for pattern in self.source_patterns]
+        given: list[list[Any]] = [self.collected_tensors.get(pattern, []) for pattern in self.source_patterns]
         rows = shape[1] // len(given)
         size = rows * shape[2]
         ready = all(len(tensors) == shape[0] and all(map(callable, tensors)) for tensors in given)

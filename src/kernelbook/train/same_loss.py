@@ -169,7 +169,8 @@ def finetune(
     if way.startswith("kernelbook"):
         interop.use_kernels(model)
     else:
-        model.get_base_model().set_experts_implementation(way)
+        base_model: Any = model.get_base_model()
+        base_model.set_experts_implementation(way)
     every = max(1, steps // 10)
     losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=every)
     block = max(1, steps // 50)

@@ -335,8 +335,8 @@ def measure(
     del trainer
     trained = time.perf_counter() - began
     model.requires_grad_(False).eval()
-    for layer in model.sparse_layers().values():
-        layer.active_chunks = None
+    for linear in model.sparse_layers().values():
+        linear.active_chunks = None
     predictors = train_predictors(model, data, rank=rank, steps=predictor_steps, first=config.steps)
     rows: list[dict[str, Any]] = []
 
