@@ -163,7 +163,7 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None, la
     for room in names:
         module = _bench_of(room)
         if room in SEVERAL:
-            code = max(code, module.bench(folder))
+            code = max(code, module.bench(folder, select))
             continue
         if room in WHOLE:
             code = max(code, module.bench(folder, layers=layers, select=select))
