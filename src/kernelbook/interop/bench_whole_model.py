@@ -289,6 +289,10 @@ def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], tor
 # --- the clock ------------------------------------------------------------------------------------------------------
 
 
+def _nothing() -> None:
+    """Before a call."""
+
+
 def _wait() -> None:
     if runtime.DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -315,7 +319,7 @@ def _captured(call: Callable[[], Any], warm: int = 3) -> tuple[Callable[[], Any]
 
 
 def _wall(
-    call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = lambda: None
+    call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = _nothing
 ) -> tuple[timing.Timing, float]:
     """The wall time of a call, of ``calls`` in a row, and the host's microseconds until it has enqueued one."""
     times, host = [], []
@@ -543,7 +547,7 @@ class _Session:
             torch._dynamo.reset()
 
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
-        before: Callable[[], None] = lambda: None
+        before: Callable[[], None] = _nothing
         calls = 1
         graph = None
         if plan.task == "decode":
