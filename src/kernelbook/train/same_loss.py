@@ -108,7 +108,7 @@ def _train(
     optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=runtime.DEVICE.type == "cuda")
     warm = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1))))
+        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1))))
     )
     losses = torch.zeros(steps, device=runtime.DEVICE)
     evaluated = [(0, _validation(model, data, mixed))]
