@@ -48,10 +48,13 @@ def test_the_mean_is_corrected_by_what_rounding_took_from_it() -> None:
 
 
 def _around_a_whole_number(m: int, n: int, period: int) -> torch.Tensor:
-    """Whole numbers near 2^23 in pairs around one of them, which is the mean of each stretch of ``period`` columns. Their sum
-    in float32 is rounded on the way, so that in some rows the quotient is another whole number."""
-    pairs = torch.tensor([-3.0, 3.0, -1.0, 1.0], dtype=torch.float64).repeat(period // 4)
-    rows = [torch.cat([pairs[torch.randperm(period)] for _ in range(n // period)]) for _ in range(m)]
+    """Whole numbers near 2^23, in row r nearly all 2^23 + r, which is the mean of each stretch of ``period`` columns.
+
+    Their sum in float32 is rounded the same way again and again, so that in many rows the quotient is another whole number.
+    """
+    off = torch.zeros(period, dtype=torch.float64)
+    off[:20], off[20:40] = 8, -8
+    rows = [torch.cat([off[torch.randperm(period)] for _ in range(n // period)]) for _ in range(m)]
     return (2.0**23 + torch.arange(m)[:, None] + torch.stack(rows)).to(runtime.DEVICE, torch.float32)
 
 
