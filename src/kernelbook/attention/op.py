@@ -338,11 +338,17 @@ def _hopper_form(rows: int, block_d: int) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _hopper(kernel: str, config: Any, group: int, causal: bool) -> tuple[Launch, int, int, Any, Any]:
+def _hopper(
+    kernel: str, config: Any, group: int, causal: bool, lengths: bool, window: bool
+) -> tuple[Launch, int, int, Any, Any]:
     """-> the launch of a kernel for Hopper GPUs, its rows of what it owns and what it walks over, and their boxes."""
     owned, moved = config.kwargs["ROWS"], config.kwargs["BLOCK_M" if kernel == "dkdv" else "BLOCK_N"]
     name = f"{'fwd' if kernel == 'fwd' else f'bwd_{kernel}'}_hopper"
-    launch = _launch(name, GROUP=group, CAUSAL=causal, **config.kwargs, num_warps=config.num_warps)
+    if kernel == "dkdv" and config.kwargs["BLOCK_D"] > 128:
+        name = "bwd_dkdv_wide_hopper"
+    launch = _launch(
+        name, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, **config.kwargs, num_warps=config.num_warps
+    )
     return launch, owned, moved, *(_hopper_form(rows, config.kwargs["BLOCK_D"]) for rows in (owned, moved))
 
 
@@ -393,25 +399,29 @@ def _prefill(
 ) -> None:  # fmt: skip
     b, h, n, d = q.shape
     s, group, itemsize, properties = k.shape[2], h // k.shape[1], q.element_size(), runtime.properties(q.device)
-    boxes = lengths is None and _in_boxes(q, k, v)  # boxes would hold what lies beyond a length
+    boxes = _in_boxes(q, k, v)
     section = kernels.section(s, d, itemsize, causal, properties)
-    if HAS_GLUON and boxes and window is None and _in_boxes(o):
+    seen = (*launching.strided(lengths, 1, lse), window or 0)
+    if HAS_GLUON and boxes and _in_boxes(o):
         config = kernels_hopper.forward_config(d, itemsize, s, causal, properties)
         if config is not None:
-            launch, rows, _, q_form, k_form = _hopper("fwd", config, group, causal)
+            launch, rows, _, q_form, k_form = _hopper(
+                "fwd", config, group, causal, lengths is not None, window is not None
+            )
             blocks = cdiv(n, rows * config.kwargs["WARPGROUPS"])
             programs, paired = kernels_hopper.forward_grid(
-                blocks, b * h, config.kwargs["BLOCK_D"], causal, properties.num_sms
-            )
+                blocks, b * h, config.kwargs["BLOCK_D"], causal, lengths is not None, window is not None,
+                properties.num_sms,
+            )  # fmt: skip
             tensors = (q_form(q), k_form(k), k_form(v), q_form(o), lse)
-            launch((programs,), *tensors, b, h, n, s, section, int(paired), scale2)
+            launch((programs,), *tensors, b, h, n, s, section, int(paired), *seen, scale2)
             return
+    boxes = boxes and lengths is None  # boxes would hold what lies beyond a length
     launch, block_m, _, q_form, k_form = _plain(
         "fwd", d, group, q.dtype, causal, boxes, lengths is not None, window is not None,
         _precision(q.dtype, properties), properties,
     )  # fmt: skip
     tensors = (*_arguments(q_form, q), *_arguments(k_form, k, v), *_arguments(None, o), lse)
-    seen = (*launching.strided(lengths, 1, lse), window or 0)
     launch((cdiv(n, block_m) * b * h,), *tensors, b, h, n, s, section, *seen, scale2)
 
 
@@ -434,12 +444,13 @@ def _run_backward(
     q, scale2, scale, dq_factor, dk_factor = _scaled(q, scale)
     b, h, n, d = q.shape
     h_kv, s, itemsize, properties = k.shape[1], k.shape[2], q.element_size(), runtime.properties(q.device)
-    boxes = lengths is None and _in_boxes(q, k, v, do)
+    boxes = _in_boxes(q, k, v, do)
     dkdv_config, dq_config = None, None
-    if HAS_GLUON and boxes and window is None and _in_boxes(dq, dk, dv):
+    if HAS_GLUON and boxes and _in_boxes(dq, dk, dv):
         dkdv_config, dq_config = kernels_hopper.backward_config(d, itemsize, properties) or (None, None)
     lse, delta = _delta(o, do, lse, 1 if dkdv_config is None else kernels_hopper.PADDING)
-    kind = (d, h // h_kv, q.dtype, causal, boxes, lengths is not None, window is not None)
+    some = (lengths is not None, window is not None)
+    kind = (d, h // h_kv, q.dtype, causal, boxes and lengths is None, *some)  # boxes would hold what lies beyond a length
     precision = _precision(q.dtype, properties)
     seen = (*launching.strided(lengths, 1, lse), window or 0)
     sizes = (b, h, n, s, lse.shape[2])
@@ -447,11 +458,12 @@ def _run_backward(
 
     section = kernels.section(n * (h // h_kv), d, itemsize, causal, properties)
     if dkdv_config is not None:
-        launch, rows, block_m, k_form, q_form = _hopper("dkdv", dkdv_config, h // h_kv, causal)
+        launch, rows, block_m, k_form, q_form = _hopper("dkdv", dkdv_config, h // h_kv, causal, *some)
         vector = box_form(block_m, layout=NVMMASharedLayout(0, 32, rank=1))
         tensors = [q_form(q), k_form(k), k_form(v), q_form(do), k_form(dk), k_form(dv)]
         vectors = (vector(lse.view(-1)), vector(delta.view(-1)))
-        launch((cdiv(s, 2 * rows) * b * h_kv,), *tensors, *vectors, *sizes, section, scale2, scale)
+        owned = 2 * rows if d <= 128 else rows
+        launch((cdiv(s, owned) * b * h_kv,), *tensors, *vectors, *sizes, section, *seen, scale2, scale)
     else:
         launch, _, block_n, q_form, k_form = _plain("dkdv", *kind, precision, properties)
         tensors = _arguments(q_form, q) + _arguments(k_form, k, v) + _arguments(q_form, do)
@@ -462,9 +474,9 @@ def _run_backward(
 
     section = kernels.section(s, d, itemsize, causal, properties)
     if dq_config is not None:
-        launch, rows, _, q_form, k_form = _hopper("dq", dq_config, h // h_kv, causal)
+        launch, rows, _, q_form, k_form = _hopper("dq", dq_config, h // h_kv, causal, *some)
         tensors = [q_form(q), k_form(k), k_form(v), q_form(do), q_form(dq)]
-        launch((cdiv(n, 2 * rows) * b * h,), *tensors, lse, delta, *sizes, section, scale2, scale)
+        launch((cdiv(n, 2 * rows) * b * h,), *tensors, lse, delta, *sizes, section, *seen, scale2, scale)
     else:
         launch, block_m, _, q_form, k_form = _plain("dq", *kind, precision, properties)
         tensors = _arguments(q_form, q) + _arguments(k_form, k, v) + _arguments(q_form, do)
