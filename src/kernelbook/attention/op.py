@@ -450,7 +450,14 @@ def _run_backward(
         dkdv_config, dq_config = kernels_hopper.backward_config(d, itemsize, properties) or (None, None)
     lse, delta = _delta(o, do, lse, 1 if dkdv_config is None else kernels_hopper.PADDING)
     some = (lengths is not None, window is not None)
-    kind = (d, h // h_kv, q.dtype, causal, boxes and lengths is None, *some)  # boxes would hold what lies beyond a length
+    kind = (
+        d,
+        h // h_kv,
+        q.dtype,
+        causal,
+        boxes and lengths is None,
+        *some,
+    )  # boxes would hold what lies beyond a length
     precision = _precision(q.dtype, properties)
     seen = (*launching.strided(lengths, 1, lse), window or 0)
     sizes = (b, h, n, s, lse.shape[2])
