@@ -566,16 +566,19 @@ def _dkdv_consume(
     dk_out, dv_out, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_full, q_full, q_free, do_full, do_free,
     b, h_kv, start_n, first, masked, plain, count, length, diagonal, window, scale, dk_scale,
     W: gl.constexpr, GROUP: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    KEPT: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    k, v = k_smem.index(W), v_smem.index(W)
+    k_own, v_own = k_smem.index(W), v_smem.index(W)
     columns = start_n + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     mbarrier.wait(kv_full.index(W), 0)
+    k, v = k_own, v_own
+    if KEPT:  # in registers: shared memory has less to do
+        k, v = k_own.load(gl.DotOperandLayout(0, SCORES, 2)), v_own.load(gl.DotOperandLayout(0, SCORES, 2))
     for member in range(GROUP):
         for i in range(masked):
             dk, dv = _dkdv_step(
@@ -601,11 +604,11 @@ def _dkdv_consume(
         dk = gl.where(there, dk, 0.0)
         dv = gl.where(there, dv, 0.0)
     # This warpgroup's keys and values are not needed any more.
-    k.store((dk * dk_scale).to(k.dtype))
-    v.store(dv.to(v.dtype))
+    k_own.store((dk * dk_scale).to(k_own.dtype))
+    v_own.store(dv.to(v_own.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_out, [b, h_kv, start_n + W * ROWS, 0], k)
-    tma.async_copy_shared_to_global(dv_out, [b, h_kv, start_n + W * ROWS, 0], v)
+    tma.async_copy_shared_to_global(dk_out, [b, h_kv, start_n + W * ROWS, 0], k_own)
+    tma.async_copy_shared_to_global(dv_out, [b, h_kv, start_n + W * ROWS, 0], v_own)
     tma.store_wait(0)
 
 
@@ -619,7 +622,7 @@ def _flash_attention_bwd_dkdv_hopper_kernel(
     scale,  # with log2(e)
     dk_scale,  # without
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    KEPT: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = 2 * ROWS
     block, head = _place(gl.program_id(0), gl.cdiv(S, BLOCK_N), B * (H // GROUP), section, False)
@@ -661,13 +664,13 @@ def _flash_attention_bwd_dkdv_hopper_kernel(
                 dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
                 kv_full, q_full, q_free, do_full, do_free,
                 b, h_kv, start_n, first, masked, plain, count, length, diagonal, window, scale, dk_scale,
-                0, GROUP, LENGTHS, WINDOW, STAGES, ROWS, BLOCK_M, BLOCK_D,
+                0, GROUP, LENGTHS, WINDOW, STAGES, KEPT, ROWS, BLOCK_M, BLOCK_D,
             )),
             (_dkdv_consume, (
                 dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
                 kv_full, q_full, q_free, do_full, do_free,
                 b, h_kv, start_n, first, masked, plain, count, length, diagonal, window, scale, dk_scale,
-                1, GROUP, LENGTHS, WINDOW, STAGES, ROWS, BLOCK_M, BLOCK_D,
+                1, GROUP, LENGTHS, WINDOW, STAGES, KEPT, ROWS, BLOCK_M, BLOCK_D,
             )),
             (_dkdv_produce, (
                 q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
@@ -953,7 +956,7 @@ def _dq_consume(
     b, h, head, start_m, top, count, masked, plain, diagonal, n_padded, S, window, scale, dq_scale,
     W: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    KEPT: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -962,9 +965,12 @@ def _dq_consume(
     base = head.to(gl.int64) * n_padded
     lse = gl.load(lse_ptr + base + rows)
     delta = gl.load(delta_ptr + base + rows)
-    q, do = q_smem.index(W), do_smem.index(W)
+    own = q_smem.index(W)
     dq = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     mbarrier.wait(q_full.index(W), 0)
+    q, do = own, do_smem.index(W)
+    if KEPT:
+        q, do = q.load(gl.DotOperandLayout(0, SCORES, 2)), do.load(gl.DotOperandLayout(0, SCORES, 2))
     for i in range(masked):
         dq = _dq_step(
             i, (top - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free,
@@ -984,9 +990,9 @@ def _dq_consume(
                 rows, diagonal, S, window, scale,
                 STAGES, V_STAGES, True, CAUSAL, False, WINDOW, ROWS, BLOCK_N, SCORES, LEFT, OUT,
             )  # fmt: skip
-    q.store((dq * dq_scale).to(q.dtype))
+    own.store((dq * dq_scale).to(own.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dq_out, [b, h, start_m + W * ROWS, 0], q)
+    tma.async_copy_shared_to_global(dq_out, [b, h, start_m + W * ROWS, 0], own)
     tma.store_wait(0)
 
 
@@ -1000,8 +1006,7 @@ def _flash_attention_bwd_dq_hopper_kernel(
     scale,  # with log2(e)
     dq_scale,  # without
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr, KEPT: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = 2 * ROWS
     block, head = _place(gl.program_id(0), gl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
@@ -1038,12 +1043,12 @@ def _flash_attention_bwd_dq_hopper_kernel(
             (_dq_consume, (
                 dq, lse_ptr, delta_ptr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
                 b, h, head, start_m, top, count, masked, plain, diagonal, n_padded, S, window, scale, dq_scale,
-                0, STAGES, V_STAGES, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, BLOCK_D,
+                0, STAGES, V_STAGES, CAUSAL, LENGTHS, WINDOW, KEPT, ROWS, BLOCK_N, BLOCK_D,
             )),
             (_dq_consume, (
                 dq, lse_ptr, delta_ptr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
                 b, h, head, start_m, top, count, masked, plain, diagonal, n_padded, S, window, scale, dq_scale,
-                1, STAGES, V_STAGES, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, BLOCK_D,
+                1, STAGES, V_STAGES, CAUSAL, LENGTHS, WINDOW, KEPT, ROWS, BLOCK_N, BLOCK_D,
             )),
             (_dq_produce, (
                 q, k, v, do, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
@@ -1071,10 +1076,10 @@ TILES: dict[tuple[int, bool], tuple[tuple[int, tuple[int, int, int, bool] | None
 }
 # By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of keys and of values of that
 # for dq, or None where the plain kernel is faster.
-BACKWARD_TILES: dict[int, tuple[int, int, tuple[int, int, int] | None]] = {
-    64: (64, 2, None),
-    128: (64, 3, (64, 4, 4)),
-    256: (64, 2, (64, 2, 1)),
+BACKWARD_TILES: dict[int, tuple[int, int, bool, tuple[int, int, int, bool] | None]] = {
+    64: (64, 2, False, None),
+    128: (64, 3, False, (64, 4, 4, False)),
+    256: (64, 2, False, (64, 2, 1, False)),
 }
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
@@ -1129,10 +1134,11 @@ def backward_config(
     width = _is_for(d, itemsize, properties)
     if width not in BACKWARD_TILES:
         return None
-    block_m, stages, for_dq = BACKWARD_TILES[width]
+    block_m, stages, kept, for_dq = BACKWARD_TILES[width]
     blocks = {"BLOCK_D": width, "ROWS": ROWS}
-    dkdv = triton.Config({**blocks, "BLOCK_M": block_m, "STAGES": stages}, num_warps=4)
+    dkdv_blocks = {**blocks, "BLOCK_M": block_m, "STAGES": stages, **({"KEPT": kept} if width <= 128 else {})}
+    dkdv = triton.Config(dkdv_blocks, num_warps=4)
     if for_dq is None:
         return dkdv, None
-    block_n, stages, v_stages = for_dq
-    return dkdv, triton.Config({**blocks, "BLOCK_N": block_n, "STAGES": stages, "V_STAGES": v_stages}, num_warps=4)
+    dq_blocks = dict(zip(("BLOCK_N", "STAGES", "V_STAGES", "KEPT"), for_dq, strict=True))
+    return dkdv, triton.Config({**blocks, **dq_blocks}, num_warps=4)
