@@ -147,7 +147,7 @@ def _can_measure() -> bool:
 
 
 def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) -> int:
-    """Measures rooms and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
+    """Measures rooms, their cases and then those of models, and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
 
     The rows of a case are written before the next one is measured: a run that is stopped keeps what it has.
     """
@@ -162,11 +162,16 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
             code = max(code, module.bench(folder))
             continue
         package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
-        cases = [case for case in module.cases() if select is None or select in str(case)]
-        print(f"{room}: {len(cases)} cases on {runtime.properties().name}", flush=True)
+        lists = {room: module.cases(), "models": getattr(module, "models", tuple)()}
+        chosen = {
+            stem: [case for case in found if select is None or select in str(case)] for stem, found in lists.items()
+        }
+        print(f"{room}: {sum(map(len, chosen.values()))} cases on {runtime.properties().name}", flush=True)
         for note in getattr(module, "missing_peers", list)():
             print(f"left out: {note}")
-        failures = _bench_cases(room, cases, folder, package, rep_ms)
+        failures = []
+        for stem, cases in chosen.items():
+            failures += _bench_cases(stem, cases, folder, package, rep_ms) if cases else []
         if select is None:
             failures += _bench_extras(module, folder)
         for failure in failures:
@@ -176,7 +181,7 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
     return code
 
 
-def _bench_cases(room: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
+def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
     """Measures the cases, writes and prints the rows of each as they come, and returns the failures."""
     ceilings = timing.measure_ceilings()
     recorded: set[str] = set()
@@ -187,7 +192,7 @@ def _bench_cases(room: str, cases: Sequence[timing.Case], folder: Path, package:
             row = timing.ceilings_row(ceilings, run, package)
             timing.write_results(folder / "ceilings.csv", row, key=("run",))
             recorded.add(run)
-        timing.write_results(folder / f"{room}.csv", rows)
+        timing.write_results(folder / f"{stem}.csv", rows)
         first = rows.iloc[0]
         shown = rows[["provider", "ms", "host_us", "peak_mib", "err_ratio"]]
         tqdm.write(f"\n{first['mode']} {first['dtype']} {first['shape']} {first['x_name']}={first['x']}")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from kernelbook import check, launching, runtime, timing
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
+from kernelbook.models import MODELS
 
 __all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks", "tuning_cases"]
 
@@ -282,6 +283,14 @@ def cases() -> Iterator[timing.Case]:
                 yield _case(mode, SWEEP_M, n, torch.bfloat16, with_compile=False)
     yield from _rms_cases()
     yield _first_call(4096)
+
+
+def models() -> Iterator[timing.Case]:
+    """The widths of this year's models: RMSNorm, which they all use, on a prompt; LayerNorm on a short one."""
+    for n in sorted({model.hidden for model in MODELS.values()}):
+        for mode in ("forward", "backward"):
+            yield _rms_case(mode, 8192, n, with_compile=True)
+            yield _case(mode, 1000, n, torch.bfloat16, with_compile=False)
 
 
 def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:

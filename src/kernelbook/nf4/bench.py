@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kernelbook import check, runtime
+from kernelbook.models import MODELS
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.timing import Case, Problem
@@ -193,6 +194,16 @@ def cases() -> Iterator[Case]:
         for rows, cols in ((ROWS, COLS), (14336, 4096)):
             for tokens in (1, 2, 4, 8, 16):
                 yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+
+
+def models() -> Iterator[Case]:
+    """Matrices of this year's models: eight of 32 experts made dense, and one matrix times one token and 16."""
+    for model in MODELS.values():
+        if model.experts:
+            yield _case((32, 2 * model.expert_intermediate, model.hidden), 8, BLOCK_SIZE, False)
+    for rows, cols in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
+        for tokens in (1, 16):
+            yield _matmul_case((1, rows, cols), tokens, BLOCK_SIZE, False)
 
 
 def small_checks() -> list[check.Verdict]:
