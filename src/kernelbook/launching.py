@@ -264,6 +264,22 @@ class Launch:
             handles.clear()
         handles[_key(args, device)] = handle
 
+    def settled(
+        self, grid: tuple[int, ...], args: tuple[Any, ...], given: tuple[torch.Tensor, ...]
+    ) -> Callable[..., bool] | None:
+        """``launch(*tensors)``, for ``self(grid, *args)`` with other tensors in the places of those ``given``.
+
+        For calls that cost the host more than the device: make it after such a call, and numbers are looked at no more. The
+        tensors have to have the dtypes, shapes, strides and device of those given. It returns whether it has launched: not
+        where a tensor does not begin on 16 bytes, something watches, or the kernel is another by now. ``None``: nobody
+        can, as this launch did not go through a handle either.
+        """
+        variant, device = self._variants.get(tuple(map(type, args))), given[0].get_device()
+        handle = variant[1].get(_key(args, device)) if variant and _HAS_HANDLES else None
+        if handle is None or any(tensor.data_ptr() % 16 for tensor in given):
+            return None
+        return _settled(self.kernel, handle, grid, args, given, device)
+
 
 def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
     for arg in args:
@@ -337,6 +353,69 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
         "handles": handles, "kernel": kernel, "kinds": _kinds,
         "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream,
     }  # fmt: skip
+    exec("\n".join(lines), scope)  # noqa: S102
+    return cast(Callable[..., bool], scope["launch"])
+
+
+def _settled(
+    kernel: Any, handle: _Handle, grid: tuple[int, ...], args: tuple[Any, ...], given: tuple[torch.Tensor, ...],
+    device: int,
+) -> Callable[..., bool] | None:  # fmt: skip
+    """The launch of these numbers written out, see :meth:`Launch.settled`."""
+    scope: dict[str, Any] = {
+        "kernel": kernel, "handle": handle, "watched": _is_watched, "of_thread": _of_thread,
+        "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream,
+    }  # fmt: skip
+
+    def maps(index: int, form: BoxForm) -> Callable[[torch.Tensor, int], list[Any]]:
+        found: dict[int, list[Any]] = {}
+
+        def of(tensor: torch.Tensor, address: int) -> list[Any]:
+            expanded = found.get(address)
+            if expanded is None:
+                if len(found) >= 4096:
+                    found.clear()
+                expanded = found[address] = handle.expanded(index, Box(tensor, form), address)
+            return expanded
+
+        return of
+
+    places: dict[int, list[int]] = {}  # the same tensor may be given twice, and takes its places in their order then
+    for i, tensor in enumerate(given):
+        places.setdefault(id(tensor), []).append(i)
+    values, boxes = [], 0
+    for i, arg in enumerate(args):
+        if isinstance(arg, Box | torch.Tensor):
+            found = places.get(id(arg.tensor if isinstance(arg, Box) else arg))
+            if found is None:
+                return None  # a copy that was made for this launch
+            place = found.pop(0) if len(found) > 1 else found[0]
+        if isinstance(arg, Box):
+            scope[f"maps{i}"] = maps(boxes, arg.form)
+            values.append(f"*maps{i}(t{place}, p{place})")
+            boxes += 1
+        elif isinstance(arg, torch.Tensor):
+            values.append(f"p{place}")
+        else:
+            scope[f"c{i}"] = arg
+            values.append(f"c{i}")
+    arguments = ", ".join([*values, "*handle.tail"])
+    programs = ", ".join(map(str, (*grid, 1, 1)[:3]))
+    names = [f"t{i}" for i in range(len(given))]
+    lines = [
+        f"def launch({', '.join(names)}):",
+        *(f" p{t[1:]} = {t}.data_ptr()" for t in names),
+        f" if ({' | '.join(f'p{t[1:]}' for t in names)}) % 16 or current_device() != {device} or of_thread.tracing:",
+        "  return False",
+        f" if kernel.device_caches[{device}][0].get(handle.key) is not handle.compiled or kernel.pre_run_hooks or watched():",
+        "  return False",
+        " for found, name, value in handle.globals:",
+        "  if found.get(name) is not value:",
+        "   return False",
+        f" handle.launch({programs}, stream({device}), handle.function, *handle.before, "
+        f"{arguments if _TRITON == (3, 6) else f'({arguments},)'})",
+        " return True",
+    ]
     exec("\n".join(lines), scope)  # noqa: S102
     return cast(Callable[..., bool], scope["launch"])
 

@@ -614,8 +614,9 @@ def _dkdv_consume(
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
 def _flash_attention_bwd_dkdv_hopper_kernel(
-    q, k, v, do, dk, dv,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for the others
+    q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
     lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
+    dk, dv,  # descriptors: (B, H / GROUP, S, D)
     B, H, N, S, n_padded, section,
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
     window,
@@ -820,8 +821,7 @@ def _dk_consume(
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
 def _flash_attention_bwd_dkdv_wide_hopper_kernel(
-    q, k, v, do, dk, dv,  # as for the kernel above
-    lse, delta,
+    q, k, v, do, lse, delta, dk, dv,  # as for the kernel above
     B, H, N, S, n_padded, section,
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
     window,
@@ -998,8 +998,9 @@ def _dq_consume(
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
 def _flash_attention_bwd_dq_hopper_kernel(
-    q, k, v, do, dq,  # tensor descriptors: (B, H, N, D) for q, do, dq, (B, H / GROUP, S, D) for k and v
+    q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
     lse_ptr, delta_ptr,  # (B, H, n_padded); +inf and 0 beyond N
+    dq,  # a descriptor: (B, H, N, D)
     B, H, N, S, n_padded, section,
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
     window,
@@ -1142,3 +1143,12 @@ def backward_config(
         return dkdv, None
     dq_blocks = dict(zip(("BLOCK_N", "STAGES", "V_STAGES", "KEPT"), for_dq, strict=True))
     return dkdv, triton.Config({**blocks, **dq_blocks}, num_warps=4)
+
+
+def config(
+    kernel: str, d: int, itemsize: int, s: int, causal: bool, window: bool, properties: runtime.DeviceProperties
+) -> triton.Config | None:
+    """The tiles of ``fwd``, ``dkdv`` or ``dq``; ``None`` where the plain kernel is to be used."""
+    if kernel == "fwd":
+        return forward_config(d, itemsize, s, causal, properties)
+    return (backward_config(d, itemsize, properties) or (None, None))[kernel == "dq"]

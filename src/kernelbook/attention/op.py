@@ -3,14 +3,14 @@
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
-from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, tl_accumulator
+from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, strided, tl_accumulator
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -31,15 +31,9 @@ MAX_SCALE, MIN_SCALE = torch.finfo(torch.float32).max / LOG2_E, torch.finfo(torc
 
 
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    lengths: torch.Tensor | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
+    lengths: torch.Tensor | None = None, window: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``softmax(scale q k^T) v`` without the score matrix; differentiable in q, k and v, bitwise reproducible.
 
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), sections 2 and 3; up to
@@ -68,24 +62,26 @@ def flash_attention(
             a number, or ``window`` not an integer.
         ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
     """
+    given = (q, k, v) if lengths is None else (q, k, v, lengths)
+    kind = _kind("flash", given, causal, scale, window)
+    found = _again(kind, given)
+    if found is not None:
+        return found
     q, k, v = arguments.in_autocast_dtype(q, k, v)
-    scale = _check_flash(q, k, v, causal, scale, lengths, window)
+    args = q, k, v, causal, _check_flash(q, k, v, causal, scale, lengths, window), lengths, window
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        o: torch.Tensor = _flash(q, k, v, causal, scale, lengths, window)[0]
-    else:
-        o = _inference(q, k, v, causal, scale, lengths, window)
-    return o
+        return cast(torch.Tensor, _flash(*args)[0])
+    if kind is None:
+        return cast(torch.Tensor, _inference(*args))
+    found = torch.empty_like(q)
+    _remember(kind, _run((found, None), *args), given, found)
+    return found
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, *,
     scale: float | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Attention of up to 16 new queries a sequence, to keys and values in pages; no gradients.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
@@ -110,20 +106,24 @@ def paged_attention(
         TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``scale`` is not a number.
         ValueError: a shape, a device or ``scale`` is not as above; on the CPU also an entry out of range.
     """
+    given = q, k_pages, v_pages, block_table, lengths
+    kind = _kind("paged", given, scale)
+    found = _again(kind, given)
+    if found is not None:
+        return found
     q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
-    o: torch.Tensor = _paged(q, k_pages, v_pages, block_table, lengths, scale)
-    return o
+    args = q, k_pages, v_pages, block_table, lengths, _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
+    if kind is None:
+        return cast(torch.Tensor, _paged(*args))
+    found = torch.empty_like(q)
+    _remember(kind, _run_paged(found, *args), given, found)
+    return found
 
 
 def append_to_pages(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_table: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Writes new keys and values into their pages, in place, from position ``lengths[b]`` of each sequence on.
 
     Args:
@@ -138,11 +138,75 @@ def append_to_pages(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    _check_append(k, v, k_pages, v_pages, block_table, lengths)
-    tensors: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages)
-    if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
-        tensors = tuple(t.view(torch.int16) for t in tensors)
-    _append(*tensors, block_table, lengths)
+    given: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages, block_table, lengths)
+    kind = _kind("append", given)
+    if _again(kind, given) is None:
+        _check_append(*given)
+        if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
+            given = (*(t.view(torch.int16) for t in given[:4]), block_table, lengths)
+        if kind is None:
+            torch.ops.kernelbook.append_to_pages(*given)
+        else:
+            _remember(kind, _run_append(*given), given, None)
+
+
+# --- calls that were made before ------------------------------------------------------------------------------------
+
+# With one query the host needs longer than the device. So what a call without gradients launches is remembered by all that
+# it depends on but addresses.
+_calls: dict[tuple[Any, ...], Callable[..., torch.Tensor | None]] = {}
+
+
+class _Launched(NamedTuple):
+    """A launch, and the buffers that it used beside arguments and results, each with what makes another one."""
+
+    launch: Launch
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    buffers: tuple[tuple[torch.Tensor, Callable[[], torch.Tensor]], ...] = ()
+
+
+def _kind(name: str, given: tuple[Any, ...], *numbers: Any) -> tuple[Any, ...] | None:
+    """What decides a launch; ``None`` where somebody looks on, wants gradients, or has to be told what is wrong."""
+    if runtime.DEVICE.type != "cuda" or launching.is_observed() or torch.is_autocast_enabled("cuda"):
+        return None
+    kind, recording = [name, HAS_GLUON, launching.allows_tf32()], torch.is_grad_enabled()
+    for tensor in given:
+        if type(tensor) is not torch.Tensor or (recording and tensor.requires_grad):
+            return None
+        kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    for number in numbers:
+        if number is not None and type(number) not in (bool, int, float):
+            return None
+        kind += (type(number), number)
+    return None if len(given) > 3 and runtime.debug_enabled() else tuple(kind)
+
+
+def _again(kind: tuple[Any, ...] | None, given: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The result, where a call of this kind was made before and its launch fits."""
+    call = None if kind is None else _calls.get(kind)
+    return None if call is None else call(*given)
+
+
+def _remember(
+    kind: tuple[Any, ...], launched: _Launched | None, given: tuple[torch.Tensor, ...], result: torch.Tensor | None
+) -> None:
+    if launched is None:
+        return
+    results = () if result is None else (result,)
+    tensors = (*given, *results, *(buffer for buffer, _ in launched.buffers))
+    launch, makers = launched.launch.settled(launched.grid, launched.args, tensors), [m for _, m in launched.buffers]
+
+    def call(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
+        if result is None:
+            return first if launch(first, *others) else None
+        out = torch.empty_like(first)
+        return out if launch(first, *others, out, *[make() for make in makers]) else None
+
+    if launch is not None:
+        if len(_calls) >= 4096:
+            _calls.clear()
+        _calls[kind] = call
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -286,12 +350,8 @@ def _in_boxes(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _arguments(form: Any, *tensors: torch.Tensor) -> list[Any]:
-    """Tensors as the plain kernels take them: with their strides, or as boxes of this form."""
-    found: list[Any] = []
-    for tensor in tensors:
-        found += (tensor, *tensor.stride()) if form is None else (form(tensor), 0, 0, 0, 0)
-    return found
+def _strided(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor, *tensor.stride())
 
 
 @contextlib.contextmanager
@@ -316,40 +376,57 @@ def _launch(kernel: str, **constants: Any) -> Launch:
     )
 
 
+class _Plan(NamedTuple):
+    """A launch, how many rows a program of it owns, and tensors as it takes them: rows of queries, of keys, results, vectors."""
+
+    launch: Launch
+    owned: int
+    queries: Callable[[torch.Tensor], tuple[Any, ...]]
+    keys: Callable[[torch.Tensor], tuple[Any, ...]]
+    results: Callable[[torch.Tensor], tuple[Any, ...]]
+    vectors: Callable[[torch.Tensor], Any]
+    hopper: bool
+
+
 @functools.lru_cache(maxsize=4096)
-def _plain(
-    kernel: str, d: int, group: int, dtype: torch.dtype, causal: bool, boxes: bool, lengths: bool, window: bool,
-    precision: str, properties: runtime.DeviceProperties,
-) -> tuple[Launch, int, int, Any, Any]:  # fmt: skip
-    """-> the launch of a kernel for every GPU, its BLOCK_M and BLOCK_N, and the boxes of tensors in such blocks."""
+def _plan(
+    kernel: str, d: int, group: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool, s: int,
+    boxes: bool, boxed_results: bool, gluon: bool, precision: str, properties: runtime.DeviceProperties,
+) -> _Plan:  # fmt: skip
+    """``boxes``: descriptors can read the arguments; ``boxed_results``: and write the results."""
+    name, config = kernel if kernel == "fwd" else f"bwd_{kernel}", None
+    kind: dict[str, Any] = {"GROUP": group, "CAUSAL": causal, "LENGTHS": lengths, "WINDOW": window}
+    if gluon and boxes and boxed_results:
+        config = kernels_hopper.config(kernel, d, dtype.itemsize, s, causal, window, properties)
+    if config is not None:
+        blocks = config.kwargs
+        walked = "BLOCK_M" if kernel == "dkdv" else "BLOCK_N"
+        wide = kernel == "dkdv" and blocks["BLOCK_D"] > 128
+        launch = _launch(f"{name}{'_wide' if wide else ''}_hopper", **kind, **blocks, num_warps=config.num_warps)
+        forms = [
+            box_form(
+                1, 1, rows, blocks["BLOCK_D"], layout=NVMMASharedLayout(min(128, 2 * blocks["BLOCK_D"]), 16, rank=4)
+            )
+            for rows in (blocks["ROWS"], blocks[walked])
+        ]
+        own, others = (lambda t, form=form: (form(t),) for form in forms)
+        owned = blocks["ROWS"] * blocks.get("WARPGROUPS", 1 if wide else 2)
+        if kernel != "dkdv":
+            return _Plan(launch, owned, own, others, own, lambda t: t, True)
+        vector = box_form(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1))
+        return _Plan(launch, owned, others, own, own, lambda t: vector(t.view(-1)), True)
+    boxes = boxes and not lengths  # boxes would hold what lies beyond a length
     config = kernels.config(kernel, d, dtype.itemsize, boxes, properties)
-    block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     launch = _launch(
-        kernel if kernel == "fwd" else f"bwd_{kernel}", LENGTHS=lengths, WINDOW=window, D=d, GROUP=group, CAUSAL=causal,
-        BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
+        name, **kind, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    forms = [box_form(1, 1, rows, block_d) if boxes else None for rows in (block_m, block_n)]
-    return launch, block_m, block_n, *forms
-
-
-def _hopper_form(rows: int, block_d: int) -> Any:
-    return box_form(1, 1, rows, block_d, layout=NVMMASharedLayout(min(128, 2 * block_d), 16, rank=4))
-
-
-@functools.lru_cache(maxsize=4096)
-def _hopper(
-    kernel: str, config: Any, group: int, causal: bool, lengths: bool, window: bool
-) -> tuple[Launch, int, int, Any, Any]:
-    """-> the launch of a kernel for Hopper GPUs, its rows of what it owns and what it walks over, and their boxes."""
-    owned, moved = config.kwargs["ROWS"], config.kwargs["BLOCK_M" if kernel == "dkdv" else "BLOCK_N"]
-    name = f"{'fwd' if kernel == 'fwd' else f'bwd_{kernel}'}_hopper"
-    if kernel == "dkdv" and config.kwargs["BLOCK_D"] > 128:
-        name = "bwd_dkdv_wide_hopper"
-    launch = _launch(
-        name, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, **config.kwargs, num_warps=config.num_warps
-    )
-    return launch, owned, moved, *(_hopper_form(rows, config.kwargs["BLOCK_D"]) for rows in (owned, moved))
+    block_m, block_n, block_d = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    queries, keys = _strided, _strided
+    if boxes:
+        forms = [box_form(1, 1, rows, block_d) for rows in (block_m, block_n)]
+        queries, keys = (lambda t, form=form: (form(t), 0, 0, 0, 0) for form in forms)
+    return _Plan(launch, block_n if kernel == "dkdv" else block_m, queries, keys, _strided, lambda t: t, False)
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -361,28 +438,40 @@ def _outputs(q: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _run(
-    results: tuple[torch.Tensor, torch.Tensor | None],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    lengths: torch.Tensor | None,
-    window: int | None,
-) -> None:
+    results: tuple[torch.Tensor, torch.Tensor | None], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    causal: bool, scale: float, lengths: torch.Tensor | None, window: int | None,
+) -> _Launched | None:  # fmt: skip
     o, lse = results
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
     if k.numel() == 0 or o.numel() == 0:
         o.zero_(), None if lse is None else lse.fill_(math.inf)
-        return
+        return None
     q, k, v = _launchable(q), _launchable(k), _launchable(v)
     q, scale2, _, _, _ = _scaled(q, scale)
     if q.shape[2] <= kernels_decode.MAX_QUERIES:
-        _decode(q, k, v, o, lse, causal, scale2, lengths, window, None)
-    else:
-        lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype)) if lse is None else lse
-        _prefill(q, k, v, o, lse, causal, scale2, lengths, window)
+        return _decode(q, k, v, o, lse, causal, scale2, lengths, window, None)
+    (b, h, n, d), s, properties = q.shape, k.shape[2], runtime.properties(q.device)
+    plan = _plan(
+        "fwd", d, h // k.shape[1], q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v),
+        _in_boxes(o), HAS_GLUON, _precision(q.dtype, properties), properties,
+    )  # fmt: skip
+    grid, paired = (cdiv(n, plan.owned) * b * h,), ()
+    if plan.hopper:
+        programs, pairs = kernels_hopper.forward_grid(
+            cdiv(n, plan.owned), b * h, d, causal, lengths is not None, window is not None, properties.num_sms
+        )
+        grid, paired = (programs,), (int(pairs),)
+    make = functools.partial(torch.empty, q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
+    buffers = () if lse is not None else ((make(), make),)
+    lse = buffers[0][0] if lse is None else lse
+    section = kernels.section(s, d, q.element_size(), causal, properties)
+    args = (
+        *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.results(o), lse, b, h, n, s, section, *paired,
+        *strided(lengths, 1, lse), window or 0, scale2,
+    )  # fmt: skip
+    plan.launch(grid, *args)
+    return _Launched(plan.launch, grid, args, buffers)
 
 
 _inference = launching.operator(
@@ -391,38 +480,6 @@ _inference = launching.operator(
     outputs=lambda q, *_others: torch.empty_like(q),
     run=lambda o, *args: _run((o, None), *args),
 )
-
-
-def _prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None,
-) -> None:  # fmt: skip
-    b, h, n, d = q.shape
-    s, group, itemsize, properties = k.shape[2], h // k.shape[1], q.element_size(), runtime.properties(q.device)
-    boxes = _in_boxes(q, k, v)
-    section = kernels.section(s, d, itemsize, causal, properties)
-    seen = (*launching.strided(lengths, 1, lse), window or 0)
-    if HAS_GLUON and boxes and _in_boxes(o):
-        config = kernels_hopper.forward_config(d, itemsize, s, causal, properties)
-        if config is not None:
-            launch, rows, _, q_form, k_form = _hopper(
-                "fwd", config, group, causal, lengths is not None, window is not None
-            )
-            blocks = cdiv(n, rows * config.kwargs["WARPGROUPS"])
-            programs, paired = kernels_hopper.forward_grid(
-                blocks, b * h, config.kwargs["BLOCK_D"], causal, lengths is not None, window is not None,
-                properties.num_sms,
-            )  # fmt: skip
-            tensors = (q_form(q), k_form(k), k_form(v), q_form(o), lse)
-            launch((programs,), *tensors, b, h, n, s, section, int(paired), *seen, scale2)
-            return
-    boxes = boxes and lengths is None  # boxes would hold what lies beyond a length
-    launch, block_m, _, q_form, k_form = _plain(
-        "fwd", d, group, q.dtype, causal, boxes, lengths is not None, window is not None,
-        _precision(q.dtype, properties), properties,
-    )  # fmt: skip
-    tensors = (*_arguments(q_form, q), *_arguments(k_form, k, v), *_arguments(None, o), lse)
-    launch((cdiv(n, block_m) * b * h,), *tensors, b, h, n, s, section, *seen, scale2)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -442,54 +499,24 @@ def _run_backward(
         return
     do, q, k, v, o = (_launchable(t) for t in (do, q, k, v, o))
     q, scale2, scale, dq_factor, dk_factor = _scaled(q, scale)
-    b, h, n, d = q.shape
-    h_kv, s, itemsize, properties = k.shape[1], k.shape[2], q.element_size(), runtime.properties(q.device)
-    boxes = _in_boxes(q, k, v, do)
-    dkdv_config, dq_config = None, None
-    if HAS_GLUON and boxes and _in_boxes(dq, dk, dv):
-        dkdv_config, dq_config = kernels_hopper.backward_config(d, itemsize, properties) or (None, None)
-    lse, delta = _delta(o, do, lse, 1 if dkdv_config is None else kernels_hopper.PADDING)
-    some = (lengths is not None, window is not None)
+    (b, h, n, d), h_kv, s = q.shape, k.shape[1], k.shape[2]
+    itemsize, properties = q.element_size(), runtime.properties(q.device)
     kind = (
-        d,
-        h // h_kv,
-        q.dtype,
-        causal,
-        boxes and lengths is None,
-        *some,
-    )  # boxes would hold what lies beyond a length
-    precision = _precision(q.dtype, properties)
-    seen = (*launching.strided(lengths, 1, lse), window or 0)
-    sizes = (b, h, n, s, lse.shape[2])
-    launch: Launch
-
-    section = kernels.section(n * (h // h_kv), d, itemsize, causal, properties)
-    if dkdv_config is not None:
-        launch, rows, block_m, k_form, q_form = _hopper("dkdv", dkdv_config, h // h_kv, causal, *some)
-        vector = box_form(block_m, layout=NVMMASharedLayout(0, 32, rank=1))
-        tensors = [q_form(q), k_form(k), k_form(v), q_form(do), k_form(dk), k_form(dv)]
-        vectors = (vector(lse.view(-1)), vector(delta.view(-1)))
-        owned = 2 * rows if d <= 128 else rows
-        launch((cdiv(s, owned) * b * h_kv,), *tensors, *vectors, *sizes, section, *seen, scale2, scale)
-    else:
-        launch, _, block_n, q_form, k_form = _plain("dkdv", *kind, precision, properties)
-        tensors = _arguments(q_form, q) + _arguments(k_form, k, v) + _arguments(q_form, do)
-        grads = _arguments(None, dk, dv)
-        launch(
-            (cdiv(s, block_n) * b * h_kv,), *tensors, lse, delta, *grads, *sizes, section, *seen, scale2, scale
+        d, h // h_kv, q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v, do),
+        _in_boxes(dq, dk, dv), HAS_GLUON, _precision(q.dtype, properties), properties,
+    )  # fmt: skip
+    of_keys, of_queries = _plan("dkdv", *kind), _plan("dq", *kind)
+    lse, delta = _delta(o, do, lse, kernels_hopper.PADDING if of_keys.hopper else 1)
+    seen = (*strided(lengths, 1, lse), window or 0, scale2, scale)
+    for plan, rows, heads, walked, found in (
+        (of_keys, s, h_kv, n * (h // h_kv), (dk, dv)), (of_queries, n, h, s, (dq,)),
+    ):  # fmt: skip
+        section = kernels.section(walked, d, itemsize, causal, properties)
+        plan.launch(
+            (cdiv(rows, plan.owned) * b * heads,),
+            *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.queries(do), plan.vectors(lse), plan.vectors(delta),
+            *(part for result in found for part in plan.results(result)), b, h, n, s, lse.shape[2], section, *seen,
         )  # fmt: skip
-
-    section = kernels.section(s, d, itemsize, causal, properties)
-    if dq_config is not None:
-        launch, rows, _, q_form, k_form = _hopper("dq", dq_config, h // h_kv, causal, *some)
-        tensors = [q_form(q), k_form(k), k_form(v), q_form(do), q_form(dq)]
-        launch((cdiv(n, 2 * rows) * b * h,), *tensors, lse, delta, *sizes, section, *seen, scale2, scale)
-    else:
-        launch, block_m, _, q_form, k_form = _plain("dq", *kind, precision, properties)
-        tensors = _arguments(q_form, q) + _arguments(k_form, k, v) + _arguments(q_form, do)
-        grads = _arguments(None, dq)
-        launch((cdiv(n, block_m) * b * h,), *tensors, lse, delta, *grads, *sizes, section, *seen, scale2, scale)
-
     if dq_factor != 1:
         dq *= dq_factor
     if dk_factor != 1:
@@ -510,7 +537,7 @@ def _delta(o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int) 
     delta = lse.new_empty(b, h, n_padded)
     padded = torch.empty_like(delta) if multiple > 1 else lse
     grid = (cdiv(n_padded, kernels.DELTA_CONFIG.kwargs["BLOCK_M"]) * b * h,)
-    _delta_launch(d, lse.dtype, multiple > 1)(grid, *_arguments(None, o, do), lse, delta, padded, h, n, n_padded)
+    _delta_launch(d, lse.dtype, multiple > 1)(grid, *_strided(o), *_strided(do), lse, delta, padded, h, n, n_padded)
     return padded, delta
 
 
@@ -577,14 +604,19 @@ def _tickets(device: torch.device, count: int) -> torch.Tensor:
     return _counters[key]
 
 
+@functools.cache
+def _decode_launch(**constants: Any) -> Launch:
+    return Launch(kernels_decode._flash_attention_decode_kernel, **constants)
+
+
 @functools.lru_cache(maxsize=4096)
 def _decode_plan(
-    device: torch.device, gpu: str, b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype,
-    causal: bool, lengths: bool, window: bool, page: int, with_lse: bool, precision: str,
+    b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool,
+    page: int, with_lse: bool, precision: str, properties: runtime.DeviceProperties,
 ) -> tuple[Launch, kernels_decode.Plan]:  # fmt: skip
     """For room for ``blocks`` x 64 keys: each new token would need a plan of its own if it were for an exact number."""
     group = h // h_kv
-    plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, runtime.properties(device), page)
+    plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, properties, page)
     return _decode_launch(
         D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, PAGE=page, LSE=with_lse,
         ACC=tl_accumulator(dtype), PRECISION=precision, **plan.config.kwargs,
@@ -592,49 +624,46 @@ def _decode_plan(
     ), plan  # fmt: skip
 
 
-@functools.cache
-def _decode_launch(**constants: Any) -> Launch:
-    return Launch(kernels_decode._flash_attention_decode_kernel, **constants)
-
-
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor | None,
     causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None, table: torch.Tensor | None,
-) -> None:  # fmt: skip
-    b, h, n, d = q.shape
-    pages, h_kv, s, _ = k.shape
+) -> _Launched:  # fmt: skip
+    (b, h, n, d), (pages, h_kv, s, _), device = q.shape, k.shape, q.device
     page = 0
     if table is not None:
         page, s = s, s * table.shape[1]
-    device, dtype = q.device, q.dtype
     properties = runtime.properties(device)
-    # The name stands for the properties, whose hash costs the host more than all the rest.
     launch, plan = _decode_plan(
-        device, properties.name, b, h, h_kv, n, cdiv(s, 64), d, dtype, causal and n > 1, lengths is not None,
-        window is not None, page, lse is not None, _precision(dtype, properties),
+        b, h, h_kv, n, cdiv(s, 64), d, q.dtype, causal and n > 1, lengths is not None, window is not None, page,
+        lse is not None, _precision(q.dtype, properties), properties,
     )  # fmt: skip
-    partial, tickets = o, o
+    makers: tuple[Callable[[], torch.Tensor], ...] = ()
     if plan.splits > 1:
-        partial = q.new_empty(plan.programs * plan.rows * (d + 1), dtype=accumulator(dtype))
-        tickets = _tickets(device, plan.tiles)
-    launch(
-        (plan.programs,), *_arguments(None, q, k, v, o), o if lse is None else lse,
-        *launching.strided(lengths, 1, o), *launching.strided(table, 2, o), partial, tickets,
-        h, n, s, pages, plan.splits, window or 0, scale2,
+        size = plan.programs * plan.rows * (d + 1)
+        makers = (
+            functools.partial(torch.empty, size, dtype=accumulator(q.dtype), device=device),
+            functools.partial(_tickets, device, plan.tiles),
+        )
+    partial, tickets = (make() for make in makers) if makers else (o, o)
+    args = (
+        *_strided(q), *_strided(k), *_strided(v), *_strided(o), o if lse is None else lse, *strided(lengths, 1, o),
+        *strided(table, 2, o), partial, tickets, h, n, s, pages, plan.splits, window or 0, scale2,
     )  # fmt: skip
+    launch((plan.programs,), *args)
+    return _Launched(launch, (plan.programs,), args, tuple(zip((partial, tickets), makers, strict=False)))
 
 
 def _run_paged(
     o: torch.Tensor, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor, scale: float,
-) -> None:  # fmt: skip
+) -> _Launched | None:  # fmt: skip
     room = block_table.shape[1] * k_pages.shape[2]
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
     if o.numel() == 0 or room == 0 or k_pages.shape[0] == 0:
         o.zero_()
-        return
+        return None
     q, scale2, _, _, _ = _scaled(_launchable(q), scale)
-    _decode(q, k_pages, v_pages, o, None, True, scale2, lengths, None, block_table)
+    return _decode(q, k_pages, v_pages, o, None, True, scale2, lengths, None, block_table)
 
 
 _paged = launching.operator(
@@ -654,15 +683,18 @@ def _append_launch(page: int, d: int) -> Launch:
 def _run_append(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor,
-) -> None:  # fmt: skip
+) -> _Launched | None:  # fmt: skip
     b, h_kv, n, d = k.shape
     pages, _, page, _ = k_pages.shape
     if k.numel() == 0 or block_table.numel() == 0 or pages == 0:
-        return
-    grid = (b * cdiv(h_kv * n, kernels_decode.APPEND_CONFIG.kwargs["BLOCK_R"]),)
-    tables = (block_table, *block_table.stride(), lengths, *lengths.stride())
-    room = page * block_table.shape[1]
-    _append_launch(page, d)(grid, *_arguments(None, k, v, k_pages, v_pages), *tables, h_kv, n, room, pages)
+        return None
+    launch, grid = _append_launch(page, d), (b * cdiv(h_kv * n, kernels_decode.APPEND_CONFIG.kwargs["BLOCK_R"]),)
+    args = (
+        *_strided(k), *_strided(v), *_strided(k_pages), *_strided(v_pages), *_strided(block_table), *_strided(lengths),
+        h_kv, n, page * block_table.shape[1], pages,
+    )  # fmt: skip
+    launch(grid, *args)
+    return _Launched(launch, grid, args)
 
 
 # launching.operator() is for operators that return what they compute; this one writes into its arguments.
@@ -671,12 +703,7 @@ torch.library.define(
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.impl(f"{launching.NAMESPACE}::append_to_pages", "default", _run_append)
+torch.library.impl(
+    f"{launching.NAMESPACE}::append_to_pages", "default", lambda *tensors: _run_append(*tensors) and None
+)
 torch.library.register_fake(f"{launching.NAMESPACE}::append_to_pages", lambda *_tensors: None)
-
-
-def _append(*tensors: torch.Tensor) -> None:
-    if torch.compiler.is_compiling() or launching.is_observed() or any(type(t) is not torch.Tensor for t in tensors):
-        torch.ops.kernelbook.append_to_pages(*tensors)
-    else:
-        _run_append(*tensors)
