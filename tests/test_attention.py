@@ -136,9 +136,9 @@ def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """For tests that change how plans are made."""
-    op._plain.cache_clear()
+    op._plan.cache_clear(), op._calls.clear()
     yield
-    op._plain.cache_clear()
+    op._plan.cache_clear(), op._calls.clear()
 
 
 def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:
