@@ -16,7 +16,7 @@ from tensors import call_with, label, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
-from kernelbook import check, compiled, runtime, timing
+from kernelbook import autotune, check, compiled, runtime, timing
 from kernelbook.attention import (
     causal_mask_reference,
     flash_attention_backward_reference,
@@ -136,9 +136,9 @@ def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """For tests that change how plans are made."""
-    op._plan.cache_clear(), op._calls.clear()
+    autotune.forget()
     yield
-    op._plan.cache_clear(), op._calls.clear()
+    autotune.forget()
 
 
 def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:

@@ -15,9 +15,10 @@ Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot 
 ``backward_config`` leave to the plain kernels.
 """
 
-import functools
+from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.autotune import planner
 
 # isort: split
 import triton
@@ -1077,7 +1078,7 @@ TILES: dict[tuple[int, bool], tuple[tuple[int, tuple[int, int, int, bool] | None
 }
 # By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of keys and of values of that
 # for dq, or None where the plain kernel is faster.
-BACKWARD_TILES: dict[int, tuple[int, int, bool, tuple[int, int, int, bool] | None]] = {
+BACKWARD_TILES: dict[int, "_Backward"] = {
     64: (64, 2, False, None),
     128: (64, 3, False, (64, 4, 4, False)),
     256: (64, 2, False, (64, 2, 1, False)),
@@ -1091,7 +1092,26 @@ def _is_for(d: int, itemsize: int, properties: runtime.DeviceProperties) -> int 
     return max(16, triton.next_power_of_2(d)) if hopper else None
 
 
-@functools.lru_cache(maxsize=1024)
+def _forward_tiles(width: int, tiles: tuple[int, int, int, bool]) -> triton.Config:
+    block_n, warpgroups, stages, overlap = tiles
+    blocks = {"BLOCK_N": block_n, "BLOCK_D": width, "ROWS": ROWS}
+    return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "OVERLAP": overlap}, num_warps=4)
+
+
+def _forward_configs(
+    d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
+) -> Iterator[triton.Config | None]:
+    yield None
+    width = _is_for(d, itemsize, properties)
+    for block_n in (64, 128) if width else ():
+        for warpgroups, overlap in ((2, True), (2, False), (3, False)):
+            for stages in (2, 3, 4):
+                rows = warpgroups * ROWS * (2 if width <= 128 else 1) + 2 * stages * block_n
+                if 2 * rows * width + 1024 <= properties.shared_memory_per_program and block_n * width <= 128 * 128:
+                    yield _forward_tiles(width, (block_n, warpgroups, stages, overlap))
+
+
+@planner("attention.forward", _forward_configs, buckets=("s",))
 def forward_config(
     d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
 ) -> triton.Config | None:
@@ -1100,11 +1120,7 @@ def forward_config(
     found = None
     for shortest, tiles in TILES.get((width, causal), ()) if width else ():
         found = tiles if s >= shortest else found
-    if found is None:
-        return None
-    block_n, warpgroups, stages, overlap = found
-    blocks = {"BLOCK_N": block_n, "BLOCK_D": width, "ROWS": ROWS}
-    return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "OVERLAP": overlap}, num_warps=4)
+    return None if found is None or width is None else _forward_tiles(width, found)
 
 
 def forward_grid(
@@ -1127,15 +1143,11 @@ def forward_grid(
     return (min(pairs, num_sms), True) if even else (units, False)
 
 
-@functools.lru_cache(maxsize=1024)
-def backward_config(
-    d: int, itemsize: int, properties: runtime.DeviceProperties
-) -> tuple[triton.Config, triton.Config | None] | None:
-    """The tiles of the kernel for dk and dv, and of that for dq; ``None`` where the plain one is to be used."""
-    width = _is_for(d, itemsize, properties)
-    if width not in BACKWARD_TILES:
-        return None
-    block_m, stages, kept, for_dq = BACKWARD_TILES[width]
+_Backward = tuple[int, int, bool, tuple[int, int, int, bool] | None]
+
+
+def _backward_tiles(width: int, tiles: _Backward) -> tuple[triton.Config, triton.Config | None]:
+    block_m, stages, kept, for_dq = tiles
     blocks = {"BLOCK_D": width, "ROWS": ROWS}
     dkdv_blocks = {**blocks, "BLOCK_M": block_m, "STAGES": stages, **({"KEPT": kept} if width <= 128 else {})}
     dkdv = triton.Config(dkdv_blocks, num_warps=4)
@@ -1143,6 +1155,29 @@ def backward_config(
         return dkdv, None
     dq_blocks = dict(zip(("BLOCK_N", "STAGES", "V_STAGES", "KEPT"), for_dq, strict=True))
     return dkdv, triton.Config({**blocks, **dq_blocks}, num_warps=4)
+
+
+def _backward_configs(
+    d: int, itemsize: int, properties: runtime.DeviceProperties
+) -> Iterator[tuple[triton.Config, triton.Config | None] | None]:
+    yield None
+    width = _is_for(d, itemsize, properties)
+    if width is None or width not in BACKWARD_TILES:
+        return
+    own = ((64, 2, False),) if width > 128 else ((32, 3, False), (64, 2, False), (64, 3, False), (64, 2, width == 64))
+    walks = ((64, 2, 1), (32, 2, 2), (32, 3, 3)) if width > 128 else ((32, 4, 4), (64, 2, 2), (64, 3, 3), (64, 4, 4))
+    for tiles in own:
+        for for_dq in (None, *((*walk, False) for walk in walks)):
+            yield _backward_tiles(width, (*tiles, for_dq))
+
+
+@planner("attention.backward", _backward_configs)
+def backward_config(
+    d: int, itemsize: int, properties: runtime.DeviceProperties
+) -> tuple[triton.Config, triton.Config | None] | None:
+    """The tiles of the kernel for dk and dv, and of that for dq; ``None`` where the plain one is to be used."""
+    width = _is_for(d, itemsize, properties)
+    return None if width is None or width not in BACKWARD_TILES else _backward_tiles(width, BACKWARD_TILES[width])
 
 
 def config(

@@ -10,6 +10,7 @@ import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
+from kernelbook.autotune import derived
 from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, strided, tl_accumulator
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
@@ -152,9 +153,12 @@ def append_to_pages(
 
 # --- calls that were made before ------------------------------------------------------------------------------------
 
+
 # With one query the host needs longer than the device. So what a call without gradients launches is remembered by all that
 # it depends on but addresses.
-_calls: dict[tuple[Any, ...], Callable[..., torch.Tensor | None]] = {}
+@derived
+def _calls() -> dict[tuple[Any, ...], Callable[..., torch.Tensor | None]]:
+    return {}
 
 
 class _Launched(NamedTuple):
@@ -163,7 +167,7 @@ class _Launched(NamedTuple):
     launch: Launch
     grid: tuple[int, ...]
     args: tuple[Any, ...]
-    buffers: tuple[tuple[torch.Tensor, Callable[[], torch.Tensor]], ...] = ()
+    buffers: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
 
 
 def _kind(name: str, given: tuple[Any, ...], *numbers: Any) -> tuple[Any, ...] | None:
@@ -184,7 +188,7 @@ def _kind(name: str, given: tuple[Any, ...], *numbers: Any) -> tuple[Any, ...] |
 
 def _again(kind: tuple[Any, ...] | None, given: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     """The result, where a call of this kind was made before and its launch fits."""
-    call = None if kind is None else _calls.get(kind)
+    call = None if kind is None else _calls().get(kind)
     return None if call is None else call(*given)
 
 
@@ -197,16 +201,18 @@ def _remember(
     tensors = (*given, *results, *(buffer for buffer, _ in launched.buffers))
     launch, makers = launched.launch.settled(launched.grid, launched.args, tensors), [m for _, m in launched.buffers]
 
+    dense = given[0].is_contiguous()
+
     def call(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
         if result is None:
             return first if launch(first, *others) else None
-        out = torch.empty_like(first)
-        return out if launch(first, *others, out, *[make() for make in makers]) else None
+        out = launching.empty(first.shape, first.dtype, first) if dense else torch.empty_like(first)
+        return out if launch(first, *others, out, *[make(first) for make in makers]) else None
 
     if launch is not None:
-        if len(_calls) >= 4096:
-            _calls.clear()
-        _calls[kind] = call
+        if len(_calls()) >= 4096:
+            _calls().clear()
+        _calls()[kind] = call
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -388,7 +394,7 @@ class _Plan(NamedTuple):
     hopper: bool
 
 
-@functools.lru_cache(maxsize=4096)
+@derived
 def _plan(
     kernel: str, d: int, group: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool, s: int,
     boxes: bool, boxed_results: bool, gluon: bool, precision: str, properties: runtime.DeviceProperties,
@@ -462,8 +468,8 @@ def _run(
             cdiv(n, plan.owned), b * h, d, causal, lengths is not None, window is not None, properties.num_sms
         )
         grid, paired = (programs,), (int(pairs),)
-    make = functools.partial(torch.empty, q.shape[:3], dtype=accumulator(q.dtype), device=q.device)
-    buffers = () if lse is not None else ((make(), make),)
+    make = functools.partial(launching.empty, q.shape[:3], accumulator(q.dtype))
+    buffers = () if lse is not None else ((make(q), make),)
     lse = buffers[0][0] if lse is None else lse
     section = kernels.section(s, d, q.element_size(), causal, properties)
     args = (
@@ -609,7 +615,7 @@ def _decode_launch(**constants: Any) -> Launch:
     return Launch(kernels_decode._flash_attention_decode_kernel, **constants)
 
 
-@functools.lru_cache(maxsize=4096)
+@derived
 def _decode_plan(
     b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool,
     page: int, with_lse: bool, precision: str, properties: runtime.DeviceProperties,
@@ -628,23 +634,22 @@ def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor | None,
     causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None, table: torch.Tensor | None,
 ) -> _Launched:  # fmt: skip
-    (b, h, n, d), (pages, h_kv, s, _), device = q.shape, k.shape, q.device
+    (b, h, n, d), (pages, h_kv, s, _), properties = q.shape, k.shape, runtime.properties(q.device)
     page = 0
     if table is not None:
         page, s = s, s * table.shape[1]
-    properties = runtime.properties(device)
     launch, plan = _decode_plan(
         b, h, h_kv, n, cdiv(s, 64), d, q.dtype, causal and n > 1, lengths is not None, window is not None, page,
         lse is not None, _precision(q.dtype, properties), properties,
     )  # fmt: skip
-    makers: tuple[Callable[[], torch.Tensor], ...] = ()
+    makers: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     if plan.splits > 1:
         size = plan.programs * plan.rows * (d + 1)
         makers = (
-            functools.partial(torch.empty, size, dtype=accumulator(q.dtype), device=device),
-            functools.partial(_tickets, device, plan.tiles),
+            functools.partial(launching.empty, (size,), accumulator(q.dtype)),
+            lambda like, count=plan.tiles: _tickets(like.device, count),
         )
-    partial, tickets = (make() for make in makers) if makers else (o, o)
+    partial, tickets = (make(q) for make in makers) if makers else (o, o)
     args = (
         *_strided(q), *_strided(k), *_strided(v), *_strided(o), o if lse is None else lse, *strided(lengths, 1, o),
         *strided(table, 2, o), partial, tickets, h, n, s, pages, plan.splits, window or 0, scale2,

@@ -306,10 +306,12 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
         network = Shape(int(shape["K"]), int(shape["N"]), gated, "silu" if gated else "relu")
         yield ffn_case(network, int(shape["M"]), shape["active"])
         return
-    for fraction in FRACTIONS:
+    for fraction in sorted(FRACTIONS, key=lambda fraction: abs(fraction - 0.1)):
         for network in (PLAIN, LLAMA):
             for m in TOKENS:
                 yield ffn_case(network, m, fraction)
+        if fraction == 0.1:
+            yield from models()
     for m in (4, 32, 64, 256):
         yield ffn_case(PLAIN, m, 0.1)
 
