@@ -11,7 +11,16 @@ import torch
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
 from kernelbook.autotune import derived
-from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, strided, tl_accumulator
+from kernelbook.launching import (
+    Launch,
+    Launched,
+    accumulator,
+    box_form,
+    cdiv,
+    has_aligned_rows,
+    strided,
+    tl_accumulator,
+)
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -64,18 +73,16 @@ def flash_attention(
         ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
     """
     given = (q, k, v) if lengths is None else (q, k, v, lengths)
-    kind = _kind("flash", given, causal, scale, window)
-    found = _again(kind, given)
+    kind = launching.kind_of_call("flash_attention", given, causal, scale, window, HAS_GLUON)
+    found = launching.again(kind, given)
     if found is not None:
         return found
     q, k, v = arguments.in_autocast_dtype(q, k, v)
     args = q, k, v, causal, _check_flash(q, k, v, causal, scale, lengths, window), lengths, window
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return cast(torch.Tensor, _flash(*args)[0])
     if kind is None:
-        return cast(torch.Tensor, _inference(*args))
+        return cast(torch.Tensor, _flash(*args))
     found = torch.empty_like(q)
-    _remember(kind, _run((found, None), *args), given, found)
+    launching.remember(kind, _run((found, None), *args), given, found)
     return found
 
 
@@ -108,8 +115,8 @@ def paged_attention(
         ValueError: a shape, a device or ``scale`` is not as above; on the CPU also an entry out of range.
     """
     given = q, k_pages, v_pages, block_table, lengths
-    kind = _kind("paged", given, scale)
-    found = _again(kind, given)
+    kind = launching.kind_of_call("paged_attention", given, scale)
+    found = launching.again(kind, given)
     if found is not None:
         return found
     q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
@@ -117,7 +124,7 @@ def paged_attention(
     if kind is None:
         return cast(torch.Tensor, _paged(*args))
     found = torch.empty_like(q)
-    _remember(kind, _run_paged(found, *args), given, found)
+    launching.remember(kind, _run_paged(found, *args), given, found)
     return found
 
 
@@ -140,79 +147,15 @@ def append_to_pages(
         ValueError: a shape or a device is not as above.
     """
     given: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages, block_table, lengths)
-    kind = _kind("append", given)
-    if _again(kind, given) is None:
+    kind = launching.kind_of_call("append_to_pages", given)
+    if launching.again(kind, given) is None:
         _check_append(*given)
         if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
             given = (*(t.view(torch.int16) for t in given[:4]), block_table, lengths)
         if kind is None:
             torch.ops.kernelbook.append_to_pages(*given)
         else:
-            _remember(kind, _run_append(*given), given, None)
-
-
-# --- calls that were made before ------------------------------------------------------------------------------------
-
-
-# With one query the host needs longer than the device. So what a call without gradients launches is remembered by all that
-# it depends on but addresses.
-@derived
-def _calls() -> dict[tuple[Any, ...], Callable[..., torch.Tensor | None]]:
-    return {}
-
-
-class _Launched(NamedTuple):
-    """A launch, and the buffers that it used beside arguments and results, each with what makes another one."""
-
-    launch: Launch
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    buffers: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
-
-
-def _kind(name: str, given: tuple[Any, ...], *numbers: Any) -> tuple[Any, ...] | None:
-    """What decides a launch; ``None`` where somebody looks on, wants gradients, or has to be told what is wrong."""
-    if runtime.DEVICE.type != "cuda" or launching.is_observed() or torch.is_autocast_enabled("cuda"):
-        return None
-    kind, recording = [name, HAS_GLUON, launching.allows_tf32()], torch.is_grad_enabled()
-    for tensor in given:
-        if type(tensor) is not torch.Tensor or (recording and tensor.requires_grad):
-            return None
-        kind += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    for number in numbers:
-        if number is not None and type(number) not in (bool, int, float):
-            return None
-        kind += (type(number), number)
-    return None if len(given) > 3 and runtime.debug_enabled() else tuple(kind)
-
-
-def _again(kind: tuple[Any, ...] | None, given: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """The result, where a call of this kind was made before and its launch fits."""
-    call = None if kind is None else _calls().get(kind)
-    return None if call is None else call(*given)
-
-
-def _remember(
-    kind: tuple[Any, ...], launched: _Launched | None, given: tuple[torch.Tensor, ...], result: torch.Tensor | None
-) -> None:
-    if launched is None:
-        return
-    results = () if result is None else (result,)
-    tensors = (*given, *results, *(buffer for buffer, _ in launched.buffers))
-    launch, makers = launched.launch.settled(launched.grid, launched.args, tensors), [m for _, m in launched.buffers]
-
-    dense = given[0].is_contiguous()
-
-    def call(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
-        if result is None:
-            return first if launch(first, *others) else None
-        out = launching.empty(first.shape, first.dtype, first) if dense else torch.empty_like(first)
-        return out if launch(first, *others, out, *[make(first) for make in makers]) else None
-
-    if launch is not None:
-        if len(_calls()) >= 4096:
-            _calls().clear()
-        _calls()[kind] = call
+            launching.remember(kind, _run_append(*given), given, None)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -374,12 +317,8 @@ def plain_kernels() -> Iterator[None]:
 # --- plans: which kernel, in which tiles ----------------------------------------------------------------------------
 
 
-@functools.cache
-def _launch(kernel: str, **constants: Any) -> Launch:
-    """The launches of all plans that differ in nothing that is compiled."""
-    return Launch(
-        getattr(kernels_hopper if "hopper" in kernel else kernels, f"_flash_attention_{kernel}_kernel"), **constants
-    )
+# One for all plans that differ in nothing that is compiled.
+_launch = functools.cache(Launch)
 
 
 class _Plan(NamedTuple):
@@ -400,7 +339,7 @@ def _plan(
     boxes: bool, boxed_results: bool, gluon: bool, precision: str, properties: runtime.DeviceProperties,
 ) -> _Plan:  # fmt: skip
     """``boxes``: descriptors can read the arguments; ``boxed_results``: and write the results."""
-    name, config = kernel if kernel == "fwd" else f"bwd_{kernel}", None
+    name, config = f"_flash_attention_{kernel if kernel == 'fwd' else f'bwd_{kernel}'}", None
     kind: dict[str, Any] = {"GROUP": group, "CAUSAL": causal, "LENGTHS": lengths, "WINDOW": window}
     if gluon and boxes and boxed_results:
         config = kernels_hopper.config(kernel, d, dtype.itemsize, s, causal, window, properties)
@@ -408,7 +347,8 @@ def _plan(
         blocks = config.kwargs
         walked = "BLOCK_M" if kernel == "dkdv" else "BLOCK_N"
         wide = kernel == "dkdv" and blocks["BLOCK_D"] > 128
-        launch = _launch(f"{name}{'_wide' if wide else ''}_hopper", **kind, **blocks, num_warps=config.num_warps)
+        function = getattr(kernels_hopper, f"{name}{'_wide' if wide else ''}_hopper_kernel")
+        launch = _launch(function, **kind, **blocks, num_warps=config.num_warps)
         forms = [
             box_form(
                 1, 1, rows, blocks["BLOCK_D"], layout=NVMMASharedLayout(min(128, 2 * blocks["BLOCK_D"]), 16, rank=4)
@@ -424,7 +364,7 @@ def _plan(
     boxes = boxes and not lengths  # boxes would hold what lies beyond a length
     config = kernels.config(kernel, d, dtype.itemsize, boxes, properties)
     launch = _launch(
-        name, **kind, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
+        getattr(kernels, f"{name}_kernel"), **kind, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     block_m, block_n, block_d = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
@@ -446,7 +386,7 @@ def _outputs(q: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor
 def _run(
     results: tuple[torch.Tensor, torch.Tensor | None], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     causal: bool, scale: float, lengths: torch.Tensor | None, window: int | None,
-) -> _Launched | None:  # fmt: skip
+) -> Launched | None:  # fmt: skip
     o, lse = results
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
@@ -477,15 +417,7 @@ def _run(
         *strided(lengths, 1, lse), window or 0, scale2,
     )  # fmt: skip
     plan.launch(grid, *args)
-    return _Launched(plan.launch, grid, args, buffers)
-
-
-_inference = launching.operator(
-    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
-    "-> Tensor",
-    outputs=lambda q, *_others: torch.empty_like(q),
-    run=lambda o, *args: _run((o, None), *args),
-)
+    return Launched(plan.launch, grid, args, buffers)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -529,21 +461,18 @@ def _run_backward(
         dk *= dk_factor
 
 
-@functools.cache
-def _delta_launch(d: int, dtype: torch.dtype, padded: bool) -> Launch:
-    config = kernels.DELTA_CONFIG
-    constants = {**config.kwargs, "BLOCK_D": kernels.block_d(d), "num_warps": config.num_warps}
-    return _launch("bwd_delta", D=d, ACC=tl_accumulator(dtype), PADDED=padded, **constants)
-
-
 def _delta(o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
     """-> lse and rowsum(o * do), both (B, H, N rounded up to a multiple)."""
     b, h, n, d = o.shape
     n_padded = cdiv(n, multiple) * multiple
     delta = lse.new_empty(b, h, n_padded)
-    padded = torch.empty_like(delta) if multiple > 1 else lse
-    grid = (cdiv(n_padded, kernels.DELTA_CONFIG.kwargs["BLOCK_M"]) * b * h,)
-    _delta_launch(d, lse.dtype, multiple > 1)(grid, *_strided(o), *_strided(do), lse, delta, padded, h, n, n_padded)
+    padded, config = torch.empty_like(delta) if multiple > 1 else lse, kernels.DELTA_CONFIG
+    launch = _launch(
+        kernels._flash_attention_bwd_delta_kernel, D=d, ACC=tl_accumulator(lse.dtype), PADDED=multiple > 1,
+        BLOCK_D=kernels.block_d(d), **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    grid = (cdiv(n_padded, config.kwargs["BLOCK_M"]) * b * h,)
+    launch(grid, *_strided(o), *_strided(do), lse, delta, padded, h, n, n_padded)
     return padded, delta
 
 
@@ -557,13 +486,11 @@ _backward = launching.operator(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, ctx.causal, ctx.scale, lengths, ctx.window = inputs
-    o, lse = output
-    ctx.save_for_backward(q, k, v, o, lse, lengths)
-    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, *output, lengths)
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx: Any, do: torch.Tensor | None, _lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, do: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if do is None:
         return (None,) * 7
     *saved, lengths = ctx.saved_tensors
@@ -577,42 +504,11 @@ _flash = launching.operator(
     run=_run,
     setup_context=_setup_context,
     backward=_autograd,
+    saved=1,
 )
 
 
 # --- few queries ----------------------------------------------------------------------------------------------------
-
-# Counters that are zero, as each launch leaves them: by device and stream, and (without a stream) for captured graphs.
-_counters: dict[tuple[int, int | None], torch.Tensor] = {}
-COUNTERS, CAPTURED_COUNTERS = 2**12, 2**18
-
-
-def _tickets(device: torch.device, count: int) -> torch.Tensor:
-    """``count`` counters (int32) that are zero and that no other stream uses.
-
-    A captured graph may run beside anything, so that each call in it gets counters of its own, of memory that was zeroed
-    before; where there is none left, zeroing them becomes part of the graph.
-    """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    index = device.index
-    if torch.cuda.is_current_stream_capturing():
-        spare = _counters.get((index, None))
-        if spare is None or spare.numel() < count:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        found, _counters[index, None] = spare[:count], spare[count:]
-        return found
-    key = index, torch._C._cuda_getCurrentRawStream(index)
-    if key not in _counters or _counters[key].numel() < count:
-        _counters[key] = torch.zeros(max(count, COUNTERS), dtype=torch.int32, device=device)
-        if (index, None) not in _counters:
-            _counters[index, None] = torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device)
-    return _counters[key]
-
-
-@functools.cache
-def _decode_launch(**constants: Any) -> Launch:
-    return Launch(kernels_decode._flash_attention_decode_kernel, **constants)
 
 
 @derived
@@ -623,8 +519,8 @@ def _decode_plan(
     """For room for ``blocks`` x 64 keys: each new token would need a plan of its own if it were for an exact number."""
     group = h // h_kv
     plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, properties, page)
-    return _decode_launch(
-        D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, PAGE=page, LSE=with_lse,
+    return _launch(
+        kernels_decode._flash_attention_decode_kernel, D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, PAGE=page, LSE=with_lse,
         ACC=tl_accumulator(dtype), PRECISION=precision, **plan.config.kwargs,
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     ), plan  # fmt: skip
@@ -633,7 +529,7 @@ def _decode_plan(
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor | None,
     causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None, table: torch.Tensor | None,
-) -> _Launched:  # fmt: skip
+) -> Launched:  # fmt: skip
     (b, h, n, d), (pages, h_kv, s, _), properties = q.shape, k.shape, runtime.properties(q.device)
     page = 0
     if table is not None:
@@ -647,7 +543,7 @@ def _decode(
         size = plan.programs * plan.rows * (d + 1)
         makers = (
             functools.partial(launching.empty, (size,), accumulator(q.dtype)),
-            lambda like, count=plan.tiles: _tickets(like.device, count),
+            lambda like, count=plan.tiles: launching.tickets(count, like),
         )
     partial, tickets = (make(q) for make in makers) if makers else (o, o)
     args = (
@@ -655,13 +551,13 @@ def _decode(
         *strided(table, 2, o), partial, tickets, h, n, s, pages, plan.splits, window or 0, scale2,
     )  # fmt: skip
     launch((plan.programs,), *args)
-    return _Launched(launch, (plan.programs,), args, tuple(zip((partial, tickets), makers, strict=False)))
+    return Launched(launch, (plan.programs,), args, tuple(zip((partial, tickets), makers, strict=False)))
 
 
 def _run_paged(
     o: torch.Tensor, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor, scale: float,
-) -> _Launched | None:  # fmt: skip
+) -> Launched | None:  # fmt: skip
     room = block_table.shape[1] * k_pages.shape[2]
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
     if o.numel() == 0 or room == 0 or k_pages.shape[0] == 0:
@@ -678,28 +574,26 @@ _paged = launching.operator(
 )
 
 
-@functools.cache
-def _append_launch(page: int, d: int) -> Launch:
-    config = kernels_decode.APPEND_CONFIG
-    constants = {**config.kwargs, "BLOCK_D": kernels.block_d(d), "num_warps": config.num_warps}
-    return Launch(kernels_decode._append_to_pages_kernel, PAGE=page, D=d, **constants)
-
-
 def _run_append(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor,
-) -> _Launched | None:  # fmt: skip
+) -> Launched | None:  # fmt: skip
     b, h_kv, n, d = k.shape
     pages, _, page, _ = k_pages.shape
     if k.numel() == 0 or block_table.numel() == 0 or pages == 0:
         return None
-    launch, grid = _append_launch(page, d), (b * cdiv(h_kv * n, kernels_decode.APPEND_CONFIG.kwargs["BLOCK_R"]),)
+    config = kernels_decode.APPEND_CONFIG
+    launch = _launch(
+        kernels_decode._append_to_pages_kernel, PAGE=page, D=d, BLOCK_D=kernels.block_d(d), **config.kwargs,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    grid = (b * cdiv(h_kv * n, config.kwargs["BLOCK_R"]),)
     args = (
         *_strided(k), *_strided(v), *_strided(k_pages), *_strided(v_pages), *_strided(block_table), *_strided(lengths),
         h_kv, n, page * block_table.shape[1], pages,
     )  # fmt: skip
     launch(grid, *args)
-    return _Launched(launch, grid, args)
+    return Launched(launch, grid, args)
 
 
 # launching.operator() is for operators that return what they compute; this one writes into its arguments.
