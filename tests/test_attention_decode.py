@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from kernelbook import autotune, check, runtime, timing
+from kernelbook import autotune, check, launching, runtime, timing
 from kernelbook.attention import (
     append_to_pages_reference,
     bench,
     flash_attention_reference,
     kernels_decode,
-    op,
     paged_attention_reference,
 )
 
@@ -71,7 +70,7 @@ def test_however_the_keys_are_split(problem: tuple[int, ...], splits: int, split
 def test_counters_end_at_zero(split_into: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     split_into(4)
     counters = torch.zeros(64, dtype=torch.int32, device=runtime.DEVICE)
-    monkeypatch.setattr(op, "_tickets", lambda device, count: counters)
+    monkeypatch.setattr(launching, "tickets", lambda count, like: counters)
     q, k, v = _qkv(2, 4, 2, 2, 70, 16, dtype=torch.float32)
     first = kb.flash_attention(q, k, v, lengths=_integers(70, 20))
     assert torch.equal(kb.flash_attention(q, k, v, lengths=_integers(70, 20)), first)
