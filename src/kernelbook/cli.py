@@ -25,6 +25,8 @@ Extra = tuple[pd.DataFrame, Sequence[str]]
 Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
 # What torchrun starts, on several GPUs at once; "all" leaves it out.
 SEVERAL = ("several_gpus",)
+# What has a table and a clock of its own.
+WHOLE = ("whole_model",)
 
 
 def rooms() -> list[str]:
@@ -42,6 +44,8 @@ def modules_measured() -> list[str]:
 def _bench_of(name: str) -> Any:
     if name in SEVERAL:
         return importlib.import_module(f"kernelbook.distributed.bench_{name}")
+    if name in WHOLE:
+        return importlib.import_module(f"kernelbook.interop.bench_{name}")
     module = f"kernelbook.nn.bench_{name}" if name in modules_measured() else f"kernelbook.{name}.bench"
     return importlib.import_module(module)
 
@@ -146,7 +150,7 @@ def _can_measure() -> bool:
     return runtime.DEVICE.type == "cuda"
 
 
-def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) -> int:
+def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None, layers: int | None = None) -> int:
     """Measures rooms, their cases and then those of models, and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
 
     The rows of a case are written before the next one is measured: a run that is stopped keeps what it has.
@@ -159,7 +163,10 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
     for room in names:
         module = _bench_of(room)
         if room in SEVERAL:
-            code = max(code, module.bench(folder))
+            code = max(code, module.bench(folder, select))
+            continue
+        if room in WHOLE:
+            code = max(code, module.bench(folder, layers=layers, select=select))
             continue
         package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
         lists = {room: module.cases(), "models": getattr(module, "models", tuple)()}
@@ -232,11 +239,12 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
-    measure.add_argument("room", nargs="?", choices=[*_all(), *SEVERAL], help="what to measure")
+    measure.add_argument("room", nargs="?", choices=[*_all(), *SEVERAL, *WHOLE], help="what to measure")
     measure.add_argument("--all", action="store_true", help="measure everything")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument("--select", help="only the cases whose description contains this, e.g. 'backward bfloat16'")
+    measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
     tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), rooms())
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
@@ -257,4 +265,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return profiling.profile(given)
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
-    return bench(_all() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select)
+    return bench(_all() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select, given.layers)

@@ -2,8 +2,9 @@
 pages beside contiguous keys, and the errors."""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kernelbook.attention import op
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 from kernelbook.models import MODELS
 
-__all__ = ["cases", "extras", "host_calls", "small_checks"]
+__all__ = ["cases", "extras", "host_calls", "small_checks", "tuning_cases"]
 
 # B, H, H_kv, N, D, causal
 SHAPES = (
@@ -324,6 +325,33 @@ def cases() -> Iterator[timing.Case]:
     for decoded in PAGED:
         yield _decode_case(decoded, page=PAGE)
     yield _first_call()
+
+
+def _alone(case: timing.Case) -> timing.Case:
+    """The case without the peers that compile for each shape."""
+    b, h, h_kv, n, keys, d = (int(case.shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
+    causal = case.shape["causal"] == "yes"
+    return dataclasses.replace(
+        case, build=lambda: _problem(case.mode, b, h, h_kv, n, keys, d, causal, case.dtype, slow_ones=False)
+    )
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: documented shapes, or one with the sizes B, H, H_kv, N, S, D, and causal=1."""
+    if shape is not None:
+        b, h, h_kv, n, s, d = (int(shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
+        if n != s:
+            yield _alone(_decode_case((b, h, h_kv, n, s, d)))
+            return
+        whole = [(b, h, h_kv, n, d, bool(shape.get("causal", 0)))]
+    else:
+        yield from map(_alone, map(_decode_case, DECODED))
+        yield from (_decode_case(decoded, page=PAGE) for decoded in PAGED)
+        yield from map(_alone, models())
+        whole = [*SHAPES, *((4, FEATURES // d, FEATURES // d, 4096, d, True) for d in (80, 256))]
+    for sizes in whole:
+        yield _alone(_case("forward", sizes))
+        yield _alone(_case("backward", sizes))
 
 
 def models() -> Iterator[timing.Case]:

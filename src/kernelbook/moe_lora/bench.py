@@ -6,7 +6,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from kernelbook.moe_lora.reference import (
     scatter2scatter_reference,
 )
 
-__all__ = ["MODELS", "Shape", "axolotl_lora", "cases", "missing_peers", "projections", "small_checks"]
+__all__ = ["MODELS", "Shape", "axolotl_lora", "cases", "missing_peers", "projections", "small_checks", "tuning_cases"]
 
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
@@ -397,6 +397,22 @@ def cases() -> Iterator[timing.Case]:
         for experts in (8, 16, 32, 64, 128, 256):
             yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), _forward, "E")
     yield _first_call()
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: the products of the documented models, or those of one shape E, K, N, k, T, r."""
+    if shape is not None:
+        experts, k, n, slots, tokens, rank = (int(shape[name]) for name in ("E", "K", "N", "k", "T", "r"))
+        shapes = [Shape(experts, k, n, slots, tokens, rank)]
+    else:
+        shapes = [shape for model in MODELS for shape in projections(model).values()]
+        many = projections("Qwen3-30B-A3B")["gate_up"]
+        shapes += [dataclasses.replace(many, tokens=tokens) for tokens in (1, 4, 16, 64, 256)]
+    for sizes in shapes:
+        yield _case("scatter2scatter", "forward", sizes, _base)
+        yield _case("moe_lora", "forward_backward", sizes, _step)
+    if shape is None:
+        yield from models()
 
 
 def models() -> Iterator[timing.Case]:

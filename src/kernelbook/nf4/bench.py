@@ -10,7 +10,7 @@ half of them read, and ``fill_`` writes the output alone. Neither is a lower bou
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantiz
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.timing import Case, Problem
 
-__all__ = ["cases", "host_calls", "small_checks"]
+__all__ = ["cases", "host_calls", "small_checks", "tuning_cases"]
 
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -194,6 +194,25 @@ def cases() -> Iterator[Case]:
         for rows, cols in ((ROWS, COLS), (14336, 4096)):
             for tokens in (1, 2, 4, 8, 16):
                 yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[Case]:
+    """What ``tune`` measures: the documented shapes, or one with the sizes E, rows, cols and active, or tokens=..."""
+    for double_quant in (False, True):
+        if shape is not None:
+            sizes = int(shape["E"]), int(shape["rows"]), int(shape["cols"])
+            if "tokens" in shape:
+                yield _matmul_case(sizes, int(shape["tokens"]), BLOCK_SIZE, double_quant)
+            else:
+                yield _case(sizes, int(shape["active"]), BLOCK_SIZE, double_quant)
+            continue
+        for active in (64, 256, 8):  # one plan for all numbers of experts
+            yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
+        for rows, cols in ((ROWS, COLS), (14336, 4096)):
+            for tokens in (1, 4, 8):
+                yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+    if shape is None:
+        yield from models()
 
 
 def models() -> Iterator[Case]:
