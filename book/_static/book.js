@@ -372,7 +372,7 @@
       const near = (i) => changed.slice(Math.max(0, i - 1), i + 2).some(Boolean);
       const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
       const kernels = texts.some((text) => text.startsWith("@triton.jit"));
-      const most = kernels && pre.closest(".cell_input") ? 40 : 24; // lines of a listing that show at first
+      const most = kernels && pre.closest(".cell_input") ? 32 : 12; // lines of a listing that show at first
       const pieces = [];
       const fold = (from, to, label) => {
         const run = make("span", { class: "same", hidden: true });
@@ -401,7 +401,7 @@
           end = next > i ? next : end;
           fold(i, end, "lines as before");
           i = end;
-        } else if (!step && i === most && lines.length > most + 10) {
+        } else if (!step && i === most && lines.length > most + 6) {
           fold(i, lines.length, "more lines");
           break;
         } else {
@@ -412,7 +412,7 @@
       pre.replaceChildren(...pieces);
     }
     // What scrolls has to be reachable by keyboard.
-    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output")) {
+    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output, .bd-article .formula")) {
       if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
     }
   }
