@@ -8,7 +8,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
 
 # isort: split
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
@@ -43,6 +43,18 @@ def _settled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     for name in ("KERNELBOOK_DEBUG", "KERNELBOOK_PLANS"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _watched() -> Iterator[None]:
+    """In the interpreter kernels that read out of bounds, use unset values or race raise: see ``watched_memory``."""
+    if not runtime.INTERPRET:
+        yield
+        return
+    from watched_memory import watched
+
+    with watched():
+        yield
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 import kernelbook  # noqa: F401  before Triton
 
 # isort: split
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,8 +29,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from kernelbook import check, runtime
-from kernelbook.distributed import ExpertParallel, by_expert, fully_shard, keep_equal, reduce_active_rows, save_adapter
+from kernelbook import check, runtime, timing
+from kernelbook.distributed import (
+    ExpertParallel,
+    bench_several_gpus,
+    by_expert,
+    fully_shard,
+    keep_equal,
+    reduce_active_rows,
+    save_adapter,
+)
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.bench_moe_block import block_reference
 from kernelbook.nn.moe import LoRAPair, quantize_parameter
@@ -53,10 +62,10 @@ def _layer(experts: int, *, seed: int, lora: bool = True, nf4: bool = False, dou
     return layer
 
 
-def _tokens(rank: int, experts: int, all_to: int | None) -> dict[str, torch.Tensor]:
-    """A rank's tokens: not as many on each, one slot to be skipped."""
+def _tokens(rank: int, experts: int, all_to: int | None, even: bool = False) -> dict[str, torch.Tensor]:
+    """A rank's tokens: not as many on each unless ``even``, one slot to be skipped."""
     torch.manual_seed(100 + rank)
-    count = 5 + 2 * rank
+    count = 5 + 2 * (not even) * rank
     ids = torch.stack([torch.randperm(experts)[:SLOTS] for _ in range(count)])
     ids[0, 0] = experts
     if all_to is not None:
@@ -74,13 +83,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _expert_parallel(experts: int, gradients: str, all_to: int | None = None, **kind: Any) -> None:
+def _expert_parallel(experts: int, gradients: str, all_to: int | None = None, waits: bool = True, **kind: Any) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(DEVICE.type, (ranks,))
     whole = _layer(experts, seed=0, **kind).experts
     layer = _layer(experts, seed=rank, **kind)  # rank 0's is handed out
-    parallelize_module(layer, mesh, {"experts": ExpertParallel(gradients=gradients)})
-    given = [_tokens(r, experts, all_to) for r in range(ranks)]
+    parallelize_module(layer, mesh, {"experts": ExpertParallel(gradients=gradients, waits=waits)})
+    given = [_tokens(r, experts, all_to, not waits) for r in range(ranks)]
     mine = given[rank]
     x, gates = mine["x"].clone().requires_grad_(), mine["gates"].clone().requires_grad_()
     out = layer.experts(x, mine["ids"], gates)
@@ -128,6 +137,41 @@ def expert_parallel_four_bits(folder: Path) -> None:
     """4-bit experts with LoRA, more ranks than some of them need; all tokens to one expert: the others still have gradients."""
     _expert_parallel(4, "sum", nf4=True, double_quant=True)
     _expert_parallel(3, "mean", all_to=0)
+
+
+def expert_parallel_without_waiting(folder: Path) -> None:
+    """Every token to every rank; experts that do not divide evenly, some ranks without any, all tokens to one expert."""
+    for experts in (5, 2):
+        _expert_parallel(experts, "mean", lora=False, waits=False)
+    _expert_parallel(4, "sum", nf4=True, all_to=1, waits=False)
+
+
+def in_a_graph(folder: Path) -> None:
+    """A GPU only: forward and backward of a layer that does not wait, captured once, replayed on other tokens."""
+    ranks = dist.get_world_size()
+    layer = _layer(2 * ranks, seed=0, nf4=True)
+    parallelize_module(layer, init_device_mesh(DEVICE.type, (ranks,)), {"experts": ExpertParallel(waits=False)})
+    leaves = [p for p in layer.experts.parameters() if p.requires_grad]
+    given = [_tokens(dist.get_rank() + step, 2 * ranks, None, True) for step in (0, 7)]
+    x, gates, ids, up = (given[0][name].clone() for name in ("x", "gates", "ids", "up"))
+
+    def step() -> list[torch.Tensor]:
+        own, weights = x.detach().requires_grad_(), gates.detach().requires_grad_()
+        out = layer.experts(own, ids, weights)
+        return [out.detach(), *(_local(g) for g in torch.autograd.grad(out, [own, weights, *leaves], up))]
+
+    replay = bench_several_gpus._captured(step)
+    for tokens in reversed(given):
+        for tensor, name in ((x, "x"), (gates, "gates"), (ids, "ids"), (up, "up")):
+            tensor.copy_(tokens[name])
+        replay()
+        torch.cuda.synchronize()
+        for captured, eager in zip(replay.__defaults__[0], step(), strict=True):  # type: ignore[attr-defined]
+            assert torch.equal(captured, eager)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def two_dimensions(folder: Path) -> None:
@@ -367,7 +411,7 @@ def adapters_are_safe(folder: Path) -> None:
 
 
 SMALL = dataclasses.replace(
-    CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=6, steps=4, dense_steps=1, log_every=2,
+    CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=12, steps=4, dense_steps=1, log_every=2,
     eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
 )  # fmt: skip
 
@@ -410,6 +454,27 @@ def resumes_fsdp(folder: Path) -> None:
     _as_one(trainer)
 
 
+def measures(folder: Path) -> None:
+    """Every section of the bench yields rows that a results file takes, on one rank's count too."""
+    bench_several_gpus.CHECKED = 4
+    bench_several_gpus._measure = lambda call, *_: (call(), timing.Timing(1.0, 1.0, 1.0, 1))[1]  # type: ignore[assignment]
+    bench_several_gpus.bench_moe_block.MODELS["small"] = (4, 32, 32, 2)
+    small = bench_several_gpus.Sizes(
+        mib=(0.01,), models=("small",), tokens=((2, 4),), strong=(4,), layers=2, active=(0.5, 1.0), sparse=(64, 16, 16),
+        train=("tiny",), settings=(("context", 8), ("refresh_every", 5)), sequences=(1, 2), samples=2,
+    )  # fmt: skip
+    rows = {name: list(section()) for name, section in bench_several_gpus.sections(small).items()}
+    assert all(rows.values()), {name: len(found) for name, found in rows.items()}
+    table = pd.DataFrame([row for found in rows.values() for row in found])
+    assert not table.duplicated(list(bench_several_gpus.KEY)).any()
+    assert {*table.columns} <= {*timing.COLUMNS}
+    kept = table[table["op"] == "expert_weights"].set_index("provider")["peak_mib"].astype(float)
+    ranks = dist.get_world_size()
+    assert abs(kept["kernelbook:dense"] * ranks / (4 * 3 * 32 * 32 * 2 / 2**20) - 1) < 0.01
+    sent = table[table["op"] == "sparse_gradients"].set_index("provider")["gbytes"].astype(float)
+    assert 0.3 < sent["kernelbook:ddp"] / sent["ddp"] < 0.7  # half of the chunks, and some layers have few
+
+
 def dies(folder: Path) -> None:
     """The last rank is killed while it writes a checkpoint: everything ends, and the checkpoint before is whole."""
     trainer = ParallelTrainer(SMALL, "ddp", out=folder / "dies", progress=False)
@@ -422,18 +487,17 @@ def dies(folder: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
-        transformers_experts, adapters_are_safe, expert_parallel, expert_parallel_four_bits, two_dimensions, sharded_four_bits, sharded_loads_elsewhere, active_rows, kept_equal,
-        trains_ddp, trains_fsdp, resumes_fsdp, dies,
+        transformers_experts, adapters_are_safe, expert_parallel, expert_parallel_four_bits,
+        expert_parallel_without_waiting, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere, active_rows, kept_equal,
+        trains_ddp, trains_fsdp, resumes_fsdp, measures, dies,
     )
 }  # fmt: skip
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(500, exit=True)
+    faulthandler.dump_traceback_later(float(os.environ.get("SECONDS_FOR_CHECKS", "500")), exit=True)
     torch.set_num_threads(1)
-    if DEVICE.type == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank(0))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
+    parallel.start()
     for name in sys.argv[2:]:
         CHECKS[name](Path(sys.argv[1]))
         dist.barrier()

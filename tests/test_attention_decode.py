@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from kernelbook import check, runtime, timing
+from kernelbook import autotune, check, runtime, timing
 from kernelbook.attention import (
     append_to_pages_reference,
     bench,
@@ -29,7 +29,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
     """Once called, keys are split over so many programs, in tiles of 16."""
 
     def split(splits: int) -> None:
-        op._decode_plan.cache_clear()
+        autotune.forget()
         monkeypatch.setattr(kernels_decode, "_splits", lambda *_: splits)
 
         def tiles(rows: int, d: int, *_: Any) -> tuple[Any, int]:
@@ -39,7 +39,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
         monkeypatch.setattr(kernels_decode, "_tiles", tiles)
 
     yield split
-    op._decode_plan.cache_clear()
+    autotune.forget()
 
 
 def _qkv(b: int, h: int, h_kv: int, n: int, s: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

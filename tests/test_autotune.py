@@ -10,8 +10,10 @@ import pytest
 import triton
 
 from kernelbook import autotune, cli, runtime, timing
+from kernelbook.attention import kernels as attention_kernels
 from kernelbook.autotune import Resources, bucket, fits, matmul_resources, occupancy, prune, tensor_core, tile_resources
 from kernelbook.compiled import CompiledKernel, compile_calls
+from kernelbook.moe_lora import kernels as moe_lora_kernels
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
 LARGE = triton.Config({"BLOCK": 256}, num_warps=8, num_stages=3)
@@ -386,7 +388,18 @@ def test_candidates_of_the_rooms_are_few_enough_to_be_timed_and_not_only_one(tar
         "scatter_ffn.vector_down": (1, 4096, 1638, "bfloat16"),
         "scatter_ffn.tiles_up": (16, 1638, False),
         "scatter_ffn.tiles_down": (16, 4096, 1638),
+        "nf4.dequantize": (True,),
+        "nf4.matmul": (1, 4096),
+        "moe_lora.rows": (16384, 128, 0, 2, "boxes" if moe_lora_kernels.has_boxes(properties) else "wide"),
+        "moe_lora.thin": (16384, 128, 2048, 16, 2),
+        "moe_lora.gram": (16384, 128, 16, 2),
+        "moe_lora.strategy": (64, 128, 2048, 1536, 16),
+        "attention.plain": ("dkdv", 128, 2, attention_kernels.has_boxes(properties)),
+        "attention.decode": (32, 8, 8192, 128, 2, 0),
     }
+    if target == "sm_90":
+        problems |= {"attention.forward": (64, 2, 4096, True), "attention.backward": (128, 2)}
+    assert target != "sm_90" or set(problems) == set(autotune.planners())
     for name, problem in problems.items():
         plans = list(autotune.planners()[name].candidates(*problem, properties))
         assert 2 <= len(plans) <= 170, (name, len(plans))

@@ -50,6 +50,25 @@ for h, h_kv, n, d, dtype in DECODED:
     kb.paged_attention(q, pages, pages, table, lengths)
 kb.append_to_pages(k[:, :, :1], v[:, :, :1], pages, pages, table, lengths)
 """,
+    "distributed": """
+import torch, kernelbook
+from kernelbook.distributed import exchange
+def there_and_back(hidden, slots, dtype, gates_dtype):
+    x, gates = torch.empty(64, hidden, dtype=dtype), torch.empty(64, slots, dtype=gates_dtype)
+    ids, counts = torch.zeros(64, slots, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int32)
+    places, firsts = exchange._place(ids, 128, 32, counts)
+    message = exchange._Message.empty(96, x, gates)
+    exchange._send(message, x, gates, ids, places, firsts, counts, 128, 32)
+    pairs, weights, _, of_slots = exchange._arrive(message, counts, 256)
+    exchange._collect(pairs, of_slots, torch.empty(96, hidden, dtype=dtype))
+    exchange._collect(pairs, of_slots, message.rows, weights, message.weights)
+    exchange._collect(message.rows, places, torch.empty_like(x), message.weights, gates, ids, 32, 128)
+    exchange._spread(x, places, message.rows)
+there_and_back(2048, 8, torch.bfloat16, torch.float32)
+there_and_back(5120, 1, torch.bfloat16, torch.bfloat16)
+there_and_back(100, 6, torch.float32, torch.float32)
+there_and_back(64, 2, torch.float64, torch.float64)
+""",
     "layer_norm": """
 import torch, kernelbook as kb
 def step(m, n, dtype, **how):

@@ -16,7 +16,7 @@ from kernelbook.nn.moe import quantize_parameter, stored_weight
 WORKER = Path(__file__).with_name("several_ranks.py")
 
 
-def _torchrun(ranks: int, folder: Path, *checks: str) -> tuple[int, str]:
+def _torchrun(ranks: int, folder: Path, *checks: str, cpu: bool = True) -> tuple[int, str]:
     """Exit code and output; a free port is chosen, and no rank outlives the time."""
     command = [
         sys.executable,
@@ -27,7 +27,8 @@ def _torchrun(ranks: int, folder: Path, *checks: str) -> tuple[int, str]:
         str(ranks),
         str(WORKER),
     ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     done = subprocess.run(
         [*command, str(folder), *checks],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=540, check=False,
@@ -45,12 +46,12 @@ def test_several_ranks(tmp_path: Path) -> None:
     """Two, then three of them, which go on from what the two have written; at the end one is killed."""
     two = (
         "expert_parallel", "sharded_four_bits", "active_rows", "kept_equal", "trains_ddp", "trains_fsdp",
-        "adapters_are_safe", "transformers_experts",
+        "adapters_are_safe", "transformers_experts", "measures",
     )  # fmt: skip
     code, output = _torchrun(2, tmp_path, *two)
     _assert_all_passed(output, 2, *two)
     assert code == 0
-    three = ("expert_parallel_four_bits", "sharded_loads_elsewhere", "resumes_fsdp")
+    three = ("expert_parallel_four_bits", "expert_parallel_without_waiting", "sharded_loads_elsewhere", "resumes_fsdp")
     code, output = _torchrun(3, tmp_path, *three, "dies")
     _assert_all_passed(output, 3, *three)
     assert code != 0 and "ok dies" not in output
@@ -60,21 +61,19 @@ def test_several_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_several_gpus(tmp_path: Path) -> None:
-    """The same over NCCL, on all GPUs of the machine."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_several_gpus(tmp_path: Path, ranks: int) -> None:
+    """The same over NCCL."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     checks = (
-        "expert_parallel",
-        "expert_parallel_four_bits",
-        "sharded_four_bits",
-        "active_rows",
-        "kept_equal",
-        "trains_ddp",
-    )
-    done = subprocess.run([*command, str(tmp_path), *checks], capture_output=True, text=True, timeout=300, check=False)
-    _assert_all_passed(done.stdout, 2, *checks)
+        "expert_parallel", "expert_parallel_four_bits", "expert_parallel_without_waiting", "in_a_graph",
+        "sharded_four_bits", "active_rows", "kept_equal", "trains_ddp", "trains_fsdp", "adapters_are_safe",
+        "transformers_experts", *(("two_dimensions",) if ranks == 4 else ()),
+    )  # fmt: skip
+    code, output = _torchrun(ranks, tmp_path, *checks, cpu=False)
+    _assert_all_passed(output, ranks, *checks)
+    assert code == 0
 
 
 @pytest.mark.parametrize("double_quant", (False, True))

@@ -211,7 +211,7 @@ def test_experts_that_are_not_chosen_have_no_influence(shape, double_quant):
     assert same_bits(nf4_dequantize(poisoned, experts=experts, dtype=torch.float32), reference(q, experts))
 
 
-def config_that_prefetches(double_quant):
+def config_that_prefetches(double_quant, properties):
     """Small distances, so that few programs prefetch for others, over the borders of experts."""
     tile = {"BLOCK_W": 128, "UNROLL": 3 if double_quant else 2}
     return triton.Config(tile | {"AHEAD": 1, "SPAN": 2}, num_warps=4)
@@ -546,7 +546,7 @@ def test_offsets_are_64_bit(words, overflow_raises):
     experts, out = torch.tensor([3, 1_000_000, 0, 0]), torch.zeros(64)
     nested = (q.nested_absmax, q.nested_code, q.nested_offset)
     kernel, config = (
-        (kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(True))
+        (kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(True, runtime.properties()))
         if words
         else (kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG)
     )

@@ -1,5 +1,6 @@
 """Measuring and the record of a measurement."""
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -181,6 +182,18 @@ def test_the_package_column_follows_the_sources(tmp_path: Path) -> None:
     assert timing.package_version(tmp_path / "kernels.py") == second  # a file by itself
     (tmp_path / "other.py").write_text("")
     assert timing.package_version(tmp_path / "kernels.py") == second != timing.package_version(tmp_path)
+
+
+def test_the_package_column_follows_the_plans_of_this_gpu_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = dataclasses.replace(runtime.TARGETS["sm_90"], name="A Fake GPU")
+    monkeypatch.setattr(runtime, "properties", lambda device=None: gpu)
+    monkeypatch.setattr(timing, "__file__", str(tmp_path / "timing.py"))
+    (tmp_path / "tuned").mkdir()
+    before = timing.package_version()
+    (tmp_path / "tuned" / "another-gpu.json").write_text("{}")
+    assert timing.package_version() == before
+    (tmp_path / "tuned" / "a-fake-gpu.json").write_text("{}")
+    assert timing.package_version() != before
 
 
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="the wall clock is for the interpreter")

@@ -82,9 +82,18 @@ def test_a_plan_that_loses_in_another_case_of_the_same_problem_is_struck(
 ) -> None:
     journal = tuning.Journal(tmp_path / "journal")
     tuning.tune_case(_case(plan), journal)
-    monkeypatch.setattr(tuning, "_in_turn", lambda *_: [1.0, 1.5])
-    tuning.tune_case(dataclasses.replace(_case(plan), x=8), journal)
-    assert plan(7, GPU) == RULE and journal.winners()["square.tiles", "n=7"]["winner"] is None
+    timing_of = timing.measure
+
+    def slower_with_it(call: Callable[[], Any], **_: Any) -> timing.Timing:
+        ms = 4.0 / timing_of(call).ms
+        return timing.Timing(ms, ms, ms, 1)
+
+    monkeypatch.setattr(timing, "measure", slower_with_it)
+    assert tuning.compared("other", _case(plan)) is None
+    rules, plans, used = tuning.compared("square", _case(plan)) or (0.0, 0.0, [])
+    assert plans == 2 * rules > 0 and used == [("square.tiles", "n=7")]
+    tuning.strike_where_slower("square", dataclasses.replace(_case(plan), x=8), journal)
+    assert plan(7, GPU) == RULE and not journal.winners()["square.tiles", "n=7"]["kept"]
 
 
 def test_a_candidate_without_an_outcome_is_skipped(plan: Callable[..., triton.Config], tmp_path: Path) -> None:
@@ -140,6 +149,43 @@ def test_shapes() -> None:
     assert (forward.mode, backward.mode) == ("forward", "backward") and forward.shape == {"M": 3, "N": 5}
 
 
+def test_the_search_walks_to_neighbours_of_the_best_and_ends_where_nothing_is_gained(
+    plan: Callable[..., triton.Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A valley from the rule, at one end, to the best plan at the other; what lies far behind it is never tried."""
+    plans = [triton.Config({"BLOCK": 2**i}) for i in range(60)]
+    planner = dataclasses.replace(
+        autotune.planners()["square.tiles"], rule=lambda n, p: plans[0], candidates=lambda n, p: plans
+    )
+    monkeypatch.setitem(autotune._planners, "square.tiles", planner)
+
+    def measure(call: Callable[[], Any], **_: Any) -> timing.Timing:
+        ms = 1.0 + abs(autotune._forced["square.tiles"]["n=7"].kwargs["BLOCK"].bit_length() - 11)
+        return timing.Timing(ms, ms, ms, 1)
+
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(tuning, "BATCH", 4)
+    journal, warmed = tuning.Journal(tmp_path / "journal"), []
+
+    def call() -> list[torch.Tensor]:
+        planner.find((7, GPU))
+        return [torch.ones(8)]
+
+    problem = timing.Problem({"kernelbook": call}, lambda: [torch.ones(8).double()], lambda: [torch.ones(8)], 2.0)
+    case = dataclasses.replace(_case(plan), build=lambda: problem)
+    tuning.tune_case(case, journal, warm=lambda *given: warmed.append(given))
+    assert journal.winners()["square.tiles", "n=7"]["winner"]["BLOCK"] == 2**10
+    assert 12 <= len({json.dumps(e["plan"]) for e in journal.entries if "outcome" in e}) < 30
+    assert {given[:3] for given in warmed} == {("square.tiles", "n=7", ())}
+
+
+def test_every_room_has_its_share_of_the_time() -> None:
+    job = {"rooms": ["layer_norm", "nf4"], "shape": None, "select": "backward, dequantize"}
+    chosen = tuning._chosen_cases(job)
+    assert [room for room, _, _ in chosen[:4]] == ["layer_norm", "nf4"] * 2
+    assert all("backward" in str(case) or "dequantize" in str(case) for _, _, case in chosen)
+
+
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
 def test_tuning_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "layer_norm", "--minutes", "1"]) == 2
@@ -165,6 +211,7 @@ def test_the_call_of_a_room_asks_its_planners() -> None:
 @pytest.mark.gpu
 def test_tuning_a_room_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
-    assert tuning.tune(["sparse_linear"], {"M": 256, "d_in": 512, "d_out": 1024, "active": 0.25}, 1.0, False) == 0
+    job = {"rooms": ["sparse_linear"], "shape": {"M": 256, "d_in": 512, "d_out": 1024, "active": 0.25}, "select": None}
+    assert tuning.tune(job, 1.0, False) == 0
     entries = tuning.Journal(next(tmp_path.glob("tuned/*.journal"))).entries
     assert sum(e.get("outcome") == "ok" for e in entries) >= 5 and any("finished" in e for e in entries)

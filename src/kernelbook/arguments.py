@@ -28,7 +28,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 Result = TypeVar("Result")
-_SIMPLE = (bool, float, int, str, type(None))
+_SIMPLE = frozenset((bool, float, int, str, type(None)))
 
 
 def once(check: Callable[..., Result]) -> Callable[..., Result]:
@@ -48,9 +48,9 @@ def once(check: Callable[..., Result]) -> Callable[..., Result]:
         for arg in args:
             kind = type(arg)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
-                key.append((arg.shape, arg.dtype, arg.device, arg.layout))
+                key += (arg.shape, arg.dtype, arg.device, arg.layout)
             elif kind in _SIMPLE:
-                key.append((kind, arg))
+                key += (kind, arg)
             else:
                 return check(*args)
         kind_of_call = tuple(key)

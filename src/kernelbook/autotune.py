@@ -45,6 +45,7 @@ __all__ = [
     "prune",
     "read_plans",
     "shipped_plans",
+    "stored_plans",
     "tensor_core",
     "tile_resources",
     "using",
@@ -281,7 +282,7 @@ class Planner:
             forced = _forced[self.name].get(self.key(problem))
             if forced is not None:
                 return forced
-        for plans in _in_use(properties):
+        for plans in stored_plans(properties):
             stored = plans.get(self.name)
             entry = stored.get(self.key(problem)) if stored else None
             if entry is not None:
@@ -386,7 +387,7 @@ def write_plans(path: Path, gpu: str, plans: Plans) -> None:
 
 
 @functools.cache
-def _in_use(properties: runtime.DeviceProperties) -> tuple[Plans, ...]:
+def stored_plans(properties: runtime.DeviceProperties) -> tuple[Plans, ...]:
     """The files' contents that are looked into, in their order; those without a plan are left out."""
     mode = runtime.plans_in_use()
     paths = [own_plans(properties.name)] if mode == "tuned" else []
@@ -396,7 +397,7 @@ def _in_use(properties: runtime.DeviceProperties) -> tuple[Plans, ...]:
 
 def forget() -> None:
     """Forgets all plans of this process: files and environment are read again."""
-    _in_use.cache_clear()
+    stored_plans.cache_clear()
     for cached in _caches:
         cached.cache_clear()
 

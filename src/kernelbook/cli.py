@@ -25,6 +25,8 @@ Extra = tuple[pd.DataFrame, Sequence[str]]
 Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
 # What torchrun starts, on several GPUs at once; "all" leaves it out.
 SEVERAL = ("several_gpus",)
+# What has a table and a clock of its own.
+WHOLE = ("whole_model",)
 
 
 def rooms() -> list[str]:
@@ -42,6 +44,8 @@ def modules_measured() -> list[str]:
 def _bench_of(name: str) -> Any:
     if name in SEVERAL:
         return importlib.import_module(f"kernelbook.distributed.bench_{name}")
+    if name in WHOLE:
+        return importlib.import_module(f"kernelbook.interop.bench_{name}")
     module = f"kernelbook.nn.bench_{name}" if name in modules_measured() else f"kernelbook.{name}.bench"
     return importlib.import_module(module)
 
@@ -146,8 +150,8 @@ def _can_measure() -> bool:
     return runtime.DEVICE.type == "cuda"
 
 
-def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) -> int:
-    """Measures rooms and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
+def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None, layers: int | None = None) -> int:
+    """Measures rooms, their cases and then those of models, and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
 
     The rows of a case are written before the next one is measured: a run that is stopped keeps what it has.
     """
@@ -159,14 +163,22 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
     for room in names:
         module = _bench_of(room)
         if room in SEVERAL:
-            code = max(code, module.bench(folder))
+            code = max(code, module.bench(folder, select))
+            continue
+        if room in WHOLE:
+            code = max(code, module.bench(folder, layers=layers, select=select))
             continue
         package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
-        cases = [case for case in module.cases() if select is None or select in str(case)]
-        print(f"{room}: {len(cases)} cases on {runtime.properties().name}", flush=True)
+        lists = {room: module.cases(), "models": getattr(module, "models", tuple)()}
+        chosen = {
+            stem: [case for case in found if select is None or select in str(case)] for stem, found in lists.items()
+        }
+        print(f"{room}: {sum(map(len, chosen.values()))} cases on {runtime.properties().name}", flush=True)
         for note in getattr(module, "missing_peers", list)():
             print(f"left out: {note}")
-        failures = _bench_cases(room, cases, folder, package, rep_ms)
+        failures = []
+        for stem, cases in chosen.items():
+            failures += _bench_cases(stem, cases, folder, package, rep_ms) if cases else []
         if select is None:
             failures += _bench_extras(module, folder)
         for failure in failures:
@@ -176,7 +188,7 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None) ->
     return code
 
 
-def _bench_cases(room: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
+def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
     """Measures the cases, writes and prints the rows of each as they come, and returns the failures."""
     ceilings = timing.measure_ceilings()
     recorded: set[str] = set()
@@ -187,7 +199,7 @@ def _bench_cases(room: str, cases: Sequence[timing.Case], folder: Path, package:
             row = timing.ceilings_row(ceilings, run, package)
             timing.write_results(folder / "ceilings.csv", row, key=("run",))
             recorded.add(run)
-        timing.write_results(folder / f"{room}.csv", rows)
+        timing.write_results(folder / f"{stem}.csv", rows)
         first = rows.iloc[0]
         shown = rows[["provider", "ms", "host_us", "peak_mib", "err_ratio"]]
         tqdm.write(f"\n{first['mode']} {first['dtype']} {first['shape']} {first['x_name']}={first['x']}")
@@ -227,11 +239,12 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
-    measure.add_argument("room", nargs="?", choices=[*_all(), *SEVERAL], help="what to measure")
+    measure.add_argument("room", nargs="?", choices=[*_all(), *SEVERAL, *WHOLE], help="what to measure")
     measure.add_argument("--all", action="store_true", help="measure everything")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument("--select", help="only the cases whose description contains this, e.g. 'backward bfloat16'")
+    measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
     tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), rooms())
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
@@ -252,4 +265,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return profiling.profile(given)
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
-    return bench(_all() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select)
+    return bench(_all() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select, given.layers)

@@ -4,9 +4,10 @@ import contextlib
 import functools
 import inspect
 import math
+import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "box",
     "box_form",
     "cdiv",
+    "empty",
     "has_aligned_rows",
     "in_kernel_dtype",
     "is_aligned",
@@ -61,7 +63,10 @@ def is_transformed() -> bool:
 
 def is_observed() -> bool:
     """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
-    return is_transformed() or _dispatch_modes() > 0 or _function_modes() > 0 or _profiling() or _trace() is not None
+    return (
+        torch.compiler.is_compiling() or _dispatch_modes() > 0 or _function_modes() > 0 or _profiling()
+        or _trace() is not None or forward_ad._current_level >= 0 or _transform() is not None
+    )  # fmt: skip
 
 
 # --- one launcher ---------------------------------------------------------------------------------------------------
@@ -278,12 +283,13 @@ _kinds = _IntegerKinds()
 
 def _key(args: tuple[Any, ...], device: int) -> tuple[Any, ...]:
     """The key of a launch: with the same key (and the same types) Triton takes the same compiled kernel."""
-    key: list[Any] = [device]
+    pointers = [arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor)]
+    key: list[Any] = [device, all(pointers) or tuple(pointers)]
     for arg in args:
         if type(arg) is Box:
             key += [arg.tensor.dtype, arg.form]
         elif isinstance(arg, torch.Tensor):
-            key += [arg.dtype, arg.data_ptr() % 16 == 0]
+            key.append(arg.dtype)
         elif type(arg) is int:
             key.append(_kinds[arg])
         elif type(arg) not in (bool, float, type(None)):
@@ -296,7 +302,7 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
 
     It returns whether it has launched, and makes its keys as :func:`_key` does.
     """
-    key, values, before, boxes, device = ["device"], [], [], 0, ""
+    key, values, before, pointers, boxes, device = ["device", "aligned"], [], [], [], 0, ""
     for i, kind in enumerate(types):
         if kind is Box:
             before.append(f"t{i} = a{i}.tensor; p{i} = t{i}.data_ptr()")
@@ -306,8 +312,9 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
             device = device or f"t{i}"
         elif issubclass(kind, torch.Tensor):
             before.append(f"p{i} = a{i}.data_ptr()")
-            key += [f"a{i}.dtype", f"p{i} % 16 == 0"]
+            key.append(f"a{i}.dtype")
             values.append(f"p{i}")
+            pointers.append(f"p{i}")
             device = device or f"a{i}"
         else:
             if kind is int:
@@ -322,19 +329,19 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
         f" device = {device}.get_device()",
         " if device != current_device():",
         "  return False",
+        f" aligned = ({' | '.join(pointers) or 0}) % 16 == 0 or ({''.join(f'{p} % 16 == 0, ' for p in pointers)})",
         f" handle = handles.get(({', '.join(key)},))",
         " if handle is None or kernel.device_caches[device][0].get(handle.key) is not handle.compiled:",
         "  return False",
         " for scope, name, value in handle.globals:",
         "  if scope.get(name) is not value:",
         "   return False",
-        " x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]",
-        " handle.launch(x, y, z, stream(device), handle.function, *handle.before, "
+        " handle.launch(*grid, *ones[len(grid)], stream(device), handle.function, *handle.before, "
         f"{arguments if _TRITON == (3, 6) else f'({arguments},)'})",
         " return True",
     ]
     scope = {
-        "handles": handles, "kernel": kernel, "kinds": _kinds,
+        "handles": handles, "kernel": kernel, "kinds": _kinds, "ones": ((1, 1, 1), (1, 1), (1,), ()),
         "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream,
     }  # fmt: skip
     exec("\n".join(lines), scope)  # noqa: S102
@@ -353,6 +360,7 @@ def operator(
     run: Callable[..., None],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    saved: int = 0,
     visible: bool = False,
 ) -> Callable[..., Any]:
     """Declares the operator ``kernelbook::<name>`` and returns the function that calls it.
@@ -368,6 +376,8 @@ def operator(
         run: ``run(results, *arguments)`` fills them. In the interpreter bfloat16 arguments and results reach it as
             float32, see :func:`runtime.kernel_dtype`. Checks of values (of ids) stand here.
         setup_context, backward: as for ``torch.library.register_autograd``; ``None``: to differentiate it is an error.
+        saved: so many of the last results are there for ``setup_context`` only: the caller does not get them, and
+            ``backward`` no gradients of them. To autograd each result costs as much as a small launch.
         visible: under ``torch.compile`` the graph holds the kernels themselves instead of the operator. ``run`` is then
             called with fake tensors: it does nothing but launch (:class:`Launch`, without :func:`box`) and allocate.
     """
@@ -376,7 +386,7 @@ def operator(
     def cannot(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(f"{qualified} cannot be differentiated")
 
-    differentiate = backward or cannot
+    differentiate, keep = backward or cannot, setup_context or (lambda ctx, inputs, output: None)
 
     def compute(*args: Any) -> Any:
         results = outputs(*args)
@@ -402,50 +412,82 @@ def operator(
         # Only where the compiler has been imported can it be at work on what calls this. (To import it takes seconds.)
         return (untraced() if "torch._dynamo" in sys.modules else implementation)(*args)
 
+    def keep_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        keep(ctx, inputs, output)
+        if saved:
+            ctx.mark_non_differentiable(*output[-saved:])
+
+    def differentiate_all(ctx: Any, *gradients: Any) -> Any:
+        return differentiate(ctx, *(gradients[:-saved] if saved else gradients))
+
     torch.library.define(qualified, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(qualified, "default", dispatched)
     torch.library.register_fake(qualified, outputs)
-    torch.library.register_autograd(qualified, differentiate, setup_context=setup_context)
+    torch.library.register_autograd(qualified, differentiate_all, setup_context=keep_all)
     registered = getattr(getattr(torch.ops, NAMESPACE), qualified.partition("::")[2]).default
     if visible and _HAS_HANDLES:
         _decompose(qualified, compute)
 
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            results = implementation(*args)
-            if setup_context is not None:
-                setup_context(ctx, args, results)
-            return results
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return differentiate(ctx, *gradients)
-
+    parameters = [parameter.split() for parameter in schema.partition("(")[2].rpartition(" ->")[0].strip("()").split(",")]
+    forward, call = _written_out(
+        [parameter[-1] for parameter in parameters],
+        [parameter[-1] for parameter in parameters if re.fullmatch(r"Tensor(\(\w+!?\))?\??", parameter[0])],
+        f"[:-{saved}]" if saved and schema.rpartition("->")[2].count(",") > saved else "[0]" if saved else "",
+        {
+            "outputs": outputs, "run": run, "implementation": implementation, "keep": keep, "registered": registered,
+        },
+    )  # fmt: skip
+    Eager: Any = type(
+        qualified.partition("::")[2], (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(differentiate)},
+    )  # fmt: skip
     # Function.apply without what it does for transforms, of which there are none where this is called.
-    apply = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
-    Eager.__name__ = Eager.__qualname__ = f"{qualified.partition('::')[2]}"
-
-    def call(*args: Any) -> Any:
-        if is_observed():
-            return registered(*args)
-        recording, wanted = torch.is_grad_enabled(), False
-        for arg in args:
-            kind = type(arg)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                if recording and arg.requires_grad:
-                    wanted = True
-                if arg.is_meta:
-                    return registered(*args)
-            elif kind not in _NO_TENSORS and isinstance(arg, torch.Tensor):
-                return registered(*args)
-        return apply(*args) if wanted else implementation(*args)
-
+    apply = call.__globals__["apply"] = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
     call.__name__ = call.__qualname__ = qualified
     return call
 
 
-_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, list))
+def _written_out(
+    names: list[str], tensors: list[str], given: str, scope: dict[str, Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An operator's eager call, and ``forward`` of its ``autograd.Function``, with its arguments' names written out.
+
+    To pass arguments on as ``*args``, three times a call, costs more than all that these functions do.
+    """
+    args = ", ".join(names)
+    compute = (f"implementation({args})",) if runtime.INTERPRET else (f"outputs({args})", f"run(results, {args})")
+    lines = [
+        f"def forward(ctx, {args}):",
+        f" results = {compute[0]}",
+        *(f" {line}" for line in compute[1:]),
+        f" keep(ctx, ({args},), results)",
+        f" return results{given}",
+        f"def call({args}):",
+        " if is_observed():",
+        f"  return registered({args}){given}",
+        " wanted = False",
+    ]
+    for name in tensors:
+        lines += [
+            f" if {name} is not None:",
+            f"  if type({name}) not in plain or {name}.is_meta:",
+            f"   return registered({args}){given}",
+            f"  if {name}.requires_grad:",
+            "   wanted = True",
+        ]
+    lines += [
+        " if wanted and is_grad_enabled():",
+        f"  return apply({args})",
+        f" results = {compute[0]}",
+        *(f" {line}" for line in compute[1:]),
+        f" return results{given}",
+    ]
+    scope |= {"is_observed": is_observed, "is_grad_enabled": torch.is_grad_enabled, "plain": _PLAIN}
+    exec("\n".join(lines), scope)  # noqa: S102
+    return scope["forward"], scope["call"]
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _widened(value: Any) -> Any:
@@ -488,6 +530,26 @@ def is_aligned(*tensors: torch.Tensor) -> bool:
             if tensor.data_ptr() % 16:
                 return False
     return True
+
+
+_current_device, _deterministic = getattr(torch._C, "_cuda_getDevice", None), torch._C._get_deterministic_algorithms
+_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what Inductor's programs allocate by
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """``torch.empty(shape, dtype=dtype, device=like.device)``, on a GPU for less than half of its host time."""
+    if (
+        _HAS_HANDLES and _new is not None and type(like) in _PLAIN and like.get_device() == _current_device()
+        and not _deterministic()  # PyTorch may fill new memory then
+    ):  # fmt: skip
+        return _new(*_contiguous(shape), dtype)
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the strides of a contiguous tensor, as tuples."""
+    return tuple(shape), tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

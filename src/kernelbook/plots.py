@@ -9,7 +9,7 @@ import base64
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from html import escape
 from typing import Any
 
@@ -43,6 +43,7 @@ __all__ = [
     "step",
     "steps",
     "tabs",
+    "with_records",
 ]
 
 # The colours of the book's drawings (CONTRIBUTING.md).
@@ -122,17 +123,23 @@ def _as_html(part: object, label: str) -> str:
         part.savefig(content, format="png", bbox_inches="tight")
         data = base64.b64encode(content.getvalue()).decode()
         return f'<img alt="The same figure for {escape(label)}" src="data:image/png;base64,{data}">'
-    for name in ("_repr_html_", "_repr_markdown_"):
-        if hasattr(part, name):
-            return str(getattr(part, name)())
+    if hasattr(part, "_repr_html_"):
+        return str(part._repr_html_())
+    if hasattr(part, "_repr_markdown_"):
+        text = str(part._repr_markdown_())
+        try:
+            from markdown_it import MarkdownIt
+        except ImportError:  # the book's own renderer, which a reader's notebook need not have
+            return f"<pre>{escape(text)}</pre>"
+        return str(MarkdownIt("commonmark").enable("table").render(text)).replace("<table>", '<table class="table">')
     return escape(str(part))
 
 
 def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
 
-    The book's GPU comes first, with the cell's caption and number; under it stand the others, the reader's own before the
-    rest, each under a tab. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results` takes it.
+    The book's GPU comes first, with the cell's caption and number; the reader picks one of the others, the own before the
+    rest, by a tab below it. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results` takes it.
     """
     from IPython.display import display
 
@@ -140,10 +147,43 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
 
     first, *others = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     shown = draw(first)
-    if not others:
+    drawn = {gpu: draw(gpu) for gpu in others}
+    drawn = {gpu: part for gpu, part in drawn.items() if part is not None}
+    if not drawn:
         return shown
     display(shown)  # type: ignore[no-untyped-call]
-    return tabs({gpu: draw(gpu) for gpu in others})
+    return tabs({first: "Shown above.", **drawn})
+
+
+def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[str], Any]) -> Callable[..., Any]:
+    """A function for the last lines of a chapter's cells: it shows what ``draw()`` makes of each GPU's record, see :func:`by_gpu`.
+
+    ``draw`` reads the record from names of the notebook. While another GPU's turn lasts, they hold what is read for that GPU;
+    a GPU whose record lacks what is drawn is left out.
+
+    Args:
+        stem: of the file under ``book/results/<gpu>``.
+        names: ``globals()`` of the notebook.
+        read: for each of the names what to read for a GPU.
+    """
+    from kernelbook import timing
+
+    def show(draw: Callable[[], Any]) -> Any:
+        def of_gpu(gpu: str) -> Any:
+            if gpu == timing.BOOKS_GPU:
+                return draw()
+            before = {name: names[name] for name in read}
+            try:
+                names.update({name: reader(gpu) for name, reader in read.items()})
+                return draw()
+            except (KeyError, IndexError, ValueError, FileNotFoundError):
+                return None
+            finally:
+                names.update(before)
+
+        return by_gpu(stem, of_gpu) if timing.recorded_gpus(stem) else None
+
+    return show
 
 
 def provenance(*tables: pd.DataFrame | None) -> str:

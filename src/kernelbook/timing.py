@@ -68,8 +68,8 @@ COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT)
 CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
 # Columns that joined later, with what they are in files that were written before.
 LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan"}
-# What decides the figures of every room, beside its own sources.
-SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tuned")
+# What decides the figures of every room, beside its own sources and the plans that are shipped for the GPU.
+SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tiles.py", "packed")
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
 
@@ -484,10 +484,12 @@ def source_digest(*places: Path) -> str:
 
 
 def package_version(*places: Path) -> str:
-    """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of what all rooms share."""
+    """``<version of kernelbook>+<digest>`` of the sources in these folders or files, of what all rooms share, and of the plans
+    that are shipped for this GPU."""
     from kernelbook import __version__
 
-    shared = [Path(__file__).parent / name for name in SHARED_SOURCES]
+    plans = f"tuned/{runtime.slug(runtime.properties().name)}.json"
+    shared = [Path(__file__).parent / name for name in (*SHARED_SOURCES, plans)]
     return f"{__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
 
 

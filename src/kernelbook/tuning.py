@@ -2,8 +2,10 @@
 
 A room's benchmark gives cases, each with inputs, a reference and a call of ours (:class:`kernelbook.timing.Case`). During
 that call planners are asked (:mod:`kernelbook.autotune`): each problem that one of them is asked for is tuned, one after the
-other. Every candidate is checked against float64 before it is timed, and a plan is kept only if it is faster than the rule's
-by :data:`GAIN` when both are timed in turn.
+other. The search starts at the rule's plan and walks to neighbours of the best one so far, a batch at a time, until two
+batches have brought nothing. Every candidate is checked against float64 before it is timed, and a plan is kept only if it is
+faster than the rule's by :data:`GAIN` when both are timed in turn. At the end every case that uses a new plan is timed once
+more with and without it, and a plan with which one of them is slower is struck.
 
 Candidates run in another process, which writes down each one before it starts. One that brings this process down, or does not
 come back, is skipped by the next.
@@ -14,18 +16,20 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tabulate import tabulate
@@ -38,23 +42,39 @@ import triton
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-__all__ = ["GAIN", "add_arguments", "main", "tune", "tune_case"]
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["GAIN", "TABLE_COLUMNS", "TABLE_KEY", "add_arguments", "compared", "main", "tune", "tune_case"]
 
 GAIN = 1.02  # a difference of a per cent is within what two runs differ by
-FINALISTS = 3  # candidates that are timed again, in turn with the rule's
+BATCH = 14  # candidates that are compiled side by side and then timed
+IDLE_BATCHES = 2  # that bring nothing, after which the search ends
+SLOWER = 1.01  # from here on a case counts as slower with the new plans
+FINALISTS = 2  # candidates that are timed again, in turn with the rule's
+SEARCH_SHARE = 0.8  # of the time; the rest is for comparing whole cases
 STALLED_S = 120.0  # without a word from the other process
-COMPILERS = 12  # processes that compile candidates beforehand, at most
+COMPILERS = 14  # processes that compile candidates beforehand, at most
 MEMORY_EACH = 3 * 2**30  # bytes of free GPU memory for each of them
+
+# A row says how long a case takes by the rules and with the plans in use, timed in turn.
+TABLE_COLUMNS = ("run", *timing.KEY, "rules_us", "plans_us", *timing.ENVIRONMENT)
+TABLE_KEY = tuple(name for name in timing.KEY if name != "provider")
 
 Cases = Callable[[Mapping[str, float] | None], Iterator[timing.Case]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, rooms: Sequence[str]) -> None:
     """The options of the command."""
-    parser.add_argument("room", nargs="?", choices=rooms, help="what to tune (default: every room)")
+    parser.add_argument("room", nargs="*", metavar="ROOM", help=f"what to tune, of {', '.join(rooms)} (default: all)")
     parser.add_argument("--shape", help="sizes of your own instead of the documented ones, e.g. 'M=4096 N=5120'")
     parser.add_argument("--minutes", type=float, default=20.0, help="stop after so many (default: 20)")
+    parser.add_argument("--select", help="only the cases whose description contains one of these, with commas between")
     parser.add_argument("--export", action="store_true", help="write what was found into the package, to be committed")
+    parser.add_argument(
+        "--compare", action="store_true", help="search nothing: time the cases with the plans in use and by the rules"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="with --compare: folder for <gpu>/plans.csv")
 
 
 def parse_shape(text: str | None) -> dict[str, float] | None:
@@ -78,6 +98,7 @@ class Journal:
         self.entries: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
 
     def write(self, **entry: Any) -> None:
+        entry["at"] = round(time.time(), 2)
         self.entries.append(entry)
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
@@ -88,22 +109,19 @@ class Journal:
         return {json.dumps(e["plan"]): e for e in found}
 
     def winners(self) -> dict[tuple[str, str], dict[str, Any]]:
-        return {(e["planner"], e["key"]): e for e in self.entries if "winner" in e}
+        """The last decision on each problem; ``kept`` tells whether its winner is faster than the rule's plan."""
+        return {(e["planner"], e["key"]): e for e in self.entries if "kept" in e}
 
 
-def _known(planner: autotune.Planner, problem: Sequence[Any], plan: Any) -> Any:
-    """The candidate that a file holds as ``plan``, or ``None``."""
-    return next((c for c in planner.candidates(*problem) if autotune.as_json(c) == plan), None)
+Warm = Callable[[str, str, Sequence[tuple[str, str, Any]], Sequence[int]], None]
 
 
-def tune_case(
-    case: timing.Case,
-    journal: Journal,
-    *,
-    deadline: float = float("inf"),
-    warm: Callable[[str, str, int], None] | None = None,
-) -> None:
-    """Tunes each problem that the case's call asks planners for and that the journal has no winner for."""
+def tune_case(case: timing.Case, journal: Journal, *, deadline: float = float("inf"), warm: Warm | None = None) -> None:
+    """Tunes each problem that the case's call asks planners for and that the journal has no decision on.
+
+    ``warm`` is called before candidates are timed, with the problem's planner and key, what has been chosen for other
+    problems of the case, and the candidates' numbers; it may compile them.
+    """
     torch.manual_seed(0)
     problem = case.build()
     assert isinstance(problem, timing.Problem)
@@ -115,6 +133,7 @@ def tune_case(
         baseline=functools.cache(problem.baseline),
     )
     done: set[tuple[str, str]] = set()
+    won: list[tuple[str, str, Any]] = []
     with contextlib.ExitStack() as chosen:
         while time.time() < deadline:
             with autotune.watched() as asked:
@@ -124,27 +143,33 @@ def tune_case(
                 return
             done.add(found)
             (name, key), planner = found, autotune.planners()[found[0]]
-            before = journal.winners().get(found)
-            if before is None:
-                if warm is not None:
-                    warm(name, key, len(_candidates(planner, asked[found])))
-                _tune_problem(case, planner, key, asked[found], ours, call, journal, deadline)
-            winner = journal.winners().get(found, {}).get("winner")
-            plan = None if winner is None else _known(planner, asked[found], winner)
-            if plan is not None and before is not None and before["case"] != str(case):
-                rule, tuned = _in_turn(name, key, [planner.rule(*asked[found]), plan], call)
-                if tuned > GAIN * rule:  # one plan stands for both cases, and loses in this one
-                    journal.write(planner=name, key=key, case=str(case), winner=None)
-                    _strike(autotune.own_plans(runtime.properties().name), name, key)
-                    plan = None
-            if plan is not None:
-                chosen.enter_context(autotune.using(name, key, plan))
+            if found not in journal.winners():
+                compiling = None if warm is None else functools.partial(warm, name, key, tuple(won))
+                _tune_problem(case, planner, key, asked[found], ours, call, journal, deadline, compiling)
+            decision = journal.winners().get(found, {"kept": False})
+            if decision["kept"]:
+                for plan in planner.candidates(*asked[found]):
+                    if autotune.as_json(plan) == decision["winner"]:
+                        chosen.enter_context(autotune.using(name, key, plan))
+                        won.append((name, key, decision["winner"]))
+                        break
 
 
 def _candidates(planner: autotune.Planner, problem: Sequence[Any]) -> list[Any]:
     """The rule's plan, then the candidates, each once."""
     plans = [planner.rule(*problem), *planner.candidates(*problem)]
     return list({json.dumps(autotune.as_json(plan)): plan for plan in plans}.values())
+
+
+def _distance(a: Any, b: Any) -> float:
+    """How far apart two plans are, as files hold them: a factor of two in a number counts 1, up to 2."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return sum(_distance(a[name], b[name]) for name in a)
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return sum(map(_distance, a, b))
+    if type(a) is type(b) is int and min(a, b) > 0:
+        return min(2.0, abs(math.log2(a / b)))
+    return 0.0 if a == b else 2.0
 
 
 def _tune_problem(
@@ -156,55 +181,84 @@ def _tune_problem(
     call: Callable[[], Any],
     journal: Journal,
     deadline: float,
+    warm: Callable[[Sequence[int]], None] | None,
 ) -> None:
-    """Checks and times the candidates of one problem, and writes the winner (or that the rule stays) into the journal."""
+    """Checks and times candidates of one problem, and writes the winner (or that the rule stays) into the journal."""
     what = {"planner": planner.name, "key": key}
     plans = _candidates(planner, problem)
-    before = journal.tried(**what)
+    texts = [autotune.as_json(plan) for plan in plans]
+    left = dict.fromkeys(range(len(plans)))
     times: dict[int, float] = {}
-    for i, plan in enumerate(plans):
-        about = {**what, "plan": autotune.as_json(plan)}
-        known = before.get(json.dumps(about["plan"]))
+    for i, known in ((i, journal.tried(**what).get(json.dumps(text))) for i, text in enumerate(texts)):
         if known is not None:
+            del left[i]
             if "us" in known:
                 times[i] = known["us"]
             elif "outcome" not in known:
-                journal.write(**about, outcome="brought the process down")
-            continue
-        if i and time.time() > deadline:
-            return
-        journal.write(**about)
-        try:
-            with autotune.using(planner.name, key, plan):
-                timing.error_ratios(ours)
-                times[i] = timing.measure(call, warmup_ms=2, rep_ms=15, min_samples=10).ms * 1e3
-        except check.CheckError as error:
-            journal.write(**about, outcome=f"wrong: {error}")
-        except (OutOfResources, PTXASError, CompilationError, torch.OutOfMemoryError) as error:
-            journal.write(**about, outcome=f"does not fit: {type(error).__name__}")
-        else:
-            journal.write(**about, outcome="ok", us=round(times[i], 3), count=len(plans))
-    best = sorted((i for i in times if i), key=times.__getitem__)[:FINALISTS]
-    if 0 not in times or not best or times[best[0]] > times[0]:
-        journal.write(**what, case=str(case), winner=None)
+                journal.write(**what, plan=texts[i], outcome="brought the process down")
+    best, idle = 0, 0
+    while left and idle < IDLE_BATCHES and time.time() < deadline:
+        batch = sorted(left, key=lambda i: _distance(texts[i], texts[best]))[:BATCH]
+        if warm is not None:
+            warm(batch)
+        for i in batch:
+            del left[i]
+            outcome = _try(planner.name, key, plans[i], texts[i], ours, call, journal)
+            if outcome is not None:
+                times[i] = outcome
+        if 0 not in times:
+            break  # the rule's own plan does not run here
+        fastest = min(times, key=times.__getitem__)
+        idle = 0 if times[fastest] < 0.99 * times[best] else idle + 1
+        best = fastest
+    if not times:
+        return  # no time: no decision
+    finalists = sorted((i for i in times if i), key=times.__getitem__)[:FINALISTS]
+    if 0 not in times or not finalists or times[finalists[0]] > times[0]:
+        journal.write(**what, case=str(case), kept=False)
         return
-    finalists = (0, *best)
+    finalists = [0, *finalists]
     medians = dict(zip(finalists, _in_turn(planner.name, key, [plans[i] for i in finalists], call), strict=True))
     winner = min(medians, key=medians.__getitem__)
+    about = {"rule_us": round(medians[0], 2), "us": round(medians[winner], 2)}
     if medians[0] < GAIN * medians[winner]:
-        journal.write(**what, case=str(case), winner=None)
+        journal.write(**what, case=str(case), kept=False, **about)
         return
     entry = {
-        "plan": autotune.as_json(plans[winner]),
-        "us": round(medians[winner], 2),
-        "rule_us": round(medians[0], 2),
+        "plan": texts[winner],
+        **about,
         "case": str(case),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
     }
     _keep(autotune.own_plans(runtime.properties().name), {planner.name: {key: entry}})
-    journal.write(**what, case=str(case), winner=entry["plan"], us=entry["us"], rule_us=entry["rule_us"])
+    journal.write(**what, case=str(case), kept=True, winner=texts[winner], **about)
+
+
+def _try(
+    name: str, key: str, plan: Any, text: Any, ours: timing.Problem, call: Callable[[], Any], journal: Journal
+) -> float | None:
+    """The time of the call with a candidate, in microseconds, if it is right."""
+    about = {"planner": name, "key": key, "plan": text}
+    journal.write(**about)
+    try:
+        with autotune.using(name, key, plan):
+            timing.error_ratios(ours)
+            us = timing.measure(call, warmup_ms=1, rep_ms=5, min_samples=10).ms * 1e3
+    except check.CheckError as error:
+        journal.write(**about, outcome=f"wrong: {error}")
+        return None
+    except (OutOfResources, PTXASError, CompilationError, torch.OutOfMemoryError) as error:
+        journal.write(**about, outcome=f"does not fit: {type(error).__name__}")
+        return None
+    except RuntimeError as error:
+        if "PassManager" not in str(error):  # a pass of the compiler; what the device says ends this process
+            raise
+        journal.write(**about, outcome="does not compile")
+        return None
+    journal.write(**about, outcome="ok", us=round(us, 3))
+    return us
 
 
 def _in_turn(name: str, key: str, plans: Sequence[Any], call: Callable[[], Any]) -> list[float]:
@@ -213,7 +267,7 @@ def _in_turn(name: str, key: str, plans: Sequence[Any], call: Callable[[], Any])
     for _ in range(3):
         for plan, samples in zip(plans, rounds, strict=True):
             with autotune.using(name, key, plan):
-                samples.append(timing.measure(call, warmup_ms=2, rep_ms=40).ms * 1e3)
+                samples.append(timing.measure(call, warmup_ms=2, rep_ms=20).ms * 1e3)
     return [statistics.median(samples) for samples in rounds]
 
 
@@ -234,7 +288,11 @@ def _keep(path: Path, new: autotune.Plans) -> None:
 # --- the other process ----------------------------------------------------------------------------------------------
 
 
+Shape = tuple[tuple[str, float], ...]  # sizes by name, sorted
+
+
 def _cases_of(room: str, shape: Mapping[str, float] | None) -> list[timing.Case]:
+    """The room's cases to tune, those that matter most first."""
     from kernelbook import cli
 
     tuning_cases: Cases | None = getattr(cli._bench_of(room), "tuning_cases", None)
@@ -247,34 +305,46 @@ def _cases_of(room: str, shape: Mapping[str, float] | None) -> list[timing.Case]
 
 
 @functools.lru_cache(maxsize=1)
-def _call_of(room: str, shape: tuple[tuple[str, float], ...], index: int) -> Callable[[], Any]:
+def _call_of(room: str, shape: Shape, index: int) -> Callable[[], Any]:
     problem = _cases_of(room, dict(shape) or None)[index].build()
     assert isinstance(problem, timing.Problem)
     return problem.providers["kernelbook"]
 
 
-def _compile_some(
-    room: str, shape: tuple[tuple[str, float], ...], index: int, name: str, key: str, numbers: Sequence[int]
+def _compile_one(
+    room: str, shape: Shape, index: int, name: str, key: str, chosen: Sequence[tuple[str, str, Any]], number: int
 ) -> None:
-    """Runs candidates of a problem once each, so that Triton's cache has their kernels; in a process of its own."""
-    call = _call_of(room, shape, index)
-    with autotune.watched() as asked:
-        call()
-    planner = autotune.planners()[name]
-    if (name, key) not in asked:
-        return
-    plans = _candidates(planner, asked[name, key])
-    for number in numbers:
-        with (
-            contextlib.suppress(OutOfResources, PTXASError, CompilationError),
-            autotune.using(name, key, plans[number]),
-        ):
-            call()
+    """Runs a candidate of a problem once, so that Triton's cache has its kernels; in a process of its own."""
+    try:
+        _run_once(room, shape, index, name, key, chosen, number)
+    except Exception:  # what is wrong with a candidate is found, and told, when it is timed
+        with contextlib.suppress(Exception):
             torch.cuda.synchronize()
+            return
+        os._exit(1)  # the device does not answer this process any more
+
+
+def _run_once(
+    room: str, shape: Shape, index: int, name: str, key: str, chosen: Sequence[tuple[str, str, Any]], number: int
+) -> None:
+    call = _call_of(room, shape, index)
+    with contextlib.ExitStack() as stack:
+        for other, its_key, text in chosen:
+            with autotune.watched() as asked:
+                call()
+            for plan in autotune.planners()[other].candidates(*asked[other, its_key]):
+                if autotune.as_json(plan) == text:
+                    stack.enter_context(autotune.using(other, its_key, plan))
+        with autotune.watched() as asked:
+            call()
+        plan = _candidates(autotune.planners()[name], asked[name, key])[number]
+        stack.enter_context(autotune.using(name, key, plan))
+        call()
+        torch.cuda.synchronize()
 
 
 class _Compilers:
-    """Processes that compile the candidates of a problem side by side: most of the time of tuning is the compiler's."""
+    """Processes that compile candidates of a problem side by side: most of the time of tuning is the compiler's."""
 
     def __init__(self) -> None:
         count = 0
@@ -282,49 +352,165 @@ class _Compilers:
             free = torch.cuda.mem_get_info()[0]
             count = min(COMPILERS, (os.cpu_count() or 1) - 2, free // MEMORY_EACH)
         self.count = count
-        self.pool = ProcessPoolExecutor(count, mp_context=get_context("spawn")) if count > 1 else None
+        self.pool = self._started()
+
+    def _started(self) -> ProcessPoolExecutor | None:
+        return ProcessPoolExecutor(self.count, mp_context=get_context("spawn")) if self.count > 1 else None
 
     def warm(
-        self, room: str, shape: tuple[tuple[str, float], ...], index: int, name: str, key: str, total: int
-    ) -> None:
-        if self.pool is None or total < 4:
+        self, room: str, shape: Shape, index: int, name: str, key: str, chosen: Sequence[tuple[str, str, Any]],
+        numbers: Sequence[int],
+    ) -> None:  # fmt: skip
+        if self.pool is None:
             return
-        shares = [range(start, total, self.count) for start in range(min(self.count, total))]
+        compile_one = functools.partial(_compile_one, room, shape, index, name, key, chosen)
         try:
-            list(
-                self.pool.map(
-                    functools.partial(_compile_some, room, shape, index, name, key), shares, timeout=STALLED_S / 2
-                )
-            )
-        except Exception:  # a candidate that brings a process down is found, and told, when it is timed
-            self.pool.shutdown(wait=False, cancel_futures=True)
-            self.pool = None
+            list(self.pool.map(compile_one, numbers, timeout=STALLED_S / 2))
+        except (BrokenProcessPool, TimeoutError):
+            self.stop()
+            self.pool = self._started()
 
     def stop(self) -> None:
         if self.pool is not None:
-            with contextlib.suppress(BrokenProcessPool):
-                self.pool.shutdown(cancel_futures=True)
+            for process in list(self.pool._processes.values()):
+                process.kill()
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _chosen_cases(job: Mapping[str, Any]) -> list[tuple[str, int, timing.Case]]:
+    """The cases of a job, a case of each room in turn: where time ends early, every room has had its share."""
+    selected = [part.strip() for part in (job["select"] or "").split(",")]
+    rooms = [
+        [
+            (room, i, case)
+            for i, case in enumerate(_cases_of(room, job["shape"]))
+            if any(s in str(case) for s in selected)
+        ]
+        for room in job["rooms"]
+    ]
+    return [entry for turn in itertools.zip_longest(*rooms) for entry in turn if entry is not None]
 
 
 def _work(job: Mapping[str, Any], journal: Journal) -> None:
-    """Tunes the cases of a job that the journal does not have as finished."""
+    """Tunes the cases of a job that the journal does not have as finished, then compares those with new plans."""
     finished = {(e["room"], e["index"]) for e in journal.entries if "finished" in e}
     shape = tuple(sorted((job["shape"] or {}).items()))
+    cases = _chosen_cases(job)
     compilers = _Compilers()
-    for room in job["rooms"]:
-        for index, case in enumerate(_cases_of(room, job["shape"])):
-            if (room, index) in finished or time.time() > job["deadline"]:
-                continue
-            journal.write(starts=str(case))
-            try:
-                warm = functools.partial(compilers.warm, room, shape, index)
-                tune_case(case, journal, deadline=job["deadline"], warm=warm)
-            except (torch.OutOfMemoryError, check.CheckError) as error:
-                journal.write(left_out=f"{case}: {type(error).__name__}: {str(error)[:200]}")
-            if time.time() < job["deadline"]:
-                journal.write(finished=str(case), room=room, index=index)
-            torch.cuda.empty_cache()
+    for room, index, case in cases:
+        if (room, index) in finished or time.time() > job["deadline"]:
+            continue
+        journal.write(starts=str(case))
+        try:
+            warm = functools.partial(compilers.warm, room, shape, index)
+            tune_case(case, journal, deadline=job["deadline"], warm=warm)
+        except (torch.OutOfMemoryError, check.CheckError) as error:
+            journal.write(left_out=f"{case}: {type(error).__name__}: {str(error)[:200]}")
+        if time.time() < job["deadline"]:
+            journal.write(finished=str(case), room=room, index=index)
+        torch.cuda.empty_cache()
     compilers.stop()
+    compared_already = {e["compared"] for e in journal.entries if "compared" in e}
+    for room, _, case in cases:
+        if str(case) not in compared_already:
+            strike_where_slower(room, case, journal)
+
+
+# --- whole cases ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _plans(mode: str) -> Iterator[None]:
+    """Within the context ``KERNELBOOK_PLANS`` is ``mode``."""
+    before = os.environ.get("KERNELBOOK_PLANS")
+    os.environ["KERNELBOOK_PLANS"] = mode
+    autotune.forget()
+    try:
+        yield
+    finally:
+        del os.environ["KERNELBOOK_PLANS"]
+        if before is not None:
+            os.environ["KERNELBOOK_PLANS"] = before
+        autotune.forget()
+
+
+def compared(room: str, case: timing.Case) -> tuple[float, float, list[tuple[str, str]]] | None:
+    """How long a case takes by the rules and with the plans in use, in microseconds, each in turn, and which plans.
+
+    ``None`` where no stored plan is used. What is computed with the plans is checked first.
+    """
+    with _plans("tuned"):
+        stored = autotune.stored_plans(runtime.properties())
+        if not any(name.startswith(f"{room}.") for plans in stored for name in plans):
+            return None
+        torch.manual_seed(0)
+        problem = case.build()
+        assert isinstance(problem, timing.Problem)
+        call = problem.providers["kernelbook"]
+        with autotune.watched() as asked:
+            call()
+        used = [(name, key) for name, key in asked if any(key in plans.get(name, {}) for plans in stored)]
+        if not used:
+            return None
+        timing.error_ratios(dataclasses.replace(problem, providers={"kernelbook": call}))
+    samples: dict[str, list[float]] = {"rules": [], "tuned": []}
+    for _ in range(5):
+        for which, times in samples.items():
+            with _plans(which):
+                call()
+                times.append(timing.measure(call, warmup_ms=1, rep_ms=10).ms * 1e3)
+    rules, plans = (statistics.median(times) for times in samples.values())
+    return rules, plans, used
+
+
+def strike_where_slower(room: str, case: timing.Case, journal: Journal) -> None:
+    """Strikes the user's own plans that a case uses if it is slower with them than by the rules."""
+    try:
+        found = compared(room, case)
+    except (torch.OutOfMemoryError, check.CheckError) as error:
+        journal.write(compared=str(case), left_out=f"{case}: {type(error).__name__}: {str(error)[:200]}")
+        return
+    if found is None:
+        return
+    rules, plans, used = found
+    slower = plans > SLOWER * rules
+    if slower:
+        for name, key in used:
+            _strike(autotune.own_plans(runtime.properties().name), name, key)
+            if (name, key) in journal.winners():
+                journal.write(planner=name, key=key, case=str(case), kept=False)
+    journal.write(compared=str(case), rules_us=round(rules, 2), plans_us=round(plans, 2), struck=slower)
+
+
+def comparison(job: Mapping[str, Any], out: Path | None) -> int:
+    """Times every case that stored plans are used in with them and by the rules; prints a table, and writes it."""
+    import pandas as pd
+
+    about = {"run": timing.new_run(), **timing.environment(timing.package_version())}
+    rows: list[dict[str, Any]] = []
+    for room, _, case in tqdm(_chosen_cases(job), unit="case"):
+        if time.time() > job["deadline"]:
+            print("tune: time is up before all cases were compared", file=sys.stderr)
+            break
+        try:
+            found = compared(room, case)
+        except (torch.OutOfMemoryError, check.CheckError) as error:
+            print(f"left out: {case}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            continue
+        if found is not None:
+            what = {"op": case.op, "mode": case.mode, "provider": "kernelbook", "dtype": case.dtype_name}
+            where = {"shape": case.shape_text, "x_name": case.x_name, "x": f"{case.x:.12g}"}
+            rows.append({**about, **what, **where, "rules_us": round(found[0], 2), "plans_us": round(found[1], 2)})
+    table = pd.DataFrame(rows, columns=list(TABLE_COLUMNS))
+    if rows:
+        shown = table[["op", "mode", "shape", "x_name", "x", "rules_us", "plans_us"]].assign(
+            times_as_fast=(table["rules_us"] / table["plans_us"]).round(3)
+        )
+        print(tabulate(shown.to_dict("records"), headers="keys"))
+        folder = (out or timing.results_dir()) / runtime.device_slug()
+        timing.write_results(folder / "plans.csv", table, key=TABLE_KEY)
+    print(f"{len(rows)} cases use stored plans")
+    return 0
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -374,25 +560,28 @@ def _tell(entry: Mapping[str, Any], bar: Any) -> None:
         bar.update()
         if not entry["outcome"].startswith(("ok", "does not fit")):
             bar.write(f"{entry['planner']} {entry['key']} {entry['plan']}: {entry['outcome']}")
-    elif entry.get("winner") is not None:
+    elif entry.get("kept"):
         bar.write(f"{entry['planner']} {entry['key']}: {entry['rule_us']:.1f} -> {entry['us']:.1f} us")
     elif "left_out" in entry:
         bar.write(f"left out: {entry['left_out']}")
 
 
-def tune(rooms: Sequence[str], shape: Mapping[str, float] | None, minutes: float, export: bool) -> int:
-    """Tunes rooms on the GPU at hand; 1 if a candidate computed something wrong, 2 without a GPU."""
+def tune(job: Mapping[str, Any], minutes: float, export: bool) -> int:
+    """Tunes rooms on the GPU at hand; 1 if a candidate computed something wrong, 2 without a GPU.
+
+    ``job``: ``rooms``, a ``shape`` or ``None``, and what cases to ``select`` or ``None``.
+    """
     if runtime.DEVICE.type != "cuda":
         print("tune: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     name = runtime.properties().name
-    for room in rooms:
-        _cases_of(room, shape)  # a wrong shape is told before anything starts
+    for room in job["rooms"]:
+        _cases_of(room, job["shape"])  # a wrong shape is told before anything starts
     journal = autotune.own_plans(name).with_suffix(".journal")
     journal.parent.mkdir(parents=True, exist_ok=True)
     journal.unlink(missing_ok=True)
-    job = {"rooms": list(rooms), "shape": shape, "deadline": time.time() + 60 * minutes}
-    command = [sys.executable, "-m", "kernelbook.tuning", json.dumps(job), str(journal)]
+    whole = {**job, "deadline": time.time() + 60 * minutes * SEARCH_SHARE}
+    command = [sys.executable, "-m", "kernelbook.tuning", json.dumps(whole), str(journal)]
     try:
         supervise(command, journal)
     except KeyboardInterrupt:
@@ -401,7 +590,7 @@ def tune(rooms: Sequence[str], shape: Mapping[str, float] | None, minutes: float
     rows = [
         (e["planner"], e["key"], f"{e['rule_us']:.1f}", f"{e['us']:.1f}", f"{e['rule_us'] / e['us']:.2f}")
         for e in found.winners().values()
-        if e["winner"] is not None
+        if e["kept"]
     ]
     print(
         tabulate(rows, headers=("planner", "problem", "rule, us", "tuned, us", "times as fast"), disable_numparse=True)
@@ -420,7 +609,13 @@ def tune(rooms: Sequence[str], shape: Mapping[str, float] | None, minutes: float
 def main(given: argparse.Namespace, rooms: Sequence[str]) -> int:
     """The command with its options."""
     try:
-        return tune([given.room] if given.room else rooms, parse_shape(given.shape), given.minutes, given.export)
+        unknown = [room for room in given.room if room not in rooms]
+        if unknown:
+            raise ValueError(f"tune: ROOM must be of {', '.join(rooms)}, got {', '.join(unknown)}")
+        job = {"rooms": given.room or list(rooms), "shape": parse_shape(given.shape), "select": given.select}
+        if given.compare and runtime.DEVICE.type == "cuda":
+            return comparison({**job, "deadline": time.time() + 60 * given.minutes}, given.out)
+        return tune(job, given.minutes, given.export)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

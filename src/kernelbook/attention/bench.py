@@ -2,8 +2,9 @@
 pages beside contiguous keys, and the errors."""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernelbook import check, runtime, timing
 from kernelbook.attention import op
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
+from kernelbook.models import MODELS
 
-__all__ = ["cases", "extras", "host_calls", "small_checks"]
+__all__ = ["cases", "extras", "host_calls", "small_checks", "tuning_cases"]
 
 # B, H, H_kv, N, D, causal
 SHAPES = (
@@ -47,6 +49,11 @@ DECODED = (
 WITH_FLEX = ((1, 32, 4, 1, 8192, 128), (16, 32, 8, 1, 8192, 128), (8, 32, 8, 16, 8192, 128))
 PAGED = ((1, 32, 4, 1, 8192, 128), (16, 32, 8, 1, 8192, 128), (8, 32, 8, 4, 8192, 128))
 PAGE = 64
+# Models whose heads no other list has.
+WITH_HEADS = (
+    *("Qwen3-32B", "Qwen3-235B-A22B", "gpt-oss-20b", "GLM-4.5-Air", "Gemma-3-1b", "Gemma-3-4b", "Gemma-3-27b"),
+    *("OLMo-2-13B", "Phi-4", "Qwen3-Next-80B-A3B"),
+)
 
 LARGEST_MATH = 4096  # with the score matrix, longer sequences take seconds and tens of GB
 CHECKED_WHOLE = 4096  # of longer sequences the first key head is checked: float64 takes its time too
@@ -318,6 +325,43 @@ def cases() -> Iterator[timing.Case]:
     for decoded in PAGED:
         yield _decode_case(decoded, page=PAGE)
     yield _first_call()
+
+
+def _alone(case: timing.Case) -> timing.Case:
+    """The case without the peers that compile for each shape."""
+    b, h, h_kv, n, keys, d = (int(case.shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
+    causal = case.shape["causal"] == "yes"
+    return dataclasses.replace(
+        case, build=lambda: _problem(case.mode, b, h, h_kv, n, keys, d, causal, case.dtype, slow_ones=False)
+    )
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: documented shapes, or one with the sizes B, H, H_kv, N, S, D, and causal=1."""
+    if shape is not None:
+        b, h, h_kv, n, s, d = (int(shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
+        if n != s:
+            yield _alone(_decode_case((b, h, h_kv, n, s, d)))
+            return
+        whole = [(b, h, h_kv, n, d, bool(shape.get("causal", 0)))]
+    else:
+        yield from map(_alone, map(_decode_case, DECODED))
+        yield from (_decode_case(decoded, page=PAGE) for decoded in PAGED)
+        yield from map(_alone, models())
+        whole = [*SHAPES, *((4, FEATURES // d, FEATURES // d, 4096, d, True) for d in (80, 256))]
+    for sizes in whole:
+        yield _alone(_case("forward", sizes))
+        yield _alone(_case("backward", sizes))
+
+
+def models() -> Iterator[timing.Case]:
+    """The heads of this year's models, on a prompt of 4,096 tokens and on one of 1,000; and one query to 4,096 keys."""
+    for name in WITH_HEADS:
+        h, h_kv, d = MODELS[name].heads, MODELS[name].kv_heads, MODELS[name].head_dim
+        for mode in ("forward", "backward"):
+            yield _case(mode, (1, h, h_kv, 4096, d, True))
+        yield _case("forward", (1, h, h_kv, 1000, d, True))
+        yield _decode_case((8, h, h_kv, 1, 4096, d))
 
 
 def _errors() -> pd.DataFrame:

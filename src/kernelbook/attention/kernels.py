@@ -24,9 +24,10 @@ Not handled: dropout, bias, other masks, head sizes above 256.
 """
 
 import dataclasses
-import functools
+from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.autotune import planner
 
 # isort: split
 import triton
@@ -599,7 +600,29 @@ def block_d(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-@functools.lru_cache(maxsize=1024)
+def _configs(
+    kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties
+) -> Iterator[triton.Config]:
+    """What may be tried: 16-bit tiles that fit into shared memory, and whose sums a program has registers for."""
+    width = block_d(d)
+    amd = properties.arch.startswith("gfx")
+    for m in (16, 32, 64, 128) if itemsize == 2 else ():
+        for n in (16, 32, 64, 128):
+            for warps in (4, 8):
+                owned, moved = (m, n) if kernel != "dkdv" else (n, m)
+                # In registers: the sums (two of dk and dv), a tile of scores, and that again in 16 bits.
+                kept = ((2 if kernel == "dkdv" else 1) * owned * width + 1.5 * owned * moved) / (32 * warps)
+                for stages in (1, 2, 3, 4) if 16 <= kept <= 180 and owned >= 16 * warps // 2 else ():
+                    if stages > 1 and not boxes and kernel != "fwd":
+                        continue  # such loads feed the tensor cores and, turned, registers too
+                    tiles = _Tiles(m, n, warps, stages)
+                    if _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program:
+                        yield triton.Config(
+                            {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": width}, num_warps=warps, num_stages=stages
+                        )
+
+
+@planner("attention.plain", _configs)
 def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> triton.Config:
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)

@@ -19,9 +19,11 @@ Not handled: more rows than fit one tile read the keys again (from the L2 cache,
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention.kernels import _dot, _rows, block_d
+from kernelbook.autotune import planner
 
 # isort: split
 import triton
@@ -377,14 +379,41 @@ def _splits(tiles: int, steps: int, slots: int) -> int:
     return min(range(1, max(1, min(steps, slots)) + 1), key=time)
 
 
+def _candidates(
+    heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
+) -> Iterator[tuple[triton.Config, int]]:
+    """The rule's tiles with other widths, stages and warps, each split over about as many programs as fill the GPU."""
+    config, per_sm = _tiles(rows, d, itemsize, page > 0, properties)
+    block_m, width = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_D"]
+    tiles = heads * -(-rows // block_m)
+    for block_n in (16, 32, 64, 128):
+        splits = _splits(tiles, -(-keys // block_n), properties.num_sms * per_sm)
+        for stages in (2, 3, 4, 5):
+            shared = (2 * block_n * stages + block_m) * width * itemsize
+            for warps in (4, 8) if shared <= properties.shared_memory_per_program - 2048 else ():
+                blocks = {**config.kwargs, "BLOCK_N": block_n, "STAGES": stages}
+                for share in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+                    if splits <= 2 * share <= 4 * splits and share * block_n <= keys:
+                        yield triton.Config(blocks, num_warps=warps, num_stages=stages), share
+
+
+@planner("attention.decode", _candidates, buckets=("keys",))
+def tiles_and_shares(
+    heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
+) -> tuple[triton.Config, int]:
+    """The tiles, and over how many programs the keys of one are split."""
+    config, per_sm = _tiles(rows, d, itemsize, page > 0, properties)
+    tiles = heads * -(-rows // config.kwargs["BLOCK_M"])
+    return config, _splits(tiles, -(-keys // config.kwargs["BLOCK_N"]), properties.num_sms * per_sm)
+
+
 def plan(
     heads: int, rows: int, keys: int, d: int, itemsize: int, properties: runtime.DeviceProperties, page: int = 0
 ) -> Plan:
     """For ``heads`` key heads over all sequences with room for ``keys`` keys, each read by ``rows`` queries."""
-    config, per_sm = _tiles(rows, d, itemsize, page > 0, properties)
-    block_m, block_n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    config, splits = tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
+    block_m, width = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_D"]
     tiles = heads * -(-rows // block_m)
-    splits = _splits(tiles, -(-keys // block_n), properties.num_sms * per_sm)
     stored = min(block_m, triton.next_power_of_2(rows))
     # As many shares at a time as leave room in registers.
     merged = min(triton.next_power_of_2(splits), max(1, MERGE_REGISTERS * 32 * config.num_warps // (stored * width)))

@@ -15,9 +15,10 @@ Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot 
 ``backward_config`` leave to the plain kernels.
 """
 
-import functools
+from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.autotune import planner
 
 # isort: split
 import triton
@@ -749,7 +750,26 @@ def _is_for(d: int, itemsize: int, properties: runtime.DeviceProperties) -> int 
     return max(16, triton.next_power_of_2(d)) if hopper else None
 
 
-@functools.lru_cache(maxsize=1024)
+def _forward_tiles(width: int, tiles: tuple[int, int, int, bool]) -> triton.Config:
+    block_n, warpgroups, stages, overlap = tiles
+    blocks = {"BLOCK_N": block_n, "BLOCK_D": width, "ROWS": ROWS}
+    return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "OVERLAP": overlap}, num_warps=4)
+
+
+def _forward_configs(
+    d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
+) -> Iterator[triton.Config | None]:
+    yield None
+    width = _is_for(d, itemsize, properties)
+    for block_n in (64, 128) if width else ():
+        for warpgroups, overlap in ((2, True), (2, False), (3, False)):
+            for stages in (2, 3, 4):
+                rows = warpgroups * ROWS * (2 if width <= 128 else 1) + 2 * stages * block_n
+                if 2 * rows * width + 1024 <= properties.shared_memory_per_program and block_n * width <= 128 * 128:
+                    yield _forward_tiles(width, (block_n, warpgroups, stages, overlap))
+
+
+@planner("attention.forward", _forward_configs, buckets=("s",))
 def forward_config(
     d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
 ) -> triton.Config | None:
@@ -758,11 +778,7 @@ def forward_config(
     found = None
     for shortest, tiles in TILES.get((width, causal), ()) if width else ():
         found = tiles if s >= shortest else found
-    if found is None:
-        return None
-    block_n, warpgroups, stages, overlap = found
-    blocks = {"BLOCK_N": block_n, "BLOCK_D": width, "ROWS": ROWS}
-    return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "OVERLAP": overlap}, num_warps=4)
+    return None if found is None or width is None else _forward_tiles(width, found)
 
 
 def forward_grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, bool]:
@@ -783,17 +799,32 @@ def forward_grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms:
     return (min(pairs, num_sms), True) if even else (units, False)
 
 
-@functools.lru_cache(maxsize=1024)
-def backward_config(
-    d: int, itemsize: int, properties: runtime.DeviceProperties
-) -> tuple[triton.Config, triton.Config | None] | None:
-    """The tiles of the kernel for dk and dv, and of that for dq; ``None`` where the plain one is to be used."""
-    width = _is_for(d, itemsize, properties)
-    if width not in BACKWARD_TILES:
-        return None
-    block_m, stages, for_dq = BACKWARD_TILES[width]
+def _backward_tiles(
+    width: int, block_m: int, stages: int, for_dq: tuple[int, int] | None
+) -> tuple[triton.Config, triton.Config | None]:
     blocks = {"BLOCK_D": width, "ROWS": ROWS}
     dkdv = triton.Config({**blocks, "BLOCK_M": block_m, "STAGES": stages}, num_warps=4)
     if for_dq is None:
         return dkdv, None
     return dkdv, triton.Config({**blocks, "BLOCK_N": for_dq[0], "STAGES": for_dq[1]}, num_warps=4)
+
+
+def _backward_configs(
+    d: int, itemsize: int, properties: runtime.DeviceProperties
+) -> Iterator[tuple[triton.Config, triton.Config | None] | None]:
+    yield None
+    width = _is_for(d, itemsize, properties)
+    for block_m, stages in ((32, 3), (64, 2), (64, 3)) if width in BACKWARD_TILES else ():
+        for for_dq in (None, (32, 4), (64, 2), (64, 3), (64, 4)):
+            yield _backward_tiles(width, block_m, stages, for_dq)
+
+
+@planner("attention.backward", _backward_configs)
+def backward_config(
+    d: int, itemsize: int, properties: runtime.DeviceProperties
+) -> tuple[triton.Config, triton.Config | None] | None:
+    """The tiles of the kernel for dk and dv, and of that for dq; ``None`` where the plain one is to be used."""
+    width = _is_for(d, itemsize, properties)
+    if width is None or width not in BACKWARD_TILES:
+        return None
+    return _backward_tiles(width, *BACKWARD_TILES[width])

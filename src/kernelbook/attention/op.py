@@ -10,6 +10,7 @@ import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
+from kernelbook.autotune import derived
 from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, tl_accumulator
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
@@ -316,7 +317,7 @@ def _launch(kernel: str, **constants: Any) -> Launch:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@derived
 def _plain(
     kernel: str, d: int, group: int, dtype: torch.dtype, causal: bool, boxes: bool, lengths: bool, window: bool,
     precision: str, properties: runtime.DeviceProperties,
@@ -558,7 +559,7 @@ def _tickets(device: torch.device, count: int) -> torch.Tensor:
     return _counters[key]
 
 
-@functools.lru_cache(maxsize=4096)
+@derived
 def _decode_plan(
     device: torch.device, gpu: str, b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype,
     causal: bool, lengths: bool, window: bool, page: int, with_lse: bool, precision: str,

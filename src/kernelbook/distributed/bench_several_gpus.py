@@ -1,20 +1,37 @@
 """What is measured on several GPUs: ``torchrun --nproc-per-node N -m kernelbook bench several_gpus``.
 
-Every rank measures, the slowest counts, rank 0 writes ``several_gpus.csv``. Columns as everywhere; ``gpus`` says on how many.
+One run measures on 1, 2, 4 ... N of them, so that ratios are taken within it. Every rank measures, the slowest counts, rank 0
+writes ``several_gpus.csv``. Columns as everywhere; ``gpus`` says on how many. Times are by the host's clock over a number of
+calls, as a training loop has them, unless a provider ends in ``graph``: that is the replay of a CUDA graph.
 
 - ``all_to_all``, ``all_reduce``, ``all_gather``, ``reduce_scatter``: PyTorch's collectives, ``x`` MiB a rank puts in or gets
   out, whichever is more; ``gbytes`` are those that it sends. They are the constants of the chapter's cost model.
-- ``expert_parallel``: a layer's experts with LoRA, forward and backward, at the sizes of models, every GPU with tokens of its
-  own; with ``gpus=1`` all experts on one. By the host's clock over a number of calls, as a training loop has them.
-  ``peak_mib`` is what this rank keeps of the experts' weights.
+- ``expert_parallel``: a layer's experts with LoRA, forward and backward, at the sizes of models, ``x`` tokens on each GPU.
+  ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``all`` is ``ExpertParallel(waits=False)``.
+  ``grouped_mm`` is transformers' all-to-all, with its experts and PEFT's pairs. ``gbytes`` are those that a rank sends in a
+  step, ``peak_mib`` what a step needs beyond the weights.
+- ``expert_weights``: ``peak_mib`` is what a rank keeps of frozen experts.
 - ``exchange``: tokens there and back with experts that do nothing; ``kernelbook:known`` is told the counts and does not wait.
+- ``sharded_experts``: a stack of such layers, 4-bit under :func:`kernelbook.distributed.fully_shard`, and bfloat16 under
+  PyTorch's (``fsdp2``); ``peak_mib`` with weights.
 - ``reduce_active_rows``: the gradient of a chunk-sparse layer, ``x`` its active share; ``dense`` is one all-reduce of all.
+- ``train_step``: a step of ``train``, ``x`` sequences on all GPUs together. ``kernelbook:ddp`` and ``kernelbook:fsdp`` are
+  sparse, ``ddp`` and ``fsdp2`` PyTorch's own with dense gradients. ``err_ratio``: how far losses are from one GPU's, over
+  how far plain DDP's are.
+- ``sparse_gradients``: what such a step puts on the wire for its sparse layers.
 """
 
+import dataclasses
+import datetime
 import functools
+import gc
+import importlib.util
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,26 +39,51 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from kernelbook import check, runtime, timing
 from kernelbook.distributed import exchange as exchanging
 from kernelbook.distributed import gradients
 from kernelbook.distributed.expert_parallel import ExpertParallel
+from kernelbook.distributed.sharding import fully_shard
 from kernelbook.nn import GatedExperts, SparseLinear, bench_moe_block, moe
+from kernelbook.train import CONFIGS, Trainer
+from kernelbook.train.parallel import ParallelTrainer
 
-__all__ = ["KEY", "SOURCES", "bench", "rows_of"]
+__all__ = ["KEY", "SOURCES", "Sizes", "bench", "sections"]
 
 HERE = Path(__file__).resolve().parent
-SOURCES = (HERE, HERE.parent / "nn" / "moe.py", HERE.parent / "moe_lora", HERE.parent / "nf4")
+SOURCES = (HERE, HERE.parent / "nn" / "moe.py", HERE.parent / "moe_lora", HERE.parent / "nf4", HERE.parent / "train")
 KEY = (*(name for name in timing.KEY if name != "gpus"), "gpus")
-MIB = (0.0625, 0.25, 1, 4, 16, 64, 256)
-TOKENS = (512, 2048, 8192)
-MODELS = ("Qwen3-30B-A3B", "OLMoE-1B-7B")
 CALLS = 8  # of a layer between two looks at the clock
-ACTIVE = (0.1, 0.25, 0.5)
-SPARSE = (16384, 4096, 64)  # features out and in of a sparse layer, and of a chunk
 CHECKED = 128  # tokens of each rank for which results are compared with float64
+GAP = 0.01  # relative, between the losses of one GPU and of several
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is measured; the defaults are a record's, others a test's.
+
+    Attributes:
+        mib: of collectives. tokens: on each GPU, by model. strong: tokens on all GPUs together, by model. layers: of a stack.
+        active: shares. sparse: features out and in of a sparse layer, and of a chunk.
+        train: names in ``kernelbook.train.CONFIGS``, changed by ``settings``; sequences a GPU, and on all together.
+        samples: looks at the clock.
+    """
+
+    mib: Sequence[float] = (0.0625, 0.25, 1, 4, 16, 64, 256)
+    models: Sequence[str] = ("Qwen3-30B-A3B", "OLMoE-1B-7B")
+    tokens: Sequence[Sequence[int]] = ((512, 2048, 8192), (2048,))
+    strong: Sequence[int] = (8192, 2048)
+    layers: int = 4
+    active: Sequence[float] = (0.1, 0.25, 0.5, 1.0)
+    sparse: tuple[int, int, int] = (16384, 4096, 64)
+    train: Sequence[str] = ("large", "huge")
+    settings: tuple[tuple[str, Any], ...] = (("depth", 2),)
+    sequences: tuple[int, int] = (8, 16)
+    samples: int = 8
 
 
 def _slowest(ms: float) -> float:
@@ -68,48 +110,81 @@ def _measure(call: Callable[[], Any], calls: int, samples: int) -> timing.Timing
     return timing.Timing(_slowest(own.ms), _slowest(own.p20), _slowest(own.p80), own.samples)
 
 
+def _on_gpu() -> bool:
+    return runtime.DEVICE.type == "cuda"
+
+
 def _wait() -> None:
-    if runtime.DEVICE.type == "cuda":
+    if _on_gpu():
         torch.cuda.synchronize()
 
 
+def _peak_mib(call: Callable[[], Any]) -> float:
+    """What a call allocates at most, beyond what is there, in MiB."""
+    if not _on_gpu():
+        return math.nan
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], None]:
+    """The replay of a CUDA graph of a call, which must not wait for the device."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        kept = call()
+
+    def replay(kept: Any = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
 Row = dict[str, Any]
+NOT_TIMED = timing.Timing(math.nan, math.nan, math.nan, 0)
 
 
 def _row(
     op: str, mode: str, provider: str, dtype: torch.dtype, shape: str, x: tuple[str, float], **figures: Any
 ) -> Row:
-    t: timing.Timing = figures.pop("timing")
+    t: timing.Timing = figures.pop("timing", NOT_TIMED)
+    written = {name: f"{value:.6g}" for name, value in figures.items()}
     return {
         "op": op, "mode": mode, "provider": provider, "dtype": str(dtype).removeprefix("torch."), "shape": shape,
         "x_name": x[0], "x": f"{x[1]:.12g}", "ms": f"{t.ms:.5g}", "ms_p20": f"{t.p20:.5g}", "ms_p80": f"{t.p80:.5g}",
         "gbytes": "nan", "gflop": "nan", "peak_mib": "nan", "err_ratio": "nan", "host_us": "nan",
-        "gpus": str(dist.get_world_size()), **figures,
+        "gpus": str(dist.get_world_size()), **written,
     }  # fmt: skip
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------
 
 
-def _collectives(sizes: Sequence[float], samples: int) -> Iterator[Row]:
+def _collectives(sizes: Sizes) -> Iterator[Row]:
     ranks = dist.get_world_size()
-    for mib in sizes:
+    for mib in sizes.mib if ranks > 1 else ():
         size = int(mib * 2**20) // (2 * ranks) * ranks  # bfloat16
         large, other = (torch.zeros(size, dtype=torch.bfloat16, device=runtime.DEVICE) for _ in range(2))
         small = large[: size // ranks]
         calls: dict[str, tuple[Callable[[], Any], float]] = {
             "all_to_all": (functools.partial(dist.all_to_all_single, other, large), 1),
             "all_reduce": (functools.partial(dist.all_reduce, large), 2),
-            "all_gather": (functools.partial(dist.all_gather_into_tensor, other, small), 1),
+            "all_gather": (functools.partial(exchanging.all_gather, other, small), 1),
+            "reduce_scatter": (functools.partial(exchanging.reduce_scatter, small, other), 1),
         }
-        if runtime.DEVICE.type == "cuda":
-            calls["reduce_scatter"] = (functools.partial(dist.reduce_scatter_tensor, small, other), 1)
         for name, (call, times) in calls.items():
-            found = _measure(call, 10, samples)
+            found = _measure(call, 10, sizes.samples)
             sent = times * large.nbytes * (ranks - 1) / ranks / 1e9
             shape = f"bytes={large.nbytes}"
             yield _row(name, "forward", "nccl" if large.is_cuda else "gloo", large.dtype, shape, ("MiB", mib), timing=found,
-                       gbytes=f"{sent:.6g}")  # fmt: skip
+                       gbytes=sent)  # fmt: skip
 
 
 # --- the layer ------------------------------------------------------------------------------------------------------
@@ -194,45 +269,106 @@ def _kept_mib(layer: GatedExperts) -> float:
     return sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in frozen) / 2**20
 
 
-def _layers(mesh: DeviceMesh, models: Sequence[str], tokens: Sequence[int], samples: int) -> Iterator[Row]:
-    for model in models:
-        sizes, rank = bench_moe_block.MODELS[model], bench_moe_block.RANK
-        experts, hidden, inner, slots = sizes
-        shape = f"E={experts} H={hidden} I={inner} k={slots} r={rank}"
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """A model's layer: its sizes, and what is counted of it."""
+
+    name: str
+    mesh: DeviceMesh
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return bench_moe_block.MODELS[self.name]
+
+    @property
+    def shape(self) -> str:
+        experts, hidden, inner, slots = self.sizes
+        return f"E={experts} H={hidden} I={inner} k={slots} r={bench_moe_block.RANK}"
+
+    def gflop(self, count: int) -> float:
+        (_, hidden, inner, slots), rank = self.sizes, bench_moe_block.RANK
+        lora = rank * (2 * hidden + 3 * inner)
+        return (4 * (3 * hidden * inner + lora) + 2 * lora) * count * slots / 1e9
+
+    def sent(self, count: int, everywhere: bool) -> float:
+        """GB of rows that leave this rank, there or back, for ``count`` tokens."""
+        experts, hidden, _, _ = self.sizes
+        ranks, own = self.mesh.size(), self.mesh.get_local_rank()
+        if everywhere:
+            return count * (ranks - 1) * hidden * 2 / 1e9
+        goes = _tokens(count, self.sizes)[1] // -(-experts // ranks)
+        visits = torch.zeros(count, ranks, device=goes.device).scatter_(1, goes, 1).sum(0)
+        return float(visits.sum() - visits[own]) * hidden * 2 / 1e9
+
+
+def _layers(sizes: Sizes) -> Iterator[Row]:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(runtime.DEVICE.type, (ranks,))
+    for name, tokens, strong in zip(sizes.models, sizes.tokens, sizes.strong, strict=True):
+        model = _Model(name, mesh)
+        counts = sorted({*tokens, strong // ranks})
         for kind in ("nf4", "dense"):
-            provider = "kernelbook" if kind == "nf4" else "kernelbook:dense"
-            whole, parallel = _experts(sizes, kind, rank), _experts(sizes, kind, rank)
-            ExpertParallel(gradients="sum")._apply(parallel, mesh)
-            ratio = _slowest(_error_ratio(whole, parallel, sizes))
-            for count in tokens:
-                products = count * slots * (3 * hidden * inner + rank * (2 * hidden + 3 * inner))
-                gflop = (4 * products + 2 * count * slots * rank * (2 * hidden + 3 * inner)) * 2 / 2e9
-                for layer, gpus in ((whole, 1), (parallel, mesh.size())):
-                    found = _measure(_train_call(layer, count, sizes), CALLS, samples)
-                    yield _row(
-                        "expert_parallel", "forward_backward", provider, torch.bfloat16, shape, ("T", count),
-                        timing=found, gflop=f"{gflop:.6g}", peak_mib=f"{_kept_mib(layer):.5g}", gpus=str(gpus),
-                        err_ratio=f"{ratio if gpus > 1 else float('nan'):.3g}",
-                    )  # fmt: skip
-            del whole, parallel
-        yield from _exchanges(mesh, sizes, tokens, samples)
+            yield from _layer(model, kind, counts, sizes.samples)
+        if ranks > 1:
+            yield from _exchanges(model, counts, sizes.samples)
+        if _on_gpu() and importlib.util.find_spec("transformers") and importlib.util.find_spec("peft"):
+            yield from _peer(model, counts, sizes.samples)
+        _forget()
 
 
-def _exchanges(mesh: DeviceMesh, sizes: Sequence[int], tokens: Sequence[int], samples: int) -> Iterator[Row]:
-    experts, hidden, _, slots = sizes
-    share = -(-experts // mesh.size())
-    for count in tokens:
-        x, ids, gates, _ = _tokens(count, sizes)
+def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Iterator[Row]:
+    provider, joint = ("kernelbook", ":") if kind == "nf4" else ("kernelbook:dense", "_")
+    layer, ranks = _experts(model.sizes, kind, bench_moe_block.RANK), model.mesh.size()
+    ratios = {"": math.nan, "all": math.nan}
+    if ranks > 1:
+        whole = _experts(model.sizes, kind, bench_moe_block.RANK)
+        ExpertParallel(gradients="sum")._apply(layer, model.mesh)
+        waiting: Any = layer._expert_parallel
+        ways = {"": waiting, "all": waiting._replace(waits=False)}
+        for way, share in ways.items():
+            layer._expert_parallel = share
+            ratios[way] = _slowest(_error_ratio(whole, layer, model.sizes))
+        del whole
+    yield _row("expert_weights", "forward", provider, torch.bfloat16, model.shape, ("T", 0), peak_mib=_kept_mib(layer))
+    for count, way, graph in itertools.product(counts, ("", "all"), (False, True)):
+        if (ranks == 1 and way) or (graph and (not _on_gpu() or (ranks > 1 and not way))):
+            continue
+        if ranks > 1:
+            layer._expert_parallel = ways[way]
+        call: Callable[[], Any] = _train_call(layer, count, model.sizes)
+        found = {"gflop": model.gflop(count), "peak_mib": _slowest(_peak_mib(call)), "err_ratio": ratios[way]}
+        if ranks > 1:
+            found["gbytes"] = 4 * model.sent(count, bool(way))
+        found["timing"] = _measure(_captured(call) if graph else call, CALLS, samples)
+        variant = "graph" if graph else way
+        yield _row(
+            "expert_parallel", "forward_backward", f"{provider}{joint}{variant}" if variant else provider, torch.bfloat16,
+            model.shape, ("T", count), **found,
+        )  # fmt: skip
+        _forget()
+
+
+def _forget() -> None:
+    """Gives memory back, so that what comes is measured alike."""
+    gc.collect()
+    if _on_gpu():
+        torch.cuda.empty_cache()
+
+
+def _exchanges(model: _Model, counts: Sequence[int], samples: int) -> Iterator[Row]:
+    experts, hidden, _, slots = model.sizes
+    share, waits = -(-experts // model.mesh.size()), exchanging.wait_for_counts
+    for count in counts:
+        x, ids, gates, _ = _tokens(count, model.sizes)
 
         def call(x: Any = x, ids: Any = ids, gates: Any = gates) -> torch.Tensor:
             return exchanging.exchange(
-                lambda rows, *_: rows, x, ids, gates, num_experts=experts, share=share, group=mesh.get_group()
+                lambda rows, *_: rows, x, ids, gates, num_experts=experts, share=share, group=model.mesh.get_group()
             )
 
-        seen: list[list[list[int]]] = []
-        waits = exchanging.wait_for_counts
+        seen: list[Any] = []
 
-        def note(counts: torch.Tensor, seen: Any = seen, waits: Any = waits) -> list[list[int]]:
+        def note(counts: torch.Tensor, seen: Any = seen) -> Any:
             seen.append(waits(counts))
             return seen[-1]
 
@@ -240,25 +376,107 @@ def _exchanges(mesh: DeviceMesh, sizes: Sequence[int], tokens: Sequence[int], sa
             with mock.patch.object(exchanging, "wait_for_counts", note):
                 call()
             known = mock.patch.object(exchanging, "wait_for_counts", lambda counts, seen=seen: seen[-1])
-            sent = 2 * (sum(seen[-1][0]) - seen[-1][0][mesh.get_local_rank()]) * hidden * x.element_size() / 1e9
-            shape = f"E={experts} H={hidden} k={slots}"
             for provider in ("kernelbook", "kernelbook:known"):
                 with known if provider.endswith("known") else mock.patch.object(exchanging, "wait_for_counts", waits):
                     found = _measure(call, CALLS, samples)
                 yield _row(
-                    "exchange", "forward", provider, x.dtype, shape, ("T", count), timing=found, gbytes=f"{sent:.6g}"
-                )
+                    "exchange", "forward", provider, x.dtype, f"E={experts} H={hidden} k={slots}", ("T", count), timing=found,
+                    gbytes=2 * model.sent(count, False),
+                )  # fmt: skip
+
+
+def _peer(model: _Model, counts: Sequence[int], samples: int) -> Iterator[Row]:
+    """transformers' experts with PEFT's pairs, and where there are several ranks its all-to-all around them."""
+    (experts, hidden, inner, slots), ranks = model.sizes, model.mesh.size()
+    if experts % ranks:
+        return
+    layer = bench_moe_block._Layer((experts // ranks, hidden, inner, slots), bench_moe_block.RANK)
+    forward, leaves = layer.call("grouped_mm")
+    if ranks > 1:
+        try:
+            from transformers.distributed.expert_parallel import AllToAllEP
+        except ImportError:  # an older version
+            return
+        both = init_device_mesh(runtime.DEVICE.type, (ranks, 1), mesh_dim_names=("expert", "tensor"))
+        forward = AllToAllEP(
+            SimpleNamespace(forward=forward, num_experts=experts // ranks), both["expert"], both["tensor"]
+        )  # type: ignore[arg-type, unused-ignore]
+    for count in counts:
+        x, ids, gates, up = _tokens(count, model.sizes)
+        gates = gates.to(x.dtype)
+
+        def call(x: Any = x, ids: Any = ids, gates: Any = gates, up: Any = up) -> Any:
+            own, weights = x.detach().requires_grad_(), gates.detach().requires_grad_()
+            return torch.autograd.grad(forward(own, ids, weights), [own, weights, *leaves], up)
+
+        found = {"peak_mib": _slowest(_peak_mib(call)), "timing": _measure(call, 4, max(samples // 2, 2))}
+        yield _row(
+            "expert_parallel", "forward_backward", "grouped_mm", x.dtype, model.shape, ("T", count),
+            gflop=model.gflop(count), **found,
+        )  # fmt: skip
+        _forget()
+
+
+# --- experts that are gathered --------------------------------------------------------------------------------------
+
+
+class _Stack(torch.nn.Module):
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x, ids, gates)
+        return x
+
+
+def _sharded(sizes: Sizes) -> Iterator[Row]:
+    name, count, ranks = sizes.models[0], sizes.tokens[0][-2:][0], dist.get_world_size()
+    model = _Model(name, init_device_mesh(runtime.DEVICE.type, (ranks,)))
+    x, ids, gates, up = _tokens(count, model.sizes)
+    for kind, provider, shard in (("nf4", "kernelbook", fully_shard), ("dense", "fsdp2", fsdp.fully_shard)):
+        before = torch.cuda.memory_allocated() if _on_gpu() else 0
+        stack = _Stack([_experts(model.sizes, kind, bench_moe_block.RANK) for _ in range(sizes.layers)])
+        with torch.no_grad():
+            truth = stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED])
+        weights = sum(p.nbytes for p in stack.parameters())
+        trained = sum(p.nbytes for p in stack.parameters() if p.requires_grad)
+        if ranks > 1:
+            for layer in stack.layers:
+                shard(layer, mesh=model.mesh)
+            shard(stack, mesh=model.mesh)
+        with torch.no_grad():
+            if not torch.equal(stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED]), truth):
+                raise check.CheckError("sharded_experts: outputs must be those of the whole layers, and are not")
+
+        def call(stack: Any = stack) -> None:
+            for p in stack.parameters():
+                p.grad = None
+            stack(x, ids, gates).backward(up)
+
+        call()
+        _forget()
+        held = (torch.cuda.memory_allocated() - before) / 2**20 if _on_gpu() else math.nan
+        peak = _slowest(_peak_mib(call) + held)
+        yield _row(
+            "sharded_experts", "forward_backward", provider, x.dtype, f"{model.shape} layers={sizes.layers}", ("T", count),
+            timing=_measure(call, 4, sizes.samples), peak_mib=peak, gflop=sizes.layers * model.gflop(count),
+            gbytes=(2 * weights + trained) * (ranks - 1) / ranks / 1e9,
+        )  # fmt: skip
+        del stack, truth
+        _forget()
 
 
 # --- gradients of active rows ---------------------------------------------------------------------------------------
 
 
-def _active_rows(sizes: Sequence[int], samples: int) -> Iterator[Row]:
-    features, inputs, chunk = sizes
+def _active_rows(sizes: Sizes) -> Iterator[Row]:
+    features, inputs, chunk = sizes.sparse
     layer = SparseLinear(inputs, features, bias=False, device="meta", chunk_size=chunk)
     ranks, chunks = dist.get_world_size(), features // chunk
     shape = f"d_in={inputs} d_out={features} chunk_size={chunk}"
-    for active in (*ACTIVE, 1.0):
+    for active in sizes.active if ranks > 1 else ():
         count = max(1, round(active * chunks))
         torch.manual_seed(0)
         ids = torch.randperm(chunks, device="cpu")[:count].to(runtime.DEVICE)
@@ -288,51 +506,144 @@ def _active_rows(sizes: Sequence[int], samples: int) -> Iterator[Row]:
         for provider, call in (("dense", dense), ("kernelbook", ours)):
             work = grad.clone()
             size = call(work)
-            found = _measure(functools.partial(call, work), 4, samples)
+            found = _measure(functools.partial(call, work), 4, sizes.samples)
             yield _row(
                 "reduce_active_rows", "backward", provider, grad.dtype, shape, ("active", active), timing=found,
-                gbytes=f"{2 * size * (ranks - 1) / ranks / 1e9:.6g}",
-                err_ratio=f"{verdict.ratio if provider != 'dense' else 1.0:.3g}",
+                gbytes=2 * size * (ranks - 1) / ranks / 1e9, err_ratio=verdict.ratio if provider != "dense" else 1.0,
             )  # fmt: skip
+
+
+# --- a training step ------------------------------------------------------------------------------------------------
+
+
+def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
+    """``one`` keeps the losses of one GPU from call to call."""
+    ranks = dist.get_world_size()
+    each, strong = sizes.sequences
+    for name in sizes.train:
+        base = dataclasses.replace(
+            CONFIGS[name],
+            task="copy",
+            dense_steps=2,
+            log_every=1000,
+            eval_every=0,
+            eval_batches=1,
+            **dict(sizes.settings),
+        )
+        shape = f"width={base.width} depth={base.depth} context={base.context} active={base.active:g}"
+        for batch in sorted({each * ranks, strong}):
+            gaps: dict[str, float] = {}
+            # Dense first: how far its losses go from one GPU's is what ours are compared with.
+            for parallel, mode in itertools.product(("ddp", "fsdp") if ranks > 1 else ("",), ("dense", base.mode)):
+                config = dataclasses.replace(base, mode=mode, batch_size=batch)
+                before = torch.cuda.memory_allocated() if _on_gpu() else 0
+                if _on_gpu():
+                    torch.cuda.reset_peak_memory_stats()
+                trainer = (
+                    ParallelTrainer(config, parallel, progress=False) if parallel else Trainer(config, progress=False)
+                )
+                trainer.run(4)
+                times, steps = [], 4
+                for _ in range(3):
+                    started = trainer.seconds
+                    trainer.run(trainer.step + steps)
+                    times.append((trainer.seconds - started) * 1e3 / steps)
+                own = timing.Timing.of(times)
+                found = timing.Timing(*(_slowest(t) for t in (own.ms, own.p20, own.p80)), own.samples)
+                peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if _on_gpu() else math.nan
+                losses = trainer.losses()
+                if ranks == 1:
+                    one[name, batch, mode] = losses
+                gap = _gap(losses, one.get((name, batch, mode)))
+                if gap > GAP:
+                    raise check.CheckError(
+                        f"train_step: losses of {parallel} must be those of one GPU, they differ by {gap:.2g}"
+                    )
+                gaps.setdefault(parallel, gap)
+                provider = {"": "dense", "ddp": "ddp", "fsdp": "fsdp2"}[parallel]
+                if mode != "dense":
+                    provider = f"kernelbook:{parallel}" if parallel else "kernelbook"
+                yield _row(
+                    "train_step", "step", provider, torch.bfloat16, shape, ("batch", batch), timing=found,
+                    peak_mib=_slowest(peak), gbytes=_sent_gb(trainer),
+                    err_ratio=gap / max(gaps[parallel], 1e-6) if ranks > 1 else math.nan,
+                )  # fmt: skip
+                if parallel == "ddp" and batch == strong:
+                    yield _sparse_gradients(trainer, provider, shape, batch)
+                del trainer
+                _forget()
+
+
+def _gap(losses: Sequence[float], truth: Sequence[float] | None) -> float:
+    if truth is None:  # no run of one GPU had this batch, or this rank was not in it
+        return 0.0
+    return math.dist(losses, truth) / math.hypot(*truth)
+
+
+def _bytes_of_layers(trainer: Any) -> int:
+    return sum(p.nbytes for layer in trainer.layers.values() for p in layer.parameters())
+
+
+def _sent_gb(trainer: Any) -> float:
+    """GB that a rank sends in a step."""
+    ranks, everything = trainer.ranks, sum(p.nbytes for p in trainer.model.parameters())
+    if trainer.parallel == "fsdp":  # gathered forward and backward, and gradients back
+        return 3 * everything * (ranks - 1) / ranks / 1e9
+    if trainer.reduction is not None:
+        everything += trainer.reduced_bytes - _bytes_of_layers(trainer)
+    return 2 * everything * (ranks - 1) / ranks / 1e9
+
+
+def _sparse_gradients(trainer: Any, provider: str, shape: str, batch: int) -> Row:
+    size = _bytes_of_layers(trainer) if trainer.reduction is None else trainer.reduced_bytes
+    gbytes = 2 * size * (trainer.ranks - 1) / trainer.ranks / 1e9
+    return _row(
+        "sparse_gradients", "backward", provider, torch.float32, shape, ("active", trainer.config.active), gbytes=gbytes
+    )
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def rows_of(
-    *,
-    mib: Sequence[float] = MIB,
-    models: Sequence[str] = MODELS,
-    tokens: Sequence[int] = TOKENS,
-    sparse: Sequence[int] = SPARSE,
-    samples: int = 10,
-) -> Iterator[Row]:
-    """The figures, as they come; the default process group is there."""
-    mesh = init_device_mesh(runtime.DEVICE.type, (dist.get_world_size(),))
-    yield from _collectives(mib, samples)
-    yield from _layers(mesh, models, tokens, samples)
-    yield from _active_rows(sparse, samples)
+def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
+    """The figures by name, each to be called on every rank of the default process group."""
+    losses: dict[Any, list[float]] = {}
+    return {
+        "experts": functools.partial(_layers, sizes),
+        "train": functools.partial(_train, sizes, losses),
+        "sharded": functools.partial(_sharded, sizes),
+        "collectives": functools.partial(_collectives, sizes),
+        "active_rows": functools.partial(_active_rows, sizes),
+    }
 
 
-def bench(folder: Path) -> int:
+def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> int:
     """Measures and writes ``folder/several_gpus.csv``; 2 where this process was not started by torchrun."""
     if not dist.is_torchelastic_launched():
         print("bench several_gpus: start it by torchrun --nproc-per-node <GPUs> -m kernelbook bench several_gpus")
         return 2
-    torch.cuda.set_device(dist.get_node_local_rank(0))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    try:
-        columns = list(timing.COLUMNS)
-        columns[columns.index("err_ratio") + 1 : columns.index("err_ratio") + 1] = [
-            name for name in ("host_us", "gpus") if name not in columns
-        ]
-        about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
-        for row in rows_of():
-            if dist.get_rank() == 0:
-                timing.write_results(
-                    folder / "several_gpus.csv", pd.DataFrame([{**about, **row}], columns=columns), KEY
-                )
-                print(tabulate([[row[n] for n in (*KEY, "ms", "err_ratio")]], tablefmt="plain"), flush=True)
-        return 0
-    finally:
-        dist.destroy_process_group()
+    store, rank, world = next(iter(rendezvous("env://")))
+    device = torch.device("cuda", dist.get_node_local_rank(0))
+    torch.cuda.set_device(device)
+    about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+    counts = [n for n in (1, 2, 4, 8) if n < world] + [world]
+    for (name, section), count in itertools.product(sections(sizes).items(), counts):
+        if select is not None and select not in name:
+            continue
+        part = dist.PrefixStore(f"{name} {count}", store)
+        if rank < count:
+            dist.init_process_group("nccl", store=part, rank=rank, world_size=count, device_id=device)
+            for row in section():
+                if rank == 0:
+                    timing.write_results(
+                        folder / "several_gpus.csv", pd.DataFrame([{**about, **row}], columns=list(timing.COLUMNS)), KEY
+                    )
+                    print(
+                        tabulate([[row[n] for n in (*KEY, "ms", "peak_mib", "err_ratio")]], tablefmt="plain"),
+                        flush=True,
+                    )
+            dist.destroy_process_group()
+        if rank == 0:
+            part.set("done", "")
+        part.wait(["done"], datetime.timedelta(minutes=10))
+    return 0

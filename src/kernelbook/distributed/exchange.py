@@ -5,154 +5,264 @@ weighted. So a token crosses the wire at most ``min(k, ranks)`` times each way i
 becomes a row for each of its experts there, a *pair*.
 
 ====================  =========================================================================
-forward               counts (16 bytes a pair of ranks), **the host waits for them**, tokens with
+forward               counts (8 bytes a pair of ranks), **the host waits for them**, tokens with
                       their experts and weights, results
 backward              gradients of the results, gradients of tokens and weights
 ====================  =========================================================================
 
 No token is dropped and none is padded: whatever the router says, the buffers have the size that the counts ask for. The
-host has to know that size, which is the one wait of a layer (:func:`wait_for_counts`).
+host has to know that size, which is the one wait of a layer (:func:`wait_for_counts`). :func:`exchange_all` does without.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-__all__ = ["Exchange", "exchange", "wait_for_counts"]
+from kernelbook import launching, runtime  # before Triton, which it sets up
+from kernelbook.distributed import kernels
+
+__all__ = ["all_gather", "exchange", "exchange_all", "reduce_scatter", "wait_for_counts"]
+
+# As PyTorch calls them since 2.13, and before.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+ALIGNED = 16  # bytes, for each part of a message
 
 
-class Places(NamedTuple):
-    """Which rows belong to which items: a row is a copy of its item, or an item is the sum of its rows.
+class _Message(NamedTuple):
+    """Messages (rows, bytes), and their parts: rows (rows, H), weights (rows, k), ids and first pair (rows, k + 1)."""
 
-    ``item`` (L,): the item of each row. ``rows`` (L,): the rows, item by item. ``starts`` (items + 1,): where those of an
-    item begin.
-    """
-
-    item: torch.Tensor
+    whole: torch.Tensor
     rows: torch.Tensor
-    starts: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, hidden: int, slots: int, dtype: torch.dtype, gates: torch.dtype) -> "_Message":
+        at_weights, at_ids, _ = _offsets(hidden, slots, dtype, gates)
+        rows, weights, ids = (whole.view(kind) for kind in (dtype, gates, torch.int32))
+        return cls(
+            whole,
+            rows[:, :hidden],
+            weights[:, at_weights // gates.itemsize :][:, :slots],
+            ids[:, at_ids // 4 :][:, : slots + 1],
+        )
+
+    @classmethod
+    def empty(cls, count: int, like: torch.Tensor, gates: torch.Tensor) -> "_Message":
+        """For ``count`` rows like those of ``like`` (T, H), with weights like ``gates`` (T, k)."""
+        hidden, slots = like.shape[1], gates.shape[1]
+        size = _offsets(hidden, slots, like.dtype, gates.dtype)[2]
+        whole = torch.empty(count, size, dtype=torch.uint8, device=like.device)
+        return cls.of(whole, hidden, slots, like.dtype, gates.dtype)
 
 
-def _copy(items: torch.Tensor, places: Places) -> torch.Tensor:
-    return items.index_select(0, places.item)
+@functools.cache
+def _offsets(hidden: int, slots: int, dtype: torch.dtype, gates: torch.dtype) -> tuple[int, int, int]:
+    """Where weights and ids begin in a message, and where it ends, in bytes."""
+
+    def up(size: int) -> int:
+        return -(-size // ALIGNED) * ALIGNED
+
+    at_weights = up(hidden * dtype.itemsize)
+    at_ids = at_weights + up(slots * gates.itemsize)
+    return at_weights, at_ids, at_ids + up((slots + 1) * 4)
 
 
-def _sum(rows: torch.Tensor, places: Places) -> torch.Tensor:
-    """Sums in float32 at least, in the order of the rows: the same bits every time."""
-    items = places.starts.shape[0] - 1
-    if rows.shape[0] == 0 or items == 0:
-        return rows.new_zeros(items, rows.shape[1])
-    return F.embedding_bag(places.rows, rows, places.starts, mode="sum", include_last_offset=True)
+# --- launches -------------------------------------------------------------------------------------------------------
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Copies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, items: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
-        ctx.places = Places(*places)
-        return _copy(items, ctx.places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _sum(grad.contiguous(), ctx.places), None, None, None
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(INTEGERS[tensor.element_size()])
 
 
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
-        ctx.places = Places(*places)
-        return _sum(rows, ctx.places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _copy(grad, ctx.places), None, None, None
+@functools.cache
+def _launch(kernel: Any, **constants: Any) -> launching.Launch:
+    return launching.Launch(kernel, **constants, num_warps=kernels.WARPS)
 
 
-class Exchange(NamedTuple):
-    """How many rows go where, known to the host: what an all-to-all is told.
+@functools.cache
+def _power(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
 
-    ``sent``, ``received``: rows to and from each rank. ``pairs``: how many pairs of a token and an expert arrive.
-    """
 
-    sent: list[int]
-    received: list[int]
+def _block(hidden: int) -> int:
+    return min(kernels.BLOCK_H, max(_power(hidden), 16))
+
+
+def _place(ids: torch.Tensor, num_experts: int, share: int, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """places and firsts (T, n); writes counts (n, 2)."""
+    (tokens, slots), ranks = ids.shape, counts.shape[0]
+    places, firsts = (torch.empty(tokens, ranks, dtype=torch.int32, device=ids.device) for _ in range(2))
+    block_k = _power(slots)
+    launch = _launch(kernels._places_kernel, k=slots, BLOCK_T=max(1024 // block_k, 16), BLOCK_K=block_k)
+    launch((ranks,), ids, places, firsts, counts, tokens, num_experts, share)
+    return places, firsts
+
+
+def _send(
+    message: _Message, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor, places: torch.Tensor,
+    firsts: torch.Tensor, counts: torch.Tensor, num_experts: int, share: int,
+) -> None:  # fmt: skip
+    """Fills the message; ``places`` become its rows."""
+    (tokens, slots), hidden = ids.shape, x.shape[1]
+    if tokens == 0:
+        return
+    launch = _launch(kernels._send_kernel, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden))
+    rows, weights, local = _bits(message.rows), _bits(message.weights), message.ids
+    launch(
+        (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, rows, rows.stride(0), weights, weights.stride(0),
+        local, local.stride(0), num_experts, share, counts.shape[0], hidden,
+    )  # fmt: skip
+
+
+def _arrive(message: _Message, counts: torch.Tensor, pairs: int) -> tuple[torch.Tensor, ...]:
+    """Pairs (P, H), their weights and ids (P, 1), and the pair of each slot (rows, k)."""
+    (count, hidden), slots = message.rows.shape, message.weights.shape[1]
+    device = message.whole.device
+    out = torch.empty(pairs, hidden, dtype=message.rows.dtype, device=device)
+    weights = torch.empty(pairs, 1, dtype=message.weights.dtype, device=device)
+    ids = torch.empty(pairs, 1, dtype=torch.int32, device=device)
+    of_slots = torch.empty(count, slots, dtype=torch.int32, device=device)
+    if count:
+        launch = _launch(kernels._arrive_kernel, k=slots, BLOCK_H=_block(hidden))
+        rows, theirs, local = _bits(message.rows), _bits(message.weights), message.ids
+        launch(
+            (count,), rows, rows.stride(0), theirs, theirs.stride(0), local, local.stride(0), counts, _bits(out),
+            _bits(weights), ids, of_slots, counts.shape[0], hidden,
+        )  # fmt: skip
+    return out, weights, ids, of_slots
+
+
+def _collect(
+    rows: torch.Tensor, places: torch.Tensor, out: torch.Tensor, weights: torch.Tensor | None = None,
+    out_weights: torch.Tensor | None = None, ids: torch.Tensor | None = None, share: int = 1, num_experts: int = 0,
+) -> None:  # fmt: skip
+    """out[i] = the sum of ``rows`` at ``places[i]``, and the weights at these places."""
+    (items, width), hidden = places.shape, rows.shape[1]
+    if items == 0:
+        return
+    dtype = runtime.kernel_dtype(rows.dtype)
+    if dtype != rows.dtype:  # in the interpreter
+        wide = torch.empty(items, hidden, dtype=dtype, device=out.device)
+        _collect(rows.to(dtype), places, wide, weights, out_weights, ids, share, num_experts)
+        out.copy_(wide)
+        return
+    slots = width if out_weights is None else out_weights.shape[1]
+    launch = _launch(
+        kernels._collect_kernel, HAS_WEIGHTS=weights is not None, HAS_IDS=ids is not None,
+        ACC=launching.tl_accumulator(dtype), BLOCK_K=_power(slots), BLOCK_H=_block(hidden),
+    )  # fmt: skip
+    given: tuple[Any, ...] = (None, 0, None, None, 0)
+    if weights is not None and out_weights is not None:
+        given = _bits(weights), weights.stride(0), ids, _bits(out_weights), out_weights.stride(0)
+    launch(
+        (items,), rows, rows.stride(0), places, out, out.stride(0), *given, width, share, slots, hidden, num_experts
+    )  # fmt: skip
+
+
+def _spread(items: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """rows[places[i, j]] = items[i]."""
+    (count, width), hidden = places.shape, items.shape[1]
+    if count:
+        launch = _launch(kernels._spread_kernel, BLOCK_H=_block(hidden))
+        launch((count,), _bits(items), items.stride(0), places, _bits(rows), rows.stride(0), width, hidden)
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+
+class _Way:
+    """Where tokens go: what the forward pass finds, and the backward pass follows."""
+
+    sent: list[int]  # rows to each rank
+    received: list[int]  # and from each
     pairs: int
-    group: dist.ProcessGroup
+    places: torch.Tensor  # (T, n) rows of the message that leaves
+    slots: torch.Tensor  # (rows, k) pairs of the message that arrives
 
-    @property
-    def back(self) -> "Exchange":
-        """The way back."""
-        return self._replace(sent=self.received, received=self.sent)
+    def __init__(self, ids: torch.Tensor, num_experts: int, share: int, group: dist.ProcessGroup) -> None:
+        self.ids, self.num_experts, self.share, self.group = ids, num_experts, share, group
+        self.counts = torch.empty(2, dist.get_world_size(group), 2, dtype=torch.int32, device=ids.device)
 
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(sum(self.received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, self.received, self.sent, group=self.group)
+        return out
 
-def _travel(rows: torch.Tensor, way: Exchange) -> tuple[torch.Tensor, Any]:
-    rows = rows.contiguous()
-    out = rows.new_empty(sum(way.received), *rows.shape[1:])
-    work = dist.all_to_all_single(out, rows, way.received, way.sent, group=way.group, async_op=True)
-    return out, work
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(sum(self.sent), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, self.sent, self.received, group=self.group)
+        return out
 
 
 class _There(torch.autograd.Function):
-    """Tokens and their weights (with gradients) and their experts' numbers, to the ranks that hold the experts."""
+    """Tokens (T, H) and gates (T, k) -> pairs (P, H), their weights (P, 1) and ids (P, 1), on the ranks of their experts."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, way: Exchange
+        ctx: Any, x: torch.Tensor, gates: torch.Tensor, way: _Way
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.way = way
-        ctx.mark_non_differentiable(ids)
-        # One message for weights and numbers: bytes, whatever they stand for.
-        small = torch.cat([t.contiguous().view(torch.uint8) for t in (weights, ids)], dim=1)
-        (out, first), (small, second) = _travel(rows, way), _travel(small, way)
-        first.wait()
-        second.wait()
-        split = weights.shape[1] * weights.element_size()
-        weights, ids = (
-            part.contiguous().view(kind.dtype) for part, kind in ((small[:, :split], weights), (small[:, split:], ids))
-        )
+        ctx.way, ctx.gates = way, gates.dtype
+        mine, theirs = way.counts.unbind(0)
+        way.places, firsts = _place(way.ids, way.num_experts, way.share, mine)
+        dist.all_to_all_single(theirs, mine, group=way.group)
+        sent, received = wait_for_counts(way.counts)
+        way.sent, way.received = ([rows for rows, _ in count] for count in (sent, received))
+        way.pairs = sum(pairs for _, pairs in received)
+        leaving = _Message.empty(sum(way.sent), x, gates)
+        _send(leaving, x, gates, way.ids, way.places, firsts, mine, way.num_experts, way.share)
+        arrived = _Message.of(way.there(leaving.whole), x.shape[1], gates.shape[1], x.dtype, gates.dtype)
+        out, weights, ids, way.slots = _arrive(arrived, theirs, way.pairs)
         ctx.mark_non_differentiable(ids)
         return out, weights, ids
 
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        started = [
-            _travel(grad, ctx.way.back) if needed else None
-            for grad, needed in zip((drows, dweights), ctx.needs_input_grad[:2], strict=True)
-        ]
-        for found in started:
-            if found is not None:
-                found[1].wait()
-        return (*(None if found is None else found[0] for found in started), None, None)
+        way: _Way = ctx.way
+        tokens, slots = way.ids.shape
+        leaving = _Message.empty(sum(way.received), drows, dweights.expand(-1, slots))
+        _collect(drows.contiguous(), way.slots, leaving.rows, dweights.contiguous(), leaving.weights)
+        arrived = _Message.of(way.back(leaving.whole), drows.shape[1], slots, drows.dtype, dweights.dtype)
+        dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, slots)
+        _collect(arrived.rows, way.places, dx, arrived.weights, dgates, way.ids, way.share, way.num_experts)
+        return dx, dgates, None
 
 
 class _Back(torch.autograd.Function):
+    """Results of the pairs (P, H) -> their sums (T, H), where the tokens came from."""
+
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, way: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, pairs: torch.Tensor, way: _Way) -> torch.Tensor:
         ctx.way = way
-        out, work = _travel(rows, way.back)
-        work.wait()
+        leaving = pairs.new_empty(sum(way.received), pairs.shape[1])
+        _collect(pairs.contiguous(), way.slots, leaving)
+        out = pairs.new_empty(way.places.shape[0], pairs.shape[1])
+        _collect(way.back(leaving), way.places, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        out, work = _travel(grad, ctx.way)
-        work.wait()
-        return out, None
+        way: _Way = ctx.way
+        leaving = grad.new_empty(sum(way.sent), grad.shape[1])
+        _spread(grad.contiguous(), way.places, leaving)
+        pairs = grad.new_empty(way.pairs, grad.shape[1])
+        _spread(way.there(leaving), way.slots, pairs)
+        return pairs, None
 
 
-def wait_for_counts(counts: torch.Tensor) -> list[list[int]]:
+def wait_for_counts(counts: torch.Tensor) -> list[Any]:
     """The counts on the host. **The host waits for the device here**, once in a forward pass of a layer, and nowhere else.
 
-    PyTorch's collectives take the sizes of their messages from the host. (Those of its symmetric memory take them on the
-    device; they are not used here.)
+    PyTorch's collectives take the sizes of their messages from the host.
     """
     return counts.tolist()
-
-
-def _starts(counts: torch.Tensor) -> torch.Tensor:
-    return F.pad(counts.cumsum(0), (1, 0))
 
 
 def exchange(
@@ -183,38 +293,104 @@ def exchange(
     Returns:
         (T, H) in the dtype of ``experts``' result.
     """
-    ranks, (tokens, slots) = dist.get_world_size(group), expert_ids.shape
-    ids = expert_ids.to(torch.int64)
-    owner = torch.where((ids >= 0) & (ids < num_experts), ids // share, ranks)
-    goes = torch.zeros(tokens, ranks + 1, dtype=torch.int64, device=x.device).scatter_(1, owner, 1)[:, :ranks]
-    pairs = torch.zeros(ranks + 1, dtype=torch.int64, device=x.device)
-    pairs = pairs.scatter_add_(0, owner.reshape(-1), torch.ones_like(owner).reshape(-1))[:ranks]
-    counts = torch.stack([goes.sum(0), pairs], dim=1)  # (ranks, 2)
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=group)
-    sent, received, arrived = wait_for_counts(torch.stack([counts[:, 0], *arriving.unbind(1)]))
-    way = Exchange(sent, received, sum(arrived), group)
+    way = _Way(expert_ids.contiguous(), num_experts, share, group)
+    rows, weights, ids = _There.apply(x.contiguous(), gates.contiguous(), way)
+    result: torch.Tensor = _Back.apply(experts(rows, ids, weights), way)
+    return result
 
-    # The rows to send, rank by rank; nothing below waits.
-    total = sum(sent)
-    by_rank = torch.nonzero_static(goes.t().reshape(-1), size=total)[:, 0]
-    by_token = torch.nonzero_static(goes.reshape(-1), size=total)[:, 0]
-    number = torch.empty(ranks * tokens, dtype=torch.int64, device=x.device)
-    number.scatter_(0, by_rank, torch.arange(total, device=x.device))
-    token = by_rank % max(tokens, 1)
-    sending = Places(token, number[by_token % ranks * tokens + by_token // ranks], _starts(goes.sum(1)))
-    to = (by_rank // max(tokens, 1))[:, None]
-    there = torch.where(owner[token] == to, ids[token] - to * share, -1).to(torch.int32)
-    rows, weights, local = _There.apply(_Copies.apply(x, *sending), gates[token], there, way)
 
-    # A row for each expert of a token that arrived.
-    here = local >= 0
-    place = torch.nonzero_static(here.reshape(-1), size=way.pairs)[:, 0]
-    arrivals = Places(place // slots, torch.arange(way.pairs, device=x.device), _starts(here.sum(1)))
-    out = experts(
-        _Copies.apply(rows, *arrivals),
-        local.reshape(-1)[place][:, None],
-        weights.reshape(-1).index_select(0, place)[:, None],
-    )
-    result: torch.Tensor = _Sums.apply(_Back.apply(_Sums.apply(out, *arrivals), way), *sending)
+# --- everything everywhere ------------------------------------------------------------------------------------------
+
+
+def _packed(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """One message of both: bytes, whatever they stand for; and where in a row the second begins."""
+    parts = [t.contiguous().view(torch.uint8) for t in (weights, ids)]
+    return torch.cat(parts, dim=1), parts[0].shape[1]
+
+
+def _unpacked(
+    small: torch.Tensor, split: int, weights: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return small[:, :split].contiguous().view(weights.dtype), small[:, split:].contiguous().view(ids.dtype)
+
+
+def _everywhere(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    out = tensor.new_empty(dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:])
+    return out, all_gather(out, tensor.contiguous(), group=group, async_op=True)
+
+
+def _home(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    out = tensor.new_empty(tensor.shape[0] // dist.get_world_size(group), *tensor.shape[1:])
+    return out, reduce_scatter(out, tensor.contiguous(), group=group, async_op=True)
+
+
+class _Everywhere(torch.autograd.Function):
+    """The rows of all ranks, rank by rank, and what goes with them; backward every rank gets the sums of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.group = group
+        small, split = _packed(weights, ids)
+        (out, first), (small, second) = _everywhere(rows, group), _everywhere(small, group)
+        first.wait()
+        second.wait()
+        weights, ids = _unpacked(small, split, weights, ids)
+        ctx.mark_non_differentiable(ids)
+        return out, weights, ids
+
+    @staticmethod
+    def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        started = [
+            _home(grad, ctx.group) if needed else None
+            for grad, needed in zip((drows, dweights), ctx.needs_input_grad[:2], strict=True)
+        ]
+        for found in started:
+            if found is not None:
+                found[1].wait()
+        return (*(None if found is None else found[0] for found in started), None, None)
+
+
+class _Home(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out, work = _home(rows, group)
+        work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        out, work = _everywhere(grad, ctx.group)
+        work.wait()
+        return out, None
+
+
+def exchange_all(
+    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    num_experts: int,
+    share: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """As :func:`exchange`, but every token goes to every rank, so that the host knows all sizes and waits for nothing.
+
+    Nothing is sorted and nothing is copied: tokens are gathered, each rank's experts skip the slots that are not theirs, and
+    results are added up on their way back, in their dtype. A CUDA graph can hold it. Its price: ``ranks - 1`` rows leave a rank
+    for each token, where :func:`exchange` sends those that are needed (of 8 experts drawn at random as many with 2 ranks, one
+    in ten less with 4, a third less with 8), and the experts' buffers have a row for each slot of every rank's tokens.
+
+    Args: as :func:`exchange`; all ranks must bring as many tokens, and ``experts`` is called with k slots a row, of which ids
+        equal to this rank's number of experts are to be skipped.
+    """
+    first = dist.get_rank(group) * share
+    own = max(min(share, num_experts - first), 0)
+    rows, weights, ids = _Everywhere.apply(x, gates, expert_ids, group)
+    local = ids - first
+    skipped = (local < 0) | (local >= own) | (ids >= num_experts)
+    result: torch.Tensor = _Home.apply(experts(rows, local.masked_fill(skipped, own), weights), group)
     return result

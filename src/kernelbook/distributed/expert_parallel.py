@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils import parametrize
 
 from kernelbook import arguments
-from kernelbook.distributed.exchange import exchange
+from kernelbook.distributed.exchange import exchange, exchange_all
 from kernelbook.distributed.packed import ExpertBytes, by_expert
 from kernelbook.nn.moe import GatedExperts, LoRAPair
 
@@ -30,6 +30,7 @@ class _Share(NamedTuple):
     size: int
     mesh: DeviceMesh
     divisor: int
+    waits: bool
 
     @property
     def own(self) -> slice:
@@ -61,16 +62,20 @@ class ExpertParallel(ParallelStyle):
         gradients: ``"mean"``: gradients of the experts' parameters are divided by the ranks of this mesh, so that they
             belong to the mean of the ranks' losses, as ``fully_shard`` and DDP have it for all other parameters.
             ``"sum"``: to the sum of the losses, as autograd has it.
+        waits: a token travels to the ranks that have experts for it, in buffers of just the size that is needed, for which the
+            host waits once in each forward pass. ``False``: every token travels to every rank, see
+            :func:`kernelbook.distributed.exchange.exchange_all`. The host never waits, and a CUDA graph can hold the layer;
+            buffers are as many times larger as there are ranks. For few ranks, all with the same number of tokens.
 
     Raises:
         TypeError: the module is no experts module of ours or of transformers.
         ValueError: its experts are parallel already, or compressed in a form that is not sharded.
     """
 
-    def __init__(self, *, gradients: str = "mean") -> None:
+    def __init__(self, *, gradients: str = "mean", waits: bool = True) -> None:
         super().__init__()
         arguments.check_choice("ExpertParallel", "gradients", gradients, GRADIENTS)
-        self.gradients = gradients
+        self.gradients, self.waits = gradients, waits
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if device_mesh.ndim != 1:
@@ -86,7 +91,7 @@ class ExpertParallel(ParallelStyle):
         experts: Any = module
         num_experts, ranks = int(experts.num_experts), device_mesh.size()
         size = -(-num_experts // ranks)
-        share = _Share(num_experts, size, device_mesh, ranks if self.gradients == "mean" else 1)
+        share = _Share(num_experts, size, device_mesh, ranks if self.gradients == "mean" else 1, self.waits)
         by_expert(module)
         for name, parts in getattr(module, "parametrizations", {}).items():
             if len(parts) != 1 or not isinstance(parts[0], ExpertBytes):
@@ -129,7 +134,8 @@ def _on_own_experts(module: torch.nn.Module, share: _Share) -> Iterator[None]:
         for name, parameter in owner._parameters.items():
             if isinstance(parameter, DTensor):
                 replaced.append((owner._parameters, name, parameter))  # type: ignore[arg-type]
-                owner._parameters[name] = _divided(parameter.to_local(), divisor)  # type: ignore[assignment]
+                local = _Local.apply(parameter, divisor) if parameter.requires_grad else parameter._local_tensor
+                owner._parameters[name] = local  # type: ignore[assignment]
     try:
         with own_pairs(module.__dict__.get(HANDED, {}), share.own, share.num_experts):
             yield
@@ -151,22 +157,18 @@ def own_pairs(handed: dict[str, LoRAPair], own: slice, num_experts: int) -> Iter
         handed.update(whole)
 
 
-class _Divided(torch.autograd.Function):
+class _Local(torch.autograd.Function):
+    """A ``DTensor``'s local part, and its gradient's as a ``DTensor``, divided; in a fraction of ``to_local``'s host time."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, divisor: int) -> torch.Tensor:
-        ctx.divisor = divisor
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, parameter: DTensor, divisor: int) -> torch.Tensor:
+        ctx.spec, ctx.divisor = parameter._spec, divisor
+        return parameter._local_tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad / ctx.divisor, None
-
-
-def _divided(tensor: torch.Tensor, divisor: int) -> torch.Tensor:
-    """The tensor itself; its gradient is divided."""
-    if divisor == 1 or not tensor.requires_grad:
-        return tensor
-    return _Divided.apply(tensor, divisor)
+        grad = grad if ctx.divisor == 1 else grad / ctx.divisor
+        return DTensor(grad, ctx.spec, requires_grad=False), None
 
 
 def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -174,12 +176,12 @@ def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor,
     share: _Share = module._expert_parallel
 
     def experts(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if share.own.start == share.own.stop:  # more ranks than experts: nothing arrives, and gradients are empty
-            return rows + sum(p.sum() for p in module.parameters() if p.requires_grad)
+        if share.own.start == share.own.stop:  # more ranks than experts: nothing is for this one; gradients are empty
+            return 0 * rows + sum(p.sum() for p in module.parameters() if p.requires_grad)
         return type(module).forward(module, rows, ids, weights)
 
     with _on_own_experts(module, share):
-        out = exchange(
+        out = (exchange if share.waits else exchange_all)(
             experts,
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             expert_ids.reshape(-1, expert_ids.shape[-1]),

@@ -126,12 +126,10 @@ def _serve(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from kernelbook import runtime  # before Triton
+    from kernelbook.train import parallel
 
     torch.set_num_threads(1)
-    if runtime.DEVICE.type == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank(0))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if runtime.DEVICE.type == "cuda" else "gloo")
+    parallel.start()
     rank, names, number = dist.get_rank(), {"__name__": "__main__"}, 0
     parent = os.getppid()
     while os.getppid() == parent:  # the notebook may have ended without a word

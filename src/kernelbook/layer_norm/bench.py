@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from kernelbook import check, launching, runtime, timing
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
+from kernelbook.models import MODELS
 
 __all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks", "tuning_cases"]
 
@@ -284,12 +285,23 @@ def cases() -> Iterator[timing.Case]:
     yield _first_call(4096)
 
 
+def models() -> Iterator[timing.Case]:
+    """The widths of this year's models: RMSNorm, which they all use, on a prompt; LayerNorm on a short one."""
+    for n in sorted({model.hidden for model in MODELS.values()}):
+        for mode in ("forward", "backward"):
+            yield _rms_case(mode, 8192, n, with_compile=True)
+            yield _case(mode, 1000, n, torch.bfloat16, with_compile=False)
+
+
 def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
     """What ``tune`` measures: the documented shapes, or one with the sizes M and N."""
     sweep = [(SWEEP_M, n) for n in SWEEP_N if (SWEEP_M, n) not in NAMED_SHAPES]
-    for m, n in [*NAMED_SHAPES, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
-        for mode in ("forward", "backward"):
-            yield _case(mode, m, n, torch.bfloat16, with_compile=None)
+    widths = [(8192, n) for n in sorted({model.hidden for model in MODELS.values()})]
+    for m, n in [*NAMED_SHAPES, *widths, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
+        yield _case("backward", m, n, torch.bfloat16, with_compile=None)
+        yield _rms_case("backward", m, n)
+        yield _rms_case("backward", m, n, residual=True)
+        yield _case("forward", m, n, torch.bfloat16, with_compile=None)  # RMSNorm's has the same plan
 
 
 def small_checks() -> list[check.Verdict]:
@@ -350,7 +362,7 @@ def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8
     constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": launching.tl_accumulator(torch.float32)}
     config = kernels.locks_config(n, x.element_size())
     assert config is not None
-    tensors = (x, x.stride(0), dy, dy.stride(0), w, w.stride(0), statistics, torch.empty_like(x), n)
+    tensors = (x, x.stride(0), dy, dy.stride(0), w, statistics, torch.empty_like(x), n)
     wrong = 0
     for _ in range(runs):
         sums = op._launch_locks(config, tensors, m, n, constants, buffers=buffers, barrier=barrier)

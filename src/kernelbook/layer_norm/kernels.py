@@ -33,20 +33,21 @@ from kernelbook.autotune import Resources, fits, planner, tile_resources
 import triton
 import triton.language as tl
 
-# The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
+# The widest row that one program of the forward pass keeps in registers, in bytes. Beyond it rows are looped over.
 MAX_FORWARD_ROW_BYTES = 128 * 1024
 LOCK_BUFFERS = 64
+FEW_TILES = 4
 
 
 # --- device helpers -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load_vector(ptr, stride, offs_n, mask_n, HAS: tl.constexpr, ACC: tl.constexpr, OTHER: tl.constexpr):
+def _load_vector(ptr, offs_n, mask_n, HAS: tl.constexpr, ACC: tl.constexpr, OTHER: tl.constexpr):
     """A (1, BLOCK_N) tile of weight or bias in the accumulator's dtype, or the constant OTHER where there is none."""
     if HAS:
         # A two-dimensional load: the tile then has the layout of x, and needs no exchange between threads.
-        return tl.load(ptr + offs_n.to(tl.int64)[None, :] * stride, mask=mask_n[None, :], other=0.0).to(ACC)
+        return tl.load(ptr + offs_n[None, :], mask=mask_n[None, :], other=0.0).to(ACC)
     return tl.full((1, offs_n.shape[0]), OTHER, ACC)
 
 
@@ -56,159 +57,119 @@ def _load_vector(ptr, stride, offs_n, mask_n, HAS: tl.constexpr, ACC: tl.constex
 @triton.jit
 def _layer_norm_fwd_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
-    y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS
+    res_ptr, stride_rm,  # (M, N) what is added to it first, rows contiguous, if HAS_RESIDUAL
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
+    b_ptr,  # (N,) bias, contiguous, if HAS_BIAS
+    y_ptr, sum_ptr,  # (M, N) output and, if HAS_RESIDUAL, x + residual; contiguous
+    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS; (M,) rstd unless HAS_MEAN
     M, N,
     EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATISTICS: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
     mask_m = offs_m < M
-    mask_n = offs_n < N
-    mask = mask_m[:, None] & mask_n[None, :]
-    rows = offs_m.to(tl.int64)
-    x_ptrs = x_ptr + rows[:, None] * stride_xm + offs_n[None, :]
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(ACC)  # (BLOCK_M, BLOCK_N)
-    mean = tl.sum(x, axis=1) / N
+    rows = offs_m.to(tl.int64)[:, None]
+    # A row is NUM_BLOCKS tiles, which stay in registers as they were loaded.
+    xs = ()
+    total = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    for c in tl.static_range(NUM_BLOCKS):
+        offs_n = c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        mask = mask_m[:, None] & (offs_n < N)
+        x = tl.load(x_ptr + rows * stride_xm + offs_n, mask=mask, other=0.0)
+        if HAS_RESIDUAL:
+            # Rounded as it is written: the backward pass, which reads it back, differentiates this very function.
+            added = tl.load(res_ptr + rows * stride_rm + offs_n, mask=mask, other=0.0)
+            x = (x.to(ACC) + added.to(ACC)).to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + rows * N + offs_n, x, mask=mask)
+        total += x.to(ACC)
+        xs = xs + (x,)
+    # A mean that is the constant 0 leaves no trace in the compiled kernel.
+    mean = (tl.sum(total, axis=1) / N)[:, None] if HAS_MEAN else 0.0
     # Centered before squaring: E[x^2] - E[x]^2 would cancel where the mean is large.
-    centered = tl.where(mask, x - mean[:, None], 0.0)
+    deviations = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    squares = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    for c in tl.static_range(NUM_BLOCKS):
+        mask = mask_m[:, None] & (c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :] < N)
+        centered = tl.where(mask, xs[c].to(ACC) - mean, 0.0)
+        deviations += centered
+        squares += centered * centered
     # What rounding took from the mean is the mean of the deviations: the corrected two-pass algorithm.
-    shift = tl.sum(centered, axis=1) / N
-    rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / N - shift * shift + EPS)
-    # Loaded as late as possible: held from the start they take the registers of the programs that hide latency.
-    w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
-    b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
-    y = (centered - shift[:, None]) * rstd[:, None] * w + b
-    tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    shift = (tl.sum(deviations, axis=1) / N)[:, None] if HAS_MEAN else 0.0
+    rstd = 1.0 / tl.sqrt((tl.sum(squares, axis=1) / N)[:, None] - shift * shift + EPS)
+    for c in tl.static_range(NUM_BLOCKS):
+        cols = c * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = cols < N
+        # Loaded as late as possible: held from the start they take the registers of the programs that hide latency.
+        w = _load_vector(w_ptr, cols, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
+        b = _load_vector(b_ptr, cols, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
+        y = (xs[c].to(ACC) - mean - shift) * rstd * w + b
+        mask = mask_m[:, None] & mask_n[None, :]
+        tl.store(y_ptr + rows * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if HAS_STATISTICS:
-        tl.store(stats_ptr + rows, mean + shift, mask=mask_m)
-        tl.store(stats_ptr + M + rows, rstd, mask=mask_m)
+        if HAS_MEAN:
+            tl.store(stats_ptr + rows, mean + shift, mask=mask_m[:, None])
+        tl.store(stats_ptr + (M if HAS_MEAN else 0) + rows, rstd, mask=mask_m[:, None])
 
 
 @triton.jit
 def _layer_norm_fwd_looped_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    b_ptr, stride_b,  # (N,) bias, if HAS_BIAS
-    y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS
+    res_ptr, stride_rm,  # (M, N) what is added to it first, rows contiguous, if HAS_RESIDUAL
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
+    b_ptr,  # (N,) bias, contiguous, if HAS_BIAS
+    y_ptr, sum_ptr,  # (M, N) output and, if HAS_RESIDUAL, x + residual; contiguous
+    stats_ptr,  # (2, M) mean and rstd for the backward pass, if HAS_STATISTICS; (M,) rstd unless HAS_MEAN
     M, N,
     EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATISTICS: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
-    y_ptr += row * stride_ym
     mean = tl.zeros((), ACC)
     m2 = tl.zeros((), ACC)  # the sum of squared deviations from the mean so far
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)  # (BLOCK_N,)
-        count = tl.minimum(BLOCK_N, N - start).to(ACC)
-        tile_mean = tl.sum(x) / count
-        centered = tl.where(mask_n, x - tile_mean, 0.0)
-        shift = tl.sum(centered) / count
-        delta = tile_mean + shift - mean
-        share = count / (start + count)
-        mean += delta * share
-        m2 += tl.sum(centered * centered) - count * shift * shift + delta * delta * start * share
+        x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0)  # (BLOCK_N,)
+        if HAS_RESIDUAL:
+            added = tl.load(res_ptr + row * stride_rm + offs_n, mask=mask_n, other=0.0)
+            x = (x.to(ACC) + added.to(ACC)).to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + row * N + offs_n, x, mask=mask_n)
+        x = x.to(ACC)
+        if HAS_MEAN:
+            count = tl.minimum(BLOCK_N, N - start).to(ACC)
+            tile_mean = tl.sum(x) / count
+            centered = tl.where(mask_n, x - tile_mean, 0.0)
+            shift = tl.sum(centered) / count
+            delta = tile_mean + shift - mean
+            share = count / (start + count)
+            mean += delta * share
+            m2 += tl.sum(centered * centered) - count * shift * shift + delta * delta * start * share
+        else:
+            m2 += tl.sum(x * x)
     rstd = 1.0 / tl.sqrt(m2 / N + EPS)
     if HAS_STATISTICS:
-        tl.store(stats_ptr + row, mean)
-        tl.store(stats_ptr + M + row, rstd)
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < N
-        x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)[None, :]  # (1, BLOCK_N)
-        w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
-        b = _load_vector(b_ptr, stride_b, offs_n, mask_n, HAS_BIAS, ACC, 0.0)
-        y = (x - mean) * rstd * w + b
-        tl.store(y_ptr + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_n[None, :])
-
-
-@triton.jit
-def _rms_norm_fwd_kernel(
-    x_ptr, stride_xm,  # (M, N) input, rows contiguous
-    res_ptr, stride_rm,  # (M, N) residual, rows contiguous, if HAS_RESIDUAL
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    sum_ptr, stride_sm,  # (M, N) x + residual, rows contiguous, if HAS_RESIDUAL
-    rstd_ptr,  # (M,) statistics for the backward pass, if HAS_STATISTICS
-    M, N,
-    EPS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_STATISTICS: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_m = offs_m < M
-    mask_n = offs_n < N
-    mask = mask_m[:, None] & mask_n[None, :]
-    rows = offs_m.to(tl.int64)
-    x = tl.load(x_ptr + rows[:, None] * stride_xm + offs_n[None, :], mask=mask, other=0.0).to(ACC)  # (BLOCK_M, BLOCK_N)
-    if HAS_RESIDUAL:
-        x += tl.load(res_ptr + rows[:, None] * stride_rm + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-        # Rounded as it is written: the backward pass, which reads it back, differentiates this very function.
-        total = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + rows[:, None] * stride_sm + offs_n[None, :], total, mask=mask)
-        x = total.to(ACC)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / N + EPS)
-    w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
-    y = x * rstd[:, None] * w
-    tl.store(y_ptr + rows[:, None] * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    if HAS_STATISTICS:
-        tl.store(rstd_ptr + rows, rstd, mask=mask_m)
-
-
-@triton.jit
-def _rms_norm_fwd_looped_kernel(
-    x_ptr, stride_xm,  # (M, N) input, rows contiguous
-    res_ptr, stride_rm,  # (M, N) residual, rows contiguous, if HAS_RESIDUAL
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
-    y_ptr, stride_ym,  # (M, N) output, rows contiguous
-    sum_ptr, stride_sm,  # (M, N) x + residual, rows contiguous, if HAS_RESIDUAL
-    rstd_ptr,  # (M,) statistics for the backward pass, if HAS_STATISTICS
-    M, N,
-    EPS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_STATISTICS: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_xm
-    squares = tl.zeros((BLOCK_N,), ACC)
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < N
-        x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)  # (BLOCK_N,)
-        if HAS_RESIDUAL:
-            x += tl.load(res_ptr + row * stride_rm + offs_n, mask=mask_n, other=0.0).to(ACC)
-            total = x.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + row * stride_sm + offs_n, total, mask=mask_n)
-            x = total.to(ACC)
-        squares += x * x
-    rstd = 1.0 / tl.sqrt(tl.sum(squares) / N + EPS)
-    if HAS_STATISTICS:
-        tl.store(rstd_ptr + row, rstd)
+        if HAS_MEAN:
+            tl.store(stats_ptr + row, mean)
+        tl.store(stats_ptr + (M if HAS_MEAN else 0) + row, rstd)
     if HAS_RESIDUAL:
         # Threads may read what other threads of the program wrote.
         tl.debug_barrier()
-        x_ptr = sum_ptr + row * stride_sm
+        x_ptr = sum_ptr + row * N
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
         x = tl.load(x_ptr + offs_n, mask=mask_n, other=0.0).to(ACC)[None, :]  # (1, BLOCK_N)
-        y = x * rstd * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
-        tl.store(y_ptr + row * stride_ym + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_n[None, :])
+        w = _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+        b = _load_vector(b_ptr, offs_n, mask_n, HAS_BIAS, ACC, 0.0)
+        y = (x - mean) * rstd * w + b
+        tl.store(y_ptr + row * N + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_n[None, :])
 
 
 # --- backward, partial sums -----------------------------------------------------------------------------------------
@@ -218,11 +179,11 @@ def _rms_norm_fwd_looped_kernel(
 def _layer_norm_bwd_partials_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
     stats_ptr,  # (2, M) mean and rstd of the forward pass; (M,) rstd unless HAS_MEAN
-    dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    dx_ptr,  # (M, N) gradient of the input, contiguous
     dsum_ptr, stride_dsm,  # (M, N) what is added to it, rows contiguous, if HAS_DSUM
-    partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
+    dw_ptr, db_ptr,  # (num_programs(0), N) sums over this program's rows: the gradients themselves if it is the only one
     M, N,
     HAS_WEIGHT: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
@@ -250,7 +211,7 @@ def _layer_norm_bwd_partials_kernel(
         rstd = tl.load(stats_ptr + (M if HAS_MEAN else 0) + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
-        dx_rows = dx_ptr + rows[:, None] * stride_dxm
+        dx_rows = dx_ptr + rows[:, None] * N
         dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         # Tiles until the end of the row, so that there is one reduction across threads for each of the two sums.
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
@@ -265,7 +226,7 @@ def _layer_norm_bwd_partials_kernel(
             mask = mask_m[:, None] & mask_n[None, :]
             x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0)
             dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0)
-            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            w = _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             g = dy.to(ACC) * w
             # Beyond the row's end g is 0, so that the tile adds nothing.
             sum_g += g
@@ -280,7 +241,7 @@ def _layer_norm_bwd_partials_kernel(
         for c in tl.static_range(NUM_BLOCKS):
             offs_n = first + c * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_n = offs_n < N
-            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            w = _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             dy = dys[c].to(ACC)
             xhat = (xs[c].to(ACC) - mean) * rstd
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
@@ -298,20 +259,20 @@ def _layer_norm_bwd_partials_kernel(
         mask_n = offs_n < N
         offs = pid_m.to(tl.int64) * N + offs_n
         if WITH_DW:
-            tl.store(partial_dw_ptr + offs, tl.sum(dw[c], axis=0), mask=mask_n)
+            tl.store(dw_ptr + offs, tl.sum(dw[c], axis=0).to(dw_ptr.dtype.element_ty), mask=mask_n)
         if WITH_DB:
-            tl.store(partial_db_ptr + offs, tl.sum(db[c], axis=0), mask=mask_n)
+            tl.store(db_ptr + offs, tl.sum(db[c], axis=0).to(db_ptr.dtype.element_ty), mask=mask_n)
 
 
 @triton.jit
 def _layer_norm_bwd_partials_looped_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
     stats_ptr,  # (2, M) mean and rstd of the forward pass; (M,) rstd unless HAS_MEAN
-    dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
+    dx_ptr,  # (M, N) gradient of the input, contiguous
     dsum_ptr, stride_dsm,  # (M, N) what is added to it, rows contiguous, if HAS_DSUM
-    partial_dw_ptr, partial_db_ptr,  # (num_programs(0), N) sums over this program's rows
+    dw_ptr, db_ptr,  # (num_programs(0), N) sums over this program's rows
     M, N,
     HAS_WEIGHT: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
@@ -330,7 +291,7 @@ def _layer_norm_bwd_partials_looped_kernel(
         rstd = tl.load(stats_ptr + (M if HAS_MEAN else 0) + rows, mask=mask_m, other=0.0)[:, None]
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
-        dx_rows = dx_ptr + rows[:, None] * stride_dxm
+        dx_rows = dx_ptr + rows[:, None] * N
         dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
@@ -340,7 +301,7 @@ def _layer_norm_bwd_partials_looped_kernel(
             mask = mask_m[:, None] & mask_n[None, :]
             x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-            g = dy * _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            g = dy * _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             sum_g += g
             sum_gx += g * ((x - mean) * rstd)
         mean_g = (tl.sum(sum_g, axis=1) / N)[:, None] if HAS_MEAN else 0.0
@@ -351,7 +312,7 @@ def _layer_norm_bwd_partials_looped_kernel(
             mask = mask_m[:, None] & mask_n[None, :]
             x = tl.load(x_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             dy = tl.load(dy_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
-            w = _load_vector(w_ptr, stride_w, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
+            w = _load_vector(w_ptr, offs_n, mask_n, HAS_WEIGHT, ACC, 1.0)
             xhat = (x - mean) * rstd
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
             if HAS_DSUM:
@@ -360,11 +321,11 @@ def _layer_norm_bwd_partials_looped_kernel(
             offs = pid.to(tl.int64) * N + offs_n
             mask_old = mask_n & (tile != pid)  # the first time there is nothing to add to
             if WITH_DW:
-                old = tl.load(partial_dw_ptr + offs, mask=mask_old, other=0.0)
-                tl.store(partial_dw_ptr + offs, old + tl.sum(dy * xhat, axis=0), mask=mask_n)
+                old = tl.load(dw_ptr + offs, mask=mask_old, other=0.0)
+                tl.store(dw_ptr + offs, old + tl.sum(dy * xhat, axis=0), mask=mask_n)
             if WITH_DB:
-                old = tl.load(partial_db_ptr + offs, mask=mask_old, other=0.0)
-                tl.store(partial_db_ptr + offs, old + tl.sum(dy, axis=0), mask=mask_n)
+                old = tl.load(db_ptr + offs, mask=mask_old, other=0.0)
+                tl.store(db_ptr + offs, old + tl.sum(dy, axis=0), mask=mask_n)
 
 
 @triton.jit
@@ -404,7 +365,7 @@ def _layer_norm_bwd_sum_kernel(
 def _layer_norm_bwd_locks_kernel(
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
-    w_ptr, stride_w,  # (N,) weight, if HAS_WEIGHT
+    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
     stats_ptr,  # (2, M) mean and rstd of the forward pass
     dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
     buffer_dw_ptr, buffer_db_ptr,  # (NUM_BUFFERS, N) sums, zero at first
@@ -423,7 +384,7 @@ def _layer_norm_bwd_locks_kernel(
     rstd = tl.load(stats_ptr + M + row)
     x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
     dy = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
-    w = _load_vector(w_ptr, stride_w, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
+    w = _load_vector(w_ptr, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
     xhat = (x - mean) * rstd
     g = dy * w
     dx = rstd * (g - tl.sum(g) / N - xhat * (tl.sum(g * xhat) / N))
@@ -458,28 +419,33 @@ SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
 def _forward_candidates(n: int, itemsize: int, properties: runtime.DeviceProperties) -> Iterator[triton.Config | None]:
-    width = max(triton.next_power_of_2(n), 16)
-    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+    if n * itemsize > MAX_FORWARD_ROW_BYTES:
         yield None
         return
-    for rows in (1, 2, 4, 8, 16):
-        for warps in (1, 2, 4, 8, 16, 32):
-            if 4 <= rows * width / (32 * warps) <= 64:  # elements a thread
-                yield triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=warps)
+    for warps in (1, 2, 4, 8, 16, 32):
+        for rows in (1, 2, 4, 8, 16):
+            for block in (2**i for i in range(4, 16)):
+                blocks = triton.cdiv(n, block)
+                held = rows * block * blocks / (32 * warps)  # elements a thread
+                if 4 <= held <= 64 and rows * block >= 128 * warps and blocks <= 16 and block < 2 * n:
+                    yield triton.Config({"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks}, num_warps=warps)
 
 
 @planner("layer_norm.forward", _forward_candidates)
 def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
-    """The tile for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for one tile.
+    """The tiles for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for registers.
 
     Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
     enough for several programs on a multiprocessor, which hide each other's latency.
     """
-    width = max(triton.next_power_of_2(n), 16)
-    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+    if n * itemsize > MAX_FORWARD_ROW_BYTES:
         return None
+    width = max(triton.next_power_of_2(n), 16)
+    block = width if n < 1024 or 8 * n > 7 * width else min(width // 8, 4096)
+    blocks = triton.cdiv(n, block)
     rows = 1 if width >= 8192 else max(2, 2048 // width)
-    return triton.Config({"BLOCK_M": rows, "BLOCK_N": width}, num_warps=min(32, rows * width // 1024))
+    warps = min(32, rows * width // 1024) if blocks == 1 else min(16, max(4, rows * block // 256))
+    return triton.Config({"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks}, num_warps=warps)
 
 
 def looped_config(itemsize: int) -> triton.Config:
@@ -594,8 +560,10 @@ def plan_backward(
 
 
 def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
-    """How many programs walk over the ``m`` rows."""
+    """How many programs walk over the ``m`` rows: one for a few, which can then write the sums itself."""
     tiles = -(-m // plan.config.kwargs["BLOCK_M"])
+    if tiles <= FEW_TILES:
+        return 1
     return max(1, min(tiles, properties.num_sms * plan.per_sm // plan.config.kwargs.get("SPLIT", 1)))
 
 

@@ -59,7 +59,7 @@ def layer_norm(
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
-        y: torch.Tensor = _layer_norm(x, weight, bias, float(eps), out_dtype, backward)[0]
+        y: torch.Tensor = _layer_norm(x, weight, bias, float(eps), out_dtype, backward)
     else:
         y = _inference(x, weight, bias, float(eps), out_dtype)
     return y
@@ -111,36 +111,24 @@ def _check_rows(op: str, x: torch.Tensor, eps: float) -> None:
 
 def _out_dtype(x: torch.Tensor) -> torch.dtype:
     """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
-    lowered = x.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if lowered and torch.is_autocast_enabled(x.device.type) else x.dtype
+    lowered = torch.is_autocast_enabled(x.device.type) and x.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if lowered else x.dtype
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-def _empty(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Half the host's time of new_empty(x.shape).
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 @derived
 def _forward_launch(
-    rms: bool, n: int, itemsize: int, eps: float, dtype: torch.dtype, properties: runtime.DeviceProperties, *flags: bool
+    n: int, itemsize: int, eps: float, dtype: torch.dtype, properties: runtime.DeviceProperties, *flags: bool
 ) -> tuple[Launch, int]:
-    """-> the launch for rows of ``n`` elements, and the rows of a program; 0 where each has one that it loops over.
-
-    ``flags``: the kernel's ``HAS_...`` parameters, in order.
-    """
+    """-> the launch for rows of ``n`` elements, and the rows of a program. ``flags``: the kernel's ``HAS_...``, in order."""
     config = kernels.plan_forward(n, itemsize, properties)
-    if config is not None:
-        kernel: Any = kernels._rms_norm_fwd_kernel if rms else kernels._layer_norm_fwd_kernel
-    else:
-        kernel = kernels._rms_norm_fwd_looped_kernel if rms else kernels._layer_norm_fwd_looped_kernel
-        config = kernels.looped_config(itemsize)
-    has = [name for name in kernel.arg_names if name.startswith("HAS_")]
-    constants = {**dict(zip(has, flags, strict=True)), "ACC": launching.tl_accumulator(dtype)}
-    launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
-    return launch, config.kwargs.get("BLOCK_M", 0)
+    kernel = kernels._layer_norm_fwd_looped_kernel if config is None else kernels._layer_norm_fwd_kernel
+    config = config or kernels.looped_config(itemsize)
+    names = ("HAS_MEAN", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "HAS_STATISTICS")
+    constants = {**dict(zip(names, flags, strict=True)), "ACC": launching.tl_accumulator(dtype)}
+    return Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps), config.kwargs.get("BLOCK_M", 1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -152,23 +140,30 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
+def _vector(vector: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    if vector is None:
+        return stand_in
+    return vector if vector.stride(0) == 1 else vector.contiguous()
+
+
 def _forward(
-    y: torch.Tensor, statistics: torch.Tensor | None, x: torch.Tensor, weight: Any, bias: Any, eps: float
-) -> None:
+    y: torch.Tensor, total: Any, statistics: Any, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float,
+    has_mean: bool,
+) -> None:  # fmt: skip
+    """Fills y and, where they are there, x + residual and the statistics."""
     if y.numel() == 0:
         return
     x = _rows(x)
     m, n = x.shape
     launch, rows = _forward_launch(
-        False, int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
-        weight is not None, bias is not None, statistics is not None,
+        int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
+        has_mean, residual is not None, weight is not None, bias is not None, statistics is not None,
     )  # fmt: skip
+    added = x if residual is None else _rows(residual)
     launch(
-        (cdiv(m, rows) if rows else m,),
-        x, x.stride(0),
-        *launching.strided(weight, 1, x), *launching.strided(bias, 1, x),
-        y, n,
-        x if statistics is None else statistics,
+        (cdiv(m, rows),),
+        x, x.stride(0), added, added.stride(0), _vector(weight, x), _vector(bias, x),
+        y, x if residual is None else total, x if statistics is None else statistics,
         m, n,
     )  # fmt: skip
 
@@ -178,21 +173,22 @@ def _outputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> y like x, and mean and rstd, (2, M)."""
     shape = (2, math.prod(x.shape[:-1]))
-    return _empty(x, out_dtype), torch.empty(shape, dtype=launching.accumulator(x.dtype), device=x.device)
+    return launching.empty(x.shape, out_dtype, x), launching.empty(shape, launching.accumulator(x.dtype), x)
 
 
 def _run(
     results: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, weight: Any, bias: Any, eps: float, *_settings: Any
 ) -> None:
+    y, statistics = results
     if x.shape[-1] == 0:
-        results[1].zero_()
-    _forward(*results, x, weight, bias, eps)
+        statistics.zero_()
+    _forward(y, None, statistics, x, None, weight, bias, eps, True)
 
 
 _inference = launching.operator(
     "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) -> Tensor",
-    outputs=lambda x, weight, bias, eps, out_dtype: _empty(x, out_dtype),
-    run=lambda y, x, weight, bias, eps, out_dtype: _forward(y, None, x, weight, bias, eps),
+    outputs=lambda x, weight, bias, eps, out_dtype: launching.empty(x.shape, out_dtype, x),
+    run=lambda y, x, weight, bias, eps, out_dtype: _forward(y, None, None, x, None, weight, bias, eps, True),
     visible=True,
 )
 
@@ -201,19 +197,14 @@ _inference = launching.operator(
 
 
 def _gradients(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: Any,
-    statistics: torch.Tensor,
-    dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
-    backward: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor, dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None, backward: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dx like x, dweight (N,) or empty, dbias (N,) or empty."""
     n = x.shape[-1]
-    dw = torch.empty(0 if dw_dtype is None else n, dtype=dw_dtype or x.dtype, device=x.device)
-    db = torch.empty(0 if db_dtype is None else n, dtype=db_dtype or x.dtype, device=x.device)
-    return _empty(x, x.dtype), dw, db
+    dw = launching.empty((0 if dw_dtype is None else n,), dw_dtype or x.dtype, x)
+    db = launching.empty((0 if db_dtype is None else n,), db_dtype or x.dtype, x)
+    return launching.empty(x.shape, x.dtype, x), dw, db
 
 
 @derived
@@ -240,29 +231,31 @@ def _run_partials(
 ) -> None:  # fmt: skip
     """Fills the gradients of LayerNorm, or without a mean of RMSNorm; x, dy and dsum are (M, N) with contiguous rows."""
     m, n = x.shape
-    w, w_step = (x, 0) if weight is None else (weight, weight.stride(0))
+    w = _vector(weight, x)
     added, added_step = (x, 0) if dsum is None else (dsum, dsum.stride(0))
+    x_step, dy_step = x.stride(0), dy.stride(0)
     # What Triton's launcher looks at before it widens loads.
-    steps = (x.stride(0), dy.stride(0), w_step, added_step, n)
-    aligned = all(step == 1 or step % 16 == 0 for step in steps) and launching.is_aligned(
-        x, dy, w, statistics, dx, added
-    )
+    aligned = (
+        not (x_step % 16 or dy_step % 16 or n % 16 or added_step % 16)
+        and launching.is_aligned(x, dy, w, statistics, dx, added)
+    )  # fmt: skip
     properties = runtime.properties(x.device)
     launch, launch_sum, plan = _backward_launches(
         int(n), x.element_size(), aligned, x.dtype, weight is not None, has_mean, dsum is not None,
         dw is not None, db is not None, properties,
     )  # fmt: skip
     programs = kernels.backward_programs(m, plan, properties)
-    sums = torch.empty((programs, 0 if dw is None else n), dtype=statistics.dtype, device=x.device)
-    sums_db = torch.empty((programs, n), dtype=statistics.dtype, device=x.device) if db is not None else sums
-    launch(
-        (programs, plan.config.kwargs.get("SPLIT", 1)),
-        x, steps[0], dy, steps[1], w, w_step, statistics, dx, n, added, added_step, sums, sums_db, m, n,
-    )  # fmt: skip
-    if dw is not None or db is not None:
+    split = plan.config.kwargs.get("SPLIT")
+    to_dw, to_db, alone = dw, db, programs == 1 and split is not None
+    if not alone:
+        to_dw = None if dw is None else launching.empty((programs, n), statistics.dtype, x)
+        to_db = None if db is None else launching.empty((programs, n), statistics.dtype, x)
+    to_dw, to_db = x if to_dw is None else to_dw, x if to_db is None else to_db
+    launch((programs, split or 1), x, x_step, dy, dy_step, w, statistics, dx, added, added_step, to_dw, to_db, m, n)
+    if not alone and (dw is not None or db is not None):
         columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
-        results = (dw if dw is not None else sums, db if db is not None else sums)
-        launch_sum((columns, 1 if db is None else 2), sums, sums_db, *results, programs, n)
+        dw, db, kinds = x if dw is None else dw, x if db is None else db, 1 if db is None else 2
+        launch_sum((columns, kinds), to_dw, to_db, dw, db, programs, n)
 
 
 def _run_backward(
@@ -278,8 +271,8 @@ def _run_backward(
     if locks is not None and not torch.are_deterministic_algorithms_enabled():
         _run_locks(locks, results, dy, x, weight, statistics, dw_dtype is not None, db_dtype is not None)
     else:
-        wanted = (None if dw_dtype is None else dw, None if db_dtype is None else db)
-        _run_partials(dx, *wanted, dy, x, weight, statistics, None, True)
+        dw, db = None if dw_dtype is None else dw, None if db_dtype is None else db
+        _run_partials(dx, dw, db, dy, x, weight, statistics, None, True)
     if x.shape[1] == 1:
         # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
         torch.sub(dy, dy, out=dx.view(-1, 1))  # NaN where dy is
@@ -292,12 +285,15 @@ def _run_locks(
 ) -> None:  # fmt: skip
     dx, dw, db = results
     n, wanted = x.shape[1], {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(x.dtype)}
-    tensors = (x, x.stride(0), dy, dy.stride(0), *launching.strided(weight, 1, x), statistics, dx, n)
+    tensors = (x, x.stride(0), dy, dy.stride(0), _vector(weight, x), statistics, dx, n)
     sums = _launch_locks(config, tensors, x.shape[0], n, {"HAS_WEIGHT": weight is not None, **wanted})
     if with_dw or with_db:
         total = kernels.SUM_CONFIG
-        launch = Launch(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps)
+        launch = _launch(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps)
         launch((cdiv(n, total.kwargs["BLOCK_N"]), 2), *sums, dw, db, sums[0].shape[0], n)
+
+
+_launch = functools.cache(Launch)
 
 
 def _launch_locks(
@@ -305,19 +301,15 @@ def _launch_locks(
     *, buffers: int = kernels.LOCK_BUFFERS, barrier: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> the buffers that the programs added into, each (buffers, N)."""
-    statistics = tensors[6]
+    statistics = tensors[5]
     shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     buffer_dw, buffer_db = (statistics.new_zeros(shape) for _ in range(2))
-    launch = _locks_launch(
-        NUM_BUFFERS=buffers, BARRIER=barrier, num_warps=config.num_warps, **constants, **config.kwargs
-    )
+    launch = _launch(
+        kernels._layer_norm_bwd_locks_kernel,
+        NUM_BUFFERS=buffers, BARRIER=barrier, num_warps=config.num_warps, **constants, **config.kwargs,
+    )  # fmt: skip
     launch((m,), *tensors, buffer_dw, buffer_db, statistics.new_zeros(buffers, dtype=torch.int32), m, n)
     return buffer_dw, buffer_db
-
-
-@functools.cache
-def _locks_launch(**constants: Any) -> Launch:
-    return Launch(kernels._layer_norm_bwd_locks_kernel, **constants)
 
 
 _backward = launching.operator(
@@ -332,12 +324,11 @@ _backward = launching.operator(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, bias, _, _, ctx.backward = inputs
     ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _autograd(ctx: Any, dy: torch.Tensor | None, _statistics: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None, None
     x, weight, statistics = ctx.saved_tensors
@@ -354,6 +345,7 @@ _layer_norm = launching.operator(
     run=_run,
     setup_context=_setup_context,
     backward=_autograd,
+    saved=1,
     visible=True,
 )
 
@@ -422,33 +414,10 @@ def _check_rms(x: torch.Tensor, weight: Any, residual: Any, eps: float) -> None:
     arguments.check_same_device("rms_norm", x=x, weight=weight, residual=residual)
 
 
-def _rms_forward(
-    y: torch.Tensor, total: Any, rstd: Any, x: torch.Tensor, residual: Any, weight: Any, eps: float
-) -> None:
-    if y.numel() == 0:
-        return
-    x = _rows(x)
-    m, n = x.shape
-    launch, rows = _forward_launch(
-        True, int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
-        residual is not None, weight is not None, rstd is not None,
-    )  # fmt: skip
-    added = _rows(residual) if residual is not None else x
-    given = (
-        x, x.stride(0),
-        added, added.stride(0),
-        *launching.strided(weight, 1, x),
-        y, n,
-        x if residual is None else total, n,
-        x if rstd is None else rstd,
-    )  # fmt: skip
-    launch((cdiv(m, rows) if rows else m,), *given, m, n)
-
-
 _rms_inference = launching.operator(
     "rms_norm_inference(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) -> Tensor",
-    outputs=lambda x, weight, eps, out_dtype: _empty(x, out_dtype),
-    run=lambda y, x, weight, eps, out_dtype: _rms_forward(y, None, None, x, None, weight, eps),
+    outputs=lambda x, weight, eps, out_dtype: launching.empty(x.shape, out_dtype, x),
+    run=lambda y, x, weight, eps, out_dtype: _forward(y, None, None, x, None, weight, None, eps, False),
     visible=True,
 )
 
@@ -457,9 +426,9 @@ def _rms_outputs(
     x: torch.Tensor, residual: Any, weight: Any, eps: float, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> y like x, x + residual (empty without a residual), rstd (M,)."""
-    rstd = torch.empty(math.prod(x.shape[:-1]), dtype=launching.accumulator(x.dtype), device=x.device)
-    total = torch.empty(0, dtype=x.dtype, device=x.device) if residual is None else _empty(x, x.dtype)
-    return _empty(x, out_dtype), total, rstd
+    rstd = launching.empty((math.prod(x.shape[:-1]),), launching.accumulator(x.dtype), x)
+    total = launching.empty((0,) if residual is None else x.shape, x.dtype, x)
+    return launching.empty(x.shape, out_dtype, x), total, rstd
 
 
 def _run_rms(
@@ -468,7 +437,7 @@ def _run_rms(
 ) -> None:  # fmt: skip
     if x.shape[-1] == 0:
         results[2].zero_()
-    _rms_forward(*results, x, residual, weight, eps)
+    _forward(*results, x, residual, weight, None, eps, False)
 
 
 def _rms_gradients(
@@ -476,8 +445,8 @@ def _rms_gradients(
     dw_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dx like x, dweight (N,) or empty."""
-    dw = torch.empty(0 if dw_dtype is None else x.shape[-1], dtype=dw_dtype or x.dtype, device=x.device)
-    return _empty(x, x.dtype), dw
+    dw = launching.empty((0 if dw_dtype is None else x.shape[-1],), dw_dtype or x.dtype, x)
+    return launching.empty(x.shape, x.dtype, x), dw
 
 
 def _run_rms_backward(

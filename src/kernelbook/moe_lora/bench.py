@@ -2,13 +2,17 @@
 
 import dataclasses
 import functools
+import importlib.machinery
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kernelbook import check, runtime, timing
+from kernelbook.models import MODELS as LATEST
 from kernelbook.moe_lora import op
 from kernelbook.moe_lora.reference import (
     grouped_mm_rows,
@@ -17,7 +21,7 @@ from kernelbook.moe_lora.reference import (
     scatter2scatter_reference,
 )
 
-__all__ = ["MODELS", "Shape", "cases", "missing_peers", "projections", "small_checks"]
+__all__ = ["MODELS", "Shape", "axolotl_lora", "cases", "missing_peers", "projections", "small_checks", "tuning_cases"]
 
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
@@ -114,7 +118,7 @@ def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         "grouped_mm": lambda: [grouped_mm_rows(t.x, t.w, None, None, *t.sorted_routing, **how)],
         "kernelbook": lambda: [op.scatter2scatter(t.x, t.w, t.routing, **how)],
     }
-    if _has_scattermoe():
+    if _has("scattermoe"):
         calls["scattermoe"] = _scattermoe(t, shape)
 
     def truth() -> Tensors:
@@ -237,7 +241,10 @@ def _step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         "kernelbook:fused": ours("fused"),
         "kernelbook:split": ours("split"),
     }
-    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
+    views: dict[str, Callable[[Tensors], Tensors]] = {}
+    if _has("axolotl"):
+        calls["axolotl"], views["axolotl"] = _axolotl(t, shape)
+    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR, views)
 
 
 def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
@@ -336,15 +343,22 @@ _COUNTS: dict[Callable[..., timing.Problem], Callable[[Shape], tuple[int, int]]]
 
 def _first_call() -> timing.Case:
     shape = projections("Qwen3-30B-A3B")["gate_up"]
-    code = f"""
+    made = f"""
 import kernelbook as kb
 def randn(*size, grad=True):
     return torch.randn(*size, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
 ids = torch.rand({shape.tokens}, {shape.experts}, device="cuda").argsort(1)[:, :{shape.slots}]
 w = randn({shape.experts}, {shape.k}, {shape.n}, grad=False)
 x, a, b = randn({shape.tokens}, {shape.k}), randn({shape.experts}, 16, {shape.k}), randn({shape.experts}, {shape.n}, 16)
+"""
+    codes = {"kernelbook": f"# first call\nkb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()\n"}
+    if _has("axolotl"):
+        codes["axolotl"] = f"""
+from kernelbook.moe_lora.bench import axolotl_lora
+lora, offsets = axolotl_lora(), torch.bincount(ids.flatten(), minlength={shape.experts}).cumsum(0)
+a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).flatten(1).requires_grad_()
 # first call
-kb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()
+lora(x, w, {shape.slots}, *torch.sort(ids.flatten()), offsets, a, b, use_fused_dX=True).sum().backward()
 """
     return timing.Case(
         op="moe_lora",
@@ -355,7 +369,7 @@ kb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()
         x=shape.rank,
         gbytes=0.0,
         gflop=0.0,
-        build=lambda: timing.FirstCall({"kernelbook": code}),
+        build=lambda: timing.FirstCall({provider: made + code for provider, code in codes.items()}),
     )
 
 
@@ -385,16 +399,48 @@ def cases() -> Iterator[timing.Case]:
     yield _first_call()
 
 
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
+    """What ``tune`` measures: the products of the documented models, or those of one shape E, K, N, k, T, r."""
+    if shape is not None:
+        experts, k, n, slots, tokens, rank = (int(shape[name]) for name in ("E", "K", "N", "k", "T", "r"))
+        shapes = [Shape(experts, k, n, slots, tokens, rank)]
+    else:
+        shapes = [shape for model in MODELS for shape in projections(model).values()]
+        many = projections("Qwen3-30B-A3B")["gate_up"]
+        shapes += [dataclasses.replace(many, tokens=tokens) for tokens in (1, 4, 16, 64, 256)]
+    for sizes in shapes:
+        yield _case("scatter2scatter", "forward", sizes, _base)
+        yield _case("moe_lora", "forward_backward", sizes, _step)
+    if shape is None:
+        yield from models()
+
+
+def models() -> Iterator[timing.Case]:
+    """The experts of this year's models at 2,048 tokens; of the largest the share of one GPU of four."""
+    for model in LATEST.values():
+        if model.experts:
+            share = 4 if model.experts * model.hidden * model.expert_intermediate > 2**31 else 1
+            experts, slots = model.experts // share, max(1, model.slots // share)
+            for k, n, grouped in (
+                (model.hidden, 2 * model.expert_intermediate, False),
+                (model.expert_intermediate, model.hidden, True),
+            ):
+                shape = Shape(experts, k, n, slots, grouped=grouped)
+                yield _case("moe_lora", "forward", shape, _forward)
+                yield _case("moe_lora", "forward_backward", shape, _step)
+
+
 # --- peers that may be missing --------------------------------------------------------------------------------------
 
 
-def _has_scattermoe() -> bool:
-    return importlib.util.find_spec("scattermoe") is not None
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def missing_peers() -> list[str]:
     """Peers that are not measured, and why."""
-    return [] if _has_scattermoe() else ["scattermoe: not installed (it is on no package index)"]
+    where = {"scattermoe": "it is on no package index", "axolotl": "pip install --no-deps axolotl"}
+    return [f"{peer}: not installed ({how})" for peer, how in where.items() if not _has(peer)]
 
 
 def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
@@ -406,6 +452,44 @@ def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
             t.x, t.w, 1 if shape.grouped else shape.slots, experts, order, offsets, grouped_in=shape.grouped
         )
     ]
+
+
+@functools.cache
+def axolotl_lora() -> Any:
+    """axolotl's ``parallel_linear_lora``, without the packages above it: their imports need all that axolotl installs."""
+    found = importlib.util.find_spec("axolotl")
+    assert found is not None and found.submodule_search_locations is not None
+    name, folder = "axolotl", found.submodule_search_locations[0]
+    for part in ("integrations", "kernels", "libs", "scattermoe_lora", ""):
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [folder]
+        sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+        name, folder = (f"{name}.{part}", os.path.join(folder, part)) if part else (name, folder)
+    return importlib.import_module(f"{name}.parallel_linear_lora").parallel_linear_lora
+
+
+def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
+    """A step of axolotl's ScatterMoE LoRA with the faster of its ways to dX; and its result in our layout.
+
+    Its A and B keep the experts side by side: (E r, K) and (N, E r).
+    """
+    apply = axolotl_lora()
+    experts, order = torch.sort(t.ids.flatten())
+    offsets = torch.bincount(experts, minlength=shape.experts).cumsum(0)
+    a = t.lora_a.detach().reshape(-1, shape.k).clone().requires_grad_()
+    b = t.lora_b.detach().transpose(0, 1).reshape(shape.n, -1).clone().requires_grad_()
+    slots = 1 if shape.grouped else shape.slots
+
+    def call() -> Tensors:
+        y = apply(t.x, t.w, slots, experts, order, offsets, a, b, grouped_in=shape.grouped, use_fused_dX=True)
+        return [y.detach(), *torch.autograd.grad(y, (t.x, a, b), t.dy)]
+
+    def ours(out: Tensors) -> Tensors:
+        y, dx, da, db = out
+        by_expert = db.view(shape.n, shape.experts, shape.rank).transpose(0, 1)
+        return [y.view(shape.rows, shape.n), dx, da.view(t.lora_a.shape), by_expert]
+
+    return call, ours
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------

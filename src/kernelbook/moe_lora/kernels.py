@@ -26,8 +26,10 @@ Not handled: gradients of gradients.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.autotune import fits, matmul_resources, planner
 from kernelbook.packed.kernels import block_scale, load_tile, table
 
 # isort: split
@@ -713,7 +715,37 @@ ROWS_TILES = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
+def _rows_tiles(
+    rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
+) -> Iterator[Tiles]:
+    """What may be tried: 16-bit tiles that fit, and that switch to their half, or not, at the end of an expert."""
+    mean = _mean_rows(rows, experts)
+    if itemsize != 2 or access == "narrow":
+        return
+    for height in HEIGHTS:
+        if not min(mean // 8, HEIGHTS[-1]) <= height <= max(16, 2 * mean):
+            continue
+        for n, k, warps in (
+            (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (256, 64, 4), (256, 64, 8),
+        ):  # fmt: skip
+            for stages in (2, 3, 4, 5) if n >= 64 or access != "packed" else ():
+                config = triton.Config({}, num_warps=warps, num_stages=stages)
+                needs = matmul_resources(
+                    config,
+                    rows=height,
+                    operands=[(height * k, 2), (k * n, 2)],
+                    accumulators=[(height * n, 4), *([(height * max(rank, 16), 4)] if rank else [])],
+                    descriptors=[False, access == "boxes"],
+                    properties=properties,
+                )
+                if fits(needs, config, properties):
+                    for small in sorted({height, max(16, height // 2)}):
+                        yield tiles(
+                            warps, stages, BLOCK_M=height, BLOCK_N=n, BLOCK_K=k, GROUP=4 if n == 256 else 8, SMALL_M=small
+                        )  # fmt: skip
+
+
+@planner("moe_lora.rows", _rows_tiles, buckets=("rows",))
 def rows_tiles(
     rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
 ) -> Tiles:
@@ -741,7 +773,27 @@ def rows_tiles(
     return tiles(8, 2, BLOCK_M=128, BLOCK_N=64 if rank > 32 else 128, BLOCK_K=32, GROUP=8, SMALL_M=128)
 
 
-@functools.lru_cache(maxsize=4096)
+def _thin_tiles(
+    rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
+) -> Iterator[Tiles]:
+    for height in (16, 32) if itemsize == 2 else ():
+        for block_k in (64, 128, 256):
+            for block_r in sorted({16, min(rank, 32), rank if rank <= 64 else 32}):
+                for stages in (2, 3, 4, 5):
+                    config = triton.Config({}, num_warps=4, num_stages=stages)
+                    needs = matmul_resources(
+                        config,
+                        rows=height,
+                        operands=[(height * block_k, 2), (block_k * block_r, 2)],
+                        accumulators=[(height * block_r, 4)],
+                        properties=properties,
+                    )
+                    for split in (1, 2, 4, 8) if fits(needs, config, properties) else ():
+                        if split == 1 or k >= 512 * split:
+                            yield tiles(4, stages, BLOCK_M=height, BLOCK_K=block_k, BLOCK_R=block_r, SPLIT=split)
+
+
+@planner("moe_lora.thin", _thin_tiles, buckets=("rows",))
 def thin_tiles(
     rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> Tiles:
@@ -762,7 +814,27 @@ def thin_tiles(
     return tiles(4, 3, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
 
 
-@functools.lru_cache(maxsize=4096)
+def _gram_tiles(
+    rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties
+) -> Iterator[Tiles]:
+    width = padded_rank(columns)
+    for p in sorted({min(width, side) for side in (32, 64, 128)}) if itemsize == 2 else ():
+        for q, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+            for block_m in (16, 32, 64, 128):
+                for stages in (2, 3):
+                    config = triton.Config({}, num_warps=warps, num_stages=stages)
+                    needs = matmul_resources(
+                        config,
+                        rows=q,
+                        operands=[(p * block_m, 2), (q * block_m, 2)],
+                        accumulators=[(p * q, 4)],
+                        properties=properties,
+                    )
+                    if fits(needs, config, properties):
+                        yield tiles(warps, stages, BLOCK_P=p, BLOCK_Q=q, BLOCK_M=block_m)
+
+
+@planner("moe_lora.gram", _gram_tiles, buckets=("rows",))
 def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
     """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
     if itemsize > 2:
@@ -816,7 +888,16 @@ FUSED_RANK = 64  # the widest U that a program of the fused product keeps in reg
 FUSED_ROWS = 64
 
 
-def choose_strategy(rows: int, experts: int, k: int, n: int, rank: int) -> str:
+def _strategies(
+    rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties
+) -> tuple[str, ...]:
+    return "fused", "split"
+
+
+@planner("moe_lora.strategy", _strategies, buckets=("rows",))
+def choose_strategy(
+    rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties
+) -> str:  # fmt: skip
     """``"fused"`` or ``"split"``, whichever was measured faster on an H200.
 
     Fused repeats X A^T in every column of tiles, n / 256 times. With few rows

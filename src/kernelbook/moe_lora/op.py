@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.moe_lora import kernels
 from kernelbook.packed import NESTED_BLOCK, NF4Tensor
@@ -317,7 +318,7 @@ def _check(
 # --- routing --------------------------------------------------------------------------------------------------------
 
 # What is compiled only is asked for once, and may be replaced in between.
-_cached: Callable[[Any], Any] = (lambda f: f) if runtime.COMPILE_ONLY else functools.lru_cache(maxsize=4096)
+_cached: Callable[[Any], Any] = (lambda f: f) if runtime.COMPILE_ONLY else derived
 
 
 def _capacity(rows: int, experts: int, height: int) -> int:
@@ -646,7 +647,7 @@ def _rows_plan(
     wide_x = wide_x or copies_x
     how = "none"
     if rank:
-        how = kernels.choose_strategy(rows, experts, k, n, rank) if strategy == "auto" else strategy
+        how = kernels.choose_strategy(rows, experts, k, n, rank, properties) if strategy == "auto" else strategy
         if rank > kernels.FUSED_RANK or dtype == torch.float64:
             how = "split"
     padded = kernels.padded_rank(rank) if rank else 0

@@ -10,17 +10,18 @@ half of them read, and ``fill_`` writes the output alone. Neither is a lower bou
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kernelbook import check, runtime
+from kernelbook.models import MODELS
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.timing import Case, Problem
 
-__all__ = ["cases", "host_calls", "small_checks"]
+__all__ = ["cases", "host_calls", "small_checks", "tuning_cases"]
 
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -193,6 +194,35 @@ def cases() -> Iterator[Case]:
         for rows, cols in ((ROWS, COLS), (14336, 4096)):
             for tokens in (1, 2, 4, 8, 16):
                 yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+
+
+def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[Case]:
+    """What ``tune`` measures: the documented shapes, or one with the sizes E, rows, cols and active, or tokens=..."""
+    for double_quant in (False, True):
+        if shape is not None:
+            sizes = int(shape["E"]), int(shape["rows"]), int(shape["cols"])
+            if "tokens" in shape:
+                yield _matmul_case(sizes, int(shape["tokens"]), BLOCK_SIZE, double_quant)
+            else:
+                yield _case(sizes, int(shape["active"]), BLOCK_SIZE, double_quant)
+            continue
+        for active in (64, 256, 8):  # one plan for all numbers of experts
+            yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
+        for rows, cols in ((ROWS, COLS), (14336, 4096)):
+            for tokens in (1, 4, 8):
+                yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+    if shape is None:
+        yield from models()
+
+
+def models() -> Iterator[Case]:
+    """Matrices of this year's models: eight of 32 experts made dense, and one matrix times one token and 16."""
+    for model in MODELS.values():
+        if model.experts:
+            yield _case((32, 2 * model.expert_intermediate, model.hidden), 8, BLOCK_SIZE, False)
+    for rows, cols in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
+        for tokens in (1, 16):
+            yield _matmul_case((1, rows, cols), tokens, BLOCK_SIZE, False)
 
 
 def small_checks() -> list[check.Verdict]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
+from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.nf4 import kernels
 from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor
@@ -60,13 +61,13 @@ def _check_dequantize(packed: torch.Tensor, experts: Any, dims: int) -> None:
         arguments.check_same_device("nf4_dequantize", q=packed, experts=experts)
 
 
-@functools.cache
+@derived
 def _dequantize_launch(
     words: bool, has_experts: bool, nested: bool, block_size: int, properties: runtime.DeviceProperties
 ) -> tuple[Launch, int]:
     """-> the launch, and the words (or elements) of a program."""
     if words:
-        kernel, config = kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(nested)
+        kernel, config = kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(nested, properties)
         # By PTX, which is NVIDIA's, or by loads in the interpreter, where there is none.
         nvidia = properties.arch.startswith("sm_")
         more = {"PREFETCH": "load" if runtime.INTERPRET else "instruction" if nvidia else "none"}
@@ -298,11 +299,13 @@ def _check_matmul(x: torch.Tensor, packed: torch.Tensor, experts: Any, *shape: i
     arguments.check_same_device("nf4_matmul", x=x, q=packed, expert=experts)
 
 
-@functools.lru_cache(maxsize=4096)
-def _matmul_launch(m: int, n: int, has_expert: bool, nested: bool, block_size: int) -> tuple[Launch, tuple[int, int]]:
+@derived
+def _matmul_launch(
+    m: int, n: int, has_expert: bool, nested: bool, block_size: int, properties: runtime.DeviceProperties
+) -> tuple[Launch, tuple[int, int]]:
     """-> the launch and its grid."""
     tokens = min(1 << (m - 1).bit_length(), kernels.MATMUL_TOKENS)
-    config = kernels.matmul_config(tokens, n)
+    config = kernels.matmul_config(tokens, n, properties)
     launch = Launch(
         kernels._nf4_matmul_fwd_kernel,
         HAS_EXPERT=has_expert, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK, TOKENS=tokens,
@@ -330,7 +333,9 @@ def _run_matmul(
         _run_dequantize(w, *parts, experts, expert, shape, block_size)
         torch.mm(x.reshape(m, k), w[0].t(), out=y.view(m, n))  # out=: autocast leaves it alone
         return
-    launch, grid = _matmul_launch(m, n, experts is not None, nested_absmax is not None, block_size)
+    launch, grid = _matmul_launch(
+        m, n, experts is not None, nested_absmax is not None, block_size, runtime.properties(x.device)
+    )
     nested = (code, code, code) if nested_absmax is None else parts[3:]
     launch(
         grid,

@@ -23,6 +23,10 @@ ATTENTION: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.
     "kernelbook": functools.partial(flash_attention, causal=True),
     "torch": functools.partial(F.scaled_dot_product_attention, is_causal=True),
 }
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,8 @@ class GPTConfig:
         sparse_layers: which linear layers are sparse ones: ``"mlp"``, or ``"all"`` six of a block.
         bias: whether linear layers have biases.
         attention: ``"kernelbook"`` or ``"torch"``: :func:`kernelbook.flash_attention`, or PyTorch's own.
+        activation: of the MLP, ``"gelu"`` or ``"relu"``. With ReLU most hidden values become zero, see
+            :mod:`kernelbook.train.sparse_inference`.
         compact_gradient: sparse layers hand out gradients of their active rows only, for
             :class:`kernelbook.train.ChunkAdamW`; PyTorch's optimizers, clipping, DDP, FSDP2 and
             ``torch.compile(fullgraph=True)`` need ``False``.
@@ -51,6 +57,7 @@ class GPTConfig:
     sparse_layers: str = "mlp"
     bias: bool = False
     attention: str = "kernelbook"
+    activation: str = "gelu"
     compact_gradient: bool = False
 
     def __post_init__(self) -> None:
@@ -65,6 +72,8 @@ class GPTConfig:
             )
         if self.attention not in ATTENTION:
             raise ValueError(f"GPTConfig: attention must be one of 'kernelbook', 'torch', got {self.attention!r}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"GPTConfig: activation must be one of 'gelu', 'relu', got {self.activation!r}")
         if self.attention == "kernelbook" and self.width // self.heads > MAX_HEAD_SIZE:
             raise ValueError(
                 f"GPTConfig: heads must be at least {-(-self.width // MAX_HEAD_SIZE)} for a width of {self.width} (a head has "
@@ -85,7 +94,7 @@ class _Block(nn.Module):
         attention_options: dict[str, Any] = {}
         if config.sparse_layers == "all":
             attention_linear, attention_options = SparseLinear, sparse
-        self.heads, self.attention = config.heads, config.attention
+        self.heads, self.attention, self.activation = config.heads, config.attention, config.activation
         self.norm_attention = LayerNorm(d)
         # Three layers, not one of 3 d features: their gradients need not be put together again.
         self.q, self.k, self.v = (attention_linear(d, d, bias=config.bias, **attention_options) for _ in range(3))
@@ -101,7 +110,7 @@ class _Block(nn.Module):
         q, k, v = (layer(normed).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = ATTENTION[self.attention](q, k, v).transpose(1, 2).reshape(batch, length, d)
         x = x + self.attention_out(mixed)
-        return x + self.down(F.gelu(self.up(_normed(self.norm_mlp, x)), approximate="tanh"))
+        return x + self.down(ACTIVATIONS[self.activation](self.up(_normed(self.norm_mlp, x))))
 
 
 def _normed(norm: LayerNorm, x: torch.Tensor) -> torch.Tensor:

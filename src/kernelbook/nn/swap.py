@@ -129,7 +129,8 @@ def swap(
 
     A module changes its class, and nothing else: parameters, buffers, hooks, names and the state dict stay. Modules of other
     classes, such as a subclass with a ``forward`` of its own, are left alone. A model of transformers runs its attention on
-    the kernels too, by its own interface for that: see :func:`kernelbook.interop.transformers_attention.register`.
+    the kernels too, by its own interface for that (see :func:`kernelbook.interop.transformers_attention.register`), and so do
+    its own classes of RMS norms that compute nothing else.
 
     Where ``torch.nn.TransformerEncoderLayer`` holds a module that changed, its inference fast path is switched off: it would
     pass over the modules.
@@ -137,7 +138,8 @@ def swap(
     Args:
         model: any module; on a GPU when it is called, or under the interpreter.
         layer_norm: ``torch.nn.LayerNorm`` over one dimension becomes :class:`kernelbook.nn.LayerNorm`.
-        rms_norm: ``torch.nn.RMSNorm`` over one dimension becomes :class:`kernelbook.nn.RMSNorm`.
+        rms_norm: ``torch.nn.RMSNorm`` over one dimension becomes :class:`kernelbook.nn.RMSNorm`, and those of transformers'
+            models run on :func:`kernelbook.rms_norm`.
         attention: ``torch.nn.MultiheadAttention`` runs :func:`kernelbook.flash_attention` where a call needs no weights, no
             dropout and no mask but the causal one. Other calls stay PyTorch's.
         quiet: print nothing.
@@ -174,6 +176,12 @@ def swap(
             done._set(module, "activation_relu_or_gelu", 0)
         elif isinstance(module, nn.TransformerEncoder) and changed & set(module.modules()):
             done._set(module, "use_nested_tensor", False)  # what it would make of padded input only the fast path takes
+    if rms_norm and hasattr(model, "set_attn_implementation"):
+        from kernelbook.interop import transformers_norms
+
+        for name, module, ours in list(transformers_norms.rms_norms(model)):
+            done._set(module, "__class__", ours)
+            done.changed[name] = "RMSNorm"
     if attention and hasattr(model, "set_attn_implementation"):
         _swap_attention_interface(model, done)
     if not quiet:

@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class CodeBook(NamedTuple):
-    """Sixteen values in [-1, 1], in the order of their 4-bit codes, and the name by which bitsandbytes knows them."""
+    """Sixteen values, in [-1, 1] where absmax scales them, in the order of their 4-bit codes, and the name by which bitsandbytes knows them."""
 
     name: str
     values: tuple[float, ...]
@@ -43,7 +43,7 @@ _PARTS = ("packed", "absmax", "code", "nested_absmax", "nested_code", "nested_of
 
 @arguments.once
 def _check_parts(block_size: int, n: int, *parts: Any) -> None:
-    arguments.check_choice("NF4Tensor", "block_size", block_size, BLOCK_SIZES)
+    arguments.check_choice("NF4Tensor", "block_size", block_size, (16, *BLOCK_SIZES))  # 16: NVFP4's, see fp4.py
     given = dict(zip(_PARTS, parts, strict=True))
     blocks, double_quant = -(-n // block_size), given["nested_absmax"] is not None
     expected: list[tuple[str, tuple[int, ...], torch.dtype]] = [
@@ -77,9 +77,9 @@ class NF4Tensor:
         absmax: (ceil(n / block_size),), the blocks' largest absolute values: float32, or uint8 where they are quantized
             in turn (double quantization).
         shape: of the tensor that was quantized; its first dimension counts experts.
-        block_size: a power of two from 32 to 4096.
+        block_size: a power of two from 16 to 4096.
         code: (16,) float32, the code book's values.
-        code_name: the code book's name, ``"nf4"`` or ``"fp4"`` where bitsandbytes has it.
+        code_name: the code book's name, ``"nf4"`` or ``"fp4"`` where bitsandbytes has it, ``"e2m1"`` for MXFP4 and NVFP4.
         dtype: of the tensor that was quantized.
         nested_absmax: (ceil(blocks / 256),) float32, with double quantization: the scales of ``absmax``.
         nested_code: (256,) float32, with double quantization: the values that ``absmax`` stands for.

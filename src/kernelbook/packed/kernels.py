@@ -64,6 +64,60 @@ DECODE_FP16 = tl.constexpr(_DECODE.replace("REST", _SCALE.replace("FMA", "fma.rn
 REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r")
 
 
+def _table_asm(convert: str) -> str:
+    """$0 to $7: the table's low and high bytes; $8 to $23: the sixteen values; $24: the scale."""
+    lines = ["{", ".reg .f32 " + ", ".join(f"f{i}" for i in range(16)) + ";"]
+    lines += [".reg .b32 " + ", ".join(f"p{i}" for i in range(8)) + ";"]
+    lines += [f"mul.rn.f32 f{i}, ${8 + i}, $24;" for i in range(16)]
+    lines += [f"{convert} p{i}, f{2 * i + 1}, f{2 * i};" for i in range(8)]
+    for i in range(4):
+        lines += [f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;", f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;"]
+    return "\n".join([*lines, "}"])
+
+
+TABLE_BF16 = tl.constexpr(_table_asm("cvt.rn.bf16x2.f32"))
+TABLE_FP16 = tl.constexpr(_table_asm("cvt.rn.f16x2.f32"))
+TABLE_REGISTERS = tl.constexpr("=&r," * 8 + ",".join("f" * 17))
+
+
+@triton.jit
+def scaled_table(code, scale, dtype: tl.constexpr):
+    """The sixteen values (floats) times each of ``scale``, rounded to 16 bits: eight tensors of its shape for ``lookup``."""
+    return tl.inline_asm_elementwise(
+        TABLE_BF16 if dtype == tl.bfloat16 else TABLE_FP16,
+        TABLE_REGISTERS,
+        [
+            code[0], code[1], code[2], code[3], code[4], code[5], code[6], code[7], code[8], code[9], code[10], code[11],
+            code[12], code[13], code[14], code[15], scale,
+        ],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+LOOKUP_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
+LOOKUP = tl.constexpr(_DECODE.replace("REST", _PLAIN).replace("$7", "$5").replace("$8", "$6").replace("$9", "$7")
+                      .replace("$10", "$8").replace("$11", "$9").replace("$12", "$10").replace("$13", "$11").replace("$14", "$12"))
+
+
+@triton.jit
+def lookup(words, values):
+    """Words (R, C, W) and tables (R, C) -> pairs of 16-bit numbers in int32, (R, C, W, 2, 2), the second one at (1, 0)."""
+    p0, p1, p2, p3 = tl.inline_asm_elementwise(
+        LOOKUP,
+        LOOKUP_REGISTERS,
+        [
+            words, values[0][:, :, None], values[1][:, :, None], values[2][:, :, None], values[3][:, :, None],
+            values[4][:, :, None], values[5][:, :, None], values[6][:, :, None], values[7][:, :, None],
+        ],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return tl.join(tl.join(p0, p1), tl.join(p2, p3))
+
+
 @triton.jit
 def bits(value):
     """The bits of 16-bit numbers, in int32."""
@@ -95,6 +149,45 @@ def in_two(scale, dtype: tl.constexpr):
     # Infinity and NaN have no rest; the first number alone says it.
     second = tl.where(second == second, second, 0.0).to(dtype)
     return bits(first) * 0x10001, bits(second) * 0x10001
+
+
+LUT_BASE = tl.constexpr("{\n.shared .align 128 .b8 lut[32768];\n.reg .b32 l;\nmov.u32 l, %laneid;\nmov.u32 $0, lut;\nmad.lo.u32 $0, l, 4, $0;\n// $1\n}")
+_FILL = """{
+.reg .b32 a, c, e;
+mov.u32 a, %laneid;
+shl.b32 a, a, 2;
+sub.u32 a, $3, a;
+mad.lo.u32 a, $2, 128, a;
+mov.u32 e, $2;
+"""
+for _ in range(8):
+    _FILL += "and.b32 c, e, 7;\nshl.b32 c, c, 4;\nadd.u32 c, c, a;\nst.shared.v4.b32 [c], {$1, $1, $1, $1};\nadd.u32 e, e, 1;\n"
+FILL = tl.constexpr(_FILL + "mov.b32 $0, $1;\n}")
+_LUT = "{\n.reg .b32 a0, a1, a2, a3;\n"
+for _i in range(4):
+    _LUT += f"prmt.b32 a{_i}, $4, 0, {0x4440 + _i};\nmad.lo.u32 a{_i}, a{_i}, 128, $5;\n"
+for _i in range(4):
+    _LUT += f"ld.shared.b32 ${_i}, [a{_i}];\n"
+LUT_LOOKUP = tl.constexpr(_LUT + "}")
+
+
+@triton.jit
+def lut_fill(code_ptr, entries, dtype: tl.constexpr):
+    """A table of pairs in shared memory, a copy for each lane -> its address."""
+    base = tl.inline_asm_elementwise(LUT_BASE, "=&r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1)
+    pair = bits(tl.load(code_ptr + entries // 16).to(dtype)) | (bits(tl.load(code_ptr + entries % 16).to(dtype)) << 16)
+    tl.inline_asm_elementwise(FILL, "=&r,r,r,r", [pair, entries, base], dtype=tl.int32, is_pure=False, pack=1)
+    return base
+
+
+@triton.jit
+def lut_decoded(word, base, dtype: tl.constexpr):
+    p0, p1, p2, p3 = tl.inline_asm_elementwise(
+        LUT_LOOKUP, "=&r,=&r,=&r,=&r,r,r", [word, base],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    lower = tl.join(_halves(p0, dtype), _halves(p1, dtype))
+    return tl.join(lower, tl.join(_halves(p2, dtype), _halves(p3, dtype)))
 
 
 @triton.jit
@@ -160,28 +253,29 @@ def load_tile(
     """A tile (ROWS, COLS) in ``dtype`` of the ``matrix``-th of matrices (rows, cols), from (row0, col0); zero outside.
 
     ``code``: (16,) the values in float32; ``values``: what :func:`table` made of them, if PERMUTE. ``cols`` is a multiple
-    of 32 if BLOCK_SIZE is 32 or more, so that four words have one scale; always of 8.
+    of 32, so that the words of a group have one scale.
     """
-    GROUPS: tl.constexpr = COLS // 32
+    GROUP: tl.constexpr = min(32, BLOCK_SIZE)
+    GROUPS: tl.constexpr = COLS // GROUP
     # 64-bit scalars find the tile; offsets within it are 32-bit.
     element0 = (matrix.to(tl.int64) * rows + row0) * cols + col0
     block0 = element0 // BLOCK_SIZE
     within = (element0 - block0 * BLOCK_SIZE).to(tl.int32)
     offs_r = tl.arange(0, ROWS)[:, None]
-    offs_c = tl.arange(0, GROUPS)[None, :] * 32
+    offs_c = tl.arange(0, GROUPS)[None, :] * GROUP
     offs = offs_r * cols + offs_c  # (ROWS, GROUPS)
     mask = (offs_r < rows - row0) & (offs_c < cols - col0)
     scale = block_scale(
         block0, (within + offs) // BLOCK_SIZE, mask,
         absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
     )[:, :, None]  # fmt: skip
-    offs_w = (offs // 8)[:, :, None] + tl.arange(0, 4)[None, None, :]
-    word = tl.load(packed_ptr + element0 // 8 + offs_w, mask=mask[:, :, None], other=0)  # (ROWS, GROUPS, 4)
+    offs_w = (offs // 8)[:, :, None] + tl.arange(0, GROUP // 8)[None, None, :]
+    word = tl.load(packed_ptr + element0 // 8 + offs_w, mask=mask[:, :, None], other=0)  # (ROWS, GROUPS, GROUP / 8)
     if PERMUTE:
         w = tl.permute(decoded(word, scale, values, dtype), (0, 1, 2, 5, 4, 3))
     else:
         offs_e = tl.arange(0, 8)
         index = (word[:, :, :, None] >> ((4 * offs_e) ^ 4)[None, None, None, :]) & 15
         value = tl.gather(code, tl.reshape(index, (ROWS * COLS,)), 0)
-        w = (tl.reshape(value, (ROWS, GROUPS, 4, 8)) * scale[:, :, :, None]).to(dtype)
+        w = (tl.reshape(value, (ROWS, GROUPS, GROUP // 8, 8)) * scale[:, :, :, None]).to(dtype)
     return tl.reshape(w, (ROWS, COLS))

@@ -14,7 +14,7 @@ import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernelbook.packed.kernels import decoded, table
+from kernelbook.packed.kernels import decoded, lut_decoded, lut_fill, table
 
 
 @gluon.constexpr_function
@@ -71,7 +71,7 @@ def _few_rows_kernel(
     RANK: gl.constexpr, PADDED_RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    FOLD: gl.constexpr,
+    FOLD: gl.constexpr, LUT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     WORDS: gl.constexpr = 4 if FOLD else 2  # of a lane, side by side
@@ -153,7 +153,12 @@ def _few_rows_kernel(
     next_words, next_scales = _load(
         word_ptrs, absmax_ptr, elements, k_w, k_s, 0, mask_w, mask_s, K, EVEN, BLOCK_SIZE, GROUP, GROUPS
     )
-    values = table(code_ptr, dtype)
+    if LUT:
+        entries = gl.arange(0, 256, layout=gl.BlockedLayout([256 // (32 * WARPS)], [32], [WARPS], [0]))
+        base = lut_fill(code_ptr, entries, dtype)
+        gl.thread_barrier()
+    else:
+        values = table(code_ptr, dtype)
     for step in range(steps):
         k = step * STEP
         words = next_words
@@ -176,7 +181,10 @@ def _few_rows_kernel(
             else:
                 mask = gl.expand_dims(k_x + at < K, 2) & (offs_t < TOKENS)[None, None, :]
                 x = gl.load(x_ptrs + at, mask=mask, other=0.0)
-            w = decoded(words[g], gl.expand_dims(scales[g], 3) if FOLD else None, values, dtype)
+            if LUT:
+                w = lut_decoded(words[g], base, dtype)
+            else:
+                w = decoded(words[g], gl.expand_dims(scales[g], 3) if FOLD else None, values, dtype)
             # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
             w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, GROUP))
             w = gl.convert_layout(w, left, assert_trivial=True)

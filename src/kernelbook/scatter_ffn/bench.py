@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, floor, runtime, timing
+from kernelbook.models import MODELS
 from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 
@@ -205,6 +206,32 @@ def _gather_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     )
 
 
+def _read(shape: Shape, m: int, fraction: float) -> timing.Problem:
+    network, neurons = _network(shape, m), _neurons(shape.n, shape.active(fraction))
+    weights = [network[name] for name in ("w_up", "w_gate", "w_down") if network.get(name) is not None]
+
+    def truth() -> Tensors:
+        return [floor.fold([weight[neurons] for weight in weights])]
+
+    calls: Calls = {"kernelbook": lambda: [floor.read_rows(weights, neurons)]}
+    return timing.Problem(calls, truth, truth, check.FORWARD_FACTOR, {"kernelbook": lambda out: [floor.fold(out)]})
+
+
+def _read_case(shape: Shape, m: int, fraction: float) -> timing.Case:
+    """The floor: a kernel that reads the listed rows of the weights and does nothing else."""
+    return timing.Case(
+        op="read_rows",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape=shape.text(m),
+        x_name="active",
+        x=fraction,
+        gbytes=shape.counts(0, shape.active(fraction))[0],
+        gflop=0.0,
+        build=functools.partial(_read, shape, m, fraction),
+    )
+
+
 def _run_case(shape: Shape, m: int, fraction: float, run: int) -> timing.Case:
     gbytes, gflop = shape.counts(m, shape.active(fraction))
     return timing.Case(
@@ -243,7 +270,7 @@ kb.scatter_ffn(x, w_up, w_down, neurons, w_gate=w_gate, activation="silu")
 
 
 def cases() -> Iterator[timing.Case]:
-    """Both networks at every number of tokens and fraction; neighbours, the up projection alone, training steps."""
+    """Both networks at every number of tokens and fraction; neighbours, the up projection alone, the floor, training steps."""
     for shape in (PLAIN, LLAMA):
         for m in TOKENS:
             for fraction in FRACTIONS:
@@ -255,11 +282,21 @@ def cases() -> Iterator[timing.Case]:
             yield _run_case(PLAIN, m, 0.1, run)
     for m in TOKENS:
         yield _gather_case(PLAIN, m, 0.1)
+    for shape in (PLAIN, LLAMA):
+        for fraction in FRACTIONS:
+            yield _read_case(shape, 1, fraction)
     for m in (128, 1024):
         for fraction in (0.1, 0.5):
             yield _step_case(PLAIN, m, fraction)
     for m in (1, 1024):
         yield _first_call(m)
+
+
+def models() -> Iterator[timing.Case]:
+    """The dense networks of this year's models, a tenth of their neurons active: one token, and a batch of 16."""
+    for k, n in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
+        for m in (1, 16):
+            yield ffn_case(Shape(k, n, True, "silu"), m, 0.1)
 
 
 def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
@@ -269,10 +306,12 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
         network = Shape(int(shape["K"]), int(shape["N"]), gated, "silu" if gated else "relu")
         yield ffn_case(network, int(shape["M"]), shape["active"])
         return
-    for fraction in FRACTIONS:
+    for fraction in sorted(FRACTIONS, key=lambda fraction: abs(fraction - 0.1)):
         for network in (PLAIN, LLAMA):
             for m in TOKENS:
                 yield ffn_case(network, m, fraction)
+        if fraction == 0.1:
+            yield from models()
     for m in (4, 32, 64, 256):
         yield ffn_case(PLAIN, m, 0.1)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import check, runtime, timing
+from kernelbook.models import MODELS
 from kernelbook.sparse_linear import op
 from kernelbook.sparse_linear.reference import (
     active_features_reference,
@@ -289,12 +290,22 @@ def cases() -> Iterator[timing.Case]:
     yield _first_call()
 
 
+def models() -> Iterator[timing.Case]:
+    """The down projections of this year's models at 8,192 tokens, a tenth and a half of their chunks active."""
+    for n, k in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
+        for fraction in (0.1, 0.5):
+            yield backward_case((8192, k, n), fraction)
+
+
 def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
     """What ``tune`` measures: the documented shapes, or one with the sizes M, d_in and d_out, and the active fraction."""
     shapes = SHAPES if shape is None else ((int(shape["M"]), int(shape["d_in"]), int(shape["d_out"])),)
-    for fraction in FRACTIONS[:-1] if shape is None else (shape["active"],):
+    fractions = (0.1, 0.25, 0.5, 0.05, 0.02, 0.75) if shape is None else (shape["active"],)
+    for fraction in fractions:
         for sizes in shapes:
             yield backward_case(sizes, fraction)
+        if shape is None and fraction == fractions[0]:
+            yield from models()
         for wanted in ("dw", "dx"):
             yield backward_case(shapes[-1], fraction, wanted=wanted)
         yield _forward_case(shapes[-1], fraction, torch.bfloat16)

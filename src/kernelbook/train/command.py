@@ -27,6 +27,7 @@ _HELP = {
     "chunk_size": "rows of a weight in a chunk, at least 16",
     "sparse_layers": "which linear layers are sparse: all six of a block, or those of the MLP",
     "attention": "whose attention",
+    "activation": "of the MLPs; with relu most hidden values become zero",
     "task": "real text, or synthetic sequences to copy or to look up in",
     "encoding": "'book', trained on the text, or a name that tiktoken has, such as gpt2",
     "vocab_size": "tokens of the encoding 'book'",

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from kernelbook import runtime
-from kernelbook.nn.gpt import ATTENTION, GPT, OUTPUTS, GPTConfig
+from kernelbook.nn.gpt import ACTIVATIONS, ATTENTION, GPT, OUTPUTS, GPTConfig
 from kernelbook.train.chunks import Layout, chunk_norms
 from kernelbook.train.files import replacing, sweep
 from kernelbook.train.optimizer import INACTIVE, ChunkAdamW
@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "sparse_layers": ("all", "mlp"),
     "attention": tuple(ATTENTION),
+    "activation": tuple(ACTIVATIONS),
 }
 
 
@@ -57,7 +58,7 @@ class TrainConfig:
     """All that decides a run.
 
     Attributes:
-        width, depth, heads, context, chunk_size, sparse_layers, attention: as in :class:`kernelbook.nn.GPTConfig`.
+        width, depth, heads, context, chunk_size, sparse_layers, attention, activation: as in :class:`kernelbook.nn.GPTConfig`.
         task: ``"text"``, ``"copy"`` or ``"recall"``. corpus, encoding, vocab_size: as in :class:`TextData`.
         batch_size: sequences in a step. steps: optimizer steps. seed: of the first weights, the data and the schedulers.
         mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``. scheduler, explore: see :mod:`kernelbook.train.schedulers`.
@@ -84,6 +85,7 @@ class TrainConfig:
     chunk_size: int = 64
     sparse_layers: str = "all"
     attention: str = "kernelbook"
+    activation: str = "gelu"
     task: str = "text"
     corpus: str = "stdlib"
     encoding: str = "book"
@@ -161,6 +163,7 @@ class TrainConfig:
             chunk_size=self.chunk_size,
             sparse_layers=self.sparse_layers,
             attention=self.attention,
+            activation=self.activation,
             compact_gradient=True,
         )
 

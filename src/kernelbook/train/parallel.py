@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import arguments, runtime
-from kernelbook.distributed.gradients import reduce_active_rows
+from kernelbook.distributed.gradients import Reduction, reduce_active_rows
 from kernelbook.distributed.sharding import fully_shard
 from kernelbook.train.files import replacing
 from kernelbook.train.loop import Data, TrainConfig, Trainer, check_same_run, make_data
@@ -43,9 +43,12 @@ def start() -> None:
     if not dist.is_torchelastic_launched():
         raise ValueError("--parallel must be started by torchrun: torchrun --nproc-per-node 2 -m kernelbook train ...")
     if runtime.DEVICE.type == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank(0))
-    # Checkpoints are agreed upon by CPU messages.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if runtime.DEVICE.type == "cuda" else "gloo")
+        device = torch.device("cuda", dist.get_node_local_rank(0))
+        torch.cuda.set_device(device)
+        # Checkpoints are agreed upon by CPU messages.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
 
 
 def end() -> None:
@@ -165,11 +168,19 @@ class ParallelTrainer(Trainer):
 
     # --- what a run is made of ---
 
+    reduction: Reduction | None = None
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What the last step put into all-reduces of sparse layers' gradients."""
+        return 0 if self.reduction is None else self.reduction.bytes
+
     def _build(self) -> None:
         super()._build()
         self._device_type = runtime.DEVICE.type
         if self.parallel == "ddp":
-            self.reduction = reduce_active_rows(self.model)
+            if self.config.mode != "dense":
+                self.reduction = reduce_active_rows(self.model)
             self._forward: Any = DistributedDataParallel(self.model)
             return
         before = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -199,6 +210,8 @@ class ParallelTrainer(Trainer):
         return value.div_(self.ranks)
 
     def _backward(self) -> None:
+        if self.reduction is not None:
+            self.reduction.bytes = 0
         self.model.zero_grad(set_to_none=True)
         with self._autocast():
             loss = self._forward(self._inputs, self._targets)

@@ -266,8 +266,8 @@ class TextData:
     """Tokens of a corpus on the device, and batches of them that depend on the seed and the step alone.
 
     Args:
-        corpus: ``"stdlib"``, ``"topics"`` or a file, see :meth:`Corpus.of`.
-        encoding: ``"book"`` or a name that tiktoken knows. vocab_size: of ``"book"``.
+        corpus: ``"stdlib"``, ``"topics"`` or a file, see :meth:`Corpus.of`; or a :class:`Corpus`.
+        encoding: ``"book"`` or a name that tiktoken knows, or a ``tiktoken.Encoding``. vocab_size: of ``"book"``.
         batch_size, context: sequences in a batch and tokens in a sequence.
         seed: of the order. device: where the tokens live.
 
@@ -280,19 +280,19 @@ class TextData:
 
     def __init__(
         self,
-        corpus: str | Path = "stdlib",
+        corpus: "str | Path | Corpus" = "stdlib",
         *,
-        encoding: str = "book",
+        encoding: Any = "book",
         vocab_size: int = 4096,
         batch_size: int,
         context: int,
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        whole = Corpus.of(corpus)
+        whole = corpus if isinstance(corpus, Corpus) else Corpus.of(corpus)
         training, validation = whole.split()
         # Trained on the training documents alone: what is held out shapes nothing.
-        self.encoding = get_encoding(encoding, training, vocab_size)
+        self.encoding = get_encoding(encoding, training, vocab_size) if isinstance(encoding, str) else encoding
         self.vocab_size = self.encoding.n_vocab
         self.digest = whole.digest
         self.batch_size, self.context, self.seed = batch_size, context, seed

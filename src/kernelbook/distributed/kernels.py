@@ -1,0 +1,173 @@
+"""What happens to tokens between the all-to-alls of :mod:`kernelbook.distributed.exchange`: where they go, copies, sums.
+
+A token goes to a rank once. What travels is a *message*: a row of H elements, then its k weights, its k local expert ids and
+the number of its first pair, each part from a multiple of 16 bytes on. Where it arrives it becomes a row for each of its
+experts there, a *pair*.
+
+    places    one program a rank: which tokens go there, in which order, and how many pairs they make; reads T k ids
+    send      one program a token: its message, once for each rank that it visits
+    arrive    one program a message: a row, a weight and an id for each of its pairs
+    collect   one program an item: the sum of its rows; with weights their gradients travel along
+    spread    one program an item: its row to each of its places
+
+Copies are of integers, whatever they stand for. Sums are in the order of places, the same bits every time.
+Not handled: rows that are not contiguous.
+"""
+
+from kernelbook import runtime  # noqa: F401  first: it sets up Triton
+
+# isort: split
+import triton
+import triton.language as tl
+
+__all__ = ["BLOCK_H", "WARPS"]
+
+BLOCK_H, WARPS = 2048, 4
+
+
+@triton.jit(do_not_specialize=["T", "E", "share"])
+def _places_kernel(
+    ids_ptr,  # (T, k) expert ids, contiguous
+    places_ptr,  # (T, n) out: which row for that rank the token is, or -1
+    firsts_ptr,  # (T, n) out: how many pairs come before its own there
+    counts_ptr,  # (n, 2) out: rows and pairs for each rank
+    T, E, share,
+    k: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rank, ranks = tl.program_id(0), tl.num_programs(0)
+    low = rank * share
+    high = tl.minimum(low + share, E)
+    offs_k = tl.arange(0, BLOCK_K)[None, :]
+    rows = 0
+    pairs = 0
+    for start in range(0, T, BLOCK_T):
+        offs_t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        mask = (offs_t < T)[:, None] & (offs_k < k)
+        ids = tl.load(ids_ptr + offs_t[:, None] * k + offs_k, mask=mask, other=-1)
+        here = tl.sum(((ids >= low) & (ids < high)).to(tl.int32), axis=1)
+        goes = (here > 0).to(tl.int32)
+        place = rows + tl.cumsum(goes, axis=0) - goes
+        first = pairs + tl.cumsum(here, axis=0) - here
+        out = offs_t * ranks + rank
+        tl.store(places_ptr + out, tl.where(goes > 0, place, -1), mask=offs_t < T)
+        tl.store(firsts_ptr + out, first, mask=offs_t < T)
+        rows += tl.sum(goes, axis=0)
+        pairs += tl.sum(here, axis=0)
+    tl.store(counts_ptr + rank * 2, rows)
+    tl.store(counts_ptr + rank * 2 + 1, pairs)
+
+
+@triton.jit(do_not_specialize=["E", "share", "ranks"])
+def _send_kernel(
+    x_ptr,  # (T, H)
+    gates_ptr, ids_ptr,  # (T, k)
+    places_ptr,  # (T, n) in: row among those for the rank; out: row of the message
+    firsts_ptr, counts_ptr,  # of _places_kernel
+    rows_ptr, stride_r, weights_ptr, stride_w, locals_ptr, stride_l,  # the message's three parts; firsts behind the ids
+    E, share, ranks, H,
+    k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < k
+    ids = tl.load(ids_ptr + token * k + offs_k, mask=mask_k, other=-1)
+    gates = tl.load(gates_ptr + token * k + offs_k, mask=mask_k, other=0)
+    before = 0
+    for rank in range(ranks):
+        place = tl.load(places_ptr + token * ranks + rank)
+        if place >= 0:
+            row = (before + place).to(tl.int64)
+            tl.store(places_ptr + token * ranks + rank, before + place)
+            local = ids - rank * share
+            mine = (local >= 0) & (local < share) & (ids < E)
+            tl.store(locals_ptr + row * stride_l + offs_k, tl.where(mine, local, -1).to(tl.int32), mask=mask_k)
+            tl.store(locals_ptr + row * stride_l + k, tl.load(firsts_ptr + token * ranks + rank))
+            tl.store(weights_ptr + row * stride_w + offs_k, gates, mask=mask_k)
+            for start in range(0, H, BLOCK_H):
+                offs_h = start + tl.arange(0, BLOCK_H)
+                values = tl.load(x_ptr + token * H + offs_h, mask=offs_h < H, other=0)
+                tl.store(rows_ptr + row * stride_r + offs_h, values, mask=offs_h < H)
+        before += tl.load(counts_ptr + rank * 2)
+
+
+@triton.jit(do_not_specialize=["ranks"])
+def _arrive_kernel(
+    rows_ptr, stride_r, weights_ptr, stride_w, locals_ptr, stride_l,  # the message's three parts
+    counts_ptr,  # (n, 2) rows and pairs from each rank
+    pairs_ptr,  # (P, H) out
+    pair_weights_ptr, pair_ids_ptr,  # (P,) out
+    slots_ptr,  # (rows, k) out: the pair of each slot, or -1
+    ranks, H,
+    k: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    end = 0
+    first = tl.load(locals_ptr + row * stride_l + k)
+    for rank in range(ranks):
+        end += tl.load(counts_ptr + rank * 2)
+        first += tl.where(row >= end, tl.load(counts_ptr + rank * 2 + 1), 0)
+    pair = first
+    for j in range(k):
+        local = tl.load(locals_ptr + row * stride_l + j)
+        tl.store(slots_ptr + row * k + j, tl.where(local >= 0, pair, -1))
+        if local >= 0:
+            tl.store(pair_ids_ptr + pair, local)
+            tl.store(pair_weights_ptr + pair, tl.load(weights_ptr + row * stride_w + j))
+            pair += 1
+    for start in range(0, H, BLOCK_H):
+        offs_h = start + tl.arange(0, BLOCK_H)
+        values = tl.load(rows_ptr + row * stride_r + offs_h, mask=offs_h < H, other=0)
+        for i in range(pair - first):  # pairs of a message lie together
+            tl.store(pairs_ptr + (first.to(tl.int64) + i) * H + offs_h, values, mask=offs_h < H)
+
+
+@triton.jit(do_not_specialize=["width", "share", "k"])
+def _collect_kernel(
+    rows_ptr, stride_r,  # (rows, H)
+    places_ptr,  # (items, width) rows of each item, or -1
+    out_ptr, stride_o,  # (items, H)
+    weights_ptr, stride_w,  # rows' weights: (rows,), or (rows, k) with ids
+    ids_ptr,  # (items, k) experts; their owner is the column of places
+    out_weights_ptr, stride_u,  # (items, k)
+    width, share, k, H, E,
+    HAS_WEIGHTS: tl.constexpr, HAS_IDS: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0).to(tl.int64)
+    for start in range(0, H, BLOCK_H):
+        offs_h = start + tl.arange(0, BLOCK_H)
+        total = tl.zeros((BLOCK_H,), ACC)
+        for j in range(width):
+            place = tl.load(places_ptr + item * width + j).to(tl.int64)
+            if place >= 0:
+                total += tl.load(rows_ptr + place * stride_r + offs_h, mask=offs_h < H, other=0).to(ACC)
+        tl.store(out_ptr + item * stride_o + offs_h, total.to(out_ptr.dtype.element_ty), mask=offs_h < H)
+    if HAS_WEIGHTS:
+        offs_k = tl.arange(0, BLOCK_K)
+        mask_k = offs_k < k
+        if HAS_IDS:
+            ids = tl.load(ids_ptr + item * k + offs_k, mask=mask_k, other=-1)
+            here = mask_k & (ids >= 0) & (ids < E)
+            place = tl.load(places_ptr + item * width + ids // share, mask=here, other=-1).to(tl.int64)
+            found = tl.load(weights_ptr + place * stride_w + offs_k, mask=place >= 0, other=0)
+        else:
+            place = tl.load(places_ptr + item * width + offs_k, mask=mask_k, other=-1).to(tl.int64)
+            found = tl.load(weights_ptr + place * stride_w, mask=place >= 0, other=0)
+        tl.store(out_weights_ptr + item * stride_u + offs_k, found, mask=mask_k)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _spread_kernel(
+    items_ptr, stride_i,  # (items, H)
+    places_ptr,  # (items, width) rows of each item, or -1
+    rows_ptr, stride_r,  # (rows, H) out
+    width, H,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0).to(tl.int64)
+    for start in range(0, H, BLOCK_H):
+        offs_h = start + tl.arange(0, BLOCK_H)
+        values = tl.load(items_ptr + item * stride_i + offs_h, mask=offs_h < H, other=0)
+        for j in range(width):
+            place = tl.load(places_ptr + item * width + j).to(tl.int64)
+            if place >= 0:
+                tl.store(rows_ptr + place * stride_r + offs_h, values, mask=offs_h < H)

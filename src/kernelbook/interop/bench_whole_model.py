@@ -1,0 +1,717 @@
+"""What is measured of whole models, by the wall clock: ``python -m kernelbook bench whole_model``.
+
+Architectures of published models, from their configurations, with random weights that are drawn on the GPU, layer by layer:
+nothing is downloaded, and no time depends on what the weights are. Tasks:
+
+- ``step``: a step of LoRA fine-tuning (rank 16, on the experts and on attention's projections): forward, backward, AdamW;
+- ``prefill``: a forward pass of a prompt into an empty static cache;
+- ``decode``: one more token for each sequence, with a static cache that holds 2,048.
+
+Providers, on the same weights as far as they are the same:
+
+- ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
+- ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
+- ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
+  bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too;
+- ``torch``: PyTorch's own layers, for a model without experts.
+
+``graph=1`` is one CUDA graph of the whole task, captured once; ``graph=compile`` is ``torch.compile``'s. All steps have the
+same loss, of the output layer in pieces, so that no logits of all tokens exist.
+
+A row's ``ms`` is wall time with the device waited for, ``host_us`` the host's part until it has nothing more to enqueue,
+``peak_mib`` everything that the process holds on the GPU, the model included. ``err_ratio`` is of the same architecture at a
+tiny size in float32, checked in the same process. ``whole_model_parts.csv`` says by the profiler where a step's time goes;
+what no kernel covers is the part ``none``: the device waits for the host.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch.utils.checkpoint import checkpoint
+
+from kernelbook import check, runtime, timing
+from kernelbook.interop.arithmetic import BITS, Sizes
+
+__all__ = ["MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
+
+HERE = Path(__file__).resolve().parent
+SOURCES = (
+    *(HERE / f"{name}.py" for name in ("bench_whole_model", "arithmetic", "transformers", "peft")),
+    *(HERE / f"{name}.py" for name in ("transformers_attention", "transformers_norms")),
+    *(HERE.parent / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
+)
+RANK, PROMPT, ROOM, PIECE = 16, 2048, 64, 512
+STEM, PARTS_STEM = "whole_model", "whole_model_parts"
+PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
+COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
+# The published configurations, as far as they decide what is computed.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        COMMON | {
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
+    ),
+    "OLMoE-1B-7B": (
+        "olmoe",
+        COMMON | {
+            "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+        },
+    ),
+    "GPT-2": (
+        "gpt2",
+        {"vocab_size": 50257, "n_positions": 4096, "n_embd": 768, "n_layer": 12, "n_head": 12,
+         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
+}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"vocab_size": 67, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+                  "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "olmoe": {"vocab_size": 67, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+              "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "gpt2": {"vocab_size": 67, "n_embd": 64, "n_head": 4},
+}  # fmt: skip
+EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
+KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"}
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+def configuration(model: str, layers: int | None = None, *, tiny: bool = False) -> Any:
+    """The configuration of transformers, with fewer layers or small where that is asked for."""
+    from transformers import AutoConfig
+
+    kind, values = MODELS[model]
+    changes = dict(TINY[kind]) if tiny else {}
+    if layers is not None:
+        changes["n_layer" if kind == "gpt2" else "num_hidden_layers"] = layers
+    return AutoConfig.for_model(kind, **(values | changes))
+
+
+def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
+    """A random model whose weights are drawn on the device, one module after the other, and stored as ``kind``.
+
+    ``"dense"``, ``"nf4"``, ``"nf4_double"``, or ``"bitsandbytes"``: 4 bits, doubly quantized, of that library. No more than
+    one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from kernelbook.interop import transformers as interop
+    from kernelbook.nn.moe import quantize_parameter
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator(runtime.DEVICE).manual_seed(seed)
+    experts = {id(module) for _, module in interop.expert_modules(model)}
+    done: dict[int, torch.nn.Parameter] = {}  # by the parameter that it stands for: tied ones are drawn once
+    for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in done:
+                value = torch.empty(parameter.shape, dtype=dtype, device=runtime.DEVICE)
+                if value.ndim > 1:
+                    value.normal_(std=config.initializer_range, generator=generator)
+                else:
+                    value.fill_(0.0 if name == "bias" else 1.0)
+                done[id(parameter)] = torch.nn.Parameter(value, requires_grad=False)
+            setattr(module, name, done[id(parameter)])
+            if id(module) in experts:
+                done.pop(id(parameter))
+                if kind == "bitsandbytes":
+                    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+                    replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
+                elif kind != "dense":
+                    quantize_parameter(module, name, double_quant=kind == "nf4_double")
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            with torch.device(runtime.DEVICE):
+                fresh = type(module)(config)
+            for name in module._buffers:
+                module._buffers[name] = fresh._buffers[name]
+    return model.eval()
+
+
+def _quantize_linears(model: Any) -> None:
+    """Attention's projections and the head in 4 bits as well."""
+    from kernelbook.nn import NF4Linear
+
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear:
+            model.set_submodule(name, NF4Linear.from_linear(module, double_quant=True))
+
+
+def _add_lora(model: Any, rank: int) -> Any:
+    """PEFT's pairs in the model's dtype, on every expert and on attention's projections."""
+    import peft
+
+    from kernelbook.interop import transformers as interop
+
+    settings = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=interop.expert_parameters(model),
+    )  # fmt: skip
+    with torch.device(runtime.DEVICE):  # on the host the many pairs take a while to draw
+        return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+
+
+@contextlib.contextmanager
+def _running(model: Any, provider: str) -> Iterator[None]:
+    """Within the context ``model`` computes as ``provider`` does."""
+    from kernelbook.interop import transformers as interop
+    from kernelbook.nn import swap
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    has_experts = any(True for _ in interop.expert_modules(base))
+    if not provider.startswith("kernelbook"):
+        if has_experts:
+            base.set_experts_implementation(EXPERTS[provider])
+        base.set_attn_implementation("sdpa")
+        yield
+        return
+    if has_experts:
+        interop.use_kernels(model)
+    with swap(base, quiet=True):
+        yield
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def loss_in_pieces(hidden: torch.Tensor, head: torch.nn.Module, ids: torch.Tensor, piece: int = PIECE) -> torch.Tensor:
+    """The mean cross entropy of the next token, hidden (B, N, H), ids (B, N), of ``piece`` tokens' logits at a time."""
+    rows, targets = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+
+    def of(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(part).float(), wanted, reduction="sum")
+
+    parts = [
+        checkpoint(of, part, wanted, use_reentrant=False, preserve_rng_state=False)
+        for part, wanted in zip(rows.split(piece), targets.split(piece), strict=True)
+    ]
+    return torch.stack(parts).sum() / targets.numel()
+
+
+def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool) -> Callable[[], torch.Tensor]:
+    """A step of training what requires a gradient; returns the loss."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ids = torch.randint(0, base.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
+    model.train()
+    if checkpoints:
+        # There is no dropout, and what draws nothing need not keep the state of the generator.
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    else:
+        base.gradient_checkpointing_disable()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = None
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=runtime.DEVICE.type == "cuda", capturable=runtime.DEVICE.type == "cuda")
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        hidden = base.base_model(ids, use_cache=False).last_hidden_state
+        loss = loss_in_pieces(hidden, base.get_output_embeddings(), ids)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
+    from transformers import StaticCache
+
+    model.eval()
+    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
+    cache = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
+
+    @torch.no_grad()
+    def prefill() -> torch.Tensor:
+        for layer in cache.layers:
+            if layer.is_initialized:
+                layer.cumulative_length.zero_()
+        return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+    return prefill
+
+
+def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """-> one more token, and back to the first one."""
+    from transformers import StaticCache
+
+    model.eval()
+    ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=runtime.DEVICE)
+    cache = StaticCache(config=model.config, max_cache_len=context + ROOM)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+
+    def rewind() -> None:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(context)
+
+    rewind()
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        logits = model(ids, past_key_values=cache, use_cache=True).logits
+        ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        return logits
+
+    return step, rewind
+
+
+# --- the clock ------------------------------------------------------------------------------------------------------
+
+
+def _wait() -> None:
+    if runtime.DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _captured(call: Callable[[], Any], warm: int = 3) -> tuple[Callable[[], Any], Any]:
+    """``call`` as one CUDA graph -> its replay, and the graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    _wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = call()
+    return lambda: (graph.replay(), out)[1], graph
+
+
+def _wall(call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = lambda: None) -> tuple[timing.Timing, float]:
+    """The wall time of a call, of ``calls`` in a row, and the host's microseconds until it has enqueued one."""
+    times, host = [], []
+    for _ in range(samples):
+        before()
+        _wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        enqueued = time.perf_counter()
+        _wait()
+        times.append((time.perf_counter() - start) / calls * 1e3)
+        host.append((enqueued - start) / calls * 1e6)
+    return timing.Timing.of(times), sorted(host)[len(host) // 2]
+
+
+# What a kernel belongs to, by what its name contains; the first that fits.
+PARTS = {
+    "4 bits": ("nf4", "dequant", "kDequant"),
+    "attention": ("attention", "flash", "fmha", "sdpa", "_attn"),
+    "optimizer": ("multi_tensor", "adam", "Adam"),
+    "products of experts": ("moe_lora", "grouped", "GroupProblem", "ptr_array", "PtrArray", "scatter2scatter"),
+    "routing": ("_route_", "sort", "Sort", "topk", "TopK", "Histogram", "scan", "Scan", "softmax", "Softmax"),
+    "other products": ("gemm", "Gemm", "cutlass", "nvjet", "gemv", "splitK"),
+}
+
+
+def part_of(kernel: str) -> str:
+    """The part of a step's work that a kernel does, by its name."""
+    for part, names in PARTS.items():
+        if any(name in kernel for name in names):
+            return part
+    return "elementwise and copies"
+
+
+def covered(spans: Sequence[tuple[int, int]]) -> int:
+    """How much of the line the intervals (start, end) cover together."""
+    total, reach = 0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0, end - int(max(start, reach))) if reach > -math.inf else end - start
+        reach = max(reach, end)
+    return total
+
+
+def _profile(call: Callable[[], Any], wall_ms: float) -> dict[str, tuple[float, float]]:
+    """By part its milliseconds and launches in one call; ``none``: what of ``wall_ms`` no kernel covers."""
+    from torch._C._autograd import DeviceType
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        _wait()
+    found: dict[str, list[float]] = {}
+    spans = []
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.device_type() != DeviceType.CUDA:
+            continue
+        spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+        part = found.setdefault(part_of(event.name()), [0.0, 0])
+        part[0] += event.duration_ns() / 1e6
+        part[1] += 1
+    return {name: (ms, count) for name, (ms, count) in found.items()} | {
+        "none": (max(0.0, wall_ms - covered(spans) / 1e6), 0)
+    }
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One measurement: a model, who computes, the task, and how it is launched."""
+
+    model: str
+    provider: str
+    task: str
+    batch: int = 1
+    checkpoints: bool = False
+    graph: str = "0"
+
+    @property
+    def kind(self) -> str:
+        """How the experts are stored."""
+        return KINDS.get(self.provider, "bitsandbytes" if self.provider == "bitsandbytes" else "nf4_double")
+
+    @property
+    def mode(self) -> str:
+        return "step" if self.task == "step" else "forward"
+
+    def shape(self, layers: int, tokens: int) -> str:
+        """The column of that name."""
+        parts = {"model": self.model, "layers": layers, "task": self.task}
+        if self.task == "step":
+            parts |= {"N": tokens, "r": RANK, "checkpoint": int(self.checkpoints)}
+        else:
+            parts |= {"N": 1, "S": tokens} if self.task == "decode" else {"N": tokens, "S": 0}
+        return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.task} {self.provider} batch={self.batch} checkpoint={int(self.checkpoints)} graph={self.graph}"
+
+
+def plans() -> list[Plan]:
+    """What is measured, the most important first; those with the same weights one after the other."""
+    found = []
+    moe = {"Qwen3-30B-A3B": (1, 8, 32), "OLMoE-1B-7B": (1, 8)}
+    for model, batches in moe.items():
+        for kind in ("kernelbook", "dense", "bitsandbytes"):
+            own = {"dense": ("grouped_mm", "kernelbook:dense")}.get(kind, (kind,))
+            for provider in own:
+                found.append(Plan(model, provider, "prefill"))
+                for batch in batches:
+                    found += [Plan(model, provider, "decode", batch, graph=graph) for graph in ("0", "1")]
+            if kind == "dense":
+                found += [Plan(model, "batched_mm", "decode", 1, graph=graph) for graph in ("0", "1")]
+                found += [Plan(model, provider, "decode", 1, graph="compile") for provider in ("grouped_mm", "batched_mm")]
+            if kind == "kernelbook":
+                found.append(Plan(model, provider, "decode", 1, graph="compile"))
+            for provider in own:
+                for batch, checkpoints in ((1, True), (4, True), (1, False), (4, False)):
+                    found.append(Plan(model, provider, "step", batch, checkpoints))
+                    if provider.startswith("kernelbook") or (batch, checkpoints) == (1, True):
+                        found.append(Plan(model, provider, "step", batch, checkpoints, graph="1"))
+        for batch in batches[:2]:
+            found += [Plan(model, "kernelbook:all", "decode", batch, graph=graph) for graph in ("0", "1")]
+    for provider in ("torch", "kernelbook:dense"):
+        found.append(Plan("GPT-2", provider, "prefill"))
+        found += [Plan("GPT-2", provider, "decode", batch, graph=graph) for batch in (1, 32) for graph in ("0", "1")]
+        found += [Plan("GPT-2", provider, "step", 4, checkpoints, graph=g) for checkpoints in (False,) for g in ("0", "1")]
+    return found
+
+
+def missing_peers() -> list[str]:
+    """What is not measured here, and why."""
+    missing = [
+        f"{what} (package {name} is not installed)"
+        for name, what in (("transformers", "everything"), ("peft", "every step"), ("bitsandbytes", "bitsandbytes"))
+        if importlib.util.find_spec(name) is None
+    ]
+    return [*missing, "axolotl and Unsloth (their kernels come with patches of whole models from a hub, not as a layer)"]
+
+
+def _figures(plan: Plan, sizes: Sizes | None, tokens: int) -> tuple[float, float]:
+    """GB and 10^9 operations of the least that the task asks for."""
+    if sizes is None:
+        return math.nan, math.nan
+    kind = plan.kind if plan.kind in BITS else "nf4_double"
+    if plan.task == "decode":
+        return sizes.step_gb(kind, plan.batch, tokens), sizes.forward_gflop(plan.batch, 1, tokens)
+    if plan.task == "prefill":
+        return sizes.held_gb(kind), sizes.forward_gflop(plan.batch, tokens, logits=1)
+    passes = 3 if plan.checkpoints else 2
+    return passes * sizes.held_gb(kind), sizes.training_gflop(plan.batch, tokens, RANK, checkpoint=plan.checkpoints)
+
+
+class _Session:
+    """Models on the GPU, one at a time, and the rows measured on them."""
+
+    def __init__(self, folder: Path, layers: int | None, tokens: int, samples: int, tiny: bool) -> None:
+        self.folder, self.layers, self.tokens, self.samples, self.tiny = folder, layers, tokens, samples, tiny
+        self.about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+        self._held: tuple[Any, ...] = ()
+        self.model: Any = None
+
+    def record_ceilings(self) -> None:
+        """The ceilings of this process, before any row."""
+        run, package = self.about["run"], self.about["package"]
+        row = timing.ceilings_row(timing.measure_ceilings(), run, package)
+        timing.write_results(self.folder / "ceilings.csv", row, key=("run",))
+
+    def drop(self) -> None:
+        """Gives the model's memory back."""
+        self._held, self.model = (), None
+        gc.collect()
+        if runtime.DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _model(self, plan: Plan) -> Any:
+        """The model of the plan, with LoRA pairs for a step; built anew where another one is held."""
+        lora = plan.task == "step" and plan.model != "GPT-2"
+        held = (plan.model, plan.kind, plan.provider == "kernelbook:all")
+        if self._held[:3] != held or (self._held[3] and not lora):
+            self.drop()
+            config = configuration(plan.model, self.layers, tiny=self.tiny)
+            self.model = build(config, plan.kind)
+            if held[2]:
+                _quantize_linears(self.model)
+            self._held = (*held, False)
+        if lora and not self._held[3]:
+            self.model = _add_lora(self.model, RANK if not self.tiny else 2)
+            self._held = (*held, True)
+        if plan.model == "GPT-2":
+            self.model.requires_grad_(plan.task == "step")
+        return self.model
+
+    @functools.cached_property
+    def ratios(self) -> dict[tuple[str, str], float]:
+        return {}
+
+    def _checked(self, plan: Plan) -> float:
+        """The error ratio of the provider on the tiny model; ``CheckError`` where ours is wrong."""
+        key = (plan.model, plan.provider)
+        if key not in self.ratios:
+            self.ratios[key] = error_ratio(*key)
+        return self.ratios[key]
+
+    def run(self, plan: Plan) -> None:
+        """Measures and writes the rows of one plan."""
+        ratio = self._checked(plan)
+        model = self._model(plan)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        gc.collect()
+        if runtime.DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with _running(model, plan.provider):
+            self._measure(plan, model, base, ratio)
+        if plan.graph == "compile":
+            torch._dynamo.reset()
+
+    def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
+        before: Callable[[], None] = lambda: None
+        calls = 1
+        graph = None
+        if plan.task == "decode":
+            task = model
+            if plan.graph == "compile":
+                task = _compiled(model)
+            call, before = _decode_task(task, plan.batch, self.tokens)
+            calls = ROOM // 4
+        elif plan.task == "prefill":
+            call = _prefill_task(model, plan.batch, self.tokens)
+        else:
+            call = _step_task(model, plan.batch, self.tokens, plan.checkpoints)
+        for _ in range(3):
+            out = call()
+        if plan.graph == "1":
+            before()
+            call, graph = _captured(call)
+        before()
+        out = call()
+        if not bool(out.float().isfinite().all()):
+            raise check.CheckError(f"{plan}: the outcome must be finite")
+        found, host = _wall(call, calls=calls, samples=self.samples, before=before)
+        before()
+        peak = torch.cuda.max_memory_allocated() / 2**20 if runtime.DEVICE.type == "cuda" else math.nan
+        layers = base.config.num_hidden_layers
+        sizes = None if plan.model == "GPT-2" else Sizes.of(base.config)
+        gb, gflop = _figures(plan, sizes, self.tokens)
+        shape = plan.shape(layers, self.tokens)
+        row = {
+            "op": STEM, "mode": plan.mode, "provider": plan.provider, "dtype": "bfloat16", "shape": shape,
+            "x_name": "batch", "x": str(plan.batch), "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}",
+            "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{gflop:.6g}", "peak_mib": f"{peak:.6g}",
+            "err_ratio": f"{ratio:.3g}", "host_us": f"{host:.4g}", "gpus": "1",
+        }  # fmt: skip
+        table = pd.DataFrame([{**self.about, **row}], columns=list(timing.COLUMNS))
+        timing.write_results(self.folder / f"{STEM}.csv", table)
+        shown = {"ms": found.ms, "tokens/s": 1e3 * self._tokens_of(plan) / found.ms, "GiB": peak / 1024, "host ms": host / 1e3}
+        if runtime.DEVICE.type == "cuda":
+            parts = _profile(call, found.ms)
+            shown["idle"] = parts["none"][0] / found.ms
+            rows = [
+                {"provider": plan.provider, "shape": shape, "batch": str(plan.batch), "part": part,
+                 "part_ms": f"{ms:.4g}", "launches": str(count), **self.about}
+                for part, (ms, count) in parts.items()
+            ]  # fmt: skip
+            timing.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame(rows), key=PARTS_KEY)
+        print(f"{plan}: " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
+        del graph
+
+    def _tokens_of(self, plan: Plan) -> int:
+        return plan.batch * (1 if plan.task == "decode" else self.tokens)
+
+
+def _compiled(model: Any) -> Any:
+    """The model with a compiled forward pass, as ``generate`` makes it for a static cache."""
+    compiled = copy.copy(model)
+    compiled.forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
+    return compiled
+
+
+# --- correctness ----------------------------------------------------------------------------------------------------
+
+
+def error_ratio(name: str, provider: str) -> float:
+    """The worst error of a provider's logits and gradients over plain PyTorch's, on a tiny model in float32.
+
+    The truth is transformers' own eager model in float64, on the weights that the experts stand for.
+
+    Raises:
+        check.CheckError: the provider is one of ours, and not correct.
+    """
+    plan = Plan(name, provider, "prefill")
+    config = configuration(name, 2, tiny=True)
+    config.initializer_range = 0.2  # weak weights would make every block look the same
+    if plan.kind == "bitsandbytes" and runtime.DEVICE.type != "cuda":
+        return math.nan
+    with runtime_threads():
+        model = build(config, plan.kind, dtype=torch.float32)
+        if provider == "kernelbook:all":
+            _quantize_linears(model)
+        plain = _plain_copy(config, model)
+        embeddings = torch.randn(2, 16, config.hidden_size, device=runtime.DEVICE)
+        upstream = torch.randn(2, 16, config.vocab_size, device=runtime.DEVICE)
+
+        def outputs(of: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+            given = embeddings.to(dtype, copy=True).requires_grad_()
+            logits = of(inputs_embeds=given, use_cache=False).logits
+            (logits * upstream.to(dtype)).sum().backward()
+            assert given.grad is not None
+            return [logits.detach(), given.grad]
+
+        baseline = outputs(plain, torch.float32)
+        truth = outputs(copy.deepcopy(plain).double(), torch.float64)
+        with _running(model, provider):
+            ours = outputs(model, torch.float32)
+    worst = 0.0
+    for i, (out, ref, base) in enumerate(zip(ours, truth, baseline, strict=True)):
+        factor = check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR
+        verdict = check.compare(f"{name} {provider} {('logits', 'dembeddings')[i]}", out, ref, base, factor=factor)
+        if provider.startswith("kernelbook"):
+            verdict.require()
+        worst = max(worst, verdict.ratio)
+    return worst
+
+
+@contextlib.contextmanager
+def runtime_threads() -> Iterator[None]:
+    """float32 products in float32, so that a tiny model routes its tokens as float64 does."""
+    with timing.allow_tf32(False):
+        yield
+
+
+def _plain_copy(config: Any, model: Any) -> Any:
+    """transformers' own eager model with the dense weights that ``model`` stands for."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(runtime.DEVICE):
+        plain: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    for name, module in plain.named_modules():
+        theirs = model.get_submodule(name)
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                parameter.data.copy_(getattr(theirs, own))
+                parameter.requires_grad_(False)
+    if hasattr(plain, "set_experts_implementation") and name_of_experts(plain):
+        plain.set_experts_implementation("eager")
+    plain.set_attn_implementation("eager")
+    return plain.eval()
+
+
+def name_of_experts(model: Any) -> bool:
+    """Whether the model has experts on transformers' interface."""
+    from kernelbook.interop import transformers as interop
+
+    return any(True for _ in interop.expert_modules(model))
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def bench(
+    folder: Path,
+    *,
+    layers: int | None = None,
+    select: str | None = None,
+    seconds: float = math.inf,
+    tokens: int = PROMPT,
+    samples: int = 5,
+    tiny: bool = False,
+    wanted: Sequence[Plan] | None = None,
+) -> int:
+    """Measures and writes ``folder/whole_model.csv`` and ``whole_model_parts.csv``; 1 where a result of ours was wrong.
+
+    Args:
+        layers: of each model (all); a smaller number for a smaller card.
+        select: only what has this in its description.
+        seconds: begin nothing new after so long.
+        tokens: of a prompt, a context and a sequence. samples: of each time. tiny: small widths, for tests.
+        wanted: what to measure instead of :func:`plans`.
+    """
+    began = time.perf_counter()
+    for note in missing_peers():
+        print(f"left out: {note}")
+    session = _Session(folder, layers, tokens, samples, tiny)
+    if runtime.DEVICE.type == "cuda":
+        session.record_ceilings()
+    failures, left = [], []
+    for plan in plans() if wanted is None else wanted:
+        if select is not None and select not in str(plan):
+            continue
+        if time.perf_counter() - began > seconds:
+            left.append(str(plan))
+            continue
+        try:
+            session.run(plan)
+        except torch.OutOfMemoryError:
+            print(f"left out, too little GPU memory: {plan}", flush=True)
+            session.drop()
+        except Exception as error:  # one measurement is lost, not the run
+            ours = plan.provider.startswith("kernelbook")
+            (failures if ours else left).append(f"{plan}: {type(error).__name__}: {str(error)[:300]}")
+            print(f"NOT RECORDED: {plan}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            session.drop()
+    session.drop()
+    if left:
+        print(tabulate([[line] for line in left], headers=["not measured"]))
+    return 1 if failures else 0

@@ -1,0 +1,55 @@
+"""RMSNorm of transformers' models on :func:`kernelbook.rms_norm`; :func:`kernelbook.nn.swap` puts it there.
+
+transformers has a class for each model's norm. One is taken for an RMS norm by what it computes, not by its name.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kernelbook.layer_norm import rms_norm
+
+__all__ = ["rms_norms"]
+
+
+class _Norm(torch.nn.Module):
+    """The forward pass that a norm's class gets; everything else stays its own."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _is_rms_norm(kind: type[torch.nn.Module], size: int, eps: float) -> bool:
+    """Whether the class computes ``weight * x / rms(x)``: others add 1 to the weight, or subtract the mean."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        norm: Any = kind.__new__(kind)
+        torch.nn.Module.__init__(norm)
+        norm.weight, norm.variance_epsilon = torch.nn.Parameter(torch.rand(size) + 0.5), eps
+        x = torch.randn(3, size) + 0.5
+        try:
+            with torch.no_grad():
+                out = norm(x)
+        except Exception:  # whatever a norm raises that has other attributes
+            return False
+    expected = norm.weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return isinstance(out, torch.Tensor) and out.shape == x.shape and torch.allclose(out, expected, atol=1e-5)
+
+
+def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, type[torch.nn.Module]]]:
+    """The RMS norms of ``model`` that have ``weight`` and ``variance_epsilon``: name, module, and its class on the kernel."""
+    kinds: dict[type, type | None] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+        if issubclass(kind, _Norm) or not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+            continue
+        if kind not in kinds:
+            fits = _is_rms_norm(kind, 32, eps)
+            kinds[kind] = type(kind.__name__, (_Norm, kind), {"__module__": __name__}) if fits else None
+        new = kinds[kind]
+        if new is not None:
+            yield name, module, new

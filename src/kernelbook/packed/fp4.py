@@ -1,0 +1,132 @@
+"""MXFP4 and NVFP4: the same bytes and the same kernels as NF4, with other values and other scales.
+
+Both store e2m1 (a sign, two bits of exponent, one of mantissa), two elements a byte, the even one in the *low* half. MXFP4
+has a power of two (e8m0) for 32 elements of a row; NVFP4 has an e4m3 for 16, and a float32 for the whole tensor or for
+each expert. A scale of 8 bits that stands for one of 256 values, times a float32 of a larger block: that is what an
+``NF4Tensor`` with double quantization has. So these formats become such tensors, with the halves of their bytes swapped.
+"""
+
+from typing import Any
+
+import torch
+
+from kernelbook import arguments
+from kernelbook.packed import DTYPES, NESTED_BLOCK, CodeBook, NF4Tensor
+
+__all__ = ["E2M1", "fp4_parts", "fp4_quantize", "fp4_tensor"]
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = CodeBook("e2m1", (*_MAGNITUDES, *(-m for m in _MAGNITUDES)))
+
+# The elements of a scale, and its dtype. Checkpoints hold e8m0 as plain bytes.
+FORMATS = {"mxfp4": (32, torch.float8_e8m0fnu), "nvfp4": (16, torch.float8_e4m3fn)}
+
+
+def fp4_tensor(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> NF4Tensor:
+    """The ``NF4Tensor`` that stands for a tensor in MXFP4 or NVFP4; it is decoded exactly. The bytes are copied.
+
+    Args:
+        packed: uint8, (..., K / 2) or, as gpt-oss' checkpoints have it, (..., K / 32, 16); the even element in the low half.
+        scales: (..., K / 32) float8_e8m0fnu or uint8 for MXFP4, (..., K / 16) float8_e4m3fn for NVFP4.
+        tensor_scale: of NVFP4, float32: one number, or one for each entry of the first dimension, which then must have a
+            multiple of 4,096 elements each. ``None``: 1.
+        dtype: of the tensor that was quantized.
+
+    Raises:
+        TypeError, ValueError: shapes or dtypes are others.
+    """
+    op = "fp4_tensor"
+    kinds = (torch.uint8, *(kind for _, kind in FORMATS.values()))
+    for name, value, dtypes in (("packed", packed, (torch.uint8,)), ("scales", scales, kinds)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+        arguments.check_dtype(op, name, value, dtypes)
+    block, kind = FORMATS["nvfp4" if scales.dtype == torch.float8_e4m3fn else "mxfp4"]
+    *rest, groups = scales.shape
+    flat = packed.flatten(-2) if packed.ndim == scales.ndim + 1 else packed
+    arguments.check_shape(op, "packed", flat, (*rest, groups * block // 2))
+    blocks = scales.numel()
+    nested = torch.ones((), device=packed.device) if tensor_scale is None else tensor_scale.detach().float().to(packed.device)
+    each = blocks // max(nested.numel(), 1)
+    if nested.numel() != 1 and (nested.shape != (scales.shape[0],) or each % NESTED_BLOCK):
+        raise ValueError(
+            f"{op}: tensor_scale must be one number, or {scales.shape[0]} with a multiple of {NESTED_BLOCK} scales each, "
+            f"got shape {tuple(nested.shape)} for {each} scales each"
+        )
+    absmax = scales.contiguous().view(torch.uint8).reshape(-1)
+    count = -(-blocks // NESTED_BLOCK)
+    nested = nested.expand(count) if nested.numel() == 1 else nested.repeat_interleave(each // NESTED_BLOCK)
+    bytes_ = flat.reshape(-1)
+    return NF4Tensor(
+        packed=bytes_ << 4 | bytes_ >> 4,
+        absmax=absmax,
+        shape=(*rest, groups * block),
+        block_size=block,
+        code=torch.tensor(E2M1.values, device=packed.device),
+        code_name=E2M1.name,
+        dtype=dtype,
+        nested_absmax=nested.contiguous(),
+        nested_code=torch.arange(256, dtype=torch.uint8, device=packed.device).view(kind).float(),
+        nested_offset=torch.zeros((), device=packed.device),
+    )
+
+
+def fp4_parts(q: NF4Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`fp4_tensor` made ``q`` of: packed (..., K / 2), scales, and a float32 for each 256 of them."""
+    arguments.check_choice("fp4_parts", "q.code_name", q.code_name, (E2M1.name,))
+    kind = next(kind for block, kind in FORMATS.values() if block == q.block_size)
+    assert q.nested_absmax is not None
+    *rest, k = q.shape
+    packed = (q.packed << 4 | q.packed >> 4).view(*rest, k // 2)
+    return packed, q.absmax.view(kind).view(*rest, k // q.block_size), q.nested_absmax
+
+
+def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4") -> NF4Tensor:
+    """Quantizes ``w`` (..., K) to MXFP4 or NVFP4, each element to the nearest value, halves to the even code.
+
+    MXFP4's scale is the power of two that the OCP Microscaling specification gives (version 1.0, section 6.3): elements
+    beyond 6 times it become 6 times it. NVFP4's makes the largest element of a block 6, and the largest of the tensor's
+    scales 448.
+
+    Args:
+        w: float32, float16 or bfloat16, any strides; K a multiple of 32 or 16.
+        format: ``"mxfp4"`` or ``"nvfp4"``.
+
+    Raises:
+        TypeError, ValueError: ``w`` or ``format`` is not as above.
+    """
+    op = "fp4_quantize"
+    arguments.check_choice(op, "format", format, tuple(FORMATS))
+    if not isinstance(w, torch.Tensor):
+        raise TypeError(f"{op}: w must be a torch.Tensor, got {type(w).__name__}")
+    arguments.check_dtype(op, "w", w, DTYPES)
+    block, kind = FORMATS[format]
+    if w.ndim == 0 or w.shape[-1] % block:
+        raise ValueError(f"{op}: w must have rows of a multiple of {block} elements, got shape {tuple(w.shape)}")
+    values = w.detach().float().unflatten(-1, (-1, block))
+    largest = values.abs().amax(-1)
+    tensor_scale: Any = None
+    if format == "mxfp4":
+        exponent = torch.frexp(largest).exponent - 3  # the largest is in [4, 8) times the scale
+        # 2^-127 is the smallest; 255 stands for NaN.
+        stored = (exponent + 127).clamp(0, 254).where(largest.isfinite(), 255).to(torch.uint8)
+        step = torch.ldexp(torch.ones_like(largest), stored.int() - 127)
+        scales = stored.view(kind)
+    else:
+        if not bool(largest.isfinite().all()):
+            raise ValueError(f"{op}: w must be finite")
+        tensor_scale = (largest.amax() if largest.numel() else largest.new_zeros(())) / (6 * 448)
+        scales = (largest / 6 / tensor_scale).nan_to_num(0.0).to(kind)  # all zeros: 0 / 0
+        step = scales.float() * tensor_scale
+    scaled = (values / step[..., None]).nan_to_num(0.0, 6.0, -6.0)
+    edges = (values.new_tensor(_MAGNITUDES[1:]) + values.new_tensor(_MAGNITUDES[:-1])) / 2
+    edges[1::2] = torch.nextafter(edges[1::2], torch.zeros_like(edges[1::2]))  # there the value above has the even code
+    code = torch.bucketize(scaled.abs(), edges).to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
+    code = code.flatten(-2)
+    return fp4_tensor(code[..., 0::2] | code[..., 1::2] << 4, scales, tensor_scale, dtype=w.dtype)

@@ -1,0 +1,258 @@
+"""Does fine-tuning on the kernels reach the same loss? ``python -m kernelbook.train.same_loss --out book/results/<gpu>``.
+
+A mixture-of-experts language model (transformers' Qwen3-MoE) of some 120 million parameters is trained from scratch, by us,
+on the sources of Python's standard library. Then it is fine-tuned with LoRA (PEFT, rank 8, experts and attention) on another
+corpus, the prose that ``help()`` shows, in five ways that share the data, their order and the pairs' beginning:
+
+- ``eager``: transformers' own, everything in float32: the truth;
+- ``grouped_mm``: transformers' own, frozen weights in bfloat16;
+- ``kernelbook:dense``: ours on the same bfloat16 weights;
+- ``kernelbook:nf4`` and ``kernelbook:nf4_double``: ours on 4-bit experts.
+
+Each way and seed is one line of ``same_loss_curves.jsonl``. The runs are independent processes; no time is taken in them.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernelbook import runtime, timing
+from kernelbook.train.files import replacing
+from kernelbook.train.text import Corpus, TextData
+
+__all__ = ["SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]
+
+STEM = "same_loss_curves"
+WAYS = ("eager", "grouped_mm", "kernelbook:dense", "kernelbook:nf4", "kernelbook:nf4_double")
+SIZES: dict[str, Any] = {
+    "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "vocab": 4096, "context": 256, "batch": 32,
+    "rank": 8,
+}  # fmt: skip
+TINY: dict[str, Any] = SIZES | {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "num_experts": 4, "moe_intermediate_size": 32, "vocab": 300, "context": 16, "batch": 2, "rank": 2,
+}  # fmt: skip
+HERE = Path(__file__).resolve().parent
+SOURCES = (
+    *(HERE / name for name in ("same_loss.py", "text.py", "seeds.py")),
+    *(HERE.parent / "interop" / f"{name}.py" for name in ("transformers", "peft")),
+    *(HERE.parent / name for name in ("nn", "moe_lora", "nf4")),
+)
+
+
+# --- data and model -------------------------------------------------------------------------------------------------
+
+
+def corpora(sizes: dict[str, Any], *, seed: int = 0, small: bool = False) -> tuple[TextData, TextData]:
+    """What the model is trained on, Python's sources, and what it is fine-tuned on, the topics; the same tokens.
+
+    ``small``: a few documents of each.
+    """
+    documents = Corpus.of("topics" if small else "stdlib").documents
+    topics = tuple((name, text) for name, text in documents if name.startswith("topics/"))
+    sources = tuple((name, text) for name, text in documents if not name.startswith("topics/"))
+    if small:
+        sources, topics = topics[:12], topics[12:24]
+    how: dict[str, Any] = {"batch_size": sizes["batch"], "context": sizes["context"], "seed": seed}
+    first = TextData(Corpus(sources), vocab_size=sizes["vocab"], **how)
+    return first, TextData(Corpus(topics), encoding=first.encoding, **how)
+
+
+def new_model(sizes: dict[str, Any], vocab: int) -> Any:
+    """A new model, in float32."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+    own = {name: value for name, value in sizes.items() if name not in ("vocab", "context", "batch", "rank")}
+    config = Qwen3MoeConfig(
+        vocab_size=vocab, max_position_embeddings=sizes["context"], norm_topk_prob=True, tie_word_embeddings=True, **own
+    )
+    with torch.device(runtime.DEVICE):
+        return Qwen3MoeForCausalLM(config)
+
+
+def _autocast(on: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(runtime.DEVICE.type, torch.bfloat16, enabled=on)
+
+
+def _loss(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = model(inputs, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def _validation(model: Any, data: TextData, mixed: bool, count: int = 4) -> float:
+    model.eval()
+    with _autocast(mixed):
+        losses = [float(_loss(model, *batch)) for batch in data.validation_batches(count)]
+    model.train()
+    return statistics.fmean(losses)
+
+
+def _train(
+    model: Any, data: TextData, steps: int, lr: float, *, mixed: bool, every: int
+) -> tuple[list[float], list[tuple[int, float]]]:
+    """-> the loss of each step, and (step, validation loss) pairs; the rate warms up for a twentieth and falls to zero."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=runtime.DEVICE.type == "cuda")
+    warm = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1))))
+    )
+    losses = torch.zeros(steps, device=runtime.DEVICE)
+    evaluated = [(0, _validation(model, data, mixed))]
+    for step in range(steps):
+        with _autocast(mixed):
+            loss = _loss(model, *data.batch(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses[step] = loss.detach()
+        if (step + 1) % every == 0 or step + 1 == steps:
+            evaluated.append((step + 1, _validation(model, data, mixed)))
+    return losses.tolist(), evaluated
+
+
+def pretrain(sizes: dict[str, Any], steps: int, path: Path, *, lr: float = 1e-3, small: bool = False) -> float:
+    """Trains the model from scratch, on the kernels in mixed precision, writes it to ``path``; the last validation loss."""
+    from kernelbook.interop import transformers as interop
+
+    torch.manual_seed(0)
+    data, _ = corpora(sizes, small=small)
+    model = new_model(sizes, data.vocab_size)
+    interop.use_kernels(model)
+    _, evaluated = _train(model, data, steps, lr, mixed=runtime.DEVICE.type == "cuda", every=steps)
+    with replacing(path) as file:
+        torch.save(model.state_dict(), file)
+    return evaluated[-1][1]
+
+
+def finetune(
+    way: str, seed: int, sizes: dict[str, Any], steps: int, base: Path, *, lr: float = 3e-4, small: bool = False
+) -> dict[str, Any]:
+    """One line of the curves: LoRA fine-tuning of the model at ``base`` in one of :data:`WAYS`."""
+    import peft
+
+    from kernelbook.interop import transformers as interop
+
+    if way not in WAYS:
+        raise ValueError(f"finetune: way must be one of {', '.join(WAYS)}, got {way!r}")
+    _, data = corpora(sizes, seed=seed, small=small)
+    model = new_model(sizes, data.vocab_size)
+    model.load_state_dict(torch.load(base, map_location=runtime.DEVICE, weights_only=True))
+    parameters = sum(p.numel() for p in model.parameters())
+    mixed = way != "eager" and runtime.DEVICE.type == "cuda"
+    if mixed:
+        model.to(torch.bfloat16)
+    settings = peft.LoraConfig(
+        r=sizes["rank"], lora_alpha=2 * sizes["rank"],
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=interop.expert_parameters(model),
+    )  # fmt: skip
+    torch.manual_seed(seed)  # the same pairs whatever the way
+    model = peft.get_peft_model(model, settings)
+    if "nf4" in way:
+        interop.quantize_experts(model, double_quant=way.endswith("double"))
+    if way.startswith("kernelbook"):
+        interop.use_kernels(model)
+    else:
+        model.get_base_model().set_experts_implementation(way)
+    every = max(1, steps // 10)
+    losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=every)
+    block = max(1, steps // 50)
+    return {
+        "way": way, "seed": seed, "steps": steps,
+        "shape": " ".join(f"{name}={value}" for name, value in sizes.items()),
+        "parameters": parameters,
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "train_steps": [min(i + block, steps) for i in range(0, steps, block)],
+        "train_loss": [round(statistics.fmean(losses[i : i + block]), 5) for i in range(0, steps, block)],
+        "validation_steps": [step for step, _ in evaluated],
+        "validation_loss": [round(value, 5) for _, value in evaluated],
+        "corpus": data.digest, "vocab_size": data.vocab_size,
+    }  # fmt: skip
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains, then starts a process for each way and seed, and writes their lines as they come; 1 where one failed."""
+    parser = argparse.ArgumentParser(prog="python -m kernelbook.train.same_loss", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of same_loss_curves.jsonl")
+    parser.add_argument("--pretrain-steps", type=int, default=400, help="steps from scratch (default: 400)")
+    parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds (default: 3)")
+    parser.add_argument("--at-once", type=int, default=15, help="processes at a time on the GPU (default: 15)")
+    parser.add_argument("--tiny", action="store_true", help="a model for the interpreter")
+    parser.add_argument("--one", nargs=3, metavar=("WAY", "SEED", "BASE"), help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    sizes = TINY if given.tiny else SIZES
+    if given.one:
+        way, seed, base = given.one
+        print(json.dumps(finetune(way, int(seed), sizes, given.steps, Path(base), small=given.tiny)))
+        return 0
+    began = time.perf_counter()
+    base = given.out / "same_loss_base.pt"
+    loss = pretrain(sizes, given.pretrain_steps, base, small=given.tiny)
+    print(f"from scratch: validation loss {loss:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
+    if runtime.DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+    waiting = [(way, seed) for seed in range(given.seeds) for way in WAYS]
+    running: dict[tuple[str, int], subprocess.Popen[str]] = {}
+    failed = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < given.at_once:
+                way, seed = waiting.pop(0)
+                command = [sys.executable, "-m", "kernelbook.train.same_loss", "--out", str(given.out)]
+                command += ["--steps", str(given.steps), "--one", way, str(seed), str(base)]
+                command += ["--tiny"] if given.tiny else []
+                running[way, seed] = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            done = next((key for key, process in running.items() if process.poll() is not None), None)
+            if done is None:
+                time.sleep(0.2)
+                continue
+            process = running.pop(done)
+            output = process.communicate()[0]
+            if process.returncode:
+                failed += 1
+                print(f"NOT RECORDED: {done}: {output[-2000:]}", file=sys.stderr, flush=True)
+                continue
+            line = {**about, **json.loads(output.strip().splitlines()[-1])}
+            _record(given.out / f"{STEM}.jsonl", line)
+            print(f"{done}: validation {line['validation_loss'][0]:.4f} -> {line['validation_loss'][-1]:.4f}, "
+                  f"{time.perf_counter() - began:.0f} s", flush=True)  # fmt: skip
+    finally:
+        for process in running.values():
+            process.kill()
+        base.unlink(missing_ok=True)
+    return 1 if failed else 0
+
+
+def _record(path: Path, line: dict[str, Any]) -> None:
+    """Adds the line, in the place of one of the same way, seed and steps."""
+    old = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    kept = [other for other in old if any(other[name] != line[name] for name in ("way", "seed", "steps", "shape"))]
+    with replacing(path) as file:
+        file.write("".join(json.dumps(each) + "\n" for each in [*kept, line]).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""What kernels do with memory, watched while the interpreter runs them: bounds, unset values, races.
+
+The interpreter runs the programs of a launch one after another, all threads of a program at once, and reads whatever address
+it is given. So it gives right results for kernels that are wrong on a GPU. Within ``watched()`` such a kernel raises:
+
+- Bounds: each address that a load, a store or an atomic touches lies within a tensor that the launch was given.
+- Unset values: where a mask is false and nothing was said of the value (no ``other=``), a load returns NaN, or a large
+  integer, instead of zeros.
+- One store of several threads: lanes that store different values to one address.
+- Programs: what another program of the launch has stored may be read, or overwritten by another value, only if that program
+  let go of it before (its threads met at a barrier, then an atomic that releases), and this one took hold of it since (an
+  atomic on the same address that acquires). That is the memory model of the GPU, and it does not depend on the order in
+  which programs happen to run here.
+- Threads: what this program has stored since its last barrier may be read only by a load of the very same addresses in the
+  same shape, of which each thread reads its own.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_ACQUIRES = (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_LARGEST = 2**26  # bytes of a tensor whose stores are remembered
+
+
+class MemoryFault(AssertionError):
+    """A kernel does with memory what it may not."""
+
+
+class _Region:
+    """The bytes from ``start`` to ``end``, in cells of ``size`` bytes: who stored each last, when, and by which store."""
+
+    def __init__(self, start: int, end: int, size: int) -> None:
+        self.start, self.end, self.size = start, end, size
+        self.program: Any = None
+
+    def remember(self) -> bool:
+        if self.program is None and self.end - self.start <= _LARGEST:
+            cells = (self.end - self.start) // self.size + 1
+            self.program, self.epoch, self.store = (np.full(cells, -1, np.int32) for _ in range(3))
+        return self.program is not None
+
+
+class _Watch:
+    """The state of one launch."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        spans = []
+        for tensor in tensors:
+            if tensor.numel():
+                last = sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                size = tensor.element_size()
+                spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * size, size))
+        self.regions: list[_Region] = []
+        for start, end, size in sorted(spans):
+            if self.regions and start < self.regions[-1].end:  # two views of one tensor
+                before = self.regions[-1]
+                before.end, before.size = max(before.end, end), min(before.size, size)
+            else:
+                self.regions.append(_Region(start, end, size))
+        self.starts = np.array([r.start for r in self.regions], np.uint64)
+        self.program = -1
+        self.barriers: dict[int, int] = {}  # by program: how often its threads have met
+        self.released: dict[int, dict[int, int]] = {}  # by address: for each program how many of its barriers are seen
+        self.seen: dict[int, dict[int, int]] = {}
+        self.shapes: list[bytes] = []  # by store: its addresses and shape
+
+    def enter(self, program: int) -> None:
+        self.program = program
+
+    def _region(self, addresses: np.ndarray, size: int, what: str) -> _Region:
+        """The region that all addresses lie in."""
+        low, high = int(addresses.min()), int(addresses.max())
+        index = int(np.searchsorted(self.starts, np.uint64(low), side="right")) - 1
+        if index >= 0 and high + size <= self.regions[index].end:
+            return self.regions[index]
+        where = self.regions[index] if index >= 0 else None
+        inside = (
+            "no tensor of this launch begins before it"
+            if where is None
+            else f"the tensor that begins before it has {where.end - where.start} bytes, this is byte {high - where.start}"
+        )
+        raise MemoryFault(f"watched: {what} of {size} bytes out of bounds: {inside}")
+
+    def _sees(self, program: int, epoch: int) -> bool:
+        return self.seen.get(self.program, {}).get(program, 0) > epoch
+
+    def _foreign(self, region: _Region, cells: np.ndarray, what: str) -> None:
+        """Raises if cells were stored by programs of which this one knows nothing."""
+        others = (region.program[cells] >= 0) & (region.program[cells] != self.program)
+        if others.any():
+            pairs = np.unique(np.stack([region.program[cells][others], region.epoch[cells][others]]), axis=1)
+            for program, epoch in pairs.T:
+                if not self._sees(int(program), int(epoch)):
+                    raise MemoryFault(
+                        f"watched: program {self.program} {what} what program {program} stored, and nothing orders the two"
+                    )
+
+    def load(self, pointers: np.ndarray, mask: np.ndarray, size: int) -> None:
+        addresses = pointers[mask]
+        if addresses.size == 0:
+            return
+        region = self._region(addresses, size, "a load")
+        if region.program is None:
+            return
+        cells = (addresses - np.uint64(region.start)).astype(np.int64) // region.size
+        self._foreign(region, cells, "reads")
+        own = (region.program[cells] == self.program) & (region.epoch[cells] == self.barriers.get(self.program, 0))
+        if own.any():
+            same = self._shape(pointers)
+            if any(self.shapes[number] != same for number in np.unique(region.store[cells][own])):
+                raise MemoryFault("watched: a load of what other threads of the program may have stored, without a barrier")
+
+    @staticmethod
+    def _shape(pointers: np.ndarray) -> bytes:
+        return hashlib.md5(np.ascontiguousarray(pointers).tobytes() + str(np.squeeze(pointers).shape).encode()).digest()
+
+    def store(self, pointers: np.ndarray, values: np.ndarray, mask: np.ndarray, size: int) -> None:
+        addresses = pointers[mask]
+        if addresses.size == 0:
+            return
+        region = self._region(addresses, size, "a store")
+        if not region.remember():
+            return
+        cells = (addresses - np.uint64(region.start)).astype(np.int64) // region.size
+        order = np.argsort(addresses, kind="stable")
+        twice = np.flatnonzero(np.diff(addresses[order]) == 0)
+        if twice.size:
+            bits = np.ascontiguousarray(np.broadcast_to(values, pointers.shape)[mask]).view(f"V{values.dtype.itemsize}")[order]
+            if (bits[twice] != bits[twice + 1]).any():
+                raise MemoryFault("watched: lanes of one store write different values to one address")
+        others = (region.program[cells] >= 0) & (region.program[cells] != self.program)
+        if others.any():
+            old = interpreter._interpreter.load(pointers, mask, np.zeros_like(values), values.dtype)
+            same = old.view(f"V{values.dtype.itemsize}") == np.ascontiguousarray(values).view(f"V{values.dtype.itemsize}")
+            self._foreign(region, cells[~same[mask]], "overwrites")
+        region.program[cells] = self.program
+        region.epoch[cells] = self.barriers.get(self.program, 0)
+        region.store[cells] = len(self.shapes)
+        self.shapes.append(self._shape(pointers))
+
+    def barrier(self) -> None:
+        self.barriers[self.program] = self.barriers.get(self.program, 0) + 1
+
+    def atomic(self, pointers: np.ndarray, mask: np.ndarray, size: int, order: Any) -> None:
+        addresses = pointers[mask]
+        if addresses.size == 0:
+            return
+        self._region(addresses, size, "an atomic")
+        seen = self.seen.setdefault(self.program, {})
+        for address in map(int, np.unique(addresses)):
+            known = self.released.setdefault(address, {})
+            if order in _ACQUIRES:
+                for program, barriers in known.items():
+                    seen[program] = max(seen.get(program, 0), barriers)
+            if order in _RELEASES:
+                own = {**seen, self.program: self.barriers.get(self.program, 0)}
+                for program, barriers in own.items():
+                    known[program] = max(known.get(program, 0), barriers)
+
+
+def _unset(pointers: Any) -> Any:
+    """A value for each lane that no kernel may count on."""
+    kind, dtype = pointers.get_element_ty(), interpreter._get_np_dtype(pointers.get_element_ty())
+    if str(kind) == "bf16":
+        value: Any = 0x7FC0
+    elif np.issubdtype(dtype, np.floating):
+        value = np.nan
+    else:
+        value = True if dtype == np.bool_ else np.iinfo(dtype).max // 3
+    return interpreter.TensorHandle(np.full_like(pointers.data, value, dtype=dtype), kind)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Within the context the interpreter raises where a kernel does what it may not (see above)."""
+    current: list[_Watch] = []
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+
+    def tensors_of(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, (tuple, list)):
+            return [t for item in value for t in tensors_of(item)]
+        if isinstance(value, TensorDescriptor):
+            return [value.base]
+        value = interpreter._unwrap_tensor(value) if hasattr(value, "data_ptr") else value
+        return [value] if isinstance(value, torch.Tensor) else []
+
+    real = {
+        name: getattr(builder, name)
+        for name in (
+            "create_masked_load",
+            "create_masked_store",
+            "create_atomic_cas",
+            "create_atomic_rmw",
+            "create_barrier",
+            "set_grid_idx",
+        )
+    }
+    init = executor._init_args_hst
+
+    def init_args(self: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = init(self, args, kwargs)
+        current[:] = [_Watch(tensors_of([*args, *kwargs.values()]))]
+        return args, kwargs
+
+    def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
+        real["set_grid_idx"](self, x, y, z)
+        if current:
+            current[0].enter((z * self.grid_dim[1] + y) * self.grid_dim[0] + x)
+
+    def lanes(mask: Any, pointers: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(mask.data, pointers.shape).astype(bool)  # a mask made with Python's bool holds integers
+
+    def load(self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any) -> Any:
+        on = lanes(mask, ptrs.data)
+        size = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty())).itemsize
+        current[0].load(ptrs.data, on, size)
+        if other is None and not on.all():
+            other = _unset(ptrs)
+        return real["create_masked_load"](self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, cache_modifier: Any, eviction_policy: Any) -> Any:
+        current[0].store(ptrs.data, value.data, lanes(mask, ptrs.data), value.data.dtype.itemsize)
+        return real["create_masked_store"](self, ptrs, value, mask, cache_modifier, eviction_policy)
+
+    def compare_and_swap(self: Any, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        current[0].atomic(ptr.data, np.ones(ptr.data.shape, bool), val.data.dtype.itemsize, sem)
+        return real["create_atomic_cas"](self, ptr, cmp, val, sem, scope)
+
+    def modify(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        current[0].atomic(ptr.data, lanes(mask, ptr.data), val.data.dtype.itemsize, sem)
+        return real["create_atomic_rmw"](self, op, ptr, val, mask, sem, scope)
+
+    def barrier(self: Any) -> Any:
+        current[0].barrier()
+        return real["create_barrier"](self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "_init_args_hst", init_args)
+        for name, function in (
+            ("set_grid_idx", set_grid_idx),
+            ("create_masked_load", load),
+            ("create_masked_store", store),
+            ("create_atomic_cas", compare_and_swap),
+            ("create_atomic_rmw", modify),
+            ("create_barrier", barrier),
+        ):
+            patch.setattr(builder, name, function)
+        yield
