@@ -21,7 +21,17 @@ from kernelbook.moe_lora.reference import (
     scatter2scatter_reference,
 )
 
-__all__ = ["MODELS", "Shape", "axolotl_lora", "cases", "host_calls", "missing_peers", "projections", "small_checks", "tuning_cases"]
+__all__ = [
+    "MODELS",
+    "Shape",
+    "axolotl_lora",
+    "cases",
+    "host_calls",
+    "missing_peers",
+    "projections",
+    "small_checks",
+    "tuning_cases",
+]
 
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
