@@ -868,7 +868,8 @@ def is_aligned(*tensors: torch.Tensor) -> bool:
     return True
 
 
-_current_device, _deterministic = getattr(torch._C, "_cuda_getDevice", None), torch._C._get_deterministic_algorithms
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_deterministic = torch._C._get_deterministic_algorithms
 _new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what Inductor's programs allocate by
 
 

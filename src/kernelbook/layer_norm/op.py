@@ -315,8 +315,8 @@ def _run_backward(
     if locks is not None and not torch.are_deterministic_algorithms_enabled():
         _run_locks(locks, results, dy, x, weight, statistics, dw_dtype is not None, db_dtype is not None)
     else:
-        dw, db = None if dw_dtype is None else dw, None if db_dtype is None else db
-        _run_partials(dx, dw, db, dy, x, weight, statistics, added, has_mean)
+        to_dw, to_db = None if dw_dtype is None else dw, None if db_dtype is None else db
+        _run_partials(dx, to_dw, to_db, dy, x, weight, statistics, added, has_mean)
     if x.shape[1] > 1:
         return
     if has_mean:
@@ -436,7 +436,9 @@ _norm_of_sum = launching.operator(
     outputs=lambda x, residual, w, eps, out_dtype: (
         launching.empty(x.shape, out_dtype, x), launching.empty(x.shape, x.dtype, x), _statistics(x, False)
     ),
-    run=lambda results, x, residual, w, eps, _: _forward(*results, x, residual, w, None, eps, False),
+    run=lambda results, x, residual, w, eps, _: _forward(
+        results[0], results[1], results[2], x, residual, w, None, eps, False
+    ),
     setup_context=_keep_sum,
     backward=_sum_autograd,
     saved=1,
