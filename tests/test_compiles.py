@@ -377,16 +377,10 @@ SPILLS_ALLOWED = {
         "Eight tokens with double quantization: two registers. Half as many words in flight would need none, and were "
         "measured slower.",
     ),
-    ("_layer_norm_fwd_kernel", "sm_80"): (
-        8,
-        "Rows of 8,193 to 16,384 float32 elements that are not aligned: two registers, in a kernel bound by its loads.",
-    ),
     # Two registers on generations on which nothing was measured yet: `tune` finds other tiles where they matter.
     **dict.fromkeys(
         (
             ("_flash_attention_bwd_dq_kernel", "sm_120"),
-            ("_layer_norm_fwd_kernel", "sm_86"),
-            ("_layer_norm_fwd_kernel", "sm_89"),
             ("_moe_lora_bwd_factors_kernel", "sm_86"),
             ("_moe_lora_bwd_factors_kernel", "sm_89"),
             ("_moe_lora_bwd_recompute_kernel", "sm_120"),

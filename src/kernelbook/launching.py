@@ -179,7 +179,6 @@ class _Handle:
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _RUN = JITFunction.run
-_interpreting = threading.RLock()
 
 
 class _OfThread(threading.local):
@@ -261,8 +260,7 @@ class Launch:
             return torch.library.wrap_triton(self.kernel)[grid](*args, **self.constants)
         args = tuple(arg.descriptor() if type(arg) is Box else arg for arg in args)
         if runtime.INTERPRET:
-            with _interpreting:  # the interpreter patches triton.language while a kernel runs
-                return self.kernel[grid](*args, **self.constants)
+            return self.kernel[grid](*args, **self.constants)
         with runtime.on_device_of(_first_tensor(args)):
             return self.kernel[grid](*args, **self.constants)
 

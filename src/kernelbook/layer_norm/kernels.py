@@ -396,7 +396,8 @@ def _layer_norm_bwd_locks_kernel(
         # Whoever turns the 0 into a 1 owns the buffer.
         while tl.atomic_cas(lock_ptr + buffer, 0, 1) == 1:
             pass
-        # ".cg" reads from L2, where other programs' sums are; a line in this multiprocessor's L1 may be old.
+        # The lock orders what comes after it behind what its last owner stored: Triton's atomic operations acquire and
+        # release. ".cg" is for speed: each sum is read once, so there is no point in keeping it in the L1 cache.
         if WITH_DW:
             dw += tl.load(buffer_dw_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
         if WITH_DB:
