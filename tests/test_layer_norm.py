@@ -52,7 +52,7 @@ def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, backw
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-@pytest.mark.parametrize("n", (13_000, 40_000))
+@pytest.mark.parametrize("n", (13_000, 18_000, 40_000))
 def test_rows_beyond_one_tile(n: int, dtype: torch.dtype) -> None:
     _check(randn(3, n, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype))
 
