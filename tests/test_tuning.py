@@ -220,4 +220,5 @@ def test_tuning_a_room_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     job = {"rooms": ["sparse_linear"], "shape": {"M": 256, "d_in": 512, "d_out": 1024, "active": 0.25}, "select": None}
     assert tuning.tune(job, 1.0, False) == 0
     entries = tuning.Journal(next(tmp_path.glob("tuned/*.journal"))).entries
-    assert sum(e.get("outcome") == "ok" for e in entries) >= 5 and any("finished" in e for e in entries)
+    assert sum(e.get("outcome") == "ok" for e in entries) >= 5
+    assert {e["outcome"] for e in entries if "outcome" in e} <= {"ok", "does not fit: OutOfResources"}

@@ -428,7 +428,9 @@ def operator(
     if visible and _HAS_HANDLES:
         _decompose(qualified, compute)
 
-    parameters = [parameter.split() for parameter in schema.partition("(")[2].rpartition(" ->")[0].strip("()").split(",")]
+    parameters = [
+        parameter.split() for parameter in schema.partition("(")[2].rpartition(" ->")[0].strip("()").split(",")
+    ]
     forward, call = _written_out(
         [parameter[-1] for parameter in parameters],
         [parameter[-1] for parameter in parameters if re.fullmatch(r"Tensor(\(\w+!?\))?\??", parameter[0])],

@@ -2,7 +2,7 @@
 
 A room's benchmark gives cases, each with inputs, a reference and a call of ours (:class:`kernelbook.timing.Case`). During
 that call planners are asked (:mod:`kernelbook.autotune`): each problem that one of them is asked for is tuned, one after the
-other. The search starts at the rule's plan and walks to neighbours of the best one so far, a batch at a time, until two
+other. The search starts at the rule's plan and walks to neighbours of the best one so far, a batch at a time, until some
 batches have brought nothing. Every candidate is checked against float64 before it is timed, and a plan is kept only if it is
 faster than the rule's by :data:`GAIN` when both are timed in turn. At the end every case that uses a new plan is timed once
 more with and without it, and a plan with which one of them is slower is struck.
@@ -50,7 +50,8 @@ __all__ = ["GAIN", "TABLE_COLUMNS", "TABLE_KEY", "add_arguments", "compared", "m
 
 GAIN = 1.02  # a difference of a per cent is within what two runs differ by
 BATCH = 14  # candidates that are compiled side by side and then timed
-IDLE_BATCHES = 2  # that bring nothing, after which the search ends
+IDLE_BATCHES = 2  # that bring nothing, after which the search ends; one where time is short
+SHORT_S = 300.0
 SLOWER = 1.01  # from here on a case counts as slower with the new plans
 FINALISTS = 2  # candidates that are timed again, in turn with the rule's
 SEARCH_SHARE = 0.8  # of the time; the rest is for comparing whole cases
@@ -198,7 +199,8 @@ def _tune_problem(
             elif "outcome" not in known:
                 journal.write(**what, plan=texts[i], outcome="brought the process down")
     best, idle = 0, 0
-    while left and idle < IDLE_BATCHES and time.time() < deadline:
+    patience = IDLE_BATCHES if deadline - time.time() > SHORT_S else 1
+    while left and idle < patience and time.time() < deadline:
         batch = sorted(left, key=lambda i: _distance(texts[i], texts[best]))[:BATCH]
         if warm is not None:
             warm(batch)

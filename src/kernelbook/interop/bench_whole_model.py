@@ -226,7 +226,9 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool) -> Callab
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = None
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=runtime.DEVICE.type == "cuda", capturable=runtime.DEVICE.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        trained, lr=1e-4, fused=runtime.DEVICE.type == "cuda", capturable=runtime.DEVICE.type == "cuda"
+    )
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -307,7 +309,9 @@ def _captured(call: Callable[[], Any], warm: int = 3) -> tuple[Callable[[], Any]
     return lambda: (graph.replay(), out)[1], graph
 
 
-def _wall(call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = lambda: None) -> tuple[timing.Timing, float]:
+def _wall(
+    call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = lambda: None
+) -> tuple[timing.Timing, float]:
     """The wall time of a call, of ``calls`` in a row, and the host's microseconds until it has enqueued one."""
     times, host = [], []
     for _ in range(samples):
@@ -421,7 +425,9 @@ def plans() -> list[Plan]:
                     found += [Plan(model, provider, "decode", batch, graph=graph) for graph in ("0", "1")]
             if kind == "dense":
                 found += [Plan(model, "batched_mm", "decode", 1, graph=graph) for graph in ("0", "1")]
-                found += [Plan(model, provider, "decode", 1, graph="compile") for provider in ("grouped_mm", "batched_mm")]
+                found += [
+                    Plan(model, provider, "decode", 1, graph="compile") for provider in ("grouped_mm", "batched_mm")
+                ]
             if kind == "kernelbook":
                 found.append(Plan(model, provider, "decode", 1, graph="compile"))
             for provider in own:
@@ -434,7 +440,9 @@ def plans() -> list[Plan]:
     for provider in ("torch", "kernelbook:dense"):
         found.append(Plan("GPT-2", provider, "prefill"))
         found += [Plan("GPT-2", provider, "decode", batch, graph=graph) for batch in (1, 32) for graph in ("0", "1")]
-        found += [Plan("GPT-2", provider, "step", 4, checkpoints, graph=g) for checkpoints in (False,) for g in ("0", "1")]
+        found += [
+            Plan("GPT-2", provider, "step", 4, checkpoints, graph=g) for checkpoints in (False,) for g in ("0", "1")
+        ]
     return found
 
 
@@ -445,7 +453,10 @@ def missing_peers() -> list[str]:
         for name, what in (("transformers", "everything"), ("peft", "every step"), ("bitsandbytes", "bitsandbytes"))
         if importlib.util.find_spec(name) is None
     ]
-    return [*missing, "axolotl and Unsloth (their kernels come with patches of whole models from a hub, not as a layer)"]
+    return [
+        *missing,
+        "axolotl and Unsloth (their kernels come with patches of whole models from a hub, not as a layer)",
+    ]
 
 
 def _figures(plan: Plan, sizes: Sizes | None, tokens: int) -> tuple[float, float]:
@@ -564,7 +575,12 @@ class _Session:
         }  # fmt: skip
         table = pd.DataFrame([{**self.about, **row}], columns=list(timing.COLUMNS))
         timing.write_results(self.folder / f"{STEM}.csv", table)
-        shown = {"ms": found.ms, "tokens/s": 1e3 * self._tokens_of(plan) / found.ms, "GiB": peak / 1024, "host ms": host / 1e3}
+        shown = {
+            "ms": found.ms,
+            "tokens/s": 1e3 * self._tokens_of(plan) / found.ms,
+            "GiB": peak / 1024,
+            "host ms": host / 1e3,
+        }
         if runtime.DEVICE.type == "cuda":
             parts = _profile(call, found.ms)
             shown["idle"] = parts["none"][0] / found.ms

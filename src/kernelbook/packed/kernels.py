@@ -71,7 +71,10 @@ def _table_asm(convert: str) -> str:
     lines += [f"mul.rn.f32 f{i}, ${8 + i}, $24;" for i in range(16)]
     lines += [f"{convert} p{i}, f{2 * i + 1}, f{2 * i};" for i in range(8)]
     for i in range(4):
-        lines += [f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;", f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;"]
+        lines += [
+            f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;",
+            f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;",
+        ]
     return "\n".join([*lines, "}"])
 
 
@@ -97,8 +100,17 @@ def scaled_table(code, scale, dtype: tl.constexpr):
 
 
 LOOKUP_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
-LOOKUP = tl.constexpr(_DECODE.replace("REST", _PLAIN).replace("$7", "$5").replace("$8", "$6").replace("$9", "$7")
-                      .replace("$10", "$8").replace("$11", "$9").replace("$12", "$10").replace("$13", "$11").replace("$14", "$12"))
+LOOKUP = tl.constexpr(
+    _DECODE.replace("REST", _PLAIN)
+    .replace("$7", "$5")
+    .replace("$8", "$6")
+    .replace("$9", "$7")
+    .replace("$10", "$8")
+    .replace("$11", "$9")
+    .replace("$12", "$10")
+    .replace("$13", "$11")
+    .replace("$14", "$12")
+)
 
 
 @triton.jit
@@ -151,7 +163,9 @@ def in_two(scale, dtype: tl.constexpr):
     return bits(first) * 0x10001, bits(second) * 0x10001
 
 
-LUT_BASE = tl.constexpr("{\n.shared .align 128 .b8 lut[32768];\n.reg .b32 l;\nmov.u32 l, %laneid;\nmov.u32 $0, lut;\nmad.lo.u32 $0, l, 4, $0;\n// $1\n}")
+LUT_BASE = tl.constexpr(
+    "{\n.shared .align 128 .b8 lut[32768];\n.reg .b32 l;\nmov.u32 l, %laneid;\nmov.u32 $0, lut;\nmad.lo.u32 $0, l, 4, $0;\n// $1\n}"
+)
 _FILL = """{
 .reg .b32 a, c, e;
 mov.u32 a, %laneid;

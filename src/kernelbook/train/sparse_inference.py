@@ -349,13 +349,18 @@ def measure(
     for share in shares:
         for layer, value in enumerate(recall(model, predictors, data, share, evaluated)):
             note("recall", value, layer=layer, share=share)
-        note("loss predicted", loss_with(
-            model, data, evaluated, lambda layer, x, _: _best(predictors[layer].scores(x), share)), share=share)  # noqa: B023
+        note(
+            "loss predicted",
+            loss_with(model, data, evaluated, lambda layer, x, _: _best(predictors[layer].scores(x), share)),
+            share=share,
+        )  # noqa: B023
         note("loss best", loss_with(model, data, evaluated, lambda _, x, z: _best(z, share)), share=share)  # noqa: B023
     table = pd.DataFrame([{**row, **about} for row in rows]).astype(str)
     timing.write_results(folder / f"{LAYERS_STEM}.csv", table, key=LAYERS_KEY)
     print(table[["width", "what", "layer", "share", "value"]].to_string(), flush=True)
-    print(f"width {config.width}: trained in {trained:.1f} s, predictors and losses in {time.perf_counter() - began - trained:.1f} s")
+    print(
+        f"width {config.width}: trained in {trained:.1f} s, predictors and losses in {time.perf_counter() - began - trained:.1f} s"
+    )
     ratio = error_ratio(model, predictors, shares[0], data)
     graphs = (False, True) if runtime.DEVICE.type == "cuda" else (False,)
     start = min(config.context, CONTEXT) // 2
