@@ -67,6 +67,7 @@ def there_and_back(hidden, slots, dtype, gates_dtype):
     exchange._collect(pairs, of_slots, message.rows, weights, message.weights)
     exchange._collect(message.rows, places, torch.empty_like(x), message.weights, gates, ids, 32, 128)
     exchange._spread(x, places, message.rows)
+    exchange._own(message, 0, 32, 128)
 there_and_back(2048, 8, torch.bfloat16, torch.float32)
 there_and_back(5120, 1, torch.bfloat16, torch.bfloat16)
 there_and_back(100, 6, torch.float32, torch.float32)

@@ -36,34 +36,14 @@ from typing import Any
 import faults as planting
 from faults import PACKAGE, ROOMS, ROOT, Fault
 
-COLUMNS = (
-    "room",
-    "name",
-    "file",
-    "line",
-    "kind",
-    "statement",
-    "text",
-    "function_digest",
-    "where",
-    "verdict",
-    "by",
-    "why",
-    "seconds",
-)
+COLUMNS = ("room", "name", "file", "line", "kind", "statement", "text", "function_digest", "where", "verdict", "by", "why", "seconds")
 EQUIVALENT = Path(__file__).with_name("equivalent.csv")
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
+CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, or start other processes, whose kernels are not seen.
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck")
-RARE = (
-    "barrier removed",
-    "order relaxed",
-    "NaN takes the other side",
-    "cache modifier dropped",
-    "guard dropped",
-    "accumulator lost",
-)
+RARE = ("barrier removed", "order relaxed", "NaN takes the other side", "cache modifier dropped", "guard dropped", "accumulator lost")
 
 
 def digests(file: str) -> dict[str, str]:
@@ -127,7 +107,7 @@ class Plugin:
         KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
 
 
-class TooSlow(Exception):
+class TooSlow(BaseException):
     """A test that takes too long to be shown to every fault."""
 
 
@@ -168,9 +148,7 @@ class Workers:
         self.free = list(range(count))
         for i in self.free:
             (folder / str(i)).mkdir()
-            shutil.copytree(
-                PACKAGE, folder / str(i) / "src" / "kernelbook", ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(PACKAGE, folder / str(i) / "src" / "kernelbook", ignore=shutil.ignore_patterns("__pycache__"))
 
     def start(
         self,
@@ -235,10 +213,7 @@ class Workers:
 
 def collect(rooms: Sequence[str], workers: Workers) -> list[str]:
     """The tests of the rooms, by name: those of their files, and those that were written for faults."""
-    files = sorted(
-        {name for room in rooms for name in ROOMS[room][1]}
-        | {p.name for p in (ROOT / "tests").glob("test_evidence_kernels*.py")}
-    )
+    files = sorted({name for room in rooms for name in ROOMS[room][1]} | {p.name for p in (ROOT / "tests").glob("test_evidence_kernels*.py")})
     found = workers.folder / "collected"
     pid = os.fork()
     if pid == 0:
@@ -250,28 +225,23 @@ def collect(rooms: Sequence[str], workers: Workers) -> list[str]:
 
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            pytest.main(
-                ["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f) for f in files)]
-            )
+            pytest.main(["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f) for f in files)])
         found.write_text(text.getvalue())
         os._exit(0)
     os.waitpid(pid, 0)
-    names = [
-        line for line in found.read_text().splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))
-    ]
+    names = [line for line in found.read_text().splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
     return [n for n in names if not any(part in n for part in LEFT_OUT)]
 
 
 def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
     """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
-    shares = max(1, min(len(tests), 3 * workers.count))
+    began, shares = time.monotonic(), max(1, len(tests) // 10)
     shuffled = random.Random(0).sample(tests, len(tests))
     broken: list[Any] = []
 
     def done(result: dict[str, Any] | None, _: float) -> None:
         if result is None:
-            print("  a share of the tests without a fault took too long", flush=True)
             return
         known.update(result["tests"])
         broken.extend(result["failed"])
@@ -279,7 +249,10 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
             print("  a process ended early", flush=True)
 
     for i in range(shares):
-        workers.start(shuffled[i::shares], done, longest=longest, limit=seconds)
+        if time.monotonic() - began > seconds:
+            print(f"  {shares - i} of {shares} shares of the tests were left out: no time", flush=True)
+            break
+        workers.start(shuffled[i::shares], done, longest=longest, limit=60.0)
     workers.wait_for_all()
     for name, kind, message in broken:
         known.pop(name, None)
@@ -326,15 +299,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="no fault is planted after so many")
     parser.add_argument("--each", type=int, default=10**6, help="at most so many faults a room")
-    parser.add_argument(
-        "--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one"
-    )
+    parser.add_argument("--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one")
     parser.add_argument("--results", type=Path, default=ROOT / "book" / "evidence" / "mutants.csv")
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")
-    parser.add_argument(
-        "--survivors", action="store_true", help="only what survived, was untested or not tried elsewhere"
-    )
+    parser.add_argument("--survivors", action="store_true", help="only what survived, was untested or not tried elsewhere")
     args = parser.parse_args()
     began = time.monotonic()
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", KERNELBOOK_PLANS="shipped")
@@ -375,7 +344,7 @@ def main() -> None:
         if args.baseline and args.baseline.exists():
             tests = json.loads(args.baseline.read_text())
         else:
-            tests = baseline(collect(args.rooms, workers), workers, 600.0, args.tests_seconds / 3)
+            tests = baseline(collect(args.rooms, workers), workers, args.seconds / 2, args.tests_seconds / 3)
             if args.baseline:
                 args.baseline.write_text(json.dumps(tests))
         inside = planting.reachable()
@@ -396,9 +365,8 @@ def main() -> None:
                     verdict, why = "killed", "never ended"
                 elif result["failed"]:
                     by, kind, message = result["failed"][0]
-                    verdict = (
-                        "stillborn" if any(k in kind for k in NO_PROGRAM) and "watched" not in message else "killed"
-                    )
+                    no_program = any(k in kind for k in NO_PROGRAM) and kind.split(" < ")[-1] in CAUSES
+                    verdict = "stillborn" if no_program else "killed"
                     why = f"{kind}: {message}".replace("\n", " ")[:160]
                 elif result["code"] == 0:
                     verdict, why = "survived", f"{shown} tests"
@@ -428,6 +396,8 @@ def main() -> None:
                 record(fault, "untested", "", "", 0.0)
                 continue
             workers.start(shown, finished(fault, len(shown)), fault, limit=20 + 5 * min(spent, 2 * args.tests_seconds))
+            if len(results) % 20 == 0:
+                write(args.results, results)  # what is known so far
         workers.wait_for_all()
         write(args.results, results)
     report(results, total, equivalent, args.where)
@@ -438,14 +408,10 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(
-            sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"]))
-        )
+        writer.writerows(sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"])))
 
 
-def verdicts(
-    results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]
-) -> Iterator[tuple[dict[str, str], str]]:
+def verdicts(results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]) -> Iterator[tuple[dict[str, str], str]]:
     """Each fault once: killed anywhere is killed."""
     ranks = ("killed", "stillborn", "equivalent", "survived", "untested")
     best: dict[str, tuple[dict[str, str], str]] = {}
@@ -458,9 +424,7 @@ def verdicts(
     yield from best.values()
 
 
-def report(
-    results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str], where: str
-) -> None:
+def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str], where: str) -> None:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for row, verdict in verdicts(results, equivalent):
         counts[row["room"]][verdict] += 1
@@ -470,9 +434,7 @@ def report(
         print(f"{room:14} {rate:>6} killed; {dict(c)} of {total[room]}")
     for row, verdict in verdicts(results, equivalent):
         if verdict == "survived":
-            print(
-                f"  survived {row['room']} {row['file']}:{row['line']} {row['kind']}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}"
-            )
+            print(f"  survived {row['room']} {row['file']}:{row['line']} {row['kind']}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}")
 
 
 if __name__ == "__main__":

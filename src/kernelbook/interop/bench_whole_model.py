@@ -246,7 +246,7 @@ def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Ten
 
     model.eval()
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
-    cache = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
+    cache: Any = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
 
     @torch.no_grad()
     def prefill() -> torch.Tensor:
@@ -264,7 +264,7 @@ def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], tor
 
     model.eval()
     ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=runtime.DEVICE)
-    cache = StaticCache(config=model.config, max_cache_len=context + ROOM)
+    cache: Any = StaticCache(config=model.config, max_cache_len=context + ROOM)
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
     for layer in cache.layers:
@@ -289,6 +289,10 @@ def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], tor
 # --- the clock ------------------------------------------------------------------------------------------------------
 
 
+def _nothing() -> None:
+    """Before a call."""
+
+
 def _wait() -> None:
     if runtime.DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -306,11 +310,16 @@ def _captured(call: Callable[[], Any], warm: int = 3) -> tuple[Callable[[], Any]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         out = call()
-    return lambda: (graph.replay(), out)[1], graph
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay, graph
 
 
 def _wall(
-    call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = lambda: None
+    call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = _nothing
 ) -> tuple[timing.Timing, float]:
     """The wall time of a call, of ``calls`` in a row, and the host's microseconds until it has enqueued one."""
     times, host = [], []
@@ -538,7 +547,7 @@ class _Session:
             torch._dynamo.reset()
 
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
-        before: Callable[[], None] = lambda: None
+        before: Callable[[], None] = _nothing
         calls = 1
         graph = None
         if plan.task == "decode":
@@ -710,7 +719,8 @@ def bench(
     session = _Session(folder, layers, tokens, samples, tiny)
     if runtime.DEVICE.type == "cuda":
         session.record_ceilings()
-    failures, left = [], []
+    failures: list[str] = []
+    left: list[str] = []
     for plan in plans() if wanted is None else wanted:
         if select is not None and select not in str(plan):
             continue

@@ -128,9 +128,7 @@ def _forward_launch(
     config = config or kernels.looped_config(itemsize)
     names = ("HAS_MEAN", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "HAS_STATISTICS")
     constants = {**dict(zip(names, flags, strict=True)), "ACC": launching.tl_accumulator(dtype)}
-    return Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps), config.kwargs.get(
-        "BLOCK_M", 1
-    )
+    return Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps), config.kwargs.get("BLOCK_M", 1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -71,10 +71,7 @@ def _table_asm(convert: str) -> str:
     lines += [f"mul.rn.f32 f{i}, ${8 + i}, $24;" for i in range(16)]
     lines += [f"{convert} p{i}, f{2 * i + 1}, f{2 * i};" for i in range(8)]
     for i in range(4):
-        lines += [
-            f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;",
-            f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;",
-        ]
+        lines += [f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;", f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;"]
     return "\n".join([*lines, "}"])
 
 
@@ -100,17 +97,8 @@ def scaled_table(code, scale, dtype: tl.constexpr):
 
 
 LOOKUP_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
-LOOKUP = tl.constexpr(
-    _DECODE.replace("REST", _PLAIN)
-    .replace("$7", "$5")
-    .replace("$8", "$6")
-    .replace("$9", "$7")
-    .replace("$10", "$8")
-    .replace("$11", "$9")
-    .replace("$12", "$10")
-    .replace("$13", "$11")
-    .replace("$14", "$12")
-)
+LOOKUP = tl.constexpr(_DECODE.replace("REST", _PLAIN).replace("$7", "$5").replace("$8", "$6").replace("$9", "$7")
+                      .replace("$10", "$8").replace("$11", "$9").replace("$12", "$10").replace("$13", "$11").replace("$14", "$12"))
 
 
 @triton.jit
@@ -163,9 +151,7 @@ def in_two(scale, dtype: tl.constexpr):
     return bits(first) * 0x10001, bits(second) * 0x10001
 
 
-LUT_BASE = tl.constexpr(
-    "{\n.shared .align 128 .b8 lut[32768];\n.reg .b32 l;\nmov.u32 l, %laneid;\nmov.u32 $0, lut;\nmad.lo.u32 $0, l, 4, $0;\n// $1\n}"
-)
+LUT_BASE = tl.constexpr("{\n.shared .align 128 .b8 lut[32768];\n.reg .b32 l;\nmov.u32 l, %laneid;\nmov.u32 $0, lut;\nmad.lo.u32 $0, l, 4, $0;\n// $1\n}")
 _FILL = """{
 .reg .b32 a, c, e;
 mov.u32 a, %laneid;
@@ -244,15 +230,17 @@ def block_scale(
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
     SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none."""
-    stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
+    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none (``mask``)."""
+    nothing: tl.constexpr = None if mask is None else 0
+    stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=nothing)
     if SCALE == "float32":
         return stored
     nested0 = block0 // NESTED_BLOCK
     within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
-    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=0.0)
-    value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=0.0)
-    return tl.where(mask, value * scale + tl.load(nested_offset_ptr), 0.0)
+    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=nothing)
+    value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
+    value = value * scale + tl.load(nested_offset_ptr)
+    return value if mask is None else tl.where(mask, value, 0.0)
 
 
 @triton.jit
