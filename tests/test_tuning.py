@@ -62,6 +62,11 @@ def test_the_fastest_that_is_right_is_kept(plan: Callable[..., triton.Config], t
     tuning.tune_case(_case(plan), journal)
     outcomes = {e["plan"]["BLOCK"]: e["outcome"].split(":")[0] for e in journal.entries if "outcome" in e}
     assert outcomes == {1: "ok", 2: "ok", 3: "wrong", 4: "does not fit"}
+    table = tuning.searched(journal)
+    assert tuple(table) == tuning.SEARCH_COLUMNS
+    assert table[["planner", "problem", "tried", "rule_us", "plan_us"]].values.tolist() == [
+        ["square.tiles", "n=7", 2, 2.0, 1.0]
+    ]
     stored = autotune.read_plans(autotune.own_plans(GPU.name))["square.tiles"]["n=7"]
     assert stored["plan"] == autotune.as_json(FAST) and (stored["rule_us"], stored["us"]) == (2.0, 1.0)
     assert plan(7, GPU) == FAST  # from now on, in every process
