@@ -44,7 +44,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 if TYPE_CHECKING:
-    pass
+    import pandas as pd
 
 __all__ = ["GAIN", "TABLE_COLUMNS", "TABLE_KEY", "add_arguments", "compared", "main", "tune", "tune_case"]
 
