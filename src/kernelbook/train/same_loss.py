@@ -35,8 +35,8 @@ __all__ = ["SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]
 STEM = "same_loss_curves"
 WAYS = ("eager", "grouped_mm", "kernelbook:dense", "kernelbook:nf4", "kernelbook:nf4_double")
 SIZES: dict[str, Any] = {
-    "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "vocab": 4096, "context": 256, "batch": 32,
+    "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1536, "vocab": 4096, "context": 256, "batch": 16,
     "rank": 8,
 }  # fmt: skip
 TINY: dict[str, Any] = SIZES | {
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, then starts a process for each way and seed, and writes their lines as they come; 1 where one failed."""
     parser = argparse.ArgumentParser(prog="python -m kernelbook.train.same_loss", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of same_loss_curves.jsonl")
-    parser.add_argument("--pretrain-steps", type=int, default=400, help="steps from scratch (default: 400)")
+    parser.add_argument("--pretrain-steps", type=int, default=500, help="steps from scratch (default: 500)")
     parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default: 3)")
     parser.add_argument("--at-once", type=int, default=15, help="processes at a time on the GPU (default: 15)")
