@@ -446,8 +446,12 @@ class Plan:
 
 
 def plans() -> list[Plan]:
-    """What is measured, the most important first; those with the same weights one after the other."""
+    """What is measured; within a model the most important first, those with the same weights one after the other."""
     found = []
+    for provider in ("torch", "kernelbook:dense"):
+        found += [Plan("GPT-2", provider, "prefill", graph=graph) for graph in ("1", "0")]
+        found += [Plan("GPT-2", provider, "decode", batch, graph="1") for batch in (1, 32)]
+        found += [Plan("GPT-2", provider, "step", 4, graph=graph) for graph in ("1", "0")]
     for model, batches in (("Qwen3-30B-A3B", (1, 8, 32)), ("OLMoE-1B-7B", (1, 8))):
         for own in (("kernelbook",), ("grouped_mm", "kernelbook:dense"), ("bitsandbytes",)):
             for provider in own:
@@ -464,10 +468,6 @@ def plans() -> list[Plan]:
                 if provider.startswith("kernelbook"):
                     found.append(Plan(model, provider, "step", 4, False, "1"))
         found += [Plan(model, "kernelbook:all", "decode", batch, graph="1") for batch in batches[:2]]
-    for provider in ("torch", "kernelbook:dense"):
-        found += [Plan("GPT-2", provider, "prefill", graph=graph) for graph in ("1", "0")]
-        found += [Plan("GPT-2", provider, "decode", batch, graph="1") for batch in (1, 32)]
-        found += [Plan("GPT-2", provider, "step", 4, graph=graph) for graph in ("1", "0")]
     for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
         for graph in ("1", "compile"):
             found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
