@@ -118,7 +118,9 @@ class _Watch:
         if own.any():
             same = self._shape(pointers)
             if any(self.shapes[number] != same for number in np.unique(region.store[cells][own])):
-                raise MemoryFault("watched: a load of what other threads of the program may have stored, without a barrier")
+                raise MemoryFault(
+                    "watched: a load of what other threads of the program may have stored, without a barrier"
+                )
 
     @staticmethod
     def _shape(pointers: np.ndarray) -> bytes:
@@ -135,13 +137,17 @@ class _Watch:
         order = np.argsort(addresses, kind="stable")
         twice = np.flatnonzero(np.diff(addresses[order]) == 0)
         if twice.size:
-            bits = np.ascontiguousarray(np.broadcast_to(values, pointers.shape)[mask]).view(f"V{values.dtype.itemsize}")[order]
+            bits = np.ascontiguousarray(np.broadcast_to(values, pointers.shape)[mask]).view(
+                f"V{values.dtype.itemsize}"
+            )[order]
             if (bits[twice] != bits[twice + 1]).any():
                 raise MemoryFault("watched: lanes of one store write different values to one address")
         others = (region.program[cells] >= 0) & (region.program[cells] != self.program)
         if others.any():
             old = interpreter._interpreter.load(pointers, mask, np.zeros_like(values), values.dtype)
-            same = old.view(f"V{values.dtype.itemsize}") == np.ascontiguousarray(values).view(f"V{values.dtype.itemsize}")
+            same = old.view(f"V{values.dtype.itemsize}") == np.ascontiguousarray(values).view(
+                f"V{values.dtype.itemsize}"
+            )
             self._foreign(region, cells[~same[mask]], "overwrites")
         region.program[cells] = self.program
         region.epoch[cells] = self.barriers.get(self.program, 0)
@@ -220,7 +226,9 @@ def watched() -> Iterator[None]:
     def lanes(mask: Any, pointers: np.ndarray) -> np.ndarray:
         return np.broadcast_to(mask.data, pointers.shape).astype(bool)  # a mask made with Python's bool holds integers
 
-    def load(self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any) -> Any:
+    def load(
+        self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any
+    ) -> Any:
         on = lanes(mask, ptrs.data)
         size = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty())).itemsize
         current[0].load(ptrs.data, on, size)

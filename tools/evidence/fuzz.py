@@ -111,7 +111,19 @@ def ids(count: int, below: int, outside: bool = False) -> torch.Tensor:
     m=sizes(257, zero=True), n=sizes(4096), weight=st.booleans(), bias=st.booleans(), shift=st.sampled_from((0.0, 100.0)),
     backward=st.sampled_from(("partials", "locks")), eps=st.sampled_from((1e-5, 1e-3)),
 )  # fmt: skip
-def layer_norm(m: int, n: int, weight: bool, bias: bool, shift: float, backward: str, eps: float, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
+def layer_norm(
+    m: int,
+    n: int,
+    weight: bool,
+    bias: bool,
+    shift: float,
+    backward: str,
+    eps: float,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
     inputs: dict[str, Any] = {"x": laid_out(rand(m, n, dtype=dtype, scale=scale) + shift, layout)}
     if weight:
         inputs["weight"] = rand(n, dtype=dtype, layout=layout)
@@ -124,7 +136,9 @@ def layer_norm(m: int, n: int, weight: bool, bias: bool, shift: float, backward:
 
 
 @target(m=sizes(257, zero=True), n=sizes(4096), weight=st.booleans(), residual=st.booleans())
-def rms_norm(m: int, n: int, weight: bool, residual: bool, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
+def rms_norm(
+    m: int, n: int, weight: bool, residual: bool, dtype: torch.dtype, layout: str, scale: float, wants: int
+) -> Verdicts:
     inputs: dict[str, Any] = {"x": rand(m, n, dtype=dtype, layout=layout, scale=scale)}
     if weight:
         inputs["weight"] = rand(n, dtype=dtype, layout=layout)
@@ -148,9 +162,24 @@ def _chunks(d_out: int, chunk: int, share: float) -> torch.Tensor:
 
 
 @target(**_SPARSE, mode=st.sampled_from(("dense", "sparse_dw", "sparse_dw_dx")), bias=st.booleans())
-def sparse_linear(m: int, d_in: int, d_out: int, chunk: int, share: float, mode: str, bias: bool, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
+def sparse_linear(
+    m: int,
+    d_in: int,
+    d_out: int,
+    chunk: int,
+    share: float,
+    mode: str,
+    bias: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
     given = {"active_chunks": _chunks(d_out, chunk, share), "chunk_size": chunk, "mode": mode}
-    inputs: dict[str, Any] = {"x": rand(m, d_in, dtype=dtype, layout=layout, scale=scale), "weight": rand(d_out, d_in, dtype=dtype, layout=layout)}
+    inputs: dict[str, Any] = {
+        "x": rand(m, d_in, dtype=dtype, layout=layout, scale=scale),
+        "weight": rand(d_out, d_in, dtype=dtype, layout=layout),
+    }
     if bias:
         inputs["bias"] = rand(d_out, dtype=dtype, layout=layout)
     return check.check_op(
@@ -160,9 +189,25 @@ def sparse_linear(m: int, d_in: int, d_out: int, chunk: int, share: float, mode:
 
 
 @target(**_SPARSE, compact=st.booleans(), which=st.sampled_from(("forward", "dw", "dx", "backward")))
-def sparse_parts(m: int, d_in: int, d_out: int, chunk: int, share: float, compact: bool, which: str, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
+def sparse_parts(
+    m: int,
+    d_in: int,
+    d_out: int,
+    chunk: int,
+    share: float,
+    compact: bool,
+    which: str,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
     given = {"active_chunks": _chunks(d_out, chunk, share), "chunk_size": chunk}
-    x, w, dy = rand(m, d_in, dtype=dtype, layout=layout, scale=scale), rand(d_out, d_in, dtype=dtype, layout=layout), rand(m, d_out, dtype=dtype, layout=layout)
+    x, w, dy = (
+        rand(m, d_in, dtype=dtype, layout=layout, scale=scale),
+        rand(d_out, d_in, dtype=dtype, layout=layout),
+        rand(m, d_out, dtype=dtype, layout=layout),
+    )
     partial = functools.partial
     if which == "forward":
         return check.check_op(
@@ -192,9 +237,30 @@ def sparse_parts(m: int, d_in: int, d_out: int, chunk: int, share: float, compac
 ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
 
 
-@target(m=sizes(128, zero=True), k=sizes(257), n=sizes(512), count=sizes(257, zero=True), activation=st.sampled_from((None, *ACTIVATIONS)), bias=st.booleans())
-def gather_matmul(m: int, k: int, n: int, count: int, activation: str | None, bias: bool, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
-    inputs: dict[str, Any] = {"x": rand(m, k, dtype=dtype, layout=layout, scale=scale), "weight": rand(n, k, dtype=dtype, layout=layout)}
+@target(
+    m=sizes(128, zero=True),
+    k=sizes(257),
+    n=sizes(512),
+    count=sizes(257, zero=True),
+    activation=st.sampled_from((None, *ACTIVATIONS)),
+    bias=st.booleans(),
+)
+def gather_matmul(
+    m: int,
+    k: int,
+    n: int,
+    count: int,
+    activation: str | None,
+    bias: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    inputs: dict[str, Any] = {
+        "x": rand(m, k, dtype=dtype, layout=layout, scale=scale),
+        "weight": rand(n, k, dtype=dtype, layout=layout),
+    }
     if bias:
         inputs["bias"] = rand(n, dtype=dtype, layout=layout)
     given = {"rows": ids(count, n), "activation": activation}
@@ -208,7 +274,21 @@ def gather_matmul(m: int, k: int, n: int, count: int, activation: str | None, bi
     m=sizes(128, zero=True), k=sizes(257), n=sizes(512), k_out=sizes(257), count=sizes(257, zero=True),
     activation=st.sampled_from(ACTIVATIONS), gated=st.booleans(), biases=st.integers(0, 7), deterministic=st.booleans(),
 )  # fmt: skip
-def scatter_ffn(m: int, k: int, n: int, k_out: int, count: int, activation: str, gated: bool, biases: int, deterministic: bool, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
+def scatter_ffn(
+    m: int,
+    k: int,
+    n: int,
+    k_out: int,
+    count: int,
+    activation: str,
+    gated: bool,
+    biases: int,
+    deterministic: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
     inputs: dict[str, Any] = {
         "x": rand(m, k, dtype=dtype, layout=layout, scale=scale),
         "w_up": rand(n, k, dtype=dtype, layout=layout, scale=k**-0.5),
@@ -230,7 +310,22 @@ def scatter_ffn(m: int, k: int, n: int, k_out: int, count: int, activation: str,
     b=st.integers(1, 3), h_kv=st.integers(1, 2), group=st.integers(1, 3), n=sizes(257, zero=True), s=sizes(512), d=st.sampled_from((8, 16, 40, 64, 128)),
     causal=st.booleans(), lengths=st.booleans(), window=st.sampled_from((None, None, 1, 20)), softmax=st.sampled_from((None, 0.3, -0.2)),
 )  # fmt: skip
-def flash_attention(b: int, h_kv: int, group: int, n: int, s: int, d: int, causal: bool, lengths: bool, window: int | None, softmax: float | None, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
+def flash_attention(
+    b: int,
+    h_kv: int,
+    group: int,
+    n: int,
+    s: int,
+    d: int,
+    causal: bool,
+    lengths: bool,
+    window: int | None,
+    softmax: float | None,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
     given: dict[str, Any] = {"causal": causal, "scale": softmax}
     if lengths:
         given["lengths"] = torch.randint(0, s + 1, (b,), device=runtime.DEVICE)
@@ -246,8 +341,30 @@ def flash_attention(b: int, h_kv: int, group: int, n: int, s: int, d: int, causa
     )  # fmt: skip
 
 
-@target(b=st.integers(1, 3), h_kv=st.integers(1, 2), group=st.integers(1, 4), n=st.integers(0, 16), d=st.sampled_from((8, 40, 64, 128)), page=st.sampled_from((16, 48, 64)), per=st.integers(1, 4), append=st.booleans())
-def pages(b: int, h_kv: int, group: int, n: int, d: int, page: int, per: int, append: bool, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
+@target(
+    b=st.integers(1, 3),
+    h_kv=st.integers(1, 2),
+    group=st.integers(1, 4),
+    n=st.integers(0, 16),
+    d=st.sampled_from((8, 40, 64, 128)),
+    page=st.sampled_from((16, 48, 64)),
+    per=st.integers(1, 4),
+    append=st.booleans(),
+)
+def pages(
+    b: int,
+    h_kv: int,
+    group: int,
+    n: int,
+    d: int,
+    page: int,
+    per: int,
+    append: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
     pool = [rand(b * per + 1, h_kv, page, d, dtype=dtype) for _ in range(2)]
     table = torch.randperm(b * per + 1, device=runtime.DEVICE)[: b * per].view(b, per)
     lengths = torch.randint(0, per * page - n + 1, (b,), device=runtime.DEVICE)
@@ -270,11 +387,35 @@ def _dense(q: Any, experts: torch.Tensor | None = None) -> torch.Tensor:
     return nf4_dequantize_reference(q.packed, absmax, q.code, q.shape, q.block_size, experts)
 
 
-@target(e=st.integers(1, 4), rows=sizes(257), cols=sizes(257), block=st.sampled_from((32, 64, 128)), double=st.booleans(), m=sizes(33), some=st.booleans())
-def nf4(e: int, rows: int, cols: int, block: int, double: bool, m: int, some: bool, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
-    q = kb.nf4_quantize(rand(e, rows, cols, dtype=dtype, layout=layout, scale=scale), block_size=block, double_quant=double)
+@target(
+    e=st.integers(1, 4),
+    rows=sizes(257),
+    cols=sizes(257),
+    block=st.sampled_from((32, 64, 128)),
+    double=st.booleans(),
+    m=sizes(33),
+    some=st.booleans(),
+)
+def nf4(
+    e: int,
+    rows: int,
+    cols: int,
+    block: int,
+    double: bool,
+    m: int,
+    some: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    q = kb.nf4_quantize(
+        rand(e, rows, cols, dtype=dtype, layout=layout, scale=scale), block_size=block, double_quant=double
+    )
     experts = ids(3, e) if some else None
-    assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=dtype), _dense(q, experts).to(dtype)), "decoded values differ"
+    assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=dtype), _dense(q, experts).to(dtype)), (
+        "decoded values differ"
+    )
     x, expert = rand(m, cols, dtype=dtype, layout=layout), ids(1, e)[0]
     w = _dense(q)[expert]
     return check.check_op(
@@ -321,23 +462,52 @@ def moe_lora(
 # --- modules, with and without autocast -----------------------------------------------------------------------------
 
 
-@target(kind=st.sampled_from(("LayerNorm", "RMSNorm", "SparseLinear")), m=sizes(128, zero=True), n=sizes(257), n_out=sizes(257), bias=st.booleans(), autocast=st.sampled_from((None, torch.float16, torch.bfloat16)))
-def modules(kind: str, m: int, n: int, n_out: int, bias: bool, autocast: torch.dtype | None, dtype: torch.dtype, layout: str, scale: float, wants: int) -> Verdicts:
+@target(
+    kind=st.sampled_from(("LayerNorm", "RMSNorm", "SparseLinear")),
+    m=sizes(128, zero=True),
+    n=sizes(257),
+    n_out=sizes(257),
+    bias=st.booleans(),
+    autocast=st.sampled_from((None, torch.float16, torch.bfloat16)),
+)
+def modules(
+    kind: str,
+    m: int,
+    n: int,
+    n_out: int,
+    bias: bool,
+    autocast: torch.dtype | None,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
     if kind == "SparseLinear":
         module: torch.nn.Module = nn.SparseLinear(n, n_out, bias=bias, device=runtime.DEVICE, dtype=dtype)
         plain: Callable[..., torch.Tensor] = lambda x, weight, bias=None: F.linear(x, weight, bias)  # noqa: E731
     elif kind == "LayerNorm":
-        module, plain = nn.LayerNorm(n, bias=bias, device=runtime.DEVICE, dtype=dtype), lambda x, weight, bias=None: F.layer_norm(x, (n,), weight, bias)
+        module, plain = (
+            nn.LayerNorm(n, bias=bias, device=runtime.DEVICE, dtype=dtype),
+            lambda x, weight, bias=None: F.layer_norm(x, (n,), weight, bias),
+        )
     else:
-        module, plain = nn.RMSNorm(n, eps=1e-5, device=runtime.DEVICE, dtype=dtype), lambda x, weight: F.rms_norm(x, (n,), weight, 1e-5)
-    inputs = {"x": rand(m, n, dtype=dtype, layout=layout, scale=scale), **{name: p.detach().clone() for name, p in module.named_parameters()}}
+        module, plain = (
+            nn.RMSNorm(n, eps=1e-5, device=runtime.DEVICE, dtype=dtype),
+            lambda x, weight: F.rms_norm(x, (n,), weight, 1e-5),
+        )
+    inputs = {
+        "x": rand(m, n, dtype=dtype, layout=layout, scale=scale),
+        **{name: p.detach().clone() for name, p in module.named_parameters()},
+    }
 
     def ours(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
         with torch.autocast(runtime.DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None):
             return torch.func.functional_call(module, parameters, (x,))
 
     def theirs(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(runtime.DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None and x.dtype != torch.float64):
+        with torch.autocast(
+            runtime.DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None and x.dtype != torch.float64
+        ):
             return plain(x, **parameters).to(x.dtype if x.dtype == torch.float64 else result)
 
     with torch.no_grad():
@@ -378,7 +548,11 @@ def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any
                 last.update(text=text, error=str(error))
                 raise Found(text) from error
             except Exception as error:
-                last.update(text=text, error=f"{type(error).__name__}: {error}"[:400] + "".join(traceback.format_tb(error.__traceback__)[-2:]))
+                last.update(
+                    text=text,
+                    error=f"{type(error).__name__}: {error}"[:400]
+                    + "".join(traceback.format_tb(error.__traceback__)[-2:]),
+                )
                 raise Found(text) from error
         told["examples"] += 1
         for verdict in verdicts:
@@ -427,7 +601,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Small campaigns, dealt out: each begins with the simplest examples anew, so they are not too small.
     each = max(10, min(100, args.examples // (len(args.only) * args.processes)))
-    jobs = [(name, each, args.seed + i) for i in range(-(-args.examples // (each * len(args.only)))) for name in args.only]
+    jobs = [
+        (name, each, args.seed + i) for i in range(-(-args.examples // (each * len(args.only)))) for name in args.only
+    ]
     pids = []
     for p in range(args.processes):
         pid = os.fork()
@@ -457,7 +633,9 @@ def main() -> None:
     folder.rmdir()
     args.out.write_text(json.dumps(summary, indent=1))
     total = sum(s["examples"] for s in summary.values())
-    print(f"{total} examples, {sum(len(s['failures']) for s in summary.values())} failures, {sum(map(bool, ended))} processes ended badly")
+    print(
+        f"{total} examples, {sum(len(s['failures']) for s in summary.values())} failures, {sum(map(bool, ended))} processes ended badly"
+    )
     for name, s in summary.items():
         print(f"  {name:16} {s['examples']:6}  worst {s['worst']:.2f}  {s['where'][:150]}")
         for failure in sorted(set(s["failures"]), key=len)[:4]:
