@@ -29,7 +29,7 @@ import kernelbook as kb  # noqa: E402
 # isort: split
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch.nn.functional as F  # noqa: E402, N812
 from hypothesis import strategies as st  # noqa: E402
 
 from kernelbook import check, nn, runtime  # noqa: E402
@@ -518,14 +518,14 @@ def modules(
 # --- campaigns ------------------------------------------------------------------------------------------------------
 
 
-class Found(Exception):
+class WrongResultError(Exception):
     """A result that is not correct."""
 
 
 def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any]:
     """-> how many examples ran, the worst ratio and where, and what failed first, shrunk."""
     strategies, function = TARGETS[name]
-    told: dict[str, Any] = {"examples": 0, "worst": 0.0, "where": "", "failure": ""}
+    told: dict[str, Any] = {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
     last: dict[str, Any] = {}
 
     @hypothesis.settings(
@@ -546,25 +546,26 @@ def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any
                 if "nothing to compare with" in str(error):
                     return
                 last.update(text=text, error=str(error))
-                raise Found(text) from error
+                raise WrongResultError(text) from error
             except Exception as error:
                 last.update(
                     text=text,
                     error=f"{type(error).__name__}: {error}"[:400]
                     + "".join(traceback.format_tb(error.__traceback__)[-2:]),
                 )
-                raise Found(text) from error
+                raise WrongResultError(text) from error
         told["examples"] += 1
         for verdict in verdicts:
             if not verdict.passed:
                 last.update(text=text, error=str(verdict))
-                raise Found(text)
+                raise WrongResultError(text)
+            told["element"] = max(told["element"], verdict.element)
             if verdict.ratio > told["worst"]:
                 told["worst"], told["where"] = verdict.ratio, f"{verdict.name}: {text}"
 
     try:
         run()
-    except Found:
+    except WrongResultError:
         told["failure"] = f"{name}({last['text']}): {last['error']}"
     except hypothesis.errors.HypothesisException as error:
         told["failure"] = f"{name}: {type(error).__name__}: {last.get('text', '')}: {last.get('error', '')}"
@@ -622,9 +623,10 @@ def main() -> None:
     summary: dict[str, dict[str, Any]] = {}
     for path in folder.glob("*.json"):
         for name, parts in json.loads(path.read_text()).items():
-            s = summary.setdefault(name, {"examples": 0, "worst": 0.0, "where": "", "failures": []})
+            s = summary.setdefault(name, {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []})
             for part in parts:
                 s["examples"] += part["examples"]
+                s["element"] = max(s["element"], part["element"])
                 if part["worst"] > s["worst"]:
                     s["worst"], s["where"] = part["worst"], part["where"]
                 if part["failure"]:
@@ -637,7 +639,7 @@ def main() -> None:
         f"{total} examples, {sum(len(s['failures']) for s in summary.values())} failures, {sum(map(bool, ended))} processes ended badly"
     )
     for name, s in summary.items():
-        print(f"  {name:16} {s['examples']:6}  worst {s['worst']:.2f}  {s['where'][:150]}")
+        print(f"  {name:16} {s['examples']:6}  worst {s['worst']:.2f}, element {s['element']:.2f}  {s['where'][:150]}")
         for failure in sorted(set(s["failures"]), key=len)[:4]:
             print(f"    FAILED {failure[:700]}")
     sys.exit(any(s["failures"] for s in summary.values()))
