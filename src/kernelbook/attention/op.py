@@ -58,8 +58,8 @@ def flash_attention(
             (``torch.nn.functional.scaled_dot_product_attention`` aligns the first query with the first key instead.)
         scale: what scores are multiplied by; ``None``: 1 / sqrt(D). Scaled scores may be as large as 1e8: beyond, float32
             cannot tell them apart.
-        lengths: (B,) int64 or int32: so many keys of each sequence exist. The rest is never read (their gradient is zero),
-            and with ``causal`` the last query stands at the last existing key. On a GPU what is not in [0, S] is clamped.
+        lengths: (B,) int64 or int32: so many keys of each sequence exist. Whatever lies beyond has no effect, and its
+            gradient is zero; with ``causal`` the last query stands at the last existing key. On a GPU what is not in [0, S] is clamped.
         window: with ``causal``, a query at position ``i`` sees the keys ``i - window < j <= i`` only; from 1 on.
 
     Returns:
