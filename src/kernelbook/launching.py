@@ -539,7 +539,7 @@ def operator(
     schema: str,
     *,
     outputs: Callable[..., Any],
-    run: Callable[..., None],
+    run: Callable[..., object],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     saved: int = 0,
