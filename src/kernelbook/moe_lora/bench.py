@@ -21,7 +21,17 @@ from kernelbook.moe_lora.reference import (
     scatter2scatter_reference,
 )
 
-__all__ = ["MODELS", "Shape", "axolotl_lora", "cases", "missing_peers", "projections", "small_checks", "tuning_cases"]
+__all__ = [
+    "MODELS",
+    "Shape",
+    "axolotl_lora",
+    "cases",
+    "host_calls",
+    "missing_peers",
+    "projections",
+    "small_checks",
+    "tuning_cases",
+]
 
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
@@ -535,3 +545,18 @@ def small_checks() -> list[check.Verdict]:
             )
             verdicts += [v.renamed(f"moe_lora[{strategy}, {str(dtype)[6:]}] {v.name}") for v in found]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    t = _Inputs.of(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
+    leaves = tuple(v.detach().clone().requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    x, a, b = leaves
+    return {
+        "route": lambda: op.route(t.ids, 8),
+        "scatter2scatter": lambda: op.scatter2scatter(t.x, t.w, t.routing),
+        "moe_lora, r = 16": lambda: op.moe_lora(t.x, t.w, t.lora_a, t.lora_b, t.routing),
+        "moe_lora, forward and backward": lambda: torch.autograd.grad(
+            op.moe_lora(x, t.w, a, b, t.routing), leaves, t.dy
+        ),
+    }
