@@ -14,7 +14,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernelbook.packed.kernels import lookup, scaled_table
+from kernelbook.packed.kernels import lookup, scaled_table, twice_rounded
 from kernelbook.tiles import grouped
 
 
@@ -46,7 +46,7 @@ def _scale(parts, nested_code_ptr, offset, SCALE: gl.constexpr):
     stored, nested = parts
     if SCALE == "float32":
         return stored
-    return gl.load(nested_code_ptr + stored.to(gl.int32)) * nested + offset
+    return twice_rounded(gl.load(nested_code_ptr + stored.to(gl.int32)), nested, offset)
 
 
 @gluon.jit
