@@ -1,22 +1,103 @@
-"""Builds the book into _build/html: every notebook executed afresh, every warning an error."""
+"""Builds the book into _build/html, every warning an error.
 
+usage: python tools/build_book.py [--draft]
+
+Notebooks are executed, as many at a time as there are processors, and what they print is kept in _build/executed. It is used again as long as the
+notebook, the package and the recorded results are what they were. --draft builds the pages without what is not there yet.
+"""
+
+import concurrent.futures
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import yaml
 from ipykernel.kernelspec import write_kernel_spec
+from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
 HTML = ROOT / "_build" / "html"
+EXECUTED = ROOT / "_build" / "executed"
+HAS_GPU = shutil.which("nvidia-smi") is not None
+# What decides the outputs of a notebook beside itself.
+DECIDING = ("src", "book/results", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
 
 
-def write_config(path: Path) -> None:
+def deciding_digest() -> str:
+    """Changes with every file that a notebook may read, with this Python and with whether there is a GPU."""
+    digest = hashlib.sha256(f"{sys.version} {HAS_GPU}".encode())
+    for place in (ROOT / name for name in DECIDING):
+        for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def open_cache() -> Any:
+    """The cache of executed notebooks, emptied if it was filled with other sources."""
+    mark, now = EXECUTED / "sources", deciding_digest()
+    if not mark.exists() or mark.read_text() != now:
+        shutil.rmtree(EXECUTED, ignore_errors=True)
+        EXECUTED.mkdir(parents=True)
+        mark.write_text(now)
+    return get_cache(str(EXECUTED))
+
+
+def keep(cache: Any, path: Path, notebook: nbformat.NotebookNode, seconds: float) -> None:
+    bundle = CacheBundleIn(notebook, str(path), data={"execution_seconds": seconds})
+    cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+
+
+def is_kept(cache: Any, path: Path) -> bool:
+    try:
+        cache.match_cache_notebook(nbformat.read(path, as_version=4))
+    except KeyError:
+        return False
+    return True
+
+
+def execute(path: Path) -> tuple[nbformat.NotebookNode, float, str]:
+    """The executed notebook, its seconds, and what went wrong."""
+    notebook, start = nbformat.read(path, as_version=4), time.perf_counter()
+    resources = {"metadata": {"path": str(path.parent)}}
+    error = ""
+    try:
+        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+    except CellExecutionError as failure:
+        error = str(failure)
+    return notebook, time.perf_counter() - start, error
+
+
+def execute_all(paths: list[Path], cache: Any) -> int:
+    """Executes the notebooks; the number of those that failed."""
+    failed = 0
+    # On a GPU one after the other: some of them take times.
+    at_once = 1 if HAS_GPU else len(os.sched_getaffinity(0))
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        for path, (notebook, seconds, error) in zip(paths, pool.map(execute, paths), strict=True):
+            print(f"{path.name}: {seconds:.0f} s{', FAILED' if error else ''}", flush=True)
+            if error:
+                print(error, file=sys.stderr)
+                failed += 1
+            else:
+                keep(cache, path, notebook, seconds)
+    return failed
+
+
+def write_config(path: Path, cache: Path) -> None:
     """Writes _config.yml, with the buttons that need the repository's address if that one setting is not empty."""
     config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+    config["execute"]["cache"] = str(cache)
     if config["repository"]["url"]:
         for button in ("repository", "edit_page", "issues"):
             config["html"][f"use_{button}_button"] = True
@@ -25,30 +106,42 @@ def write_config(path: Path) -> None:
     path.write_text(str(yaml.safe_dump(config)), encoding="utf-8")
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    draft = arguments == ["--draft"]
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: -path.stat().st_size)
     shutil.rmtree(HTML, ignore_errors=True)  # else the pages of removed chapters and old failure reports would stay
     with tempfile.TemporaryDirectory() as scratch:
-        config = Path(scratch, "_config.yml")
-        write_config(config)
         # The notebooks run in this very Python, whatever kernel of the same name the user has installed elsewhere.
         write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR"])
+        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
+        os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
+        place = EXECUTED
+        cache = open_cache()
+        new = [path for path in notebooks if not is_kept(cache, path)]
+        if draft:
+            place = Path(scratch, "cache")
+            shutil.copytree(EXECUTED, place)
+            cache = get_cache(str(place))
+            for path in new:
+                keep(cache, path, nbformat.read(path, as_version=4), 0.0)
+        elif execute_all(new, cache):
+            print("The book was not built: see the errors above.", file=sys.stderr)
+            return 1
+        config = Path(scratch, "_config.yml")
+        write_config(config, place)
         environment = os.environ | {
-            "JUPYTER_PATH": os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")])),
-            # For the extension docstrings.py beside this file.
+            # For the extensions beside this file.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")])),
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # the debugger's warning about frozen modules
         }
         build = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(ROOT)]
-        flags = ["--all", "-W", "-n", "--keep-going", "--config", str(config)]
+        flags = ["--all", *([] if draft else ["-W", "-n"]), "--keep-going", "--config", str(config)]
         code = subprocess.run(build + flags, env=environment, check=False).returncode
-    for report in sorted((HTML / "reports").rglob("*.err.log")):
-        print(f"\n{report.relative_to(HTML / 'reports')}\n{report.read_text(encoding='utf-8')}", file=sys.stderr)
     if code:
-        print("The book was not built: see the warnings and reports above.", file=sys.stderr)
+        print("The book was not built: see the warnings above.", file=sys.stderr)
     else:
         print("Open _build/html/index.html")
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

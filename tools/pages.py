@@ -6,8 +6,7 @@
   ``book.js`` folds long runs of the others.
 - Terms of the glossary carry their definition to the page on which they are used.
 - The search index holds the text and not the code of cells.
-- Scripts that no page needs are left out: a notebook server's client, the search index on every page, formulas where there
-  are none, and 1,500 kB of icons of which a dozen are used.
+- Scripts that no page needs are left out: a notebook server's client, the search index on every page, and 1,500 kB of icons of which a dozen are used.
 """
 
 import ast
@@ -51,6 +50,17 @@ def _unmarked(source: str) -> set[int]:
     return found
 
 
+def marked_runs(source: str, changed: set[int]) -> list[int]:
+    """Of the changed lines, those in a row of which one is marked as new: renamed calls and the like are no step."""
+    lines, runs = source.splitlines(), []
+    for line in sorted(changed):
+        if not runs or line != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(line)
+    marked = [run for run in runs if any("# New" in lines[line - 1] for line in run)]
+    return [line for run in marked or runs for line in run]
+
+
 def mark_changes(doctree: nodes.document) -> None:
     """Highlights, in cells that mark lines as new, what the most similar kernel before does not have.
 
@@ -71,7 +81,7 @@ def mark_changes(doctree: nodes.document) -> None:
             best = max(range(len(ratios)), key=lambda i: (ratios[i], i))
             if ratios[best] >= SIMILAR:
                 changed = set(changed_lines(earlier[best], text))
-                block.setdefault("highlight_args", {})["hl_lines"] = sorted(changed - _unmarked(text) or changed)
+                block.setdefault("highlight_args", {})["hl_lines"] = marked_runs(text, changed - _unmarked(text) or changed)
         earlier.append(text)
 
 
@@ -194,7 +204,6 @@ UNUSED = re.compile(
     re.DOTALL,
 )
 SEARCH = re.compile(r'[ \t]*<script src="[^"]*(?:searchtools|language_data|searchindex)\.js[^"]*"></script>\n?')
-FORMULAS = re.compile(r'[ \t]*<script[^>]*src="[^"]*mathjax/[^"]*"></script>\n?')
 ICON = re.compile(r"\bfa-([a-z][a-z0-9-]*)")
 
 
@@ -231,8 +240,6 @@ def _lighten(app: Any, exception: Exception | None) -> None:
         parts = parts.replace(
             '<div role="list" class="citation-list">', '<div class="citation-list">'
         )  # its items are none
-        if 'class="math' not in parts:
-            parts = FORMULAS.sub("", parts)
         page.write_text(parts, encoding="utf-8")
     script = out / "_static" / "scripts" / "fontawesome.js"
     if script.exists():

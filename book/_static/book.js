@@ -372,7 +372,9 @@
       const near = (i) => changed.slice(Math.max(0, i - 1), i + 2).some(Boolean);
       const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
       const kernels = texts.some((text) => text.startsWith("@triton.jit"));
-      const most = kernels && pre.closest(".cell_input") ? 40 : 24; // lines of a listing that show at first
+      const cell = pre.closest(".cell_input");
+      const most = !cell ? 9 : kernels ? 44 : 7; // lines that show at first
+      const last = texts.findLastIndex((text) => text.startsWith("@triton"));
       const pieces = [];
       const fold = (from, to, label) => {
         const run = make("span", { class: "same", hidden: true });
@@ -392,16 +394,21 @@
         while (step && end < lines.length && !near(end)) end++;
         const name = texts[i].match(/^def (\w+)/);
         const launcher = kernels && name && !(i && texts[i - 1].startsWith("@")) ? body(i) : i;
+        // Of several kernels and their helpers in a cell the last is what the text is about.
+        const helper = !step && cell && i < last && /^@triton/.test(texts[i]) ? body(i + 1) : i;
         if (launcher - i >= 5 && !changed.slice(i, launcher).some(Boolean)) {
           fold(i, launcher, `lines of ${name[1]}, which launches it`);
           i = launcher;
+        } else if (helper - i >= 5) {
+          fold(i, helper, `lines of ${texts[i + 1].match(/\w+(?=\()/)[0]}`);
+          i = helper;
         } else if (end - i >= 4) {
           // A launcher behind the lines that stayed keeps its own fold.
           const next = texts.findIndex((text, j) => j > i && j < end && /^def /.test(text) && !texts[j - 1].startsWith("@"));
           end = next > i ? next : end;
           fold(i, end, "lines as before");
           i = end;
-        } else if (!step && i === most && lines.length > most + 10) {
+        } else if (!step && i === most && lines.length > most + 3) {
           fold(i, lines.length, "more lines");
           break;
         } else {
@@ -412,7 +419,7 @@
       pre.replaceChildren(...pieces);
     }
     // What scrolls has to be reachable by keyboard.
-    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output")) {
+    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output, .bd-article .formula")) {
       if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
     }
   }

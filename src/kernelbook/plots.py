@@ -19,6 +19,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kernelbook import timing
+
 __all__ = [
     "BLUE",
     "COLORS",
@@ -38,6 +40,8 @@ __all__ = [
     "roofline_figure",
     "roofline_points",
     "speedup_figure",
+    "step",
+    "steps",
     "tabs",
     "with_records",
 ]
@@ -368,6 +372,7 @@ def ladder(
     upto: str | None = None,
     by: str = "gbs",
     computed: Sequence[tuple[str, float]] = (),
+    peak: bool = False,
 ) -> str:
     """The steps of a chapter as a Markdown table: microseconds, share of the ceiling, times the step before.
 
@@ -378,6 +383,7 @@ def ladder(
         upto: the last step to show, with the one before it; ``None`` for all of them.
         by: ``gbs`` for a share of the copy's bandwidth, ``tflops`` for one of the matrix product's rate.
         computed: further lines that no kernel ran for, as (name, milliseconds).
+        peak: name the most memory that a step holds at a time beyond its inputs, too.
 
     Raises:
         ValueError: there is no step ``upto``.
@@ -398,6 +404,8 @@ def ladder(
             "times the step before": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
         }
     )
+    if peak:
+        table["MiB"] = [f"{float(value):,.0f}" for value in rows["peak_mib"]]
     if upto is not None:
         places = [i for i, name in enumerate(names) if name == upto]
         if not places:
@@ -406,8 +414,65 @@ def ladder(
     else:
         table = pd.concat([table[ours], table[~ours]])
         for name, ms in computed:
-            table.loc[len(table)] = [f"*{name}*", f"{1e3 * ms:.1f}", "", ""]
+            table.loc[len(table)] = [f"*{name}*", f"{1e3 * ms:.1f}", *[""] * (table.shape[1] - 2)]
     return table.to_markdown(index=False, disable_numparse=True)
+
+
+def _recorded(stem: str) -> pd.DataFrame | None:
+    path = timing.results_dir() / timing.BOOKS_GPU / f"{stem}.csv"
+    return timing.load_results(stem) if path.exists() else None
+
+
+def _ladders(rows: pd.DataFrame, only: Mapping[str, Any]) -> list[tuple[str, pd.DataFrame]]:
+    """The ladders among ``rows``, each with what it is a ladder of."""
+    for column, value in only.items():
+        rows = rows.loc[rows[column] == value]
+    named = rows.groupby(["op", "mode", "shape", "dtype"], sort=False)
+    return [(f"{op}, {mode.replace('_', ' + ')}, {shape}, {dtype}", part) for (op, mode, shape, dtype), part in named]
+
+
+def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: Any) -> str:
+    """The line of a recorded :func:`ladder` for one step, or a word on what is missing.
+
+    Args:
+        stem: the file of the book's GPU that :func:`kernelbook.timing.time_steps` wrote.
+        upto: the step.
+        by, peak: see :func:`ladder`.
+        only: values of columns that pick one ladder among the rows.
+    """
+    recorded = _recorded(stem)
+    if recorded is None:
+        return "*This step is not recorded yet.*"
+    [(_, rows)] = [found for found in _ladders(recorded, only) if f"kernelbook:{upto}" in set(found[1]["provider"])]
+    return ladder(rows, timing.load_ceilings(), upto=upto, by=by, peak=peak)
+
+
+def steps(
+    stem: str, *, own: pd.DataFrame | None = None, by: str | Mapping[str, str] = "gbs", peak: bool = False, **only: Any
+) -> str:
+    """All recorded ladders of a chapter as Markdown, the reader's own below, and which steps gained nothing.
+
+    Args:
+        stem: the file of the book's GPU that :func:`kernelbook.timing.time_steps` wrote.
+        own: the same, measured by the reader.
+        by, peak: see :func:`ladder`; ``by`` for all or by operation.
+        only: values of columns that pick some of the ladders.
+    """
+    text = ""
+    for title, rows in (("Recorded", _recorded(stem)), ("Yours", own)):
+        if rows is None or not len(rows):
+            continue
+        for name, part in _ladders(rows, only):
+            kind = by if isinstance(by, str) else by[part["op"].iloc[0]]
+            text += (
+                f"{title}: {name}. {provenance(part)}\n\n{ladder(part, timing.load_ceilings(), by=kind, peak=peak)}\n\n"
+            )
+            ours = _with_rates(part.loc[part["provider"].str.startswith("kernelbook")])
+            gains = ours["ms"].shift(1) / ours["ms"]
+            lost = ours["provider"].str.removeprefix("kernelbook:").replace("kernelbook", "the package")[gains < 0.99]
+            if len(lost):
+                text += f"Not a gain here: {', '.join(lost)}.\n\n"
+    return text or "Nothing is recorded yet."
 
 
 def roofline_points(rows: pd.DataFrame, provider: str = "kernelbook") -> pd.DataFrame:

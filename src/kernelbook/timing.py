@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import inspect
 import math
 import os
 import statistics
@@ -56,6 +57,7 @@ __all__ = [
     "recorded_gpus",
     "results_dir",
     "run_cases",
+    "time_steps",
     "write_results",
 ]
 
@@ -430,6 +432,37 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
                 "gpus": str(gpus),
             }
         )
+    return rows
+
+
+def time_steps(
+    stem: str, cases: Iterable[Case], kernels: Iterable[Any], *, record: bool = False, rep_ms: float = 100.0
+) -> pd.DataFrame:
+    """Checks and times the steps of a chapter, see :func:`run_cases`; without a GPU checks them and returns no row.
+
+    Args:
+        stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv``, and the ceilings beside them.
+        cases: one for each ladder; the providers are its steps in their order, peers last.
+        kernels: the page's own kernels, whose sources tie a row to them.
+        record: keep what was measured.
+        rep_ms: how long to sample each call.
+
+    Raises:
+        RuntimeError: a case failed.
+    """
+    sources = "".join(inspect.getsource(kernel.fn) for kernel in kernels)
+    package = f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
+    gpu = runtime.DEVICE.type == "cuda"
+    rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
+    if failures:
+        raise RuntimeError("time_steps: " + "; ".join(failures))
+    if not gpu:
+        return rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
+    if record:
+        folder = results_dir() / runtime.device_slug()
+        write_results(folder / f"{stem}.csv", rows)
+        row = ceilings_row(measure_ceilings(), rows["run"].iloc[0], package)
+        write_results(folder / "ceilings.csv", row, key=("run",))
     return rows
 
 
