@@ -73,7 +73,10 @@ def _table_asm(convert: str) -> str:
     lines += [f"mul.rn.f32 f{i}, ${8 + i}, $24;" for i in range(16)]
     lines += [f"{convert} p{i}, f{2 * i + 1}, f{2 * i};" for i in range(8)]
     for i in range(4):
-        lines += [f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;", f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;"]
+        lines += [
+            f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;",
+            f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;",
+        ]
     return "\n".join([*lines, "}"])
 
 
