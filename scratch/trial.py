@@ -49,31 +49,38 @@ def show(name, fn, truth=None):
         if "illegal" in str(e) or "misaligned" in str(e) or "launch fail" in str(e):
             raise
 
-def few(x, q, expert, TOK, ROWS, G, W, FOLD, LUT, routing=None, tiles=None, slots=1, AHEAD=True):
+def few(x, q, expert, TOK, ROWS, G, W, LUT, NREG, routing=None, tiles=None, slots=1):
     E, N, K = q.shape
     M = x.shape[0]
     rows = M if routing is None else routing.rows
     y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(N, ROWS), triton.cdiv(M, TOK) if routing is None else len(tiles))
-    step = G * (128 if FOLD else 64) * W
+    step = G * 64 * W
     kn._few_rows_kernel[grid](
-        x if routing is None else routing.lists, x if routing is None else tiles, expert, x, x.stride(0),
-        q.packed.view(torch.int32), q.absmax, q.code, x, 0, 0, 0, x, x, 0, 0, y, E, M, N, K, slots,
+        x if routing is None else LISTS[id(tiles)], rows, expert, 0, x, x.stride(0),
+        q.packed.view(torch.int32), q.absmax, q.absmax, q.absmax, q.absmax, q.code, x, 0, 0, 0, x, x, 0, 0, y, E, M, N, K, slots,
         ROUTED=routing is not None, X_GROUPED=False, Y_GROUPED=False, EVEN=K % step == 0 and N % ROWS == 0,
-        RANK=0, PADDED_RANK=0, HAS_BIAS=False, BLOCK_SIZE=q.block_size, TOKENS=TOK, ROWS=ROWS, GROUPS=G, WARPS=W,
-        AHEAD=AHEAD, FOLD=FOLD, LUT=LUT, num_warps=W)
+        r=0, RANK=0, HAS_BIAS=False, BLOCK_SIZE=q.block_size, SCALE="float32", NESTED_BLOCK=256, TOKENS=TOK, ROWS=ROWS, GROUPS=G, WARPS=W,
+        LUT=LUT, num_warps=W, maxnreg=NREG or None)
     return y
 
-def many(x, q, routing, tiles, by_row, TOK, SM, OUT, DEPTH, ST, W, slots, GROUP=8):
+from kernelbook.moe_lora import op as mop
+from kernelbook.nf4 import op as nop
+def packed_of(q):
     E, N, K = q.shape
-    width = K if by_row else N
-    y = torch.empty(routing.rows, width, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(width, OUT) * len(tiles),)
-    kh._many_rows_kernel[grid](
-        routing.lists if len(tiles) == 0 else LISTS[id(tiles)], 0 if len(tiles) == 0 else routing.rows,
-        x, x.stride(0), q.packed.view(torch.int32), q.absmax, q.absmax, q.absmax, q.absmax, q.code, y,
-        E, N, K, slots, len(tiles), X_GROUPED=False, Y_GROUPED=False, BY_ROW=by_row, BLOCK_SIZE=q.block_size,
-        SCALE="float32", NESTED_BLOCK=256, TOKENS=TOK, SMALLER=SM, OUT=OUT, DEPTH=DEPTH, STAGES=ST, WARPS=W, GROUP=GROUP, num_warps=W)
+    from kernelbook.packed.products import Matrices
+    return Matrices(q.packed, q.absmax, q.code, (q.nested_absmax, q.nested_code, q.nested_offset), q.block_size, (E, K, N))
+def many(x, q, routing, tiles, by_row, *variant, k=1):
+    w = packed_of(q)
+    if by_row:
+        w = w.transpose()
+    y = torch.empty(routing.rows, w.shape[2], dtype=x.dtype, device=x.device)
+    assert mop._launch_packed(routing, mop._Rows(x, False, k), w, None, None, y, False, variant)
+    return y
+def one(x, q, *variant):
+    y = torch.empty(x.shape[0], q.shape[1], dtype=x.dtype, device=x.device)
+    parts = (q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset)
+    assert nop._run_by_tiles(x, parts, None, 0, y, q.shape, q.block_size, variant)
     return y
 
 LISTS = {}
@@ -102,22 +109,18 @@ def part_many():
         show("dequantize all", lambda: kb.nf4_dequantize(q))
         if E == 128:
             show("packed as it is, fwd", lambda: kb.scatter2scatter(x, q, routing), true_y)
-        t128, t256 = tile_list(routing, 128), tile_list(routing, 256)
-        s128, s256 = tile_list(r1, 128), tile_list(r1, 256)
         for by_row in (False, True):
-            for TOK, SM, OUT, DEPTH, ST, W, GROUP in (
-                (256, 3, 128, 64, 3, 8, 8), (256, 3, 128, 64, 3, 8, 1), (128, 2, 256, 64, 3, 8, 8), (128, 1, 128, 64, 3, 8, 8), (128, 2, 128, 64, 3, 8, 8),
-                (256, 3, 128, 64, 2, 8, 8), (256, 3, 128, 128, 2, 8, 8), (128, 2, 128, 128, 2, 8, 8), (128, 2, 128, 64, 3, 4, 8), (256, 3, 64, 64, 3, 4, 8), (128, 2, 64, 64, 3, 4, 8)):
-                if DEPTH == 128 and E == 8: continue
+            for v in ((256, 2, 128, 64, 4, 4, 8), (256, 2, 128, 64, 3, 4, 8), (256, 2, 128, 64, 4, 8, 8), (128, 2, 128, 64, 4, 4, 8), (128, 2, 128, 64, 4, 4, 4),
+                      (256, 2, 64, 64, 4, 4, 4), (128, 2, 256, 64, 4, 4, 8), (128, 2, 128, 128, 3, 3, 8), (128, 2, 64, 64, 4, 4, 4)):
                 if by_row:
-                    show(f"many dX {TOK, SM, OUT, DEPTH, ST, W, GROUP}", lambda: many(dy, q, r1, s256 if TOK == 256 else s128, True, TOK, SM, OUT, DEPTH, ST, W, 1, GROUP), true_dx)
+                    show(f"many dX {v}", lambda: many(dy, q, r1, None, True, *v), true_dx)
                 else:
-                    show(f"many fwd {TOK, SM, OUT, DEPTH, ST, W, GROUP}", lambda: many(x, q, routing, t256 if TOK == 256 else t128, False, TOK, SM, OUT, DEPTH, ST, W, k, GROUP), true_y)
+                    show(f"many fwd {v}", lambda: many(x, q, routing, None, False, *v, k=k), true_y)
         del q, w, x, dy, wt, true_y, true_dx
         torch.cuda.empty_cache()
 
-VARIANTS = [(16, 4, 8, 0, 0), (16, 4, 8, 0, 1), (16, 4, 4, 0, 1), (16, 8, 4, 0, 1), (16, 2, 8, 0, 1), (32, 2, 8, 0, 1), (32, 4, 8, 0, 1), (32, 4, 4, 0, 0), (16, 2, 8, 1, 0), (16, 8, 8, 0, 1), (32, 4, 4, 0, 1)]
-
+FEW = [(16, 2, 8, 0, 0), (16, 2, 8, 1, 0), (16, 2, 4, 1, 0), (16, 1, 8, 1, 0), (16, 2, 8, 1, 80), (16, 2, 4, 0, 80), (16, 1, 8, 0, 64), (32, 1, 8, 1, 0), (32, 1, 4, 1, 128), (16, 4, 4, 1, 128), (16, 2, 4, 1, 64)]
+ONE = [(16, 1, 64, 128, 4, 4, 4), (16, 1, 64, 64, 4, 8, 4), (16, 1, 64, 256, 3, 3, 4), (16, 1, 128, 64, 4, 8, 4)]
 def part_matmul():
     from bitsandbytes import matmul_4bit
     from kernelbook.nf4.bench import _state
@@ -141,17 +144,12 @@ def part_matmul():
             show("bitsandbytes", lambda: matmul_4bit(x, q.packed[:, None].t(), quant_state=state))
             show("dequantize + mm", lambda: x @ kb.nf4_dequantize(q)[0].t())
             show("nf4_matmul as it is", lambda: kb.nf4_matmul(x, q, expert), truth)
-            tok = max(8, M)
-            variants = VARIANTS if N == 14336 and M in (1, 8) else VARIANTS[:5] + VARIANTS[6:7]
-            for ROWS, G, W, FOLD, LUT in variants:
-                for TOK in ({tok} if M <= 16 else {16, tok} if M == 32 else {32, 64}):
-                    if TOK * ROWS > 1024: continue
-                    show(f"few {TOK, ROWS, G, W, FOLD, LUT}", lambda: few(x, q, expert, TOK, ROWS, G, W, bool(FOLD), bool(LUT)), truth)
-            if M >= 16:
-                r = kb.route(torch.zeros(M, 1, dtype=torch.int64, device=DEV), 1)
-                t = tile_list(r, M)
-                for OUT, DEPTH, ST, W in ((64, 64, 4, 4), (64, 128, 3, 4), (128, 64, 4, 8), (128, 128, 2, 8), (64, 256, 2, 4)):
-                    show(f"many {M, 1, OUT, DEPTH, ST, W}", lambda: many(x, q, r, t, False, M, 1, OUT, DEPTH, ST, W, 1), truth)
+            if M <= 8:
+                for ROWS, G, W, LUT, R in FEW if N == 14336 and M == 1 else FEW[1:6]:
+                    show(f"few {8, ROWS, G, W, LUT, R}", lambda: few(x, q, expert, 8, ROWS, G, W, bool(LUT), R), truth)
+            tok = max(16, M)
+            for _, h, *v in ONE:
+                show(f"one {tok, h, *v}", lambda: one(x, q, tok, h, *v), truth)
 
 def part_routed():
     for E, N, K, k in ((128, 1536, 2048, 8), (128, 2048, 768, 8)):
@@ -171,15 +169,14 @@ def part_routed():
             show("read bytes", lambda: _read[(triton.cdiv(n, 4096),)](q.packed.view(torch.int32), n, q.absmax.view(torch.int32), n // 8, out, BLOCK=4096, num_warps=8))
             show("dense", lambda: kb.scatter2scatter(x, wt, routing), truth)
             show("packed as it is", lambda: kb.scatter2scatter(x, q, routing), truth)
-            for TOK in (8, 16, 32):
-                if TOK == 16 and T < 16 or TOK == 32 and T < 64 or TOK == 8 and T > 64: continue
-                tiles = tile_list(routing, TOK)
-                for ROWS, G, W, FOLD, LUT in ((16, 4, 8, 0, 0), (16, 4, 8, 0, 1), (16, 4, 4, 0, 1), (32, 2, 8, 0, 1), (32, 4, 4, 0, 1), (16, 2, 8, 0, 1), (32, 4, 8, 0, 1), (64, 2, 4, 0, 1)) if K == 2048 else ((16, 3, 4, 0, 1), (32, 3, 4, 0, 1), (16, 1, 4, 0, 1), (32, 1, 4, 0, 1), (64, 1, 4, 0, 1), (16, 3, 4, 0, 0), (32, 1, 4, 0, 0), (32, 3, 2, 0, 1)):
-                    if TOK * ROWS > 1024: continue
-                    show(f"few {TOK, ROWS, G, W, FOLD, LUT}", lambda: few(x, q, ids, TOK, ROWS, G, W, bool(FOLD), bool(LUT), routing, tiles, k), truth)
-            if T >= 64:
-                tm = tile_list(routing, 128)
-                show("many (128, 2, 128, 64, 3, 8)", lambda: many(x, q, routing, tm, False, 128, 2, 128, 64, 3, 8, k), truth)
+            if T <= 64:
+                tiles = tile_list(routing, 8)
+                for ROWS, G, W, LUT, R in ((64, 2, 4, 1, 0), (64, 1, 4, 1, 0), (64, 1, 4, 1, 128), (32, 1, 4, 1, 128), (32, 1, 4, 0, 128), (32, 2, 4, 0, 168), (64, 1, 4, 0, 0)):
+                    if K == 768 and G == 2: continue
+                    show(f"few {8, ROWS, G, W, LUT, R}", lambda: few(x, q, ids, 8, ROWS, G, W, bool(LUT), R, routing, tiles, k), truth)
+            for v in ((16, 1, 64, 128, 4, 4, 4), (16, 1, 128, 64, 4, 4, 4), (16, 1, 128, 64, 4, 8, 4), (16, 1, 128, 128, 3, 3, 4), (16, 1, 128, 128, 3, 3, 8), (16, 1, 64, 256, 3, 3, 4), (32, 1, 128, 64, 4, 4, 4), (32, 1, 64, 128, 4, 4, 4), (128, 2, 128, 64, 4, 4, 4)):
+                if v[0] > 16 and T < 64: continue
+                show(f"many {v}", lambda: many(x, q, routing, None, False, *v, k=k), truth)
         del q, w, wt
         torch.cuda.empty_cache()
 

@@ -16,7 +16,7 @@ from tensors import call_with, label, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
-from kernelbook import check, compiled, runtime, timing
+from kernelbook import autotune, check, compiled, runtime, timing
 from kernelbook.attention import (
     causal_mask_reference,
     flash_attention_backward_reference,
@@ -136,9 +136,9 @@ def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """For tests that change how plans are made."""
-    op._plain.cache_clear()
+    autotune.forget()
     yield
-    op._plain.cache_clear()
+    autotune.forget()
 
 
 def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:
@@ -607,15 +607,21 @@ def test_every_head_size_has_tiles_that_fit(target: str) -> None:
 
 def test_causal_programs_stay_only_where_they_are_equally_long() -> None:
     hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
-    assert hopper.forward_grid(32, 64, 128, False, 132) == (132, False)
-    assert hopper.forward_grid(32, 64, 128, True, 132) == (132, True)  # 1024 pairs: 8 rounds, the last almost full
-    assert hopper.forward_grid(32, 9, 128, True, 132) == (
+    assert hopper.forward_grid(32, 64, 128, False, False, False, 132) == (132, False)
+    assert hopper.forward_grid(32, 64, 128, True, False, False, 132) == (
+        132,
+        True,
+    )  # 1024 pairs: 8 rounds, the last almost full
+    assert hopper.forward_grid(32, 9, 128, True, False, False, 132) == (
         288,
         False,
     )  # 144 pairs: 12 programs would have twice the work
-    assert hopper.forward_grid(33, 64, 128, True, 132) == (33 * 64, False)  # one block of each head would be left over
-    assert hopper.forward_grid(4, 20, 128, False, 132) == (80, False)  # fewer blocks than multiprocessors
-    assert hopper.forward_grid(32, 64, 256, False, 132) == (32 * 64, False)
+    assert hopper.forward_grid(33, 64, 128, True, False, False, 132) == (
+        33 * 64,
+        False,
+    )  # one block of each head would be left over
+    assert hopper.forward_grid(4, 20, 128, False, False, False, 132) == (80, False)  # fewer blocks than multiprocessors
+    assert hopper.forward_grid(32, 64, 256, False, False, False, 132) == (32 * 64, False)
 
 
 def test_tiles_for_hopper_follow_the_length() -> None:
@@ -702,6 +708,32 @@ def test_programs_that_stay_for_many_blocks(problem: tuple[int, ...], causal: bo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", (None, 1, 100, 700))
+@pytest.mark.parametrize("lengths", (False, True))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("d", (40, 64, 128, 256))
+def test_lengths_and_windows_of_real_sizes(d: int, causal: bool, lengths: bool, window: int | None) -> None:
+    """NaN where there is no key; more and fewer queries than keys; the Hopper kernels as well as the plain ones."""
+    if not causal and window is not None:
+        return
+    for n, s in ((1300, 1100), (300, 1100), (1030, 1290)):
+        q, k, v = _qkv(3, 4, 2, n, s, d, dtype=torch.bfloat16)
+        given: dict[str, Any] = {"causal": causal, "window": window}
+        if lengths:
+            given["lengths"] = torch.tensor((0, 517, s - 1), device=runtime.DEVICE)
+            for b, length in enumerate(given["lengths"].tolist()):
+                k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
+        for how in (op.plain_kernels(), contextlib.nullcontext()):
+            with how:
+                check.check_op(
+                    functools.partial(kb.flash_attention, **given),
+                    functools.partial(flash_attention_reference, **given),
+                    {"q": q, "k": k, "v": v},
+                    grads=("q", "k", "v"),
+                )
+
+
+@pytest.mark.gpu
 def test_programs_of_any_length_do_not_wait_for_ever() -> None:
     """The Hopper kernels pass tiles between warps through barriers: every count of tiles, once."""
     for d in (64, 128, 256):
@@ -736,7 +768,7 @@ def test_float64_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("how", ("hopper", "boxes", "pointers"))
-@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("d", (64, 128, 256))
 def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is added atomically; a race between copies and tensor cores would show too."""
     if how != "hopper":
@@ -747,10 +779,10 @@ def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch:
     q, k, v = _qkv(1, 4, 2, 512 if small else 2048, 512 if small else 2048, d, dtype=dtype)
     do = torch.randn_like(q)
     with timing.allow_tf32(True):
-        o, lse = op._flash(q, k, v, True, d**-0.5, None, None)
+        o, lse = torch.ops.kernelbook.flash_attention(q, k, v, True, d**-0.5, None, None)
         first = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5, None, None))
         for _ in range(250):
-            o, lse = op._flash(q, k, v, True, d**-0.5, None, None)
+            o, lse = torch.ops.kernelbook.flash_attention(q, k, v, True, d**-0.5, None, None)
             again = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5, None, None))
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 

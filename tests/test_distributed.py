@@ -45,13 +45,13 @@ def _assert_all_passed(output: str, ranks: int, *checks: str) -> None:
 def test_several_ranks(tmp_path: Path) -> None:
     """Two, then three of them, which go on from what the two have written; at the end one is killed."""
     two = (
-        "expert_parallel", "sharded_four_bits", "active_rows", "kept_equal", "trains_ddp", "trains_fsdp",
+        "expert_parallel", "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp", "trains_fsdp",
         "adapters_are_safe", "transformers_experts", "measures",
     )  # fmt: skip
     code, output = _torchrun(2, tmp_path, *two)
     _assert_all_passed(output, 2, *two)
     assert code == 0
-    three = ("expert_parallel_four_bits", "expert_parallel_without_waiting", "sharded_loads_elsewhere", "resumes_fsdp")
+    three = ("expert_parallel_four_bits", "expert_parallel_without_waiting", "sharded_loads_elsewhere", "active_rows_fsdp", "resumes_fsdp")
     code, output = _torchrun(3, tmp_path, *three, "dies")
     _assert_all_passed(output, 3, *three)
     assert code != 0 and "ok dies" not in output
@@ -68,7 +68,7 @@ def test_several_gpus(tmp_path: Path, ranks: int) -> None:
         pytest.skip(f"needs {ranks} GPUs")
     checks = (
         "expert_parallel", "expert_parallel_four_bits", "expert_parallel_without_waiting", "in_a_graph",
-        "sharded_four_bits", "active_rows", "kept_equal", "trains_ddp", "trains_fsdp", "adapters_are_safe",
+        "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp", "trains_fsdp", "adapters_are_safe",
         "transformers_experts", *(("two_dimensions",) if ranks == 4 else ()),
     )  # fmt: skip
     code, output = _torchrun(ranks, tmp_path, *checks, cpu=False)

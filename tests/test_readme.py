@@ -17,7 +17,7 @@ def test_the_blocks_run_as_they_are_printed() -> None:
     pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("peft")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     given: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), given)  # noqa: S102  the README's own lines

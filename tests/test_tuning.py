@@ -145,8 +145,14 @@ def test_shapes() -> None:
         tuning.parse_shape("large")
     with pytest.raises(ValueError, match="tune: --shape of layer_norm must give N, got M"):
         tuning._cases_of("layer_norm", {"M": 3})
-    forward, backward = tuning._cases_of("layer_norm", {"M": 3, "N": 5})
-    assert (forward.mode, backward.mode) == ("forward", "backward") and forward.shape == {"M": 3, "N": 5}
+    cases = tuning._cases_of("layer_norm", {"M": 3, "N": 5})
+    assert {case.op for case in cases} == {"layer_norm", "rms_norm"}
+    assert all(case.shape.items() >= {"M": 3, "N": 5}.items() for case in cases)
+
+
+def test_what_a_case_asks_planners_for_is_found_without_a_launch() -> None:
+    for case in tuning._cases_of("layer_norm", {"M": 3, "N": 40}):
+        assert f"layer_norm.{case.mode}" in {name for name, _ in tuning._asked(case)}
 
 
 def test_the_search_walks_to_neighbours_of_the_best_and_ends_where_nothing_is_gained(
@@ -198,7 +204,7 @@ def test_the_call_of_a_room_asks_its_planners() -> None:
     for case, expected in (
         (sparse_linear_bench.backward_case((32, 32, 128), 0.5, torch.float16), {"sparse_linear.backward"}),
         (tuning._cases_of("scatter_ffn", ffn)[0], {"scatter_ffn.strategy", "scatter_ffn.vector_up"}),
-        (tuning._cases_of("layer_norm", {"M": 3, "N": 40})[1], {"layer_norm.backward"}),
+        (tuning._cases_of("layer_norm", {"M": 3, "N": 40})[0], {"layer_norm.backward"}),
     ):
         problem = case.build()
         assert isinstance(problem, timing.Problem)

@@ -21,6 +21,8 @@ PACKAGE = "kernelbook"
 # Commands, figures, records, training and other libraries stay at home, and so do the modules that need them.
 AT_HOME = {
     "tuning",
+    "models",
+    "floor",
     "timing",
     "check",
     "cli",

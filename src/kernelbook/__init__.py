@@ -7,6 +7,7 @@ from kernelbook.attention import append_to_pages, flash_attention, paged_attenti
 from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
+from kernelbook.packed.fp4 import fp4_quantize, fp4_tensor
 from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
@@ -18,6 +19,8 @@ __all__ = [
     "__version__",
     "append_to_pages",
     "flash_attention",
+    "fp4_quantize",
+    "fp4_tensor",
     "gather_matmul",
     "layer_norm",
     "moe_lora",

@@ -265,4 +265,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return profiling.profile(given)
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
-    return bench(_all() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select, given.layers)
+    return bench(
+        _all() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select, given.layers
+    )

@@ -8,12 +8,13 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.autotune import derived
 
 # isort: split
 import triton
@@ -25,7 +26,9 @@ __all__ = [
     "NAMESPACE",
     "Box",
     "Launch",
+    "Launched",
     "accumulator",
+    "again",
     "allows_tf32",
     "box",
     "box_form",
@@ -36,11 +39,14 @@ __all__ = [
     "is_aligned",
     "is_observed",
     "is_transformed",
+    "kind_of_call",
     "matrix",
     "operator",
     "precision",
+    "remember",
     "reshaped",
     "strided",
+    "tickets",
     "tl_accumulator",
     "without_autocast",
 ]
@@ -269,6 +275,22 @@ class Launch:
             handles.clear()
         handles[_key(args, device)] = handle
 
+    def settled(
+        self, grid: tuple[int, ...], args: tuple[Any, ...], given: tuple[torch.Tensor, ...]
+    ) -> Callable[..., bool] | None:
+        """``launch(*tensors)``, for ``self(grid, *args)`` with other tensors in the places of those ``given``.
+
+        For calls that cost the host more than the device: make it after such a call, and numbers are looked at no more. The
+        tensors have to have the dtypes, shapes, strides and device of those given. It returns whether it has launched: not
+        where a tensor does not begin on 16 bytes, something watches, or the kernel is another by now. ``None``: nobody
+        can, as this launch did not go through a handle either.
+        """
+        variant, device = self._variants.get(tuple(map(type, args))), given[0].get_device()
+        handle = variant[1].get(_key(args, device)) if variant and _HAS_HANDLES else None
+        if handle is None or any(tensor.data_ptr() % 16 for tensor in given):
+            return None
+        return _settled(self.kernel, handle, grid, args, given, device)
+
 
 def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
     for arg in args:
@@ -346,6 +368,166 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
     }  # fmt: skip
     exec("\n".join(lines), scope)  # noqa: S102
     return cast(Callable[..., bool], scope["launch"])
+
+
+def _settled(
+    kernel: Any, handle: _Handle, grid: tuple[int, ...], args: tuple[Any, ...], given: tuple[torch.Tensor, ...],
+    device: int,
+) -> Callable[..., bool] | None:  # fmt: skip
+    """The launch of these numbers written out, see :meth:`Launch.settled`."""
+    scope: dict[str, Any] = {
+        "kernel": kernel, "handle": handle, "watched": _is_watched, "of_thread": _of_thread,
+        "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream,
+    }  # fmt: skip
+
+    def maps(index: int, form: BoxForm) -> Callable[[torch.Tensor, int], list[Any]]:
+        found: dict[int, list[Any]] = {}
+
+        def of(tensor: torch.Tensor, address: int) -> list[Any]:
+            expanded = found.get(address)
+            if expanded is None:
+                if len(found) >= 4096:
+                    found.clear()
+                expanded = found[address] = handle.expanded(index, Box(tensor, form), address)
+            return expanded
+
+        return of
+
+    places: dict[int, list[int]] = {}  # the same tensor may be given twice, and takes its places in their order then
+    for i, tensor in enumerate(given):
+        places.setdefault(id(tensor), []).append(i)
+    values, boxes = [], 0
+    for i, arg in enumerate(args):
+        if isinstance(arg, Box | torch.Tensor):
+            found = places.get(id(arg.tensor if isinstance(arg, Box) else arg))
+            if found is None:
+                return None  # a copy that was made for this launch
+            place = found.pop(0) if len(found) > 1 else found[0]
+        if isinstance(arg, Box):
+            scope[f"maps{i}"] = maps(boxes, arg.form)
+            values.append(f"*maps{i}(t{place}, p{place})")
+            boxes += 1
+        elif isinstance(arg, torch.Tensor):
+            values.append(f"p{place}")
+        else:
+            scope[f"c{i}"] = arg
+            values.append(f"c{i}")
+    arguments = ", ".join([*values, "*handle.tail"])
+    programs = ", ".join(map(str, (*grid, 1, 1)[:3]))
+    names = [f"t{i}" for i in range(len(given))]
+    lines = [
+        f"def launch({', '.join(names)}):",
+        *(f" p{t[1:]} = {t}.data_ptr()" for t in names),
+        f" if ({' | '.join(f'p{t[1:]}' for t in names)}) % 16 or current_device() != {device} or of_thread.tracing:",
+        "  return False",
+        f" if kernel.device_caches[{device}][0].get(handle.key) is not handle.compiled or kernel.pre_run_hooks or watched():",
+        "  return False",
+        " for found, name, value in handle.globals:",
+        "  if found.get(name) is not value:",
+        "   return False",
+        f" handle.launch({programs}, stream({device}), handle.function, *handle.before, "
+        f"{arguments if _TRITON == (3, 6) else f'({arguments},)'})",
+        " return True",
+    ]
+    exec("\n".join(lines), scope)  # noqa: S102
+    return cast(Callable[..., bool], scope["launch"])
+
+
+# --- calls that were made before ------------------------------------------------------------------------------------
+
+
+class Launched(NamedTuple):
+    """A launch, and the buffers that it used beside arguments and results, each with what makes another one."""
+
+    launch: Launch
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    buffers: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
+
+
+@derived
+def _calls() -> dict[tuple[Any, ...], Callable[..., torch.Tensor | None]]:
+    return {}
+
+
+def kind_of_call(name: str, given: tuple[Any, ...], *numbers: Any) -> tuple[Any, ...] | None:
+    """What decides what a call launches, but for addresses: for calls that cost the host more than the device.
+
+    ``None`` where somebody looks on, wants gradients, has to be told what is wrong, or waits for values to be checked.
+    """
+    if not _HAS_HANDLES or is_observed() or torch.is_autocast_enabled("cuda") or runtime.debug_enabled():
+        return None
+    found, recording = [name, allows_tf32()], torch.is_grad_enabled()
+    for tensor in given:
+        if type(tensor) is not torch.Tensor or (recording and tensor.requires_grad):
+            return None
+        found += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    for number in numbers:
+        if number is not None and type(number) not in (bool, int, float):
+            return None
+        found += (type(number), number)
+    return tuple(found)
+
+
+def again(kind: tuple[Any, ...] | None, given: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The result, where a call of this kind was made before and its launch fits; the first tensor, if there is no result."""
+    call = None if kind is None else _calls().get(kind)
+    return None if call is None else call(*given)
+
+
+def remember(
+    kind: tuple[Any, ...], launched: Launched | None, given: tuple[torch.Tensor, ...], result: torch.Tensor | None
+) -> None:
+    """Has :func:`again` repeat what was launched for the tensors ``given``; a result is a tensor like the first of them."""
+    if launched is None:
+        return
+    results = () if result is None else (result,)
+    tensors = (*given, *results, *(buffer for buffer, _ in launched.buffers))
+    launch, makers = launched.launch.settled(launched.grid, launched.args, tensors), [m for _, m in launched.buffers]
+    if launch is None:
+        return
+    dense = given[0].is_contiguous()
+
+    def call(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
+        if result is None:
+            return first if launch(first, *others) else None
+        out = empty(first.shape, first.dtype, first) if dense else torch.empty_like(first)
+        return out if launch(first, *others, out, *[make(first) for make in makers]) else None
+
+    if len(_calls()) >= 4096:
+        _calls().clear()
+    _calls()[kind] = call
+
+
+# Counters that are zero, as each launch leaves them: by device and stream, and (without a stream) for captured graphs.
+_counters: dict[tuple[int, int | None], torch.Tensor] = {}
+COUNTERS, CAPTURED_COUNTERS = 2**12, 2**18
+
+
+def tickets(count: int, like: torch.Tensor) -> torch.Tensor:
+    """``count`` counters (int32) on the device of ``like``, which are zero and which no other stream uses.
+
+    For kernels that leave them zero.
+
+    A captured graph may run beside anything, so that each call in it gets counters of its own, of memory that was zeroed
+    before; where there is none left, zeroing them becomes part of the graph.
+    """
+    device = like.device
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    index = device.index
+    if torch.cuda.is_current_stream_capturing():
+        spare = _counters.get((index, None))
+        if spare is None or spare.numel() < count:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        found, _counters[index, None] = spare[:count], spare[count:]
+        return found
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    if key not in _counters or _counters[key].numel() < count:
+        _counters[key] = torch.zeros(max(count, COUNTERS), dtype=torch.int32, device=device)
+        if (index, None) not in _counters:
+            _counters[index, None] = torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device)
+    return _counters[key]
 
 
 # --- one declaration an operator ------------------------------------------------------------------------------------
@@ -428,7 +610,9 @@ def operator(
     if visible and _HAS_HANDLES:
         _decompose(qualified, compute)
 
-    parameters = [parameter.split() for parameter in schema.partition("(")[2].rpartition(" ->")[0].strip("()").split(",")]
+    parameters = [
+        parameter.split() for parameter in schema.partition("(")[2].rpartition(" ->")[0].strip("()").split(",")
+    ]
     forward, call = _written_out(
         [parameter[-1] for parameter in parameters],
         [parameter[-1] for parameter in parameters if re.fullmatch(r"Tensor(\(\w+!?\))?\??", parameter[0])],

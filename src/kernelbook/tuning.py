@@ -30,12 +30,13 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from tabulate import tabulate
 from tqdm.auto import tqdm
 
-from kernelbook import autotune, check, runtime, timing
+from kernelbook import autotune, check, launching, runtime, timing
 
 # isort: split
 import triton
@@ -434,6 +435,16 @@ def _plans(mode: str) -> Iterator[None]:
         autotune.forget()
 
 
+def _asked(case: timing.Case) -> list[tuple[str, str]]:
+    """What planners a case asks, and for what; found without a launch, so that nothing is compiled."""
+    with mock.patch.object(launching.Launch, "__call__", lambda *_: None), autotune.watched() as asked:
+        problem = case.build()
+        assert isinstance(problem, timing.Problem)
+        with contextlib.suppress(RuntimeError):
+            problem.providers["kernelbook"]()
+    return list(asked)
+
+
 def compared(room: str, case: timing.Case) -> tuple[float, float, list[tuple[str, str]]] | None:
     """How long a case takes by the rules and with the plans in use, in microseconds, each in turn, and which plans.
 
@@ -443,15 +454,13 @@ def compared(room: str, case: timing.Case) -> tuple[float, float, list[tuple[str
         stored = autotune.stored_plans(runtime.properties())
         if not any(name.startswith(f"{room}.") for plans in stored for name in plans):
             return None
+        used = [(name, key) for name, key in _asked(case) if any(key in plans.get(name, {}) for plans in stored)]
+        if not used:
+            return None
         torch.manual_seed(0)
         problem = case.build()
         assert isinstance(problem, timing.Problem)
         call = problem.providers["kernelbook"]
-        with autotune.watched() as asked:
-            call()
-        used = [(name, key) for name, key in asked if any(key in plans.get(name, {}) for plans in stored)]
-        if not used:
-            return None
         timing.error_ratios(dataclasses.replace(problem, providers={"kernelbook": call}))
     samples: dict[str, list[float]] = {"rules": [], "tuned": []}
     for _ in range(5):

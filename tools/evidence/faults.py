@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention/kernels.py", "attention/kernels_decode.py", "attention/kernels_hopper.py"),
         ("test_attention.py", "test_attention_decode.py"),
     ),
-    "packed": (("packed/kernels.py", "packed/kernels_nvidia.py", "tiles.py"), ("test_nf4.py", "test_moe_lora.py")),
+    "packed": (("packed/kernels.py", "packed/kernels_nvidia.py", "packed/kernels_hopper.py", "tiles.py"), ("test_nf4.py", "test_moe_lora.py")),
 }
 # Calls that keep threads, warps or kernels in order.
 ORDER = ("debug_barrier", "gdc_wait", "fence_async_shared", "wait", "arrive", "store_wait", "barrier", "thread_barrier")

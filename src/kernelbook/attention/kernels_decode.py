@@ -127,46 +127,38 @@ def _store_output(
 
 
 @triton.jit
-def _shares(
-    partial_ptr, partial_lse_ptr, first, used,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
-):  # fmt: skip
-    """-> o (MERGED, ROWS, BLOCK_D) and lse (MERGED, ROWS) of the shares from ``first`` on.
-
-    ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
-    """
-    offs_s, offs_r, offs_d = first + tl.arange(0, MERGED), tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    rows = offs_s[:, None] * ROWS + offs_r[None, :]
-    mask = (offs_s < used)[:, None]
-    parts = tl.load(
-        partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
-        mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
-    )  # fmt: skip
-    return parts, tl.load(partial_lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
-
-
-@triton.jit
 def _merged(
     partial_ptr, partial_lse_ptr,  # (used, ROWS, D), (used, ROWS): of this tile
     used,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all shares, MERGED of them at a time, always in the same order."""
-    # The first shares are on their way while the logarithms of all are looked at.
-    parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, D, ROWS, BLOCK_D, MERGED)
-    offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
-    every_lse = tl.load(
-        partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
-        mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
-    )  # (SHARES, ROWS)  # fmt: skip
-    m = tl.max(every_lse, axis=0)
-    seen = m > float("-inf")
-    shift = tl.where(seen, m, 0.0)
-    l = tl.where(seen, tl.sum(tl.math.exp2(every_lse - shift[None, :]), axis=0), 1.0)
-    acc = tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
-    for first in tl.range(MERGED, used, MERGED):
-        parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
-        acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+    """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all shares, MERGED of them at a time, always in the same order.
+
+    A pipeline through shared memory, where the keys lay: registers would hold too little of what is on its way. ".cg": from
+    the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
+    """
+    offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    acc = tl.zeros((ROWS, BLOCK_D), ACC)
+    l = tl.zeros((ROWS,), ACC)
+    m = tl.full((ROWS,), float("-inf"), ACC)
+    for first in tl.range(0, used, MERGED, num_stages=MERGE_STAGES):
+        offs_s = first + tl.arange(0, MERGED)
+        rows = offs_s[:, None] * ROWS + offs_r[None, :]
+        mask = (offs_s < used)[:, None]
+        parts = tl.load(
+            partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
+            mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        lse = tl.load(partial_lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(lse, axis=0))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.math.exp2(m - shift)
+        weights = tl.math.exp2(lse - shift[None, :])
+        l = l * alpha + tl.sum(weights, axis=0)
+        acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * parts, axis=0)
+        m = m_new
+    seen = l > 0.0
+    l = tl.where(seen, l, 1.0)
     return acc / l[:, None], tl.where(seen, m + tl.math.log2(l), float("-inf"))
 
 
@@ -188,7 +180,7 @@ def _flash_attention_decode_kernel(
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -271,7 +263,9 @@ def _flash_attention_decode_kernel(
             tl.debug_barrier()
             if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == used - 1:
                 tl.store(tickets_ptr + tile, 0)
-                merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, D, ROWS, BLOCK_D, SHARES, MERGED)
+                merged, merged_lse = _merged(
+                    partial_ptr, partial_lse_ptr, used, D, ROWS, BLOCK_D, MERGED, MERGE_STAGES, ACC
+                )
                 _store_output(
                     o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, merged, merged_lse,
                     b, h_kv, first_row, H, N, D, GROUP, LSE, ROWS, BLOCK_D,
@@ -314,9 +308,9 @@ def _append_to_pages_kernel(
 
 MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
-# In steps of a program: the launch and the pipeline's start; a merge; each share that is merged.
-START, MERGE, SHARE = 2.0, 1.5, 0.2
-MERGE_REGISTERS = 128  # of a thread, for shares on their way
+# Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and one reads them alone; a program's
+# start; a merge, and each 64 kB that it reads. Ratios of these decide, and they are much the same on other GPUs.
+ALL_READ, ONE_READS, START, MERGE, MERGED_READ = 1.0, 0.65, 1.5, 2.0, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,21 +328,19 @@ class Plan:
 
 
 def _tiles(
-    rows: int, d: int, itemsize: int, paged: bool, properties: runtime.DeviceProperties
+    heads: int, rows: int, d: int, itemsize: int, paged: bool, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:
     """-> the tiles, and how many programs a multiprocessor is given.
 
-    Memory decides, so that what counts is the bytes under way and how few steps there are: the fastest of some ten tiles a
-    shape on an H200.
+    Memory decides, so that what counts is the bytes under way: the best of some seven tiles a shape on an H200.
     """
     width = block_d(d)
     if itemsize > 2:  # takes each operand into registers three times over
         block_m, block_n, stages = 16, max(16, min(32, 16384 // (width * itemsize))), 4
     elif rows <= 32:
-        # Each thread holds the address of every row that it copies, and pages leave it no pattern to follow.
-        block_m, block_n, stages = max(16, triton.next_power_of_2(rows)), min(128, 16384 // width), 3
-        if rows > 16 or paged or width <= 64:
-            block_n, stages = min(128, 8192 // width), 4
+        block_m, block_n, stages = max(16, triton.next_power_of_2(rows)), min(128, 8192 // width), 4
+        if paged and block_n < 128 and heads >= 0.75 * properties.num_sms:
+            block_n, stages = 2 * block_n, 3  # to look pages up costs the same for a larger tile
     else:
         block_m, block_n, stages = 64, min(64, 8192 // width), 3
     # wgmma, for tiles of 64 rows, reads a stage where it lies; mma.sync has its operands in registers by then.
@@ -364,17 +356,22 @@ def _tiles(
             stages -= 1
     warps = 8 if block_m * width * (itemsize // 2) ** 2 > 8192 else 4
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": width, "STAGES": stages}
-    per_sm = 2 if block_m == 64 and 2 * (shared() + 1024) <= properties.shared_memory_per_sm else 1
+    per_sm = 2 if 2 * (shared() + 1024) <= properties.shared_memory_per_sm else 1
     return triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm
 
 
 @functools.lru_cache(maxsize=4096)
-def _splits(tiles: int, steps: int, slots: int) -> int:
-    """The number of shares that ends first, if ``slots`` programs run at a time and each step takes as long."""
+def _splits(tiles: int, steps: int, step_bytes: int, share_bytes: int, per_sm: int, num_sms: int) -> int:
+    """The number of shares that ends first."""
+    slots = num_sms * per_sm
 
     def time(splits: int) -> float:
-        merging = MERGE + SHARE * splits if splits > 1 else 0.0
-        return -(-tiles * splits // slots) * (-(-steps // splits) + START) + merging
+        waves, rest = divmod(tiles * splits, slots)
+        each = -(-steps // splits) * step_bytes / 32768
+        spent = waves * (each * per_sm * ALL_READ + START)
+        if rest:
+            spent += each * max(ONE_READS, rest / num_sms * ALL_READ) + START
+        return spent + (MERGE + splits * share_bytes / 65536 * MERGED_READ if splits > 1 else 0.0)
 
     return min(range(1, max(1, min(steps, slots)) + 1), key=time)
 
@@ -383,18 +380,27 @@ def _candidates(
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
 ) -> Iterator[tuple[triton.Config, int]]:
     """The rule's tiles with other widths, stages and warps, each split over about as many programs as fill the GPU."""
-    config, per_sm = _tiles(rows, d, itemsize, page > 0, properties)
-    block_m, width = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_D"]
-    tiles = heads * -(-rows // block_m)
+    config, splits = _tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
+    block_m, width, rule = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_D", "BLOCK_N"))
     for block_n in (16, 32, 64, 128):
-        splits = _splits(tiles, -(-keys // block_n), properties.num_sms * per_sm)
         for stages in (2, 3, 4, 5):
             shared = (2 * block_n * stages + block_m) * width * itemsize
             for warps in (4, 8) if shared <= properties.shared_memory_per_program - 2048 else ():
                 blocks = {**config.kwargs, "BLOCK_N": block_n, "STAGES": stages}
                 for share in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-                    if splits <= 2 * share <= 4 * splits and share * block_n <= keys:
+                    if splits <= 2 * share <= 4 * splits and share * block_n <= max(keys, rule):
                         yield triton.Config(blocks, num_warps=warps, num_stages=stages), share
+
+
+def _tiles_and_shares(
+    heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
+) -> tuple[triton.Config, int]:
+    config, per_sm = _tiles(heads, rows, d, itemsize, page > 0, properties)
+    block_m, block_n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    tile_bytes = 2 * block_n * width * itemsize
+    share_bytes = min(block_m, triton.next_power_of_2(rows)) * width * max(4, itemsize)
+    tiles = heads * -(-rows // block_m)
+    return config, _splits(tiles, -(-keys // block_n), tile_bytes, share_bytes, per_sm, properties.num_sms)
 
 
 @planner("attention.decode", _candidates, buckets=("keys",))
@@ -402,9 +408,7 @@ def tiles_and_shares(
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:
     """The tiles, and over how many programs the keys of one are split."""
-    config, per_sm = _tiles(rows, d, itemsize, page > 0, properties)
-    tiles = heads * -(-rows // config.kwargs["BLOCK_M"])
-    return config, _splits(tiles, -(-keys // config.kwargs["BLOCK_N"]), properties.num_sms * per_sm)
+    return _tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
 
 
 def plan(
@@ -413,17 +417,17 @@ def plan(
     """For ``heads`` key heads over all sequences with room for ``keys`` keys, each read by ``rows`` queries."""
     config, splits = tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
     block_m, width = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_D"]
-    tiles = heads * -(-rows // block_m)
-    stored = min(block_m, triton.next_power_of_2(rows))
-    # As many shares at a time as leave room in registers.
-    merged = min(triton.next_power_of_2(splits), max(1, MERGE_REGISTERS * 32 * config.num_warps // (stored * width)))
+    tiles, stored = heads * -(-rows // block_m), min(block_m, triton.next_power_of_2(rows))
+    listed = 1
+    if page:  # a share's pages at a time, if there are not too many
+        listed = min(512, max(128, triton.next_power_of_2(-(-keys // (splits * page)))))
     blocks = {
         **config.kwargs,
         "ROWS": stored,
-        "MERGED": merged,
-        "SHARES": triton.next_power_of_2(splits),
+        "MERGED": max(1, 4096 // (stored * width)),
+        "MERGE_STAGES": 4,
         "SPLIT": splits > 1,
-        "LISTED": 128 if page else 1,
+        "LISTED": listed,
     }
     whole = triton.Config(blocks, num_warps=config.num_warps, num_stages=config.num_stages)
     return Plan(whole, tiles, splits, stored)

@@ -3,15 +3,24 @@
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
 from kernelbook.autotune import derived
-from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, tl_accumulator
+from kernelbook.launching import (
+    Launch,
+    Launched,
+    accumulator,
+    box_form,
+    cdiv,
+    has_aligned_rows,
+    strided,
+    tl_accumulator,
+)
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -32,15 +41,9 @@ MAX_SCALE, MIN_SCALE = torch.finfo(torch.float32).max / LOG2_E, torch.finfo(torc
 
 
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    lengths: torch.Tensor | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
+    lengths: torch.Tensor | None = None, window: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """``softmax(scale q k^T) v`` without the score matrix; differentiable in q, k and v, bitwise reproducible.
 
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), sections 2 and 3; up to
@@ -69,24 +72,24 @@ def flash_attention(
             a number, or ``window`` not an integer.
         ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
     """
+    given = (q, k, v) if lengths is None else (q, k, v, lengths)
+    kind = launching.kind_of_call("flash_attention", given, causal, scale, window, HAS_GLUON)
+    found = launching.again(kind, given)
+    if found is not None:
+        return found
     q, k, v = arguments.in_autocast_dtype(q, k, v)
-    scale = _check_flash(q, k, v, causal, scale, lengths, window)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        o: torch.Tensor = _flash(q, k, v, causal, scale, lengths, window)[0]
-    else:
-        o = _inference(q, k, v, causal, scale, lengths, window)
-    return o
+    args = q, k, v, causal, _check_flash(q, k, v, causal, scale, lengths, window), lengths, window
+    if kind is None:
+        return cast(torch.Tensor, _flash(*args))
+    found = torch.empty_like(q)
+    launching.remember(kind, _run((found, None), *args), given, found)
+    return found
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, *,
     scale: float | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Attention of up to 16 new queries a sequence, to keys and values in pages; no gradients.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
@@ -111,20 +114,24 @@ def paged_attention(
         TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``scale`` is not a number.
         ValueError: a shape, a device or ``scale`` is not as above; on the CPU also an entry out of range.
     """
+    given = q, k_pages, v_pages, block_table, lengths
+    kind = launching.kind_of_call("paged_attention", given, scale)
+    found = launching.again(kind, given)
+    if found is not None:
+        return found
     q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
-    o: torch.Tensor = _paged(q, k_pages, v_pages, block_table, lengths, scale)
-    return o
+    args = q, k_pages, v_pages, block_table, lengths, _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
+    if kind is None:
+        return cast(torch.Tensor, _paged(*args))
+    found = torch.empty_like(q)
+    launching.remember(kind, _run_paged(found, *args), given, found)
+    return found
 
 
 def append_to_pages(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_table: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Writes new keys and values into their pages, in place, from position ``lengths[b]`` of each sequence on.
 
     Args:
@@ -139,11 +146,16 @@ def append_to_pages(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    _check_append(k, v, k_pages, v_pages, block_table, lengths)
-    tensors: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages)
-    if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
-        tensors = tuple(t.view(torch.int16) for t in tensors)
-    _append(*tensors, block_table, lengths)
+    given: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages, block_table, lengths)
+    kind = launching.kind_of_call("append_to_pages", given)
+    if launching.again(kind, given) is None:
+        _check_append(*given)
+        if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
+            given = (*(t.view(torch.int16) for t in given[:4]), block_table, lengths)
+        if kind is None:
+            torch.ops.kernelbook.append_to_pages(*given)
+        else:
+            launching.remember(kind, _run_append(*given), given, None)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -287,12 +299,8 @@ def _in_boxes(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _arguments(form: Any, *tensors: torch.Tensor) -> list[Any]:
-    """Tensors as the plain kernels take them: with their strides, or as boxes of this form."""
-    found: list[Any] = []
-    for tensor in tensors:
-        found += (tensor, *tensor.stride()) if form is None else (form(tensor), 0, 0, 0, 0)
-    return found
+def _strided(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor, *tensor.stride())
 
 
 @contextlib.contextmanager
@@ -309,42 +317,62 @@ def plain_kernels() -> Iterator[None]:
 # --- plans: which kernel, in which tiles ----------------------------------------------------------------------------
 
 
-@functools.cache
-def _launch(kernel: str, **constants: Any) -> Launch:
-    """The launches of all plans that differ in nothing that is compiled."""
-    return Launch(
-        getattr(kernels_hopper if "hopper" in kernel else kernels, f"_flash_attention_{kernel}_kernel"), **constants
-    )
+# One for all plans that differ in nothing that is compiled.
+_launch = functools.cache(Launch)
+
+
+class _Plan(NamedTuple):
+    """A launch, how many rows a program of it owns, and tensors as it takes them: rows of queries, of keys, results, vectors."""
+
+    launch: Launch
+    owned: int
+    queries: Callable[[torch.Tensor], tuple[Any, ...]]
+    keys: Callable[[torch.Tensor], tuple[Any, ...]]
+    results: Callable[[torch.Tensor], tuple[Any, ...]]
+    vectors: Callable[[torch.Tensor], Any]
+    hopper: bool
 
 
 @derived
-def _plain(
-    kernel: str, d: int, group: int, dtype: torch.dtype, causal: bool, boxes: bool, lengths: bool, window: bool,
-    precision: str, properties: runtime.DeviceProperties,
-) -> tuple[Launch, int, int, Any, Any]:  # fmt: skip
-    """-> the launch of a kernel for every GPU, its BLOCK_M and BLOCK_N, and the boxes of tensors in such blocks."""
+def _plan(
+    kernel: str, d: int, group: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool, s: int,
+    boxes: bool, boxed_results: bool, gluon: bool, precision: str, properties: runtime.DeviceProperties,
+) -> _Plan:  # fmt: skip
+    """``boxes``: descriptors can read the arguments; ``boxed_results``: and write the results."""
+    name, config = f"_flash_attention_{kernel if kernel == 'fwd' else f'bwd_{kernel}'}", None
+    kind: dict[str, Any] = {"GROUP": group, "CAUSAL": causal, "LENGTHS": lengths, "WINDOW": window}
+    if gluon and boxes and boxed_results:
+        config = kernels_hopper.config(kernel, d, dtype.itemsize, s, causal, window, properties)
+    if config is not None:
+        blocks = config.kwargs
+        walked = "BLOCK_M" if kernel == "dkdv" else "BLOCK_N"
+        wide = kernel == "dkdv" and blocks["BLOCK_D"] > 128
+        function = getattr(kernels_hopper, f"{name}{'_wide' if wide else ''}_hopper_kernel")
+        launch = _launch(function, **kind, **blocks, num_warps=config.num_warps)
+        forms = [
+            box_form(
+                1, 1, rows, blocks["BLOCK_D"], layout=NVMMASharedLayout(min(128, 2 * blocks["BLOCK_D"]), 16, rank=4)
+            )
+            for rows in (blocks["ROWS"], blocks[walked])
+        ]
+        own, others = (lambda t, form=form: (form(t),) for form in forms)
+        owned = blocks["ROWS"] * blocks.get("WARPGROUPS", 1 if wide else 2)
+        if kernel != "dkdv":
+            return _Plan(launch, owned, own, others, own, lambda t: t, True)
+        vector = box_form(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1))
+        return _Plan(launch, owned, others, own, own, lambda t: vector(t.view(-1)), True)
+    boxes = boxes and not lengths  # boxes would hold what lies beyond a length
     config = kernels.config(kernel, d, dtype.itemsize, boxes, properties)
-    block_m, block_n, block_d = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     launch = _launch(
-        kernel if kernel == "fwd" else f"bwd_{kernel}", LENGTHS=lengths, WINDOW=window, D=d, GROUP=group, CAUSAL=causal,
-        BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
+        getattr(kernels, f"{name}_kernel"), **kind, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    forms = [box_form(1, 1, rows, block_d) if boxes else None for rows in (block_m, block_n)]
-    return launch, block_m, block_n, *forms
-
-
-def _hopper_form(rows: int, block_d: int) -> Any:
-    return box_form(1, 1, rows, block_d, layout=NVMMASharedLayout(min(128, 2 * block_d), 16, rank=4))
-
-
-@functools.lru_cache(maxsize=4096)
-def _hopper(kernel: str, config: Any, group: int, causal: bool) -> tuple[Launch, int, int, Any, Any]:
-    """-> the launch of a kernel for Hopper GPUs, its rows of what it owns and what it walks over, and their boxes."""
-    owned, moved = config.kwargs["ROWS"], config.kwargs["BLOCK_M" if kernel == "dkdv" else "BLOCK_N"]
-    name = f"{'fwd' if kernel == 'fwd' else f'bwd_{kernel}'}_hopper"
-    launch = _launch(name, GROUP=group, CAUSAL=causal, **config.kwargs, num_warps=config.num_warps)
-    return launch, owned, moved, *(_hopper_form(rows, config.kwargs["BLOCK_D"]) for rows in (owned, moved))
+    block_m, block_n, block_d = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    queries, keys = _strided, _strided
+    if boxes:
+        forms = [box_form(1, 1, rows, block_d) for rows in (block_m, block_n)]
+        queries, keys = (lambda t, form=form: (form(t), 0, 0, 0, 0) for form in forms)
+    return _Plan(launch, block_n if kernel == "dkdv" else block_m, queries, keys, _strided, lambda t: t, False)
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -356,64 +384,40 @@ def _outputs(q: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _run(
-    results: tuple[torch.Tensor, torch.Tensor | None],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    lengths: torch.Tensor | None,
-    window: int | None,
-) -> None:
+    results: tuple[torch.Tensor, torch.Tensor | None], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    causal: bool, scale: float, lengths: torch.Tensor | None, window: int | None,
+) -> Launched | None:  # fmt: skip
     o, lse = results
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
     if k.numel() == 0 or o.numel() == 0:
         o.zero_(), None if lse is None else lse.fill_(math.inf)
-        return
+        return None
     q, k, v = _launchable(q), _launchable(k), _launchable(v)
     q, scale2, _, _, _ = _scaled(q, scale)
     if q.shape[2] <= kernels_decode.MAX_QUERIES:
-        _decode(q, k, v, o, lse, causal, scale2, lengths, window, None)
-    else:
-        lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype)) if lse is None else lse
-        _prefill(q, k, v, o, lse, causal, scale2, lengths, window)
-
-
-_inference = launching.operator(
-    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
-    "-> Tensor",
-    outputs=lambda q, *_others: torch.empty_like(q),
-    run=lambda o, *args: _run((o, None), *args),
-)
-
-
-def _prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None,
-) -> None:  # fmt: skip
-    b, h, n, d = q.shape
-    s, group, itemsize, properties = k.shape[2], h // k.shape[1], q.element_size(), runtime.properties(q.device)
-    boxes = lengths is None and _in_boxes(q, k, v)  # boxes would hold what lies beyond a length
-    section = kernels.section(s, d, itemsize, causal, properties)
-    if HAS_GLUON and boxes and window is None and _in_boxes(o):
-        config = kernels_hopper.forward_config(d, itemsize, s, causal, properties)
-        if config is not None:
-            launch, rows, _, q_form, k_form = _hopper("fwd", config, group, causal)
-            blocks = cdiv(n, rows * config.kwargs["WARPGROUPS"])
-            programs, paired = kernels_hopper.forward_grid(
-                blocks, b * h, config.kwargs["BLOCK_D"], causal, properties.num_sms
-            )
-            tensors = (q_form(q), k_form(k), k_form(v), q_form(o), lse)
-            launch((programs,), *tensors, b, h, n, s, section, int(paired), scale2)
-            return
-    launch, block_m, _, q_form, k_form = _plain(
-        "fwd", d, group, q.dtype, causal, boxes, lengths is not None, window is not None,
-        _precision(q.dtype, properties), properties,
+        return _decode(q, k, v, o, lse, causal, scale2, lengths, window, None)
+    (b, h, n, d), s, properties = q.shape, k.shape[2], runtime.properties(q.device)
+    plan = _plan(
+        "fwd", d, h // k.shape[1], q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v),
+        _in_boxes(o), HAS_GLUON, _precision(q.dtype, properties), properties,
     )  # fmt: skip
-    tensors = (*_arguments(q_form, q), *_arguments(k_form, k, v), *_arguments(None, o), lse)
-    seen = (*launching.strided(lengths, 1, lse), window or 0)
-    launch((cdiv(n, block_m) * b * h,), *tensors, b, h, n, s, section, *seen, scale2)
+    grid, paired = (cdiv(n, plan.owned) * b * h,), ()
+    if plan.hopper:
+        programs, pairs = kernels_hopper.forward_grid(
+            cdiv(n, plan.owned), b * h, d, causal, lengths is not None, window is not None, properties.num_sms
+        )
+        grid, paired = (programs,), (int(pairs),)
+    make = functools.partial(launching.empty, q.shape[:3], accumulator(q.dtype))
+    buffers = () if lse is not None else ((make(q), make),)
+    lse = buffers[0][0] if lse is None else lse
+    section = kernels.section(s, d, q.element_size(), causal, properties)
+    args = (
+        *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.results(o), lse, b, h, n, s, section, *paired,
+        *strided(lengths, 1, lse), window or 0, scale2,
+    )  # fmt: skip
+    plan.launch(grid, *args)
+    return Launched(plan.launch, grid, args, buffers)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -433,56 +437,28 @@ def _run_backward(
         return
     do, q, k, v, o = (_launchable(t) for t in (do, q, k, v, o))
     q, scale2, scale, dq_factor, dk_factor = _scaled(q, scale)
-    b, h, n, d = q.shape
-    h_kv, s, itemsize, properties = k.shape[1], k.shape[2], q.element_size(), runtime.properties(q.device)
-    boxes = lengths is None and _in_boxes(q, k, v, do)
-    dkdv_config, dq_config = None, None
-    if HAS_GLUON and boxes and window is None and _in_boxes(dq, dk, dv):
-        dkdv_config, dq_config = kernels_hopper.backward_config(d, itemsize, properties) or (None, None)
-    lse, delta = _delta(o, do, lse, 1 if dkdv_config is None else kernels_hopper.PADDING)
-    kind = (d, h // h_kv, q.dtype, causal, boxes, lengths is not None, window is not None)
-    precision = _precision(q.dtype, properties)
-    seen = (*launching.strided(lengths, 1, lse), window or 0)
-    sizes = (b, h, n, s, lse.shape[2])
-    launch: Launch
-
-    section = kernels.section(n * (h // h_kv), d, itemsize, causal, properties)
-    if dkdv_config is not None:
-        launch, rows, block_m, k_form, q_form = _hopper("dkdv", dkdv_config, h // h_kv, causal)
-        vector = box_form(block_m, layout=NVMMASharedLayout(0, 32, rank=1))
-        tensors = [q_form(q), k_form(k), k_form(v), q_form(do), k_form(dk), k_form(dv)]
-        vectors = (vector(lse.view(-1)), vector(delta.view(-1)))
-        launch((cdiv(s, 2 * rows) * b * h_kv,), *tensors, *vectors, *sizes, section, scale2, scale)
-    else:
-        launch, _, block_n, q_form, k_form = _plain("dkdv", *kind, precision, properties)
-        tensors = _arguments(q_form, q) + _arguments(k_form, k, v) + _arguments(q_form, do)
-        grads = _arguments(None, dk, dv)
-        launch(
-            (cdiv(s, block_n) * b * h_kv,), *tensors, lse, delta, *grads, *sizes, section, *seen, scale2, scale
+    (b, h, n, d), h_kv, s = q.shape, k.shape[1], k.shape[2]
+    itemsize, properties = q.element_size(), runtime.properties(q.device)
+    kind = (
+        d, h // h_kv, q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v, do),
+        _in_boxes(dq, dk, dv), HAS_GLUON, _precision(q.dtype, properties), properties,
+    )  # fmt: skip
+    of_keys, of_queries = _plan("dkdv", *kind), _plan("dq", *kind)
+    lse, delta = _delta(o, do, lse, kernels_hopper.PADDING if of_keys.hopper else 1)
+    seen = (*strided(lengths, 1, lse), window or 0, scale2, scale)
+    for plan, rows, heads, walked, found in (
+        (of_keys, s, h_kv, n * (h // h_kv), (dk, dv)), (of_queries, n, h, s, (dq,)),
+    ):  # fmt: skip
+        section = kernels.section(walked, d, itemsize, causal, properties)
+        plan.launch(
+            (cdiv(rows, plan.owned) * b * heads,),
+            *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.queries(do), plan.vectors(lse), plan.vectors(delta),
+            *(part for result in found for part in plan.results(result)), b, h, n, s, lse.shape[2], section, *seen,
         )  # fmt: skip
-
-    section = kernels.section(s, d, itemsize, causal, properties)
-    if dq_config is not None:
-        launch, rows, _, q_form, k_form = _hopper("dq", dq_config, h // h_kv, causal)
-        tensors = [q_form(q), k_form(k), k_form(v), q_form(do), q_form(dq)]
-        launch((cdiv(n, 2 * rows) * b * h,), *tensors, lse, delta, *sizes, section, scale2, scale)
-    else:
-        launch, block_m, _, q_form, k_form = _plain("dq", *kind, precision, properties)
-        tensors = _arguments(q_form, q) + _arguments(k_form, k, v) + _arguments(q_form, do)
-        grads = _arguments(None, dq)
-        launch((cdiv(n, block_m) * b * h,), *tensors, lse, delta, *grads, *sizes, section, *seen, scale2, scale)
-
     if dq_factor != 1:
         dq *= dq_factor
     if dk_factor != 1:
         dk *= dk_factor
-
-
-@functools.cache
-def _delta_launch(d: int, dtype: torch.dtype, padded: bool) -> Launch:
-    config = kernels.DELTA_CONFIG
-    constants = {**config.kwargs, "BLOCK_D": kernels.block_d(d), "num_warps": config.num_warps}
-    return _launch("bwd_delta", D=d, ACC=tl_accumulator(dtype), PADDED=padded, **constants)
 
 
 def _delta(o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -490,9 +466,13 @@ def _delta(o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int) 
     b, h, n, d = o.shape
     n_padded = cdiv(n, multiple) * multiple
     delta = lse.new_empty(b, h, n_padded)
-    padded = torch.empty_like(delta) if multiple > 1 else lse
-    grid = (cdiv(n_padded, kernels.DELTA_CONFIG.kwargs["BLOCK_M"]) * b * h,)
-    _delta_launch(d, lse.dtype, multiple > 1)(grid, *_arguments(None, o, do), lse, delta, padded, h, n, n_padded)
+    padded, config = torch.empty_like(delta) if multiple > 1 else lse, kernels.DELTA_CONFIG
+    launch = _launch(
+        kernels._flash_attention_bwd_delta_kernel, D=d, ACC=tl_accumulator(lse.dtype), PADDED=multiple > 1,
+        BLOCK_D=kernels.block_d(d), **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    grid = (cdiv(n_padded, config.kwargs["BLOCK_M"]) * b * h,)
+    launch(grid, *_strided(o), *_strided(do), lse, delta, padded, h, n, n_padded)
     return padded, delta
 
 
@@ -506,13 +486,11 @@ _backward = launching.operator(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, ctx.causal, ctx.scale, lengths, ctx.window = inputs
-    o, lse = output
-    ctx.save_for_backward(q, k, v, o, lse, lengths)
-    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, *output, lengths)
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx: Any, do: torch.Tensor | None, _lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, do: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if do is None:
         return (None,) * 7
     *saved, lengths = ctx.saved_tensors
@@ -526,97 +504,67 @@ _flash = launching.operator(
     run=_run,
     setup_context=_setup_context,
     backward=_autograd,
+    saved=1,
 )
 
 
 # --- few queries ----------------------------------------------------------------------------------------------------
 
-# Counters that are zero, as each launch leaves them: by device and stream, and (without a stream) for captured graphs.
-_counters: dict[tuple[int, int | None], torch.Tensor] = {}
-COUNTERS, CAPTURED_COUNTERS = 2**12, 2**18
-
-
-def _tickets(device: torch.device, count: int) -> torch.Tensor:
-    """``count`` counters (int32) that are zero and that no other stream uses.
-
-    A captured graph may run beside anything, so that each call in it gets counters of its own, of memory that was zeroed
-    before; where there is none left, zeroing them becomes part of the graph.
-    """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    index = device.index
-    if torch.cuda.is_current_stream_capturing():
-        spare = _counters.get((index, None))
-        if spare is None or spare.numel() < count:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        found, _counters[index, None] = spare[:count], spare[count:]
-        return found
-    key = index, torch._C._cuda_getCurrentRawStream(index)
-    if key not in _counters or _counters[key].numel() < count:
-        _counters[key] = torch.zeros(max(count, COUNTERS), dtype=torch.int32, device=device)
-        if (index, None) not in _counters:
-            _counters[index, None] = torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device)
-    return _counters[key]
-
 
 @derived
 def _decode_plan(
-    device: torch.device, gpu: str, b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype,
-    causal: bool, lengths: bool, window: bool, page: int, with_lse: bool, precision: str,
+    b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool,
+    page: int, with_lse: bool, precision: str, properties: runtime.DeviceProperties,
 ) -> tuple[Launch, kernels_decode.Plan]:  # fmt: skip
     """For room for ``blocks`` x 64 keys: each new token would need a plan of its own if it were for an exact number."""
     group = h // h_kv
-    plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, runtime.properties(device), page)
-    return _decode_launch(
-        D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, PAGE=page, LSE=with_lse,
+    plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, properties, page)
+    return _launch(
+        kernels_decode._flash_attention_decode_kernel, D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, PAGE=page, LSE=with_lse,
         ACC=tl_accumulator(dtype), PRECISION=precision, **plan.config.kwargs,
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     ), plan  # fmt: skip
 
 
-@functools.cache
-def _decode_launch(**constants: Any) -> Launch:
-    return Launch(kernels_decode._flash_attention_decode_kernel, **constants)
-
-
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor | None,
     causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None, table: torch.Tensor | None,
-) -> None:  # fmt: skip
-    b, h, n, d = q.shape
-    pages, h_kv, s, _ = k.shape
+) -> Launched:  # fmt: skip
+    (b, h, n, d), (pages, h_kv, s, _), properties = q.shape, k.shape, runtime.properties(q.device)
     page = 0
     if table is not None:
         page, s = s, s * table.shape[1]
-    device, dtype = q.device, q.dtype
-    properties = runtime.properties(device)
-    # The name stands for the properties, whose hash costs the host more than all the rest.
     launch, plan = _decode_plan(
-        device, properties.name, b, h, h_kv, n, cdiv(s, 64), d, dtype, causal and n > 1, lengths is not None,
-        window is not None, page, lse is not None, _precision(dtype, properties),
+        b, h, h_kv, n, cdiv(s, 64), d, q.dtype, causal and n > 1, lengths is not None, window is not None, page,
+        lse is not None, _precision(q.dtype, properties), properties,
     )  # fmt: skip
-    partial, tickets = o, o
+    makers: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     if plan.splits > 1:
-        partial = q.new_empty(plan.programs * plan.rows * (d + 1), dtype=accumulator(dtype))
-        tickets = _tickets(device, plan.tiles)
-    launch(
-        (plan.programs,), *_arguments(None, q, k, v, o), o if lse is None else lse,
-        *launching.strided(lengths, 1, o), *launching.strided(table, 2, o), partial, tickets,
-        h, n, s, pages, plan.splits, window or 0, scale2,
+        size = plan.programs * plan.rows * (d + 1)
+        makers = (
+            functools.partial(launching.empty, (size,), accumulator(q.dtype)),
+            lambda like, count=plan.tiles: launching.tickets(count, like),
+        )
+    partial, tickets = (make(q) for make in makers) if makers else (o, o)
+    args = (
+        *_strided(q), *_strided(k), *_strided(v), *_strided(o), o if lse is None else lse, *strided(lengths, 1, o),
+        *strided(table, 2, o), partial, tickets, h, n, s, pages, plan.splits, window or 0, scale2,
     )  # fmt: skip
+    launch((plan.programs,), *args)
+    return Launched(launch, (plan.programs,), args, tuple(zip((partial, tickets), makers, strict=False)))
 
 
 def _run_paged(
     o: torch.Tensor, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor, scale: float,
-) -> None:  # fmt: skip
+) -> Launched | None:  # fmt: skip
     room = block_table.shape[1] * k_pages.shape[2]
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
     if o.numel() == 0 or room == 0 or k_pages.shape[0] == 0:
         o.zero_()
-        return
+        return None
     q, scale2, _, _, _ = _scaled(_launchable(q), scale)
-    _decode(q, k_pages, v_pages, o, None, True, scale2, lengths, None, block_table)
+    return _decode(q, k_pages, v_pages, o, None, True, scale2, lengths, None, block_table)
 
 
 _paged = launching.operator(
@@ -626,25 +574,26 @@ _paged = launching.operator(
 )
 
 
-@functools.cache
-def _append_launch(page: int, d: int) -> Launch:
-    config = kernels_decode.APPEND_CONFIG
-    constants = {**config.kwargs, "BLOCK_D": kernels.block_d(d), "num_warps": config.num_warps}
-    return Launch(kernels_decode._append_to_pages_kernel, PAGE=page, D=d, **constants)
-
-
 def _run_append(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor,
-) -> None:  # fmt: skip
+) -> Launched | None:  # fmt: skip
     b, h_kv, n, d = k.shape
     pages, _, page, _ = k_pages.shape
     if k.numel() == 0 or block_table.numel() == 0 or pages == 0:
-        return
-    grid = (b * cdiv(h_kv * n, kernels_decode.APPEND_CONFIG.kwargs["BLOCK_R"]),)
-    tables = (block_table, *block_table.stride(), lengths, *lengths.stride())
-    room = page * block_table.shape[1]
-    _append_launch(page, d)(grid, *_arguments(None, k, v, k_pages, v_pages), *tables, h_kv, n, room, pages)
+        return None
+    config = kernels_decode.APPEND_CONFIG
+    launch = _launch(
+        kernels_decode._append_to_pages_kernel, PAGE=page, D=d, BLOCK_D=kernels.block_d(d), **config.kwargs,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    grid = (b * cdiv(h_kv * n, config.kwargs["BLOCK_R"]),)
+    args = (
+        *_strided(k), *_strided(v), *_strided(k_pages), *_strided(v_pages), *_strided(block_table), *_strided(lengths),
+        h_kv, n, page * block_table.shape[1], pages,
+    )  # fmt: skip
+    launch(grid, *args)
+    return Launched(launch, grid, args)
 
 
 # launching.operator() is for operators that return what they compute; this one writes into its arguments.
@@ -653,12 +602,7 @@ torch.library.define(
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.impl(f"{launching.NAMESPACE}::append_to_pages", "default", _run_append)
+torch.library.impl(
+    f"{launching.NAMESPACE}::append_to_pages", "default", lambda *tensors: _run_append(*tensors) and None
+)
 torch.library.register_fake(f"{launching.NAMESPACE}::append_to_pages", lambda *_tensors: None)
-
-
-def _append(*tensors: torch.Tensor) -> None:
-    if torch.compiler.is_compiling() or launching.is_observed() or any(type(t) is not torch.Tensor for t in tensors):
-        torch.ops.kernelbook.append_to_pages(*tensors)
-    else:
-        _run_append(*tensors)

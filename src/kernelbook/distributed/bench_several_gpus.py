@@ -69,7 +69,8 @@ class Sizes:
     Attributes:
         mib: of collectives. tokens: on each GPU, by model. strong: tokens on all GPUs together, by model. layers: of a stack.
         active: shares. sparse: features out and in of a sparse layer, and of a chunk.
-        train: names in ``kernelbook.train.CONFIGS``, changed by ``settings``; sequences a GPU, and on all together.
+        train: names in ``kernelbook.train.CONFIGS``, changed by ``settings``; sequences a GPU, and on all together; ``steps`` between two looks
+            at the clock.
         samples: looks at the clock.
     """
 
@@ -83,6 +84,7 @@ class Sizes:
     train: Sequence[str] = ("large", "huge")
     settings: tuple[tuple[str, Any], ...] = (("depth", 2),)
     sequences: tuple[int, int] = (8, 16)
+    steps: int = 4
     samples: int = 8
 
 
@@ -542,12 +544,12 @@ def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
                 trainer = (
                     ParallelTrainer(config, parallel, progress=False) if parallel else Trainer(config, progress=False)
                 )
-                trainer.run(4)
-                times, steps = [], 4
+                trainer.run(max(sizes.steps, 3))  # the third is the first sparse one
+                times = []
                 for _ in range(3):
                     started = trainer.seconds
-                    trainer.run(trainer.step + steps)
-                    times.append((trainer.seconds - started) * 1e3 / steps)
+                    trainer.run(trainer.step + sizes.steps)
+                    times.append((trainer.seconds - started) * 1e3 / sizes.steps)
                 own = timing.Timing.of(times)
                 found = timing.Timing(*(_slowest(t) for t in (own.ms, own.p20, own.p80)), own.samples)
                 peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if _on_gpu() else math.nan
@@ -568,8 +570,8 @@ def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
                     peak_mib=_slowest(peak), gbytes=_sent_gb(trainer),
                     err_ratio=gap / max(gaps[parallel], 1e-6) if ranks > 1 else math.nan,
                 )  # fmt: skip
-                if parallel == "ddp" and batch == strong:
-                    yield _sparse_gradients(trainer, provider, shape, batch)
+                if parallel and batch == strong:
+                    yield _sparse_gradients(trainer, provider, shape)
                 del trainer
                 _forget()
 
@@ -587,19 +589,19 @@ def _bytes_of_layers(trainer: Any) -> int:
 def _sent_gb(trainer: Any) -> float:
     """GB that a rank sends in a step."""
     ranks, everything = trainer.ranks, sum(p.nbytes for p in trainer.model.parameters())
-    if trainer.parallel == "fsdp":  # gathered forward and backward, and gradients back
-        return 3 * everything * (ranks - 1) / ranks / 1e9
-    if trainer.reduction is not None:
-        everything += trainer.reduced_bytes - _bytes_of_layers(trainer)
-    return 2 * everything * (ranks - 1) / ranks / 1e9
+    rest = everything if trainer.reduction is None else everything - _bytes_of_layers(trainer)
+    reduced = rest if trainer.parallel == "fsdp" else 2 * rest
+    if trainer.parallel == "fsdp":  # gathered forward and backward
+        reduced += 2 * everything
+    return (reduced + 2 * trainer.reduced_bytes) * (ranks - 1) / ranks / 1e9
 
 
-def _sparse_gradients(trainer: Any, provider: str, shape: str, batch: int) -> Row:
-    size = _bytes_of_layers(trainer) if trainer.reduction is None else trainer.reduced_bytes
-    gbytes = 2 * size * (trainer.ranks - 1) / trainer.ranks / 1e9
-    return _row(
-        "sparse_gradients", "backward", provider, torch.float32, shape, ("active", trainer.config.active), gbytes=gbytes
-    )
+def _sparse_gradients(trainer: Any, provider: str, shape: str) -> Row:
+    size = 2 * trainer.reduced_bytes
+    if trainer.reduction is None:
+        size = _bytes_of_layers(trainer) * (1 if trainer.parallel == "fsdp" else 2)
+    gbytes, active = size * (trainer.ranks - 1) / trainer.ranks / 1e9, trainer.config.active
+    return _row("sparse_gradients", "backward", provider, torch.float32, shape, ("active", active), gbytes=gbytes)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -175,6 +175,20 @@ def _spread(items: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> No
         launch((count,), _bits(items), items.stride(0), places, _bits(rows), rows.stride(0), width, hidden)
 
 
+def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids (rows, k): from the expert ``first`` on, and ``own`` for slots that are not for one of ``own``."""
+    theirs, slots = _bits(message.weights), message.weights.shape[1]
+    weights = torch.empty(message.weights.shape, dtype=message.weights.dtype, device=theirs.device)
+    local = torch.empty_like(weights, dtype=torch.int32)
+    if local.numel():
+        launch = _launch(kernels._own_kernel, k=slots, BLOCK=1024)
+        launch(
+            (launching.cdiv(local.numel(), 1024),), theirs, theirs.stride(0), message.ids, message.ids.stride(0),
+            _bits(weights), local, local.numel(), first, own, num_experts,
+        )  # fmt: skip
+    return weights, local
+
+
 # --- there and back -------------------------------------------------------------------------------------------------
 
 
@@ -302,18 +316,6 @@ def exchange(
 # --- everything everywhere ------------------------------------------------------------------------------------------
 
 
-def _packed(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """One message of both: bytes, whatever they stand for; and where in a row the second begins."""
-    parts = [t.contiguous().view(torch.uint8) for t in (weights, ids)]
-    return torch.cat(parts, dim=1), parts[0].shape[1]
-
-
-def _unpacked(
-    small: torch.Tensor, split: int, weights: torch.Tensor, ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return small[:, :split].contiguous().view(weights.dtype), small[:, split:].contiguous().view(ids.dtype)
-
-
 def _everywhere(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
     out = tensor.new_empty(dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:])
     return out, all_gather(out, tensor.contiguous(), group=group, async_op=True)
@@ -325,20 +327,25 @@ def _home(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor,
 
 
 class _Everywhere(torch.autograd.Function):
-    """The rows of all ranks, rank by rank, and what goes with them; backward every rank gets the sums of its own."""
+    """The rows of all ranks, rank by rank, with weights and with ids of ``own`` experts; backward each rank gets the sums of
+    its own rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, group: dist.ProcessGroup
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx: Any, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor, first: int, own: int, num_experts: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         ctx.group = group
-        small, split = _packed(weights, ids)
-        (out, first), (small, second) = _everywhere(rows, group), _everywhere(small, group)
-        first.wait()
-        second.wait()
-        weights, ids = _unpacked(small, split, weights, ids)
-        ctx.mark_non_differentiable(ids)
-        return out, weights, ids
+        slots = ids.shape[1]
+        message = _Message.empty(x.shape[0], x[:, :0], gates)  # what is small, together
+        message.weights.copy_(gates)
+        message.ids[:, :slots].copy_(ids)
+        (whole, one), (rows, two) = _everywhere(message.whole, group), _everywhere(x, group)
+        one.wait()
+        weights, local = _own(_Message.of(whole, 0, slots, x.dtype, gates.dtype), first, own, num_experts)
+        two.wait()
+        ctx.mark_non_differentiable(local)
+        return rows, weights, local
 
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
@@ -349,7 +356,7 @@ class _Everywhere(torch.autograd.Function):
         for found in started:
             if found is not None:
                 found[1].wait()
-        return (*(None if found is None else found[0] for found in started), None, None)
+        return (*(None if found is None else found[0] for found in started), *(None,) * 5)
 
 
 class _Home(torch.autograd.Function):
@@ -389,8 +396,6 @@ def exchange_all(
     """
     first = dist.get_rank(group) * share
     own = max(min(share, num_experts - first), 0)
-    rows, weights, ids = _Everywhere.apply(x, gates, expert_ids, group)
-    local = ids - first
-    skipped = (local < 0) | (local >= own) | (ids >= num_experts)
-    result: torch.Tensor = _Home.apply(experts(rows, local.masked_fill(skipped, own), weights), group)
+    rows, weights, ids = _Everywhere.apply(x, gates, expert_ids, first, own, num_experts, group)
+    result: torch.Tensor = _Home.apply(experts(rows, ids, weights), group)
     return result

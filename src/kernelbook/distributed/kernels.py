@@ -9,6 +9,7 @@ experts there, a *pair*.
     arrive    one program a message: a row, a weight and an id for each of its pairs
     collect   one program an item: the sum of its rows; with weights their gradients travel along
     spread    one program an item: its row to each of its places
+    own       elementwise: which slots of everybody's tokens are for this rank's experts
 
 Copies are of integers, whatever they stand for. Sums are in the order of places, the same bits every time.
 Not handled: rows that are not contiguous.
@@ -171,3 +172,20 @@ def _spread_kernel(
             place = tl.load(places_ptr + item * width + j).to(tl.int64)
             if place >= 0:
                 tl.store(rows_ptr + place * stride_r + offs_h, values, mask=offs_h < H)
+
+
+@triton.jit(do_not_specialize=["N", "first", "own", "E"])
+def _own_kernel(
+    weights_ptr, stride_w, ids_ptr, stride_i,  # (rows, k) of everybody's tokens
+    own_weights_ptr, own_ids_ptr,  # (rows, k) out, contiguous; ids from this rank's first expert on, or own to skip
+    N, first, own, E,
+    k: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, slot, mask = offs // k, offs % k, offs < N
+    ids = tl.load(ids_ptr + row * stride_i + slot, mask=mask, other=-1)
+    local = ids - first
+    mine = (local >= 0) & (local < own) & (ids < E)
+    tl.store(own_ids_ptr + offs, tl.where(mine, local, own), mask=mask)
+    weights = tl.load(weights_ptr + row * stride_w + slot, mask=mask, other=0)
+    tl.store(own_weights_ptr + offs, weights, mask=mask)

@@ -46,7 +46,7 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> Any:
     with _integers_are_constants():
         sharded = fsdp.fully_shard(module, **options)
     if _old():
-        for parameters in _groups_of(sharded):
+        for parameters in groups_of(sharded):
             for parameter in parameters.fsdp_params:
                 if not parameter.sharded_param.is_floating_point():
                     parameter.init_dtype_attrs = types.MethodType(_keep_dtype, parameter)
@@ -89,7 +89,8 @@ def _keep_dtype(parameter: Any, policy: fsdp.MixedPrecisionPolicy) -> None:
     parameter.param_dtype = parameter.reduce_dtype = None
 
 
-def _groups_of(module: Any) -> list[Any]:
+def groups_of(module: Any) -> list[Any]:
+    """The groups of parameters that ``fully_shard`` manages for a module."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]

@@ -103,7 +103,9 @@ class Sizes:
         others = self.layers * (self.attention + self.experts * self.hidden) + self.head
         return (experts + others * 16) / 8e9 + self.cache_gb(batch, context)
 
-    def forward_gflop(self, batch: int, tokens: int, context: int = 0, *, rank: int = 0, logits: int | None = None) -> float:
+    def forward_gflop(
+        self, batch: int, tokens: int, context: int = 0, *, rank: int = 0, logits: int | None = None
+    ) -> float:
         """10^9 operations of a forward pass over ``batch`` sequences of ``tokens`` after ``context`` others.
 
         ``logits``: of how many tokens a sequence the output layer is computed (all).

@@ -226,7 +226,9 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool) -> Callab
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = None
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=runtime.DEVICE.type == "cuda", capturable=runtime.DEVICE.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        trained, lr=1e-4, fused=runtime.DEVICE.type == "cuda", capturable=runtime.DEVICE.type == "cuda"
+    )
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -244,7 +246,7 @@ def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Ten
 
     model.eval()
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
-    cache = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
+    cache: Any = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
 
     @torch.no_grad()
     def prefill() -> torch.Tensor:
@@ -262,7 +264,7 @@ def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], tor
 
     model.eval()
     ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=runtime.DEVICE)
-    cache = StaticCache(config=model.config, max_cache_len=context + ROOM)
+    cache: Any = StaticCache(config=model.config, max_cache_len=context + ROOM)
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
     for layer in cache.layers:
@@ -287,6 +289,10 @@ def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], tor
 # --- the clock ------------------------------------------------------------------------------------------------------
 
 
+def _nothing() -> None:
+    """Before a call."""
+
+
 def _wait() -> None:
     if runtime.DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -304,10 +310,17 @@ def _captured(call: Callable[[], Any], warm: int = 3) -> tuple[Callable[[], Any]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         out = call()
-    return lambda: (graph.replay(), out)[1], graph
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay, graph
 
 
-def _wall(call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = lambda: None) -> tuple[timing.Timing, float]:
+def _wall(
+    call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = _nothing
+) -> tuple[timing.Timing, float]:
     """The wall time of a call, of ``calls`` in a row, and the host's microseconds until it has enqueued one."""
     times, host = [], []
     for _ in range(samples):
@@ -421,7 +434,9 @@ def plans() -> list[Plan]:
                     found += [Plan(model, provider, "decode", batch, graph=graph) for graph in ("0", "1")]
             if kind == "dense":
                 found += [Plan(model, "batched_mm", "decode", 1, graph=graph) for graph in ("0", "1")]
-                found += [Plan(model, provider, "decode", 1, graph="compile") for provider in ("grouped_mm", "batched_mm")]
+                found += [
+                    Plan(model, provider, "decode", 1, graph="compile") for provider in ("grouped_mm", "batched_mm")
+                ]
             if kind == "kernelbook":
                 found.append(Plan(model, provider, "decode", 1, graph="compile"))
             for provider in own:
@@ -434,7 +449,9 @@ def plans() -> list[Plan]:
     for provider in ("torch", "kernelbook:dense"):
         found.append(Plan("GPT-2", provider, "prefill"))
         found += [Plan("GPT-2", provider, "decode", batch, graph=graph) for batch in (1, 32) for graph in ("0", "1")]
-        found += [Plan("GPT-2", provider, "step", 4, checkpoints, graph=g) for checkpoints in (False,) for g in ("0", "1")]
+        found += [
+            Plan("GPT-2", provider, "step", 4, checkpoints, graph=g) for checkpoints in (False,) for g in ("0", "1")
+        ]
     return found
 
 
@@ -445,7 +462,10 @@ def missing_peers() -> list[str]:
         for name, what in (("transformers", "everything"), ("peft", "every step"), ("bitsandbytes", "bitsandbytes"))
         if importlib.util.find_spec(name) is None
     ]
-    return [*missing, "axolotl and Unsloth (their kernels come with patches of whole models from a hub, not as a layer)"]
+    return [
+        *missing,
+        "axolotl and Unsloth (their kernels come with patches of whole models from a hub, not as a layer)",
+    ]
 
 
 def _figures(plan: Plan, sizes: Sizes | None, tokens: int) -> tuple[float, float]:
@@ -527,7 +547,7 @@ class _Session:
             torch._dynamo.reset()
 
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
-        before: Callable[[], None] = lambda: None
+        before: Callable[[], None] = _nothing
         calls = 1
         graph = None
         if plan.task == "decode":
@@ -564,7 +584,12 @@ class _Session:
         }  # fmt: skip
         table = pd.DataFrame([{**self.about, **row}], columns=list(timing.COLUMNS))
         timing.write_results(self.folder / f"{STEM}.csv", table)
-        shown = {"ms": found.ms, "tokens/s": 1e3 * self._tokens_of(plan) / found.ms, "GiB": peak / 1024, "host ms": host / 1e3}
+        shown = {
+            "ms": found.ms,
+            "tokens/s": 1e3 * self._tokens_of(plan) / found.ms,
+            "GiB": peak / 1024,
+            "host ms": host / 1e3,
+        }
         if runtime.DEVICE.type == "cuda":
             parts = _profile(call, found.ms)
             shown["idle"] = parts["none"][0] / found.ms
@@ -694,7 +719,8 @@ def bench(
     session = _Session(folder, layers, tokens, samples, tiny)
     if runtime.DEVICE.type == "cuda":
         session.record_ceilings()
-    failures, left = [], []
+    failures: list[str] = []
+    left: list[str] = []
     for plan in plans() if wanted is None else wanted:
         if select is not None and select not in str(plan):
             continue

@@ -3,10 +3,12 @@
 transformers calls a model's experts through an interface of named implementations. :func:`use_kernels` checks the model,
 registers the name ``"kernelbook"`` and selects it::
 
-    from kernelbook.interop.transformers import quantize_experts, use_kernels
+    from kernelbook.interop.transformers import NF4ExpertsConfig, use_kernels
 
-    quantize_experts(model)  # where the experts are to be 4-bit
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4ExpertsConfig())
     use_kernels(model)
+
+(:func:`quantize_experts` does it for a model that is there already.)
 
 After :func:`register`, ``model.set_experts_implementation("kernelbook")`` selects it too, as does
 ``from_pretrained(..., experts_implementation="kernelbook")``. LoRA pairs that PEFT put on the
@@ -26,16 +28,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from kernelbook import profiling
+from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, Weight, gated_experts, quantize_parameter, stored_weight
 
 __all__ = [
     "NAME",
+    "NF4ExpertsConfig",
     "ProfileCallback",
     "check_experts",
     "expert_modules",
     "expert_parameters",
     "experts_forward",
+    "is_experts",
     "quantize_experts",
     "register",
     "use_kernels",
@@ -71,8 +76,13 @@ def _interface() -> Any:
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules of ``model`` that transformers' interface for experts calls, with their names."""
     for name, module in model.named_modules():
-        if all(hasattr(module, flag) for flag in ("has_gate", "is_transposed", "_apply_gate")):
+        if is_experts(module):
             yield name, module
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether transformers' interface for experts calls this module."""
+    return all(hasattr(module, flag) for flag in ("has_gate", "is_transposed", "_apply_gate"))
 
 
 def _weight_names(experts: Any) -> tuple[str, str]:
@@ -248,11 +258,10 @@ def expert_parameters(model: torch.nn.Module) -> list[str]:
 def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_quant: bool = False) -> int:
     """Replaces the experts' weights by their 4-bit form, frozen, one after the other; returns the bytes saved.
 
-    With PEFT, call it **after** ``get_peft_model``: around quantized parameters PEFT nests its wrappers in another order,
-    and an adapter that is saved so can be loaded only into a model that was quantized first as well.
-    ``state_dict()`` holds the packed bytes and the scales, and loads into a model that was quantized in the same way;
-    ``from_pretrained`` does not know them and would draw the experts at random, so ``model.save_pretrained`` is refused from
-    here on: save the adapters (PEFT does), and quantize the dense model anew.
+    A model that is loaded need not be dense before: see :class:`NF4ExpertsConfig`. What the two give is the same, and so is
+    what ``save_pretrained`` writes from here on: packed bytes and scales, which ``from_pretrained`` reads as they are.
+    Around quantized parameters PEFT nests its wrappers in another order, and an adapter that is saved so can be loaded only
+    into a model that was quantized first as well.
     Every implementation of the experts goes on working; all but ``"kernelbook"`` make all experts dense in each forward
     pass and keep them for the backward pass.
 
@@ -272,16 +281,11 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
                 before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
             )
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if hasattr(base, "save_pretrained"):
-        base.save_pretrained = _refuse_to_save
+    if isinstance(base, transformers.PreTrainedModel):
+        settings = NF4ExpertsConfig(double_quant, block_size)
+        base.hf_quantizer = NF4ExpertsQuantizer(settings, pre_quantized=True)  # type: ignore[assignment]
+        base.config.quantization_config = settings
     return saved
-
-
-def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "save_pretrained: the model must have dense experts, but quantize_experts has packed them, and from_pretrained "
-        "would draw them at random. Save the adapters (the PeftModel's save_pretrained) or model.state_dict()"
-    )
 
 
 # --- profiling ------------------------------------------------------------------------------------------------------

@@ -45,7 +45,12 @@ def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, ty
     for name, module in model.named_modules():
         kind = type(module)
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-        if issubclass(kind, _Norm) or not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        if (
+            issubclass(kind, _Norm)
+            or not isinstance(weight, torch.Tensor)
+            or weight.ndim != 1
+            or not isinstance(eps, float)
+        ):
             continue
         if kind not in kinds:
             fits = _is_rms_norm(kind, 32, eps)

@@ -147,8 +147,8 @@ def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool | No
 RMSNorm = Callable[..., Sequence[torch.Tensor]]
 
 
-def _rms_norms(with_compile: bool) -> dict[str, RMSNorm]:
-    """The forward function of each provider that is installed."""
+def _rms_norms(with_compile: bool | None) -> dict[str, RMSNorm]:
+    """The forward function of each provider that is installed; ``None``: of PyTorch's and ours alone."""
 
     def torch_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
         total = x + residual[0] if residual else x
@@ -163,7 +163,7 @@ def _rms_norms(with_compile: bool) -> dict[str, RMSNorm]:
         torch._functorch.config.donated_buffer = False
         providers["torch.compile"] = torch.compile(torch_rms_norm, dynamic=False)
         providers["kernelbook:compiled"] = torch.compile(ours, dynamic=False, fullgraph=True)
-    if _has("liger"):
+    if with_compile is not None and _has("liger"):
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -174,7 +174,7 @@ def _rms_norms(with_compile: bool) -> dict[str, RMSNorm]:
             return (LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False),)
 
         providers["liger"] = liger_rms_norm
-    if _has("quack"):
+    if with_compile is not None and _has("quack"):
         from quack import rmsnorm
 
         def quack_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -187,7 +187,9 @@ def _rms_norms(with_compile: bool) -> dict[str, RMSNorm]:
     return providers
 
 
-def _rms_problem(mode: str, m: int, n: int, dtype: torch.dtype, residual: bool, with_compile: bool) -> timing.Problem:
+def _rms_problem(
+    mode: str, m: int, n: int, dtype: torch.dtype, residual: bool, with_compile: bool | None
+) -> timing.Problem:
     x, w, _, dy = _inputs(m, n, dtype)
     given = [x, w, *([torch.randn_like(x)] if residual else [])]
     up = [dy, *([torch.randn_like(x)] if residual else [])]
@@ -219,7 +221,7 @@ def _rms_problem(mode: str, m: int, n: int, dtype: torch.dtype, residual: bool, 
     return timing.Problem(providers=providers, truth=truth, baseline=providers["torch"], factor=check.GRADIENT_FACTOR)
 
 
-def _rms_case(mode: str, m: int, n: int, *, residual: bool = False, with_compile: bool = False) -> timing.Case:
+def _rms_case(mode: str, m: int, n: int, *, residual: bool = False, with_compile: bool | None = False) -> timing.Case:
     tensors = {"forward": 2, "backward": 3}[mode] + (residual * (2 if mode == "forward" else 1))
     dtype = torch.bfloat16
     return timing.Case(
@@ -299,8 +301,8 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
     widths = [(8192, n) for n in sorted({model.hidden for model in MODELS.values()})]
     for m, n in [*NAMED_SHAPES, *widths, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
         yield _case("backward", m, n, torch.bfloat16, with_compile=None)
-        yield _rms_case("backward", m, n)
-        yield _rms_case("backward", m, n, residual=True)
+        yield _rms_case("backward", m, n, with_compile=None)
+        yield _rms_case("backward", m, n, residual=True, with_compile=None)
         yield _case("forward", m, n, torch.bfloat16, with_compile=None)  # RMSNorm's has the same plan
 
 

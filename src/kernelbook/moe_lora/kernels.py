@@ -31,13 +31,14 @@ from collections.abc import Iterator
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.autotune import fits, matmul_resources, planner
 from kernelbook.packed.kernels import block_scale, load_tile, table
+from kernelbook.tiles import grouped
 
 # isort: split
 import triton
 import triton.language as tl
 
 # Tiles are listed by ``route`` for each of these heights.
-HEIGHTS = (16, 32, 128)
+HEIGHTS = (16, 32, 128, 256)
 
 # --- routing --------------------------------------------------------------------------------------------------------
 
@@ -161,16 +162,6 @@ def _dot(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
 
 
 # --- products of rows -----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _grouped(pid, num_m, num_n, GROUP: tl.constexpr):
-    """Program -> (row, column) of tiles, in groups of GROUP rows, which share their operands in the L2 cache."""
-    per_group = GROUP * num_n
-    first = pid // per_group * GROUP
-    size = tl.minimum(num_m - first, GROUP)
-    within = pid % per_group
-    return first + within % size, within // size
 
 
 @triton.jit
@@ -350,7 +341,7 @@ def _moe_lora_fwd_rows_kernel(
     SMALL_M: tl.constexpr, r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     order_ptr = routing_ptr
-    pid_m, pid_n = _grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
+    pid_m, pid_n = grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
     tile_ptr = routing_ptr + tiles_at + pid_m * 3
     expert = tl.load(tile_ptr)
     first = tl.load(tile_ptr + 1)

@@ -10,7 +10,8 @@ from kernelbook import arguments, launching, runtime  # before Triton, which it 
 from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.moe_lora import kernels
-from kernelbook.packed import NESTED_BLOCK, NF4Tensor
+from kernelbook.packed import NESTED_BLOCK, NF4Tensor, products
+from kernelbook.packed.products import Matrices
 
 __all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
 
@@ -377,22 +378,6 @@ _route = launching.operator("route(Tensor expert_ids, SymInt experts) -> Tensor"
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
-class _Packed(NamedTuple):
-    """The matrices (E, K, N) that an ``NF4Tensor`` of shape (E, N, K) stands for; ``transposed``: of shape (E, K, N)."""
-
-    packed: torch.Tensor
-    absmax: torch.Tensor
-    code: torch.Tensor
-    nested: tuple[torch.Tensor | None, ...]
-    block_size: int
-    shape: tuple[int, int, int]
-    transposed: bool = False
-
-    def transpose(self, *_: int) -> "_Packed":
-        e, k, n = self.shape
-        return self._replace(shape=(e, n, k), transposed=not self.transposed)
-
-
 class _Given(NamedTuple):
     """The operators' arguments; see :func:`moe_lora`. If ``w`` is packed there is an ``absmax``."""
 
@@ -418,12 +403,12 @@ class _Given(NamedTuple):
     grouped_out: bool
 
     @property
-    def weight(self) -> torch.Tensor | _Packed:
+    def weight(self) -> torch.Tensor | Matrices:
         if self.absmax is None or self.code is None:
             return self.w
         nested = (self.nested_absmax, self.nested_code, self.nested_offset)
         shape = (self.experts, self.x.shape[1], self.n)
-        return _Packed(self.w, self.absmax, self.code, nested, self.block_size, shape)
+        return Matrices(self.w, self.absmax, self.code, nested, self.block_size, shape)
 
 
 _TENSORS = 13  # of those, the first ones
@@ -688,12 +673,14 @@ def _rows_plan(
 
 
 def _launch_rows(
-    routing: Routing, rows: _Rows, w: torch.Tensor | _Packed, lora: _Lora | None, bias: torch.Tensor | None,
+    routing: Routing, rows: _Rows, w: torch.Tensor | Matrices, lora: _Lora | None, bias: torch.Tensor | None,
     y: torch.Tensor, grouped_out: bool, strategy: str, tiles: kernels.Tiles | None = None,
 ) -> None:  # fmt: skip
     """Fills Y (R, N) from rows and w (E, K, N), and lora's U if there is one."""
     x, grouped, slots = rows
-    if isinstance(w, _Packed):
+    if isinstance(w, Matrices):
+        if strategy != "fused" and _launch_packed(routing, rows, w, lora, bias, y, grouped_out):
+            return
         stored, w_strides = w.packed, None
         packed: Any = (w.transposed, w.block_size, w.nested[0] is not None)
     else:
@@ -718,8 +705,8 @@ def _launch_rows(
             b = b.contiguous()
     w_box = None
     scales: tuple[Any, ...] = (None, None, None, None, None)
-    if isinstance(w, _Packed):
-        scales = (w.absmax, *(w.absmax if t is None else t for t in w.nested), w.code)
+    if isinstance(w, Matrices):
+        scales = w.scales
         if plan.launch.constants["PACKED"] != "elements":
             stored = stored.view(torch.int32)
     elif plan.w_form is not None:
@@ -736,6 +723,31 @@ def _launch_rows(
         y,
         scaling, experts, k, n, slots, plan.num_m,
     )  # fmt: skip
+
+
+def _launch_packed(
+    routing: Routing, rows: _Rows, w: Matrices, lora: _Lora | None, bias: torch.Tensor | None, y: torch.Tensor,
+    grouped_out: bool, tiles: Any = None,
+) -> bool:  # fmt: skip
+    """As :func:`_launch_rows`, by a kernel for packed matrices -> whether there is one."""
+    x, grouped, slots = rows
+    e, k, n = w.shape
+    plan = products.plan(
+        routing.rows, (e, k, n) if w.transposed else (e, n, k), w.transposed, x.dtype, w.block_size,
+        w.nested[0] is not None, 0 if lora is None else lora.a.shape[1], bias is not None, grouped, grouped_out,
+        runtime.properties(x.device), tiles,
+    )  # fmt: skip
+    if plan is None or w.packed.data_ptr() % 16:
+        return False
+    if not _has_aligned_rows(x.stride(), x.element_size(), x.data_ptr() % 16 == 0):
+        rows = rows._replace(tensor=x.clone(memory_format=torch.contiguous_format))
+    b = u = None
+    if lora is not None:
+        b, u = lora.b, _empty_u(x, routing.rows, lora.a) if lora.u is None else lora.u
+        _launch_thin(routing, rows, lora._replace(u=u))
+    tiles_at, num_m = _section(routing.rows, routing.num_experts, plan.height)
+    products.launch(plan, routing.lists, tiles_at, num_m, None, rows.tensor, w, b, u, bias, y, slots)
+    return True
 
 
 def _strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:

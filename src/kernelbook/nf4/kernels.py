@@ -309,6 +309,7 @@ def _nf4_quantize_fwd_kernel(
 
 
 MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
+MIN_TILES_M, MAX_TILES_M = 4, 64  # tokens for which tiles for tensor cores are decoded
 MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers
 
 

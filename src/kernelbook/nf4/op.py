@@ -10,7 +10,7 @@ from kernelbook import arguments, launching, runtime  # before Triton, which it 
 from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.nf4 import kernels
-from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor
+from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor, products
 
 __all__ = ["BLOCK_SIZES", "FP4", "NF4", "CodeBook", "NF4Tensor", "nf4_dequantize", "nf4_matmul", "nf4_quantize"]
 
@@ -328,6 +328,8 @@ def _run_matmul(
         return
     m = y.numel() // n
     parts = (packed, absmax, code, nested_absmax, nested_code, nested_offset)
+    if kernels.MIN_TILES_M <= m <= kernels.MAX_TILES_M and _run_by_tiles(x.reshape(m, k), parts, experts, expert, y.view(m, n), shape, block_size):
+        return
     if m > kernels.MAX_MATMUL_M or k % 8 or packed.data_ptr() % 4 or k == 0 or num_experts == 0:
         w = x.new_empty((1, n, k))
         _run_dequantize(w, *parts, experts, expert, shape, block_size)
@@ -344,6 +346,25 @@ def _run_matmul(
         y,
         num_experts, m, n, k // 8,
     )  # fmt: skip
+
+
+def _run_by_tiles(
+    x: torch.Tensor, parts: Any, experts: torch.Tensor | None, expert: int | None, y: torch.Tensor, shape: Any,
+    block_size: int, tiles: Any = None,
+) -> bool:  # fmt: skip
+    """By tensor cores, where there is a kernel for it -> whether there is."""
+    (packed, absmax, code, *nested), (num_experts, n, k), m = parts, shape, x.shape[0]
+    plan = products.plan(
+        m, (1, n, k), False, x.dtype, block_size, nested[0] is not None, 0, False, True, True,
+        runtime.properties(x.device), tiles,
+    )  # fmt: skip
+    if plan is None or packed.data_ptr() % 16 or num_experts == 0:
+        return False
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    w = products.Matrices(packed, absmax, code, tuple(nested), block_size, (num_experts, k, n))
+    products.launch(plan, None, 0, cdiv(m, plan.height), expert if experts is None else experts, x, w, None, None, None, y, 1)
+    return True
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "gated_experts",
     "load_balancing_loss",
     "quantize_parameter",
+    "store_parameter",
     "stored_weight",
 ]
 
@@ -506,11 +507,16 @@ def quantize_parameter(
     if parameter is None:
         raise AttributeError(f"quantize_parameter: {type(module).__name__} has no parameter {name!r}")
     q = nf4_quantize(parameter.detach(), block_size=block_size, double_quant=double_quant)
+    store_parameter(module, name, q)
+    return q
+
+
+def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor) -> None:
+    """Puts ``q`` in the place of the parameter ``module.name``, which is given up."""
     setattr(module, name, torch.nn.Parameter(q.packed, requires_grad=False))
     parametrize.register_parametrization(module, name, NF4Parametrization(q), unsafe=True)
     module.parametrizations[name].__class__ = _Stack  # type: ignore[index]
     type(module).__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
-    return q
 
 
 def _reduce(module: torch.nn.Module, protocol: Any) -> tuple[Any, ...]:

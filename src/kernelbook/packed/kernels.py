@@ -230,15 +230,17 @@ def block_scale(
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
     SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none."""
-    stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
+    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none (``mask``)."""
+    nothing: tl.constexpr = None if mask is None else 0
+    stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=nothing)
     if SCALE == "float32":
         return stored
     nested0 = block0 // NESTED_BLOCK
     within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
-    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=0.0)
-    value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=0.0)
-    return tl.where(mask, value * scale + tl.load(nested_offset_ptr), 0.0)
+    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=nothing)
+    value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
+    value = value * scale + tl.load(nested_offset_ptr)
+    return value if mask is None else tl.where(mask, value, 0.0)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernelbook.packed.kernels import decoded, lut_decoded, lut_fill, table
+from kernelbook.packed.kernels import block_scale, decoded, lut_decoded, lut_fill, table
 
 
 @gluon.constexpr_function
@@ -35,46 +35,57 @@ def _words_layout(warps, rows, words):
 
 @gluon.jit
 def _load(
-    word_ptrs, absmax_ptr, elements, k_w, k_s, k, mask_w, mask_s, K,
-    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    word_ptrs, elements, k_w, k_s, k, mask_w, mask_s, K, x_ptrs, k_x, some,
+    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """GROUPS tensors of words, k elements further on, and their blocks' scales."""
+    """GROUPS tensors of words, k elements further on, their blocks' scales, and the part of x."""
     words = ()
     scales = ()
+    xs = ()
     for g in gl.static_range(GROUPS):
         at = k + g * GROUP
         if EVEN:
             words += (gl.load(word_ptrs + at // 8, cache_modifier=".cg"),)
-            scales += (gl.load(absmax_ptr + (elements + at) // BLOCK_SIZE),)
+            inside = None
         else:
             mask = gl.expand_dims(mask_w & (k_w + at < K), 3)
             words += (gl.load(word_ptrs + at // 8, mask=mask, other=0, cache_modifier=".cg"),)
-            mask = mask_s & (k_s + at < K)
-            scales += (gl.load(absmax_ptr + (elements + at) // BLOCK_SIZE, mask=mask, other=0.0),)
-    return words, scales
+            inside = mask_s & (k_s + at < K)
+        scales += (
+            block_scale(
+                block0, (elements + at) // BLOCK_SIZE, inside,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+            ),
+        )  # fmt: skip
+        # Tokens that are not there get the last one's x, and are not stored.
+        if EVEN:
+            xs += (gl.load(x_ptrs + at),)
+        else:
+            xs += (gl.load(x_ptrs + at, mask=gl.expand_dims(k_x + at < K, 2) & some[None, None, :], other=0.0),)
+    return words, scales, xs
 
 
-@gluon.jit(do_not_specialize=["E", "M", "slots"])
+@gluon.jit(do_not_specialize=["tiles_at", "expert", "E", "M", "slots"])
 def _few_rows_kernel(
-    order_ptr, tiles_ptr,  # (R,) pair of each sorted position; (num_m, 3) group, first position and rows; if ROUTED
-    expert_ptr,  # (1,) integer, unless ROUTED
+    routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there (num_m, 3) group, first position and rows
+    expert_ptr, expert,  # (1,) integer or a number, unless ROUTED
     x_ptr, stride_xm,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
-    packed_ptr,  # (E * N * K / 8,) int32
-    absmax_ptr,  # (blocks,) float32
-    code_ptr,  # (16,) float32
-    a_ptr, stride_ae, stride_an, stride_ar,  # (E, N, r), if RANK > 0
-    u_ptr,  # (R, padded rank) in sorted order, if RANK > 0
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # (E, N, K), words
+    b_ptr, stride_be, stride_bn, stride_br, u_ptr,  # (E, N, r); (R, RANK) in sorted order; if RANK > 0
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N)
     E, M, N, K, slots,
     ROUTED: gl.constexpr, X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
-    RANK: gl.constexpr, PADDED_RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    FOLD: gl.constexpr, LUT: gl.constexpr,
+    r: gl.constexpr, RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+    LUT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    WORDS: gl.constexpr = 4 if FOLD else 2  # of a lane, side by side
+    FOLD: gl.constexpr = BLOCK_SIZE < 32  # the scale multiplies elements; else the sums over a block
+    WORDS: gl.constexpr = 2 if FOLD or BLOCK_SIZE >= 64 else 1  # of a lane, side by side
     GROUP: gl.constexpr = 32 * WORDS
     STEP: gl.constexpr = GROUPS * GROUP
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
@@ -89,23 +100,23 @@ def _few_rows_kernel(
     offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
     out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, result))
     if ROUTED:
-        tile_ptr = tiles_ptr + gl.program_id(1) * 3
+        tile_ptr = routing_ptr + tiles_at + gl.program_id(1) * 3
         expert = gl.load(tile_ptr)
         if expert < 0:
             return
         first = gl.load(tile_ptr + 1)
         rows = gl.load(tile_ptr + 2)
         positions = (first + gl.minimum(offs_t, rows - 1)).to(gl.int64)
-        x_rows = positions if X_GROUPED else gl.load(order_ptr + positions).to(gl.int64) // slots
+        x_rows = positions if X_GROUPED else gl.load(routing_ptr + positions).to(gl.int64) // slots
         out_positions = (first + gl.minimum(out_t, rows - 1)).to(gl.int64)
-        y_rows = out_positions if Y_GROUPED else gl.load(order_ptr + out_positions).to(gl.int64)
+        y_rows = out_positions if Y_GROUPED else gl.load(routing_ptr + out_positions).to(gl.int64)
     else:
-        expert = gl.load(expert_ptr)
+        if expert_ptr is not None:
+            expert = gl.load(expert_ptr)
         first = gl.program_id(1) * TOKENS
         rows = M - first
         x_rows = (first + gl.minimum(offs_t, rows - 1)).to(gl.int64)
         y_rows = (first + out_t).to(gl.int64)
-        out_positions = y_rows
     expert = expert.to(gl.int64)
     exists = (expert >= 0) & (expert < E)
 
@@ -114,7 +125,6 @@ def _few_rows_kernel(
     packed_ptr += row0 * (K // 8)
     block0 = row0 * K // BLOCK_SIZE
     within = (row0 * K - block0 * BLOCK_SIZE).to(gl.int32)
-    absmax_ptr += block0
     offs_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, in_rows))
     offs_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_rows))
     offs_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_lanes)))
@@ -150,37 +160,29 @@ def _few_rows_kernel(
 
     acc = gl.zeros((WARPS, ROWS, TOKENS), gl.float32, layout=mma)
     zeros = gl.zeros((WARPS, ROWS, TOKENS), gl.float32, layout=mma)
-    next_words, next_scales = _load(
-        word_ptrs, absmax_ptr, elements, k_w, k_s, 0, mask_w, mask_s, K, EVEN, BLOCK_SIZE, GROUP, GROUPS
-    )
+    next_words, next_scales, next_xs = _load(
+        word_ptrs, elements, k_w, k_s, 0, mask_w, mask_s, K, x_ptrs, k_x, offs_t < TOKENS,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+        EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, GROUP, GROUPS,
+    )  # fmt: skip
     if LUT:
         entries = gl.arange(0, 256, layout=gl.BlockedLayout([256 // (32 * WARPS)], [32], [WARPS], [0]))
         base = lut_fill(code_ptr, entries, dtype)
         gl.thread_barrier()
     else:
         values = table(code_ptr, dtype)
-    for step in range(steps):
+    for step in range(gl.where(exists, steps, 0)):
         k = step * STEP
         words = next_words
         scales = next_scales
-        if AHEAD:
-            if step + 1 < steps:
-                next_words, next_scales = _load(
-                    word_ptrs, absmax_ptr, elements, k_w, k_s, k + STEP, mask_w, mask_s, K,
-                    EVEN, BLOCK_SIZE, GROUP, GROUPS,
-                )  # fmt: skip
-        elif step > 0:
-            words, scales = _load(
-                word_ptrs, absmax_ptr, elements, k_w, k_s, k, mask_w, mask_s, K, EVEN, BLOCK_SIZE, GROUP, GROUPS
-            )
+        xs = next_xs
+        if step + 1 < steps:
+            next_words, next_scales, next_xs = _load(
+                word_ptrs, elements, k_w, k_s, k + STEP, mask_w, mask_s, K, x_ptrs, k_x, offs_t < TOKENS,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+                EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, GROUP, GROUPS,
+            )  # fmt: skip
         for g in gl.static_range(GROUPS):
-            # Tokens that are not there get the last one's x, and are not stored.
-            at = k + g * GROUP
-            if EVEN:
-                x = gl.load(x_ptrs + at)
-            else:
-                mask = gl.expand_dims(k_x + at < K, 2) & (offs_t < TOKENS)[None, None, :]
-                x = gl.load(x_ptrs + at, mask=mask, other=0.0)
             if LUT:
                 w = lut_decoded(words[g], base, dtype)
             else:
@@ -189,17 +191,26 @@ def _few_rows_kernel(
             w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, GROUP))
             w = gl.convert_layout(w, left, assert_trivial=True)
             if FOLD:
-                acc = mma_v2(w, x, acc)
+                acc = mma_v2(w, xs[g], acc)
             else:
-                acc += mma_v2(w, x, zeros) * gl.expand_dims(scales[g], 2)
+                acc += mma_v2(w, xs[g], zeros) * gl.expand_dims(scales[g], 2)
+    if RANK > 0:
+        # U B^T, by the first warp. The instruction takes 32 of the rank at a time.
+        PART: gl.constexpr = max(RANK, 32)
+        b_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))[:, None]
+        b_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))[None, :]
+        b_r = gl.arange(0, PART, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, :]
+        u_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None]
+        u_r = gl.arange(0, PART, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :]
+        b_rows = gl.where(exists, expert, 0) * stride_be + b_n.to(gl.int64) * stride_bn
+        b_ptrs = b_ptr + gl.expand_dims(b_rows, 2) + gl.expand_dims(b_r * stride_br, 1)
+        mask_b = gl.expand_dims((b_n < N) & (b_w == 0) & exists, 2) & gl.expand_dims(b_r < r, 1)
+        b = gl.load(b_ptrs, mask=mask_b, other=0.0)
+        u_ptrs = u_ptr + gl.expand_dims(u_r, 2) + (positions * RANK)[None, None, :]
+        mask_u = gl.expand_dims((u_w == 0) & (u_r < RANK), 2) & (offs_t < TOKENS)[None, None, :]
+        acc = mma_v2(b, gl.load(u_ptrs, mask=mask_u, other=0.0), acc)
     y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, TOKENS)
     out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
-    if RANK > 0:
-        for r in gl.static_range(RANK):
-            b_ptrs = a_ptr + expert * stride_ae + out_n.to(gl.int64) * stride_an + r * stride_ar
-            b = gl.load(b_ptrs, mask=(out_n < N) & exists, other=0.0).to(gl.float32)
-            u = gl.load(u_ptr + out_positions * PADDED_RANK + r, mask=out_t < rows, other=0.0).to(gl.float32)
-            y += b[:, None] * u[None, :]
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert * stride_ce + out_n.to(gl.int64) * stride_cn
         y += gl.load(bias_ptrs, mask=(out_n < N) & exists, other=0.0).to(gl.float32)[:, None]

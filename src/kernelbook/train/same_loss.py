@@ -108,7 +108,7 @@ def _train(
     optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=runtime.DEVICE.type == "cuda")
     warm = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1))))
+        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1))))
     )
     losses = torch.zeros(steps, device=runtime.DEVICE)
     evaluated = [(0, _validation(model, data, mixed))]
@@ -169,7 +169,8 @@ def finetune(
     if way.startswith("kernelbook"):
         interop.use_kernels(model)
     else:
-        model.get_base_model().set_experts_implementation(way)
+        base_model: Any = model.get_base_model()
+        base_model.set_experts_implementation(way)
     every = max(1, steps // 10)
     losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=every)
     block = max(1, steps // 50)

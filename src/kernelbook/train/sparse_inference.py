@@ -335,8 +335,8 @@ def measure(
     del trainer
     trained = time.perf_counter() - began
     model.requires_grad_(False).eval()
-    for layer in model.sparse_layers().values():
-        layer.active_chunks = None
+    for linear in model.sparse_layers().values():
+        linear.active_chunks = None
     predictors = train_predictors(model, data, rank=rank, steps=predictor_steps, first=config.steps)
     rows: list[dict[str, Any]] = []
 
@@ -347,15 +347,23 @@ def measure(
         note("active", active, layer=layer)
     note("loss dense", loss_with(model, data, evaluated))
     for share in shares:
+
+        def predicted(layer: int, x: torch.Tensor, _: torch.Tensor, share: float = share) -> torch.Tensor:
+            return _best(predictors[layer].scores(x), share)
+
+        def best(_: int, x: torch.Tensor, values: torch.Tensor, share: float = share) -> torch.Tensor:
+            return _best(values, share)
+
         for layer, value in enumerate(recall(model, predictors, data, share, evaluated)):
             note("recall", value, layer=layer, share=share)
-        note("loss predicted", loss_with(
-            model, data, evaluated, lambda layer, x, _: _best(predictors[layer].scores(x), share)), share=share)  # noqa: B023
-        note("loss best", loss_with(model, data, evaluated, lambda _, x, z: _best(z, share)), share=share)  # noqa: B023
+        note("loss predicted", loss_with(model, data, evaluated, predicted), share=share)
+        note("loss best", loss_with(model, data, evaluated, best), share=share)
     table = pd.DataFrame([{**row, **about} for row in rows]).astype(str)
     timing.write_results(folder / f"{LAYERS_STEM}.csv", table, key=LAYERS_KEY)
     print(table[["width", "what", "layer", "share", "value"]].to_string(), flush=True)
-    print(f"width {config.width}: trained in {trained:.1f} s, predictors and losses in {time.perf_counter() - began - trained:.1f} s")
+    print(
+        f"width {config.width}: trained in {trained:.1f} s, predictors and losses in {time.perf_counter() - began - trained:.1f} s"
+    )
     ratio = error_ratio(model, predictors, shares[0], data)
     graphs = (False, True) if runtime.DEVICE.type == "cuda" else (False,)
     start = min(config.context, CONTEXT) // 2

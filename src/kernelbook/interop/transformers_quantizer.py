@@ -1,0 +1,268 @@
+"""transformers' loading with experts in 4 bits: ``from_pretrained(folder, quantization_config=NF4ExpertsConfig())``.
+
+Experts are quantized while they are read. Where a checkpoint keeps a tensor for each expert and projection, as most do, each
+is read, quantized into its place and dropped, so that the dense weights of no layer exist as a whole. Everything else of the
+model is loaded as transformers loads it. ``save_pretrained`` writes the packed bytes and the scales, and ``from_pretrained``
+reads them as they are; both need this module to be imported, which :mod:`kernelbook.interop.transformers` does.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kernelbook import arguments, runtime
+from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
+from kernelbook.nf4.op import _dynamic_code, _quantize_absmax
+from kernelbook.nn.moe import store_parameter
+
+__all__ = ["METHOD", "NF4ExpertsConfig", "NF4ExpertsQuantizer"]
+
+METHOD = "kernelbook_nf4_experts"  # the name in a model's config.json
+NESTED_BLOCK = 256
+
+
+@register_quantization_config(METHOD)
+class NF4ExpertsConfig(QuantizationConfigMixin):
+    """Experts in 4 bits, everything else as it is: a ``quantization_config`` of transformers' ``from_pretrained``.
+
+    Args:
+        double_quant: quantize the scales too.
+        block_size: weights that share a scale: 32, 64, ..., 4096.
+
+    Raises:
+        ValueError: ``block_size`` is another number.
+    """
+
+    def __init__(self, double_quant: bool = False, block_size: int = 64, **others: Any) -> None:
+        arguments.check_choice("NF4ExpertsConfig", "block_size", block_size, BLOCK_SIZES)
+        unknown = set(others) - {"quant_method"}  # which a saved configuration has
+        if unknown:
+            raise TypeError(f"NF4ExpertsConfig: arguments must be double_quant and block_size, got {sorted(unknown)}")
+        self.quant_method = METHOD  # type: ignore[assignment]
+        self.double_quant, self.block_size = bool(double_quant), int(block_size)
+
+    @property
+    def bytes_a_weight(self) -> float:
+        """Of the packed codes and the scales."""
+        scale = 1 + 4 / NESTED_BLOCK if self.double_quant else 4
+        return 0.5 + scale / self.block_size
+
+
+@register_quantizer(METHOD)
+class NF4ExpertsQuantizer(HfQuantizer):
+    """What transformers calls while it loads a model with :class:`NF4ExpertsConfig`."""
+
+    quantization_config: NF4ExpertsConfig  # type: ignore[assignment]
+
+    # --- what transformers asks ---
+
+    @property
+    def quantized_element_size(self) -> float:
+        return self.quantization_config.bytes_a_weight
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Where nothing is said the model goes to where the kernels run."""
+        return {"": runtime.DEVICE} if device_map is None else device_map
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        from kernelbook.interop import transformers as interop
+
+        if not param_name.endswith(("_proj",)):
+            return False
+        module, name = get_module_from_name(model, param_name)
+        return interop.is_experts(module) and name in interop._weight_names(module)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Converters that stack the tensors of single experts become such that quantize them one by one."""
+        if self.pre_quantized:
+            return weight_conversions
+        return [_streaming(converter) or converter for converter in weight_conversions]
+
+    def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
+        from kernelbook.interop import transformers as interop
+
+        for _, experts in interop.check_experts(model):
+            if self.pre_quantized:
+                for name in interop._weight_names(experts):
+                    weight = getattr(experts, name)
+                    store_parameter(experts, name, _empty(weight, self.quantization_config))
+            # transformers would draw new values for what it does not know, through the dense form.
+            experts.__dict__["_is_hf_initialized"] = True
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        from kernelbook.interop import transformers as interop
+
+        for name, experts in interop.expert_modules(model):
+            for weight in interop._weight_names(experts):
+                stored = interop._stored(experts, weight)
+                if not isinstance(stored, NF4Tensor) or not self._has_come(experts, weight):
+                    raise ValueError(
+                        f"from_pretrained: {name}.{weight} must be in the checkpoint, and it is not, or in another shape"
+                    )
+        # Who prepares a model for training in few bits asks for this name.
+        model.is_loaded_in_4bit = True
+        return model
+
+    def _has_come(self, experts: Any, weight: str) -> bool:
+        found = experts.parametrizations[weight]
+        parts = [found.original, *(buffer for buffer in found[0].buffers())]
+        if not self.pre_quantized:
+            return not found.original.is_meta
+        return all(getattr(part, "_is_hf_initialized", False) and not part.is_meta for part in parts)
+
+
+# --- the conversion -------------------------------------------------------------------------------------------------
+
+
+class _Filling:
+    """A 4-bit tensor that is filled piece by piece; each piece begins with a block."""
+
+    def __init__(
+        self, shape: tuple[int, ...], config: NF4ExpertsConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.shape, self.config, self.dtype = shape, config, dtype
+        n = math.prod(shape)
+        self.packed = torch.empty(-(-n // 2), dtype=torch.uint8, device=device)
+        self.absmax = torch.empty(-(-n // config.block_size), dtype=torch.float32, device=device)
+
+    def put(self, start: int, piece: torch.Tensor) -> None:
+        """Quantizes what the elements from ``start`` on are."""
+        q = nf4_quantize(piece.to(runtime.DEVICE), block_size=self.config.block_size)
+        block = start // self.config.block_size
+        self.packed[start // 2 :][: q.packed.numel()].copy_(q.packed)
+        self.absmax[block:][: q.absmax.numel()].copy_(q.absmax)
+
+    def tensor(self) -> NF4Tensor:
+        """The whole of it, with quantized scales where they are to be: bit for bit :func:`kernelbook.nf4_quantize`'s."""
+        code = torch.tensor(NF4.values, dtype=torch.float32, device=self.packed.device)
+        q = NF4Tensor(self.packed, self.absmax, self.shape, self.config.block_size, code, NF4.name, self.dtype)
+        if not self.config.double_quant:
+            return q
+        offset = q.absmax.mean() if q.absmax.numel() else q.absmax.new_zeros(())
+        nested_code = _dynamic_code().to(q.device)
+        absmax, nested = _quantize_absmax(q.absmax - offset, nested_code)
+        return dataclasses.replace(
+            q, absmax=absmax, nested_absmax=nested, nested_code=nested_code, nested_offset=offset
+        )
+
+
+def _empty(weight: torch.Tensor, config: NF4ExpertsConfig) -> NF4Tensor:
+    """The 4-bit form of a parameter without storage, without storage."""
+    meta = torch.device("meta")
+    q = _Filling(tuple(weight.shape), config, meta, weight.dtype)
+    code = torch.empty(16, device=meta)
+    if not config.double_quant:
+        return NF4Tensor(q.packed, q.absmax, q.shape, config.block_size, code, NF4.name, weight.dtype)
+    blocks = q.absmax.numel()
+    return NF4Tensor(
+        q.packed, torch.empty(blocks, dtype=torch.uint8, device=meta), q.shape, config.block_size, code, NF4.name,
+        weight.dtype, torch.empty(-(-blocks // NESTED_BLOCK), device=meta), torch.empty(256, device=meta),
+        torch.empty((), device=meta),
+    )  # fmt: skip
+
+
+def _take(model: Any, full_name: str, q: NF4Tensor, missing: set[str] | None) -> dict[str, torch.Tensor]:
+    """Puts the tensor into its module; there is nothing left for transformers to set."""
+    module, name = get_module_from_name(model, full_name)
+    store_parameter(module, name, q)
+    if missing is not None:
+        missing.discard(full_name)
+    return {}
+
+
+class _Quantize(ConversionOps):
+    """Quantizes what came as one tensor."""
+
+    def __init__(self, quantizer: NF4ExpertsQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(  # type: ignore[override]
+        self, input_dict: Any, model: Any = None, missing_keys: Any = None, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        for name in list(input_dict):
+            value = input_dict.pop(name)
+            value = value[0] if isinstance(value, list) else value
+            _check_shape(model, name, tuple(value.shape))
+            filling = _Filling(tuple(value.shape), self.quantizer.quantization_config, value.device, value.dtype)
+            filling.put(0, value)
+            _take(model, name, filling.tensor(), missing_keys)
+        return {}
+
+
+class _Streaming(WeightConverter):
+    """Reads the tensors of single experts one after the other, quantizes each into its place, and keeps none."""
+
+    __slots__ = ()
+
+    def convert(
+        self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
+    ) -> dict[str, torch.Tensor]:
+        if not isinstance(hf_quantizer, NF4ExpertsQuantizer):  # saving, for one
+            return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+        settings = hf_quantizer.quantization_config
+        module, name = get_module_from_name(model, layer_name)
+        shape = tuple(getattr(module, name).shape)
+        given: list[list[Any]] = [self.collected_tensors.get(pattern, []) for pattern in self.source_patterns]
+        rows = shape[1] // len(given)
+        size = rows * shape[2]
+        ready = all(len(tensors) == shape[0] and all(map(callable, tensors)) for tensors in given)
+        if not ready or shape[1] % len(given) or size % settings.block_size:
+            return super().convert(layer_name, model, config, hf_quantizer, loading_info)
+        filling: _Filling | None = None
+        for expert in range(shape[0]):
+            for part, tensors in enumerate(given):
+                read, tensors[expert] = tensors[expert], None
+                piece = read()
+                if tuple(piece.shape) != (rows, shape[2]):
+                    raise ValueError(
+                        f"from_pretrained: what makes up {layer_name} must have shape {(rows, shape[2])} for each expert, "
+                        f"got {tuple(piece.shape)}"
+                    )
+                if filling is None:
+                    filling = _Filling(shape, settings, piece.device, piece.dtype)
+                filling.put((expert * len(given) + part) * size, piece)
+                del piece, read
+        self.collected_tensors.clear()
+        assert filling is not None
+        return _take(model, layer_name, filling.tensor(), None if loading_info is None else loading_info.missing_keys)
+
+
+def _check_shape(model: Any, full_name: str, shape: tuple[int, ...]) -> None:
+    module, name = get_module_from_name(model, full_name)
+    expected = tuple(getattr(module, name).shape)
+    if shape != expected:
+        raise ValueError(f"from_pretrained: {full_name} must have shape {expected}, got {shape}")
+
+
+def _streaming(converter: Any) -> _Streaming | None:
+    """The converter that does the same piece by piece; ``None`` for one that does something else."""
+    if type(converter) is not WeightConverter or len(converter.target_patterns) != 1:
+        return None
+    kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
+    if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+        return None
+    if (len(kinds) == 2) != (len(converter.source_patterns) > 1):
+        return None
+    new = _Streaming(
+        list(converter._original_source_patterns), list(converter._original_target_patterns), list(converter.operations),
+        force_cpu=converter.force_cpu,
+    )  # fmt: skip
+    new.scope_prefix, new.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+    return new

@@ -1,0 +1,97 @@
+"""What no other test noticed when faults were planted in kernels (``make evidence``): each test here kills some of them."""
+
+import kernelbook as kb
+
+# isort: split
+import pytest
+import torch
+import torch.nn.functional as F
+from tensors import randn
+
+from kernelbook import check, runtime
+from kernelbook.compiled import compile_calls
+from kernelbook.layer_norm import kernels
+from kernelbook.scatter_ffn import scatter_ffn_reference
+
+# --- layer_norm -----------------------------------------------------------------------------------------------------
+
+
+def _far_from_zero(m: int, n: int, period: int) -> torch.Tensor:
+    """Whole numbers near 2^23, where float32 has no others, so that no mean can be exact: each stretch of ``period`` columns
+    holds the same numbers, 0.3 above 2^23 on average, in an order of its own."""
+    numbers = (torch.arange(period) % 10 < 3).to(torch.float64) + 3 * ((torch.arange(period) // 10) % 2) - 1.5
+    numbers = numbers - 0.5 * (numbers % 1 != 0)
+    stretches = [torch.stack([numbers[torch.randperm(period)] for _ in range(m)]) for _ in range(-(-n // period))]
+    return (2.0**23 + torch.cat(stretches, dim=1)[:, :n]).to(runtime.DEVICE, torch.float32)
+
+
+def _centered(y: torch.Tensor) -> torch.Tensor:
+    return y.to(torch.float64) - y.to(torch.float64).mean(dim=-1, keepdim=True)
+
+
+TILE = kernels.looped_config(4).kwargs["BLOCK_N"]
+
+
+@pytest.mark.parametrize(("n", "period"), ((1000, 1000), (10 * TILE, TILE)), ids=("registers", "looped"))
+def test_the_variance_is_that_of_exact_deviations(n: int, period: int) -> None:
+    """The mean of such rows is wrong by up to a half in float32, the deviations from it and their squares are not."""
+    x = _far_from_zero(3, n, period)
+    y, truth = kb.layer_norm(x), F.layer_norm(x.to(torch.float64), (n,))
+    # The baseline is the truth itself, rounded: the rule then allows a few roundings.
+    check.compare("deviations", _centered(y).float(), _centered(truth), _centered(truth).float()).require()
+
+
+def test_the_mean_is_corrected_by_what_rounding_took_from_it() -> None:
+    x = _far_from_zero(3, 1000, 1000)
+    truth = F.layer_norm(x.to(torch.float64), (1000,))
+    check.compare("out", kb.layer_norm(x), truth, truth.float()).require()
+
+
+def _around_a_whole_number(m: int, n: int, period: int) -> torch.Tensor:
+    """Whole numbers near 2^23, in row r nearly all 2^23 + r, which is the mean of each stretch of ``period`` columns.
+
+    Their sum in float32 is rounded the same way again and again, so that in many rows the quotient is another whole number.
+    """
+    off = torch.zeros(period, dtype=torch.float64)
+    off[:20], off[20:40] = 8, -8
+    rows = [torch.cat([off[torch.randperm(period)] for _ in range(n // period)]) for _ in range(m)]
+    return (2.0**23 + torch.arange(m)[:, None] + torch.stack(rows)).to(runtime.DEVICE, torch.float32)
+
+
+@pytest.mark.parametrize(("m", "n", "period"), ((40, 1000, 1000), (6, 9 * TILE, TILE)), ids=("registers", "looped"))
+def test_the_mean_that_is_kept_is_the_corrected_one(m: int, n: int, period: int) -> None:
+    x = _around_a_whole_number(m, n, period).requires_grad_()
+    w, dy = torch.ones(n, device=x.device, requires_grad=True), randn(m, n)
+    y = kb.layer_norm(x, w)
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    wide = [t.detach().to(torch.float64).requires_grad_() for t in (x, w)]
+    truth = F.layer_norm(wide[0], (n,), wide[1])
+    true_dx, true_dw = torch.autograd.grad(truth, wide, dy.to(torch.float64))
+    for name, ours, true in (("out", y, truth), ("dx", dx, true_dx), ("dweight", dw, true_dw)):
+        check.compare(name, ours.detach(), true.detach(), true.detach().float()).require()
+
+
+# --- scatter_ffn ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", (1, 20))
+@pytest.mark.parametrize("activation", ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu"))
+def test_nan_goes_through_every_activation(activation: str, tokens: int) -> None:
+    inputs = {"x": randn(tokens, 40), "w_up": randn(30, 40), "w_down": randn(30, 24)}
+    inputs["x"][0, 3] = float("nan")
+    rows = torch.tensor([3, 29, 0], device=runtime.DEVICE)
+    y = kb.scatter_ffn(**inputs, neurons=rows, activation=activation)
+    truth = scatter_ffn_reference(**inputs, neurons=rows, activation=activation)
+    assert y[0].isnan().all() and y[1:].isfinite().all()
+    assert check.relative_error(y, truth) < 1e-5 or tokens == 1
+
+
+def test_tickets_are_taken_with_acquire_and_release() -> None:
+    """What the program with the last ticket reads is ordered by the ticket alone, on the GPU too."""
+    code = """
+import torch, kernelbook as kb
+kb.scatter_ffn(*(torch.empty(n, 4096, dtype=torch.bfloat16) for n in (1, 16384, 16384)), torch.arange(1638))
+kb.scatter_ffn(*(torch.empty(n, 4096, dtype=torch.bfloat16) for n in (16, 16384, 16384)), torch.arange(1638))
+"""
+    atomics = [line for k in compile_calls(code, asm=("ptx",)) for line in k.asm["ptx"].splitlines() if "atom." in line]
+    assert atomics and all(".gpu.acq_rel." in line for line in atomics), atomics

@@ -1,0 +1,220 @@
+"""Loading, saving and training with ``NF4ExpertsConfig``: experts that are 4-bit from the moment they are read."""
+
+import json
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+
+import torch
+import transformers
+from safetensors import safe_open
+from tiny_models import MODELS, dequantized, losses, tiny_model, tokens
+
+from kernelbook import runtime
+from kernelbook.interop import transformers as interop
+from kernelbook.interop import transformers_quantizer as quantizer
+from kernelbook.interop.transformers import NF4ExpertsConfig
+from kernelbook.nf4 import NF4Tensor
+
+CHANGES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2}
+INNER = {
+    "qwen3_moe": {"moe_intermediate_size": 24},
+    "olmoe": {"intermediate_size": 16},
+    "mixtral": {"intermediate_size": 24},
+}
+
+
+def saved(name: str, folder: Path, **changes: Any) -> Any:
+    """A tiny dense model, and its checkpoint of many small shards."""
+    model = tiny_model(name, **CHANGES, **INNER[name], **changes)
+    model.save_pretrained(folder, max_shard_size="8KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return model
+
+
+def load(folder: Path, config: NF4ExpertsConfig | None = None) -> Any:
+    how = {} if config is None else {"quantization_config": config}  # None would be taken for the checkpoint's own
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **how)
+
+
+def packed(model: Any) -> dict[str, NF4Tensor]:
+    return {
+        f"{name}.{weight}": interop._stored(experts, weight)
+        for name, experts in interop.expert_modules(model)
+        for weight in interop._weight_names(experts)
+    }
+
+
+def assert_same(one: dict[str, NF4Tensor], other: dict[str, NF4Tensor]) -> None:
+    assert one.keys() == other.keys() and one
+    for name, q in one.items():
+        assert q.shape == other[name].shape and q.block_size == other[name].block_size and q.dtype == other[name].dtype
+        for part, value in q._tensors().items():
+            assert torch.equal(value, getattr(other[name], part)), (name, part)
+
+
+@pytest.mark.parametrize("double_quant", (False, True))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loaded_model_is_a_quantized_one_bit_for_bit(name: str, double_quant: bool, tmp_path: Path) -> None:
+    model = saved(name, tmp_path)
+    loaded = load(tmp_path, NF4ExpertsConfig(double_quant, block_size=32))
+    interop.quantize_experts(model, double_quant=double_quant, block_size=32)
+    assert_same(packed(loaded), packed(model))
+    ids = tokens()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("double_quant", (False, True))
+def test_saved_and_loaded_packed(double_quant: bool, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path / "dense")
+    model = load(tmp_path / "dense", NF4ExpertsConfig(double_quant, block_size=32))
+    model.save_pretrained(tmp_path / "packed", max_shard_size="8KB")
+    kept = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert kept == {"quant_method": quantizer.METHOD, "double_quant": double_quant, "block_size": 32}
+    for path in (tmp_path / "packed").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():
+                value = file.get_tensor(key)
+                assert "experts" not in key or value.dtype in (torch.uint8, torch.float32), key
+    again = load(tmp_path / "packed")
+    assert_same(packed(again), packed(model))
+    with torch.no_grad():
+        ids = tokens()
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    sizes = [sum(p.stat().st_size for p in (tmp_path / kind).glob("*.safetensors")) for kind in ("dense", "packed")]
+    assert sizes[1] < sizes[0]
+
+
+def test_a_model_that_was_quantized_in_place_is_saved_likewise(tmp_path: Path) -> None:
+    model = tiny_model("olmoe", num_hidden_layers=1)
+    interop.quantize_experts(model, block_size=32, double_quant=True)
+    model.save_pretrained(tmp_path)
+    assert_same(packed(load(tmp_path)), packed(model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_more_than_one_tensor_of_the_checkpoint_is_dense_at_a_time(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved(name, tmp_path)
+    largest = 0
+    for path in tmp_path.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names = [key for key in file.keys() if "expert" in key]  # noqa: SIM118
+            largest = max([largest, *(math.prod(file.get_slice(name).get_shape()) for name in names)])
+    alive: list[Any] = []
+    put = quantizer._Filling.put
+
+    def watched(self: Any, start: int, piece: torch.Tensor) -> None:
+        assert not any(other() is not None for other in alive), "an earlier tensor is still there"
+        assert piece.numel() <= largest < next(iter(interop.expert_modules(model)))[1].down_proj.numel()
+        alive.append(weakref.ref(piece))
+        put(self, start, piece)
+
+    monkeypatch.setattr(quantizer._Filling, "put", watched)
+    load(tmp_path, NF4ExpertsConfig(block_size=32))
+    experts = next(iter(interop.expert_modules(model)))[1]
+    assert len(alive) == 2 * 3 * experts.num_experts
+
+
+def test_blocks_that_cross_tensors_are_quantized_as_a_whole(tmp_path: Path) -> None:
+    """24 x 20 weights of an expert are no multiple of 64: then a layer's experts come together."""
+    model = tiny_model("qwen3_moe", hidden_size=20, num_hidden_layers=1, head_dim=8)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, NF4ExpertsConfig(block_size=64))
+    interop.quantize_experts(model)
+    assert_same(packed(loaded), packed(model))
+
+
+def test_the_kernels_run_what_was_loaded(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    model = interop.use_kernels(load(tmp_path, NF4ExpertsConfig(block_size=32)))
+    dense = dequantized("qwen3_moe", model, **CHANGES)
+    dense.load_state_dict({k: v for k, v in model.state_dict().items() if "experts" not in k}, strict=False)
+    ids = tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(ids[:, :4], **options), dense.generate(ids[:, :4], **options))
+
+
+def _with_lora(model: Any) -> Any:
+    import peft
+
+    settings = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=interop.expert_parameters(model)
+    )
+    return interop.use_kernels(peft.get_peft_model(model, settings))
+
+
+def test_fine_tuning_with_peft(tmp_path: Path) -> None:
+    """Prepared, wrapped, trained; the adapter is saved, and put on a model that is loaded from its packed form."""
+    import peft
+
+    saved("olmoe", tmp_path / "dense")
+    model = load(tmp_path / "dense", NF4ExpertsConfig(block_size=32))
+    model.save_pretrained(tmp_path / "packed")
+    model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = _with_lora(model.train())
+    assert model.get_base_model().is_gradient_checkpointing
+    ids = tokens()
+    found = losses(model, ids)
+    assert found[-1] < found[0]
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(load(tmp_path / "packed"), tmp_path / "adapter")
+    interop.use_kernels(again)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_trainer_trains_what_was_loaded(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path / "dense", num_experts=3)
+    model = _with_lora(load(tmp_path / "dense", NF4ExpertsConfig(True, block_size=32)))
+    before = packed(model.get_base_model())
+    ids = tokens(4, 6).cpu()
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, max_steps=2, learning_rate=1e-2, logging_steps=1,
+        report_to=[], save_strategy="no", gradient_checkpointing=True, use_cpu=runtime.DEVICE.type == "cpu",
+        gradient_checkpointing_kwargs={"use_reentrant": False}, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, settings, train_dataset=data)
+    trainer.train()
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+    assert any(bool(p.abs().sum() > 0) for name, p in model.named_parameters() if "lora_B" in name)
+    assert_same(packed(model.get_base_model()), before)
+
+
+def test_a_checkpoint_without_its_experts_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tiny_model("olmoe", num_hidden_layers=1).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    save_file({k: v for k, v in state.items() if "down_proj" not in k}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"from_pretrained: .*experts\.down_proj must be in the checkpoint"):
+        load(tmp_path, NF4ExpertsConfig(block_size=32))
+    save_file({k: v[:-1] if "down_proj" in k else v for k, v in state.items()}, path, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"experts\.down_proj must have shape \(32, 16\) for each expert, got \(31, 16\)"
+    ):
+        load(tmp_path, NF4ExpertsConfig(block_size=32))
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="NF4ExpertsConfig: block_size must be one of"):
+        NF4ExpertsConfig(block_size=48)
+    with pytest.raises(TypeError, match="NF4ExpertsConfig: arguments must be double_quant and block_size, got"):
+        NF4ExpertsConfig(bits=4)
+    assert NF4ExpertsConfig().bytes_a_weight == 0.5625
+    with pytest.raises(ValueError, match="check_experts: the model must have experts"):
+        config = transformers.GPT2Config(vocab_size=17, n_embd=8, n_layer=1, n_head=1)
+        quantizer.NF4ExpertsQuantizer(NF4ExpertsConfig(), pre_quantized=False).preprocess_model(
+            transformers.GPT2LMHeadModel(config)
+        )

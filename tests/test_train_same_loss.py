@@ -1,0 +1,51 @@
+"""Fine-tuning five ways, at the size of the interpreter."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+
+from kernelbook.train import same_loss
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "base.pt"
+    first = same_loss.pretrain(same_loss.TINY, 0, path, small=True)
+    second = same_loss.pretrain(same_loss.TINY, 12, path, lr=1e-2, small=True)
+    assert second < first
+    return path
+
+
+def test_all_ways_begin_and_go_alike(base: Path) -> None:
+    lines = {
+        way: same_loss.finetune(way, 3, same_loss.TINY, 3, base, lr=1e-2, small=True) for way in same_loss.WAYS
+    }  # fmt: skip
+    eager, dense = (lines[way]["validation_loss"] for way in ("eager", "kernelbook:dense"))
+    assert eager[-1] < eager[0] and dense == pytest.approx(eager, abs=2e-4)
+    assert lines["grouped_mm"]["validation_loss"] == pytest.approx(eager, abs=2e-4)
+    for way in ("kernelbook:nf4", "kernelbook:nf4_double"):
+        assert lines[way]["validation_loss"] != eager
+        assert lines[way]["validation_loss"] == pytest.approx(eager, abs=0.05)
+    line = lines["eager"]
+    assert line["parameters"] > line["trained"] > 0
+    assert line["train_steps"] == [1, 2, 3] and len(line["train_loss"]) == 3
+    other = same_loss.finetune("eager", 4, same_loss.TINY, 3, base, lr=1e-2, small=True)
+    assert other["validation_loss"][0] == eager[0] and other["train_loss"] != line["train_loss"]
+
+
+def test_a_way_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="finetune: way must be one of eager, grouped_mm, .*, got 'fast'"):
+        same_loss.finetune("fast", 0, same_loss.TINY, 1, tmp_path)
+
+
+def test_the_command_writes_a_line_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_loss, "WAYS", ("eager",))
+    how = ["--out", str(tmp_path), "--tiny", "--pretrain-steps", "1", "--steps", "1", "--seeds", "1"]
+    for _ in range(2):  # the second run's lines take the place of the first one's
+        assert same_loss.main(how) == 0
+    (line,) = map(json.loads, (tmp_path / "same_loss_curves.jsonl").read_text().splitlines())
+    assert line["way"] == "eager" and line["seed"] == 0 and {"run", "gpu", "package"} <= line.keys()
+    assert not (tmp_path / "same_loss_base.pt").exists()

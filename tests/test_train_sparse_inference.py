@@ -1,0 +1,89 @@
+"""A GPT with ReLU that generates with some of its neurons, at the size of the interpreter."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from kernelbook import check, runtime, timing
+from kernelbook.nn import GPT
+from kernelbook.train import CONFIGS, Trainer, sparse_inference
+
+CONFIG = dataclasses.replace(
+    CONFIGS["tiny"], activation="relu", mode="dense", scheduler="all", steps=6, eval_every=0, checkpoint_every=0
+)
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[GPT, Any]:
+    trainer = Trainer(CONFIG, progress=False)
+    trainer.run()
+    return trainer.model.requires_grad_(False).eval(), trainer.data
+
+
+def test_relu_leaves_zeros_and_gelu_does_not(trained: tuple[GPT, Any]) -> None:
+    model, data = trained
+    (share,) = sparse_inference.sparsity(model, data, 1)
+    assert 0.1 < share < 0.9
+    with pytest.raises(ValueError, match="GPTConfig: activation must be one of 'gelu', 'relu', got 'silu'"):
+        dataclasses.replace(model.config, activation="silu")
+    with pytest.raises(ValueError, match="TrainConfig: activation must be one of"):
+        dataclasses.replace(CONFIG, activation="silu")
+
+
+def test_a_predictor_learns_what_will_be_positive(trained: tuple[GPT, Any]) -> None:
+    model, data = trained
+    found = {}
+    for steps in (0, 30):
+        torch.manual_seed(0)
+        predictors = sparse_inference.train_predictors(model, data, rank=8, steps=steps, lr=2e-2)
+        (found[steps],) = sparse_inference.recall(model, predictors, data, 0.25, 2)
+    assert 0 < found[0] < found[30] <= 1
+
+
+def test_losses_with_fewer_neurons(trained: tuple[GPT, Any]) -> None:
+    model, data = trained
+    whole = sparse_inference.loss_with(model, data, 1)
+    every = sparse_inference.loss_with(model, data, 1, lambda _, x, z: sparse_inference._best(z, 1.0))
+    positive = sparse_inference.loss_with(model, data, 1, lambda _, x, z: z > 0)
+    assert every == pytest.approx(whole, abs=1e-6) and positive == pytest.approx(whole, abs=1e-6)
+    none = sparse_inference.loss_with(model, data, 1, lambda _, x, z: torch.zeros_like(z))
+    assert none != pytest.approx(whole, abs=1e-6)
+
+
+def test_the_decoder_is_the_model(trained: tuple[GPT, Any]) -> None:
+    """Dense: the logits of the whole sequence at once. Sparse: those with a mask, by the rule of correctness."""
+    model, data = trained
+    tokens = next(iter(data.validation_batches(1)))[0][:2, :5]
+    decoder = sparse_inference.Decoder(model, 2, 8, dtype=torch.float32)
+    logits = []
+    for i in range(5):
+        decoder.tokens.copy_(tokens[:, i : i + 1])
+        logits.append(decoder.step())
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(logits, 1), model(tokens), rtol=1e-4, atol=1e-4)
+    assert torch.equal(decoder.tokens[:, 0], logits[-1][:, 0].argmax(-1))
+    predictors = sparse_inference.train_predictors(model, data, rank=4, steps=1)
+    assert sparse_inference.error_ratio(model, predictors, 0.25, data) < check.FORWARD_FACTOR
+
+
+def test_a_router_takes_what_any_token_needs() -> None:
+    predictor = sparse_inference.Predictor(4, 8, 4, count=2)
+    with torch.no_grad():
+        predictor.a.copy_(torch.eye(4))
+        predictor.b[3, 0] = predictor.b[6, 1] = 5.0
+    x = torch.eye(4, device=runtime.DEVICE)[:2, None]
+    assert sorted(predictor(x).tolist()) == [3, 6]
+
+
+def test_the_files(tmp_path: Path) -> None:
+    assert sparse_inference.main(["--out", str(tmp_path), "--tiny", "--steps", "2", "--predictor-steps", "1"]) == 0
+    rows = pd.read_csv(tmp_path / "sparse_inference.csv")
+    assert list(rows.columns) == list(timing.COLUMNS) and set(rows["provider"]) == {"dense", "kernelbook"}
+    layers = pd.read_csv(tmp_path / "sparse_inference_layers.csv")
+    assert set(layers["what"]) == {"active", "recall", "loss dense", "loss predicted", "loss best"}
+
+

@@ -1,0 +1,232 @@
+"""Whole models by the wall clock: what they ask for, how they are built, and that the rows are what they say."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from tiny_models import tiny_model, tokens
+
+from kernelbook import check, cli, nn, runtime, timing
+from kernelbook.interop import arithmetic, transformers_norms
+from kernelbook.interop import bench_whole_model as bench
+from kernelbook.interop import transformers as interop
+from kernelbook.nf4 import NF4Tensor, nf4_quantize
+
+QWEN, OLMOE = "Qwen3-30B-A3B", "OLMoE-1B-7B"
+
+
+# --- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "billions", "active"), [(QWEN, 30.5, 3.3), (OLMOE, 6.9, 1.3)])
+def test_the_published_sizes_come_out(name: str, billions: float, active: float) -> None:
+    """Total and active parameters, as the models' cards give them."""
+    sizes = arithmetic.Sizes.of(bench.configuration(name))
+    parts = sizes.parameters
+    assert sum(parts.values()) / 1e9 == pytest.approx(billions, rel=0.01)
+    used = parts["experts"] * sizes.slots / sizes.experts + parts["attention"] + parts["embeddings"] + parts["routers"]
+    assert used / 1e9 == pytest.approx(active, rel=0.03)
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    with torch.device("meta"):
+        model = tiny_model_on_meta()
+    sizes = arithmetic.Sizes.of(model.config)
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert sum(sizes.parameters.values()) == sum(p.numel() for p in model.parameters()) - norms
+
+
+def tiny_model_on_meta() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(bench.configuration(QWEN, 3, tiny=True))
+
+
+def test_bits_are_those_of_a_tensor() -> None:
+    w = torch.randn(4, 128, 128, device=runtime.DEVICE, dtype=torch.bfloat16)
+    for kind, double in (("nf4", False), ("nf4_double", True)):
+        q = nf4_quantize(w, double_quant=double)
+        codes = sum(part.nbytes for part in (q.code, q.nested_code, q.nested_offset) if part is not None)
+        assert 8 * (q.nbytes - codes) / w.numel() == pytest.approx(arithmetic.BITS[kind])
+
+
+def test_flops_are_those_that_pytorch_counts() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = bench.configuration(QWEN, 2, tiny=True)
+    sizes = arithmetic.Sizes.of(config)
+    model = bench.build(config, dtype=torch.float32).to("cpu")
+    model.set_experts_implementation("eager")
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(2, 12, dtype=torch.int64), use_cache=False)
+    # Eager attention also multiplies what its mask throws away.
+    masked = 2 * 4 * sizes.layers * sizes.heads * sizes.head_dim * (12 * 12 - 12 * 13 / 2)
+    assert counter.get_total_flops() - masked == pytest.approx(sizes.forward_gflop(2, 12) * 1e9, rel=1e-3)
+
+
+def test_arithmetic_grows_as_it_must() -> None:
+    sizes = arithmetic.Sizes.of(bench.configuration(QWEN))
+    assert sizes.experts_used(1) == pytest.approx(8) and sizes.experts_used(10**4) == pytest.approx(128)
+    assert sizes.held_gb("nf4_double") < sizes.held_gb("nf4") < 0.35 * sizes.held_gb("dense")
+    assert sizes.step_gb("dense", 1, 0) < sizes.step_gb("dense", 8, 0) < sizes.held_gb("dense")
+    assert sizes.step_gb("dense", 1, 2048) - sizes.step_gb("dense", 1, 0) == pytest.approx(sizes.cache_gb(1, 2048))
+    less = sizes.training_gflop(1, 2048, 16, checkpoint=False)
+    assert 1.4 * less < sizes.training_gflop(1, 2048, 16, checkpoint=True) < 1.6 * less
+    assert sizes.kept_gb(1, 2048, checkpoint=True) < 0.1 * sizes.kept_gb(1, 2048, checkpoint=False)
+    assert sizes.bound_ms(4.0, 1.0, 4000.0, 700.0) == pytest.approx(1.0)
+    assert sizes.bound_ms(0.0, 1400.0, 4000.0, 700.0) == pytest.approx(2.0)
+    with torch.device("meta"):
+        model = bench._add_lora(tiny_model_on_meta(), 2)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert arithmetic.Sizes.of(model.config).lora_parameters(2) == trained
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_model_however_it_is_stored() -> None:
+    config = bench.configuration(QWEN, 2, tiny=True)
+    dense, packed = (bench.build(config, kind, dtype=torch.float32) for kind in ("dense", "nf4_double"))
+    for (name, experts), (_, theirs) in zip(interop.expert_modules(packed), interop.expert_modules(dense), strict=True):
+        for weight in ("gate_up_proj", "down_proj"):
+            stored = interop._stored(experts, weight)
+            assert isinstance(stored, NF4Tensor) and stored.double_quant, name
+            assert torch.equal(stored.packed, nf4_quantize(getattr(theirs, weight), double_quant=True).packed)
+    own, others = dict(dense.named_parameters()), dict(packed.named_parameters())
+    shared = own.keys() & others.keys()
+    assert len(shared) > 10 and all(torch.equal(own[name], others[name]) for name in shared)
+    assert not any(t.is_meta for t in [*packed.parameters(), *packed.buffers()])
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = bench.build(bench.configuration("GPT-2", 1, tiny=True), dtype=torch.float32)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize("provider", ("kernelbook", "kernelbook:dense", "grouped_mm"))
+def test_providers_compute_the_same(provider: str) -> None:
+    assert bench.error_ratio(QWEN, provider) < 3
+
+
+def test_a_wrong_provider_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = interop.gated_experts
+    monkeypatch.setattr(interop, "gated_experts", lambda *args, **kwargs: 1.001 * real(*args, **kwargs))
+    with pytest.raises(check.CheckError):
+        bench.error_ratio(OLMOE, "kernelbook:dense")
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_in_pieces_is_the_loss() -> None:
+    hidden = torch.randn(2, 9, 8, device=runtime.DEVICE, requires_grad=True)
+    head = torch.nn.Linear(8, 13, bias=False, device=runtime.DEVICE)
+    ids = torch.randint(0, 13, (2, 9), device=runtime.DEVICE)
+    ours = bench.loss_in_pieces(hidden, head, ids, piece=5)
+    whole = F.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(ours, whole)
+    for one, other in zip(*(torch.autograd.grad(x, [hidden, head.weight]) for x in (ours, whole)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_step_of_decoding() -> None:
+    """Each step reads the token of the step before, at the place that is set."""
+    model = bench.build(bench.configuration(QWEN, 1, tiny=True), dtype=torch.float32)
+    model.set_experts_implementation("eager")
+    step, rewind = bench._decode_task(model, 2, 3)
+    first = step()
+    rewind()
+    assert first.shape == (2, 1, 67)
+    again = step()  # the token has changed, the place has not
+    assert not torch.equal(first, again) and bool(again.isfinite().all())
+
+
+def test_covered() -> None:
+    assert bench.covered([(0, 10), (5, 12), (20, 25), (21, 22)]) == 17
+    assert bench.covered([]) == 0
+
+
+def test_parts_of_a_step_by_name() -> None:
+    assert bench.part_of("_moe_lora_fwd_kernel") == "products of experts"
+    assert bench.part_of("nvjet_tst_128x8") == "other products"
+    assert bench.part_of("void at::native::elementwise_kernel<>") == "elementwise and copies"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = [
+        bench.Plan(OLMOE, "grouped_mm", "step", checkpoints=True),
+        bench.Plan(OLMOE, "grouped_mm", "decode", 2),
+        bench.Plan(OLMOE, "kernelbook:dense", "prefill"),
+    ]
+    assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 0
+    rows = pd.read_csv(tmp_path / "whole_model.csv")
+    assert list(rows.columns) == list(timing.COLUMNS) and len(rows) == 3 and rows["run"].nunique() == 1
+    assert set(rows["mode"]) == {"step", "forward"} and (rows["ms"] > 0).all()
+    assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
+    assert rows["x"].tolist() == [1, 2, 1] and rows["err_ratio"].notna().all()
+    assert "axolotl and Unsloth" in capsys.readouterr().out
+
+
+def test_a_wrong_result_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: Any) -> float:
+        raise check.CheckError("too far off")
+
+    monkeypatch.setattr(bench, "error_ratio", wrong)
+    wanted = [bench.Plan(OLMOE, "kernelbook", "prefill")]
+    assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 1
+    assert not (tmp_path / "whole_model.csv").exists()
+
+
+def test_the_command_takes_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(bench, "bench", lambda folder, **given: seen.update(given) or 0)
+    monkeypatch.setattr(cli, "_can_measure", lambda: True)
+    assert cli.main(["bench", "whole_model", "--layers", "3", "--select", "decode", "--out", str(tmp_path)]) == 0
+    assert seen == {"layers": 3, "select": "decode"}
+
+
+def test_plans_are_of_models_that_are_there() -> None:
+    found = bench.plans()
+    assert len(set(map(str, found))) == len(found)
+    assert {plan.model for plan in found} == set(bench.MODELS)
+    assert any(plan.task == "step" and plan.batch == 4 and not plan.checkpoints for plan in found)
+
+
+# --- norms ----------------------------------------------------------------------------------------------------------
+
+
+def test_swap_runs_the_models_norms_on_the_kernel() -> None:
+    model, ids = tiny_model("qwen3_moe"), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with nn.swap(model, attention=False, quiet=True) as done:
+            assert list(done.changed.values()) == ["RMSNorm"] * (4 * model.config.num_hidden_layers + 1)
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_norm_that_computes_something_else_is_left_alone() -> None:
+    class Shifted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = torch.nn.Parameter(torch.zeros(8)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (1 + self.weight) * x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+    assert not list(transformers_norms.rms_norms(torch.nn.Sequential(Shifted())))
+
+
+def test_figures_without_a_known_model_are_not_numbers() -> None:
+    assert all(math.isnan(value) for value in bench._figures(bench.Plan("GPT-2", "torch", "prefill"), None, 8))
