@@ -499,12 +499,12 @@ def _sharded(sizes: Sizes) -> Iterator[Row]:
         stack = _Stack([_experts(model.sizes, kind, bench_moe_block.RANK) for _ in range(sizes.layers)])
         with torch.no_grad():
             truth = stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED])
-        weights = sum(p.nbytes for p in stack.parameters())
-        trained = sum(p.nbytes for p in stack.parameters() if p.requires_grad)
         if ranks > 1:
             for layer in stack.layers:
                 shard(layer, mesh=model.mesh)
             shard(stack, mesh=model.mesh)
+        weights = sum(p.numel() * p.element_size() for p in stack.parameters())
+        trained = sum(p.numel() * p.element_size() for p in stack.parameters() if p.requires_grad)
         with torch.no_grad():
             found = stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED])
         check.compare("sharded_experts", found, truth.double(), truth, factor=check.FORWARD_FACTOR).require()
