@@ -293,8 +293,8 @@ def _error_ratios(
 
 
 def _kept_mib(layer: GatedExperts) -> float:
-    """What this rank keeps of frozen weights, in MiB."""
-    frozen = [p for p in layer.parameters() if not p.requires_grad]
+    """What this rank keeps of frozen weights and their scales, in MiB."""
+    frozen = [*(p for p in layer.parameters() if not p.requires_grad), *layer.buffers()]
     return sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in frozen) / 2**20
 
 
