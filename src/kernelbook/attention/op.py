@@ -410,7 +410,7 @@ def _run(
         )
         grid, paired = (programs,), (int(pairs),)
     make = functools.partial(launching.empty, q.shape[:3], accumulator(q.dtype))
-    buffers = ((make(q), make),) if lse is None else ()
+    buffers: tuple[Any, ...] = ((make(q), make),) if lse is None else ()
     lse = buffers[0][0] if lse is None else lse
     section = kernels.section(s, d, q.element_size(), causal, properties)
     args = (
