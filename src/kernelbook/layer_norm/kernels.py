@@ -507,7 +507,7 @@ def _backward_config(
         shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)] if n <= 18432 else []
         if n <= 24576 - 4096 * sums:
             shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
-        elif n <= 18432:
+        elif n <= 18432 and itemsize == 2:
             shapes.append((1, 2048, triton.cdiv(n, 6144), 3, 8))
     # Beside two sums a longer row leaves no room to load the next one meanwhile.
     stages_of = (3, 2, 1) if n <= 24576 - 4096 * sums else (1,)
