@@ -23,7 +23,17 @@ from kernelbook.moe_lora.reference import (
 )
 from kernelbook.packed import NF4, NF4Tensor
 
-__all__ = ["MODELS", "Shape", "axolotl_lora", "cases", "missing_peers", "projections", "small_checks", "tuning_cases"]
+__all__ = [
+    "MODELS",
+    "Shape",
+    "axolotl_lora",
+    "cases",
+    "host_calls",
+    "missing_peers",
+    "projections",
+    "small_checks",
+    "tuning_cases",
+]
 
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
@@ -265,7 +275,8 @@ def _quantized(shape: Shape) -> tuple[NF4Tensor, torch.Tensor]:
 
 def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The product with experts in 4 bits, beside the one with the same experts dense."""
-    t, (q, exact), how = _Inputs.of(shape, dtype), _quantized(shape), {"grouped_in": shape.grouped}
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
     w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
     calls: Calls = {
         "grouped_mm": lambda: [grouped_mm_rows(t.x, w, None, None, *t.sorted_routing, **how)],
@@ -283,11 +294,11 @@ def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """As :func:`_step`, with experts in 4 bits and with the same ones dense."""
     t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
     w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
-    leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    x, a, b = leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
 
     def ours(weight: Any) -> Callable[[], Tensors]:
         def call() -> Tensors:
-            y = op.moe_lora(leaves[0], weight, *leaves[1:], t.routing)
+            y = op.moe_lora(x, weight, a, b, t.routing)
             return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
 
         return call
@@ -607,3 +618,18 @@ def small_checks() -> list[check.Verdict]:
             )
             verdicts += [v.renamed(f"moe_lora[{strategy}, {str(dtype)[6:]}] {v.name}") for v in found]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    t = _Inputs.of(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
+    leaves = tuple(v.detach().clone().requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    x, a, b = leaves
+    return {
+        "route": lambda: op.route(t.ids, 8),
+        "scatter2scatter": lambda: op.scatter2scatter(t.x, t.w, t.routing),
+        "moe_lora, r = 16": lambda: op.moe_lora(t.x, t.w, t.lora_a, t.lora_b, t.routing),
+        "moe_lora, forward and backward": lambda: torch.autograd.grad(
+            op.moe_lora(x, t.w, a, b, t.routing), leaves, t.dy
+        ),
+    }
