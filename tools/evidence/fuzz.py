@@ -591,7 +591,9 @@ def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     import watched_memory
+    from interpreters import mend_interpreter
 
+    mend_interpreter()
     with watched_memory.watched():
         yield
 
