@@ -36,14 +36,35 @@ from typing import Any
 import faults as planting
 from faults import PACKAGE, ROOMS, ROOT, Fault
 
-COLUMNS = ("room", "name", "file", "line", "kind", "statement", "text", "function_digest", "where", "verdict", "by", "why", "seconds")
+COLUMNS = (
+    "room",
+    "name",
+    "file",
+    "line",
+    "kind",
+    "statement",
+    "text",
+    "function_digest",
+    "where",
+    "verdict",
+    "by",
+    "why",
+    "seconds",
+)
 EQUIVALENT = Path(__file__).with_name("equivalent.csv")
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, or start other processes, whose kernels are not seen.
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck")
-RARE = ("barrier removed", "order relaxed", "NaN takes the other side", "cache modifier dropped", "guard dropped", "accumulator lost")
+RARE = (
+    "barrier removed",
+    "order relaxed",
+    "NaN takes the other side",
+    "cache modifier dropped",
+    "guard dropped",
+    "accumulator lost",
+)
 
 
 def digests(file: str) -> dict[str, str]:
@@ -148,7 +169,9 @@ class Workers:
         self.free = list(range(count))
         for i in self.free:
             (folder / str(i)).mkdir()
-            shutil.copytree(PACKAGE, folder / str(i) / "src" / "kernelbook", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                PACKAGE, folder / str(i) / "src" / "kernelbook", ignore=shutil.ignore_patterns("__pycache__")
+            )
 
     def start(
         self,
@@ -213,7 +236,10 @@ class Workers:
 
 def collect(rooms: Sequence[str], workers: Workers) -> list[str]:
     """The tests of the rooms, by name: those of their files, and those that were written for faults."""
-    files = sorted({name for room in rooms for name in ROOMS[room][1]} | {p.name for p in (ROOT / "tests").glob("test_evidence_kernels*.py")})
+    files = sorted(
+        {name for room in rooms for name in ROOMS[room][1]}
+        | {p.name for p in (ROOT / "tests").glob("test_evidence_kernels*.py")}
+    )
     found = workers.folder / "collected"
     pid = os.fork()
     if pid == 0:
@@ -225,11 +251,15 @@ def collect(rooms: Sequence[str], workers: Workers) -> list[str]:
 
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            pytest.main(["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f) for f in files)])
+            pytest.main(
+                ["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f) for f in files)]
+            )
         found.write_text(text.getvalue())
         os._exit(0)
     os.waitpid(pid, 0)
-    names = [line for line in found.read_text().splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
+    names = [
+        line for line in found.read_text().splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))
+    ]
     return [n for n in names if not any(part in n for part in LEFT_OUT)]
 
 
@@ -299,11 +329,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="no fault is planted after so many")
     parser.add_argument("--each", type=int, default=10**6, help="at most so many faults a room")
-    parser.add_argument("--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one")
+    parser.add_argument(
+        "--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "book" / "evidence" / "mutants.csv")
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")
-    parser.add_argument("--survivors", action="store_true", help="only what survived, was untested or not tried elsewhere")
+    parser.add_argument(
+        "--survivors", action="store_true", help="only what survived, was untested or not tried elsewhere"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", KERNELBOOK_PLANS="shipped")
@@ -408,10 +442,14 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"])))
+        writer.writerows(
+            sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"]))
+        )
 
 
-def verdicts(results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]) -> Iterator[tuple[dict[str, str], str]]:
+def verdicts(
+    results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]
+) -> Iterator[tuple[dict[str, str], str]]:
     """Each fault once: killed anywhere is killed."""
     ranks = ("killed", "stillborn", "equivalent", "survived", "untested")
     best: dict[str, tuple[dict[str, str], str]] = {}
@@ -424,7 +462,9 @@ def verdicts(results: dict[tuple[str, str, str], dict[str, str]], equivalent: di
     yield from best.values()
 
 
-def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str], where: str) -> None:
+def report(
+    results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str], where: str
+) -> None:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for row, verdict in verdicts(results, equivalent):
         counts[row["room"]][verdict] += 1
@@ -434,7 +474,9 @@ def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[s
         print(f"{room:14} {rate:>6} killed; {dict(c)} of {total[room]}")
     for row, verdict in verdicts(results, equivalent):
         if verdict == "survived":
-            print(f"  survived {row['room']} {row['file']}:{row['line']} {row['kind']}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}")
+            print(
+                f"  survived {row['room']} {row['file']}:{row['line']} {row['kind']}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}"
+            )
 
 
 if __name__ == "__main__":
