@@ -136,6 +136,22 @@ def _too_slow(*_: Any) -> None:
     raise TooSlow
 
 
+def _mend_interpreter() -> None:
+    """NumPy 2.4 no longer makes a number of an array with one element, which Triton 3.6's interpreter asks it for."""
+    import triton
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.6."):
+        return
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
 def _child(tree: Path, work: Path, tests: Sequence[str], longest: float) -> None:
     """In the forked process: runs pytest against the package in ``tree`` and leaves ``result.json`` in ``work``."""
     os.setsid()
@@ -145,10 +161,12 @@ def _child(tree: Path, work: Path, tests: Sequence[str], longest: float) -> None
     os.dup2(log, 2)
     sys.path.insert(0, str(tree))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
-    import kernelbook
     import pytest
 
+    import kernelbook
+
     assert Path(kernelbook.__file__).is_relative_to(tree), kernelbook.__file__
+    _mend_interpreter()
     plugin = Plugin(longest)
     arguments = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", f"--basetemp={work / 'tmp'}"]
     if longest:
@@ -234,12 +252,10 @@ class Workers:
 # --- tests ----------------------------------------------------------------------------------------------------------
 
 
-def collect(rooms: Sequence[str], workers: Workers) -> list[str]:
+def collect(rooms: Sequence[str], workers: Workers, files: Sequence[str]) -> list[str]:
     """The tests of the rooms, by name: those of their files, and those that were written for faults."""
-    files = sorted(
-        {name for room in rooms for name in ROOMS[room][1]}
-        | {p.name for p in (ROOT / "tests").glob("test_evidence_kernels*.py")}
-    )
+    written = {"test_evidence_kernels.py", "test_evidence_gpu.py"}
+    files = files or sorted({name for room in rooms for name in ROOMS[room][1]} | written)
     found = workers.folder / "collected"
     pid = os.fork()
     if pid == 0:
@@ -266,7 +282,7 @@ def collect(rooms: Sequence[str], workers: Workers) -> list[str]:
 def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
     """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
-    began, shares = time.monotonic(), max(1, len(tests) // 10)
+    began, shares = time.monotonic(), max(1, len(tests) // 10, min(len(tests), workers.count))
     shuffled = random.Random(0).sample(tests, len(tests))
     broken: list[Any] = []
 
@@ -333,6 +349,7 @@ def main() -> None:
         "--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one"
     )
     parser.add_argument("--results", type=Path, default=ROOT / "book" / "evidence" / "mutants.csv")
+    parser.add_argument("--files", nargs="*", default=[], help="files in tests/ (default: those of the rooms)")
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")
     parser.add_argument(
@@ -378,7 +395,9 @@ def main() -> None:
         if args.baseline and args.baseline.exists():
             tests = json.loads(args.baseline.read_text())
         else:
-            tests = baseline(collect(args.rooms, workers), workers, args.seconds / 2, args.tests_seconds / 3)
+            tests = baseline(
+                collect(args.rooms, workers, args.files), workers, args.seconds / 2, args.tests_seconds / 3
+            )
             if args.baseline:
                 args.baseline.write_text(json.dumps(tests))
         inside = planting.reachable()

@@ -58,8 +58,8 @@ def flash_attention(
             (``torch.nn.functional.scaled_dot_product_attention`` aligns the first query with the first key instead.)
         scale: what scores are multiplied by; ``None``: 1 / sqrt(D). Scaled scores may be as large as 1e8: beyond, float32
             cannot tell them apart.
-        lengths: (B,) int64 or int32: so many keys of each sequence exist. The rest is never read (their gradient is zero),
-            and with ``causal`` the last query stands at the last existing key. On a GPU what is not in [0, S] is clamped.
+        lengths: (B,) int64 or int32: so many keys of each sequence exist. Whatever lies beyond has no effect, and its
+            gradient is zero; with ``causal`` the last query stands at the last existing key. On a GPU what is not in [0, S] is clamped.
         window: with ``causal``, a query at position ``i`` sees the keys ``i - window < j <= i`` only; from 1 on.
 
     Returns:
@@ -402,14 +402,15 @@ def _run(
         "fwd", d, h // k.shape[1], q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v),
         _in_boxes(o), HAS_GLUON, _precision(q.dtype, properties), properties,
     )  # fmt: skip
-    grid, paired = (cdiv(n, plan.owned) * b * h,), ()
+    grid: tuple[int, ...] = (cdiv(n, plan.owned) * b * h,)
+    paired: tuple[int, ...] = ()
     if plan.hopper:
         programs, pairs = kernels_hopper.forward_grid(
             cdiv(n, plan.owned), b * h, d, causal, lengths is not None, window is not None, properties.num_sms
         )
         grid, paired = (programs,), (int(pairs),)
     make = functools.partial(launching.empty, q.shape[:3], accumulator(q.dtype))
-    buffers = () if lse is not None else ((make(q), make),)
+    buffers = ((make(q), make),) if lse is None else ()
     lse = buffers[0][0] if lse is None else lse
     section = kernels.section(s, d, q.element_size(), causal, properties)
     args = (
@@ -543,7 +544,7 @@ def _decode(
         size = plan.programs * plan.rows * (d + 1)
         makers = (
             functools.partial(launching.empty, (size,), accumulator(q.dtype)),
-            lambda like, count=plan.tiles: launching.tickets(count, like),
+            functools.partial(launching.tickets, plan.tiles),
         )
     partial, tickets = (make(q) for make in makers) if makers else (o, o)
     args = (
