@@ -189,12 +189,7 @@ def _of_comparison(node: ast.Compare) -> Iterator[tuple[str, ast.AST]]:
     if (
         len(node.ops) != 1
         or _is_constant(node)
-<<<<<<< HEAD
-        or isinstance(node.comparators[0], ast.Constant)
-        and isinstance(node.comparators[0].value, str)
-=======
         or (isinstance(node.comparators[0], ast.Constant) and isinstance(node.comparators[0].value, str))
->>>>>>> main
     ):
         return
     op = type(node.ops[0])
