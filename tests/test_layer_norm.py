@@ -154,13 +154,13 @@ def test_the_backward_reference_is_the_gradient() -> None:
 def test_opcheck(dtype: torch.dtype) -> None:
     x, w, b = (t.requires_grad_() for t in (randn(5, 24, dtype=dtype), randn(24, dtype=dtype), randn(24, dtype=dtype)))
     for arguments in ((x, w, b), (x, None, None), (x, w, None)):
-        torch.library.opcheck(torch.ops.kernelbook.layer_norm.default, (*arguments, EPS, dtype, "partials"))
-    y, statistics = torch.ops.kernelbook.layer_norm(x.detach(), w.detach(), b.detach(), EPS, dtype, "partials")
-    torch.library.opcheck(torch.ops.kernelbook.layer_norm_inference.default, (x.detach(), w.detach(), None, EPS, dtype))
+        torch.library.opcheck(torch.ops.kernelbook.norm.default, (*arguments, EPS, dtype, True, "partials"))
+    y, statistics = torch.ops.kernelbook.norm(x.detach(), w.detach(), b.detach(), EPS, dtype, True, "partials")
+    torch.library.opcheck(torch.ops.kernelbook.norm_inference.default, (x.detach(), w.detach(), None, EPS, dtype, True))
     for dw_dtype, db_dtype in ((dtype, dtype), (None, dtype), (None, None)):
         torch.library.opcheck(
-            torch.ops.kernelbook.layer_norm_backward.default,
-            (torch.randn_like(y), x.detach(), w.detach(), statistics, dw_dtype, db_dtype, "partials"),
+            torch.ops.kernelbook.norm_backward.default,
+            (torch.randn_like(y), x.detach(), w.detach(), statistics, None, EPS, dw_dtype, db_dtype, True, "partials"),
         )
 
 

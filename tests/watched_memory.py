@@ -32,7 +32,7 @@ _RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 _LARGEST = 2**26  # bytes of a tensor whose stores are remembered
 
 
-class MemoryFault(AssertionError):
+class WrongAccessError(AssertionError):
     """A kernel does with memory what it may not."""
 
 
@@ -89,7 +89,7 @@ class _Watch:
             if where is None
             else f"the tensor that begins before it has {where.end - where.start} bytes, this is byte {high - where.start}"
         )
-        raise MemoryFault(f"watched: {what} of {size} bytes out of bounds: {inside}")
+        raise WrongAccessError(f"watched: {what} of {size} bytes out of bounds: {inside}")
 
     def _sees(self, program: int, epoch: int) -> bool:
         return self.seen.get(self.program, {}).get(program, 0) > epoch
@@ -101,7 +101,7 @@ class _Watch:
             pairs = np.unique(np.stack([region.program[cells][others], region.epoch[cells][others]]), axis=1)
             for program, epoch in pairs.T:
                 if not self._sees(int(program), int(epoch)):
-                    raise MemoryFault(
+                    raise WrongAccessError(
                         f"watched: program {self.program} {what} what program {program} stored, and nothing orders the two"
                     )
 
@@ -118,7 +118,9 @@ class _Watch:
         if own.any():
             same = self._shape(pointers)
             if any(self.shapes[number] != same for number in np.unique(region.store[cells][own])):
-                raise MemoryFault("watched: a load of what other threads of the program may have stored, without a barrier")
+                raise WrongAccessError(
+                    "watched: a load of what other threads of the program may have stored, without a barrier"
+                )
 
     @staticmethod
     def _shape(pointers: np.ndarray) -> bytes:
@@ -135,13 +137,17 @@ class _Watch:
         order = np.argsort(addresses, kind="stable")
         twice = np.flatnonzero(np.diff(addresses[order]) == 0)
         if twice.size:
-            bits = np.ascontiguousarray(np.broadcast_to(values, pointers.shape)[mask]).view(f"V{values.dtype.itemsize}")[order]
+            bits = np.ascontiguousarray(np.broadcast_to(values, pointers.shape)[mask]).view(
+                f"V{values.dtype.itemsize}"
+            )[order]
             if (bits[twice] != bits[twice + 1]).any():
-                raise MemoryFault("watched: lanes of one store write different values to one address")
+                raise WrongAccessError("watched: lanes of one store write different values to one address")
         others = (region.program[cells] >= 0) & (region.program[cells] != self.program)
         if others.any():
             old = interpreter._interpreter.load(pointers, mask, np.zeros_like(values), values.dtype)
-            same = old.view(f"V{values.dtype.itemsize}") == np.ascontiguousarray(values).view(f"V{values.dtype.itemsize}")
+            same = old.view(f"V{values.dtype.itemsize}") == np.ascontiguousarray(values).view(
+                f"V{values.dtype.itemsize}"
+            )
             self._foreign(region, cells[~same[mask]], "overwrites")
         region.program[cells] = self.program
         region.epoch[cells] = self.barriers.get(self.program, 0)
@@ -220,7 +226,9 @@ def watched() -> Iterator[None]:
     def lanes(mask: Any, pointers: np.ndarray) -> np.ndarray:
         return np.broadcast_to(mask.data, pointers.shape).astype(bool)  # a mask made with Python's bool holds integers
 
-    def load(self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any) -> Any:
+    def load(
+        self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any
+    ) -> Any:
         on = lanes(mask, ptrs.data)
         size = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty())).itemsize
         current[0].load(ptrs.data, on, size)

@@ -8,6 +8,11 @@ floor of about one rounding in that dtype::
 
 Where the reference is exactly zero the error is the root mean square of ``out``. NaN and infinity never pass unless
 the reference has them in the same places.
+
+A norm over a million elements hides a single wrong one. So the largest difference of any element is bounded too, loosely,
+since the largest of many errors is a matter of luck::
+
+    max |out - ref| <= ELEMENT_FACTOR * factor * max |PyTorch - ref| + ELEMENT_FLOOR * FLOOR[dtype] * max |ref|
 """
 
 import contextlib
@@ -20,6 +25,8 @@ from unittest import mock
 import torch
 
 __all__ = [
+    "ELEMENT_FACTOR",
+    "ELEMENT_FLOOR",
     "FLOOR",
     "FORWARD_FACTOR",
     "GRADIENT_FACTOR",
@@ -27,12 +34,15 @@ __all__ = [
     "Verdict",
     "check_op",
     "compare",
+    "largest_error",
     "poisoned_empty",
     "relative_error",
 ]
 
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
+ELEMENT_FACTOR = 8.0
+ELEMENT_FLOOR = 4.0
 
 # About one rounding of the result for the 16-bit dtypes (half a unit in the last place); a few for the wide ones, whose
 # sums are also rounded on the way.
@@ -72,19 +82,32 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     return difference / scale if scale > 0 else difference / math.sqrt(max(ref.numel(), 1))
 
 
+def largest_error(out: torch.Tensor, ref: torch.Tensor) -> tuple[float, float]:
+    """``max |out - ref|`` and ``max |ref|`` over the elements where ``ref`` is finite, computed where ``out`` is."""
+    out, ref = out.detach().to(torch.float64), ref.detach().to(out.device, torch.float64)
+    difference = torch.where(torch.isfinite(ref), out - ref, 0.0)
+    if out.numel() == 0:
+        return 0.0, 0.0
+    return float(difference.abs().max()), float(torch.where(torch.isfinite(ref), ref, 0.0).abs().max())
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The outcome of one comparison. ``ratio`` is the error over PyTorch's, the floor counted on both sides."""
+    """The outcome of one comparison. ``ratio`` is the error over PyTorch's, the floor counted on both sides.
+
+    ``element`` is the largest difference of an element over what the rule allows.
+    """
 
     name: str
     error: float
     baseline_error: float
     limit: float
     floor: float
+    element: float = 0.0
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.limit  # False for NaN
+        return self.error <= self.limit and self.element <= 1.0  # False for NaN
 
     @property
     def ratio(self) -> float:
@@ -96,6 +119,7 @@ class Verdict:
         return (
             f"{self.name}: error {self.error:.2e}, PyTorch's {self.baseline_error:.2e}, limit {self.limit:.2e}: "
             f"{'passed' if self.passed else 'FAILED'}"
+            + (f", an element is off by {self.element:.1f} times what is allowed" if self.element > 1 else "")
         )
 
     def renamed(self, name: str) -> "Verdict":
@@ -125,7 +149,14 @@ def compare(
     baseline_error = relative_error(baseline, ref)
     if not math.isfinite(baseline_error):
         raise CheckError(f"{name}: plain PyTorch gives no finite result here, so there is nothing to compare with")
-    return Verdict(name, relative_error(out, ref), baseline_error, factor * baseline_error + floor, floor)
+    error = relative_error(out, ref)
+    element = 0.0
+    if math.isfinite(error) and error > 0:
+        (largest, scale), (baseline_largest, _) = largest_error(out, ref), largest_error(baseline, ref)
+        # Where the reference is zero, the floor is absolute, as it is for the norm.
+        allowed = ELEMENT_FACTOR * factor * baseline_largest + ELEMENT_FLOOR * floor * (scale or 1.0)
+        element = largest / allowed if allowed else math.inf
+    return Verdict(name, error, baseline_error, factor * baseline_error + floor, floor, element)
 
 
 def _fill(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention/kernels.py", "attention/kernels_decode.py", "attention/kernels_hopper.py"),
         ("test_attention.py", "test_attention_decode.py"),
     ),
-    "packed": (("packed/kernels.py", "packed/kernels_nvidia.py", "packed/kernels_hopper.py", "tiles.py"), ("test_nf4.py", "test_moe_lora.py")),
+    "packed": (
+        ("packed/kernels.py", "packed/kernels_nvidia.py", "packed/kernels_hopper.py", "tiles.py"),
+        ("test_nf4.py", "test_moe_lora.py"),
+    ),
 }
 # Calls that keep threads, warps or kernels in order.
 ORDER = ("debug_barrier", "gdc_wait", "fence_async_shared", "wait", "arrive", "store_wait", "barrier", "thread_barrier")
@@ -133,7 +136,11 @@ def _of_call(node: ast.Call, stored: bool) -> Iterator[tuple[str, ast.AST]]:
             if not isinstance(node.args[i], ast.Constant):
                 yield "choice dropped", copy.deepcopy(node.args[i])
         test = node.args[0]
-        if isinstance(test, ast.Compare) and type(test.ops[0]) in _OPPOSITE and isinstance(test.comparators[0], ast.Constant):
+        if (
+            isinstance(test, ast.Compare)
+            and type(test.ops[0]) in _OPPOSITE
+            and isinstance(test.comparators[0], ast.Constant)
+        ):
             other = copy.deepcopy(node)
             turned = copy.deepcopy(test)
             turned.ops = [_OPPOSITE[type(test.ops[0])]()]
@@ -179,8 +186,10 @@ def _of_operation(node: ast.BinOp, strides: list[str]) -> Iterator[tuple[str, as
 
 
 def _of_comparison(node: ast.Compare) -> Iterator[tuple[str, ast.AST]]:
-    if len(node.ops) != 1 or _is_constant(node) or isinstance(node.comparators[0], ast.Constant) and isinstance(
-        node.comparators[0].value, str
+    if (
+        len(node.ops) != 1
+        or _is_constant(node)
+        or (isinstance(node.comparators[0], ast.Constant) and isinstance(node.comparators[0].value, str))
     ):
         return
     op = type(node.ops[0])
@@ -199,9 +208,11 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
         yield "barrier removed", ast.Pass()
     if isinstance(node, ast.AugAssign) and not _is_tuple(node.value):
         yield "update dropped", ast.Pass()
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and "arange" in {
-        _called(n) for n in ast.walk(node.value)
-    }:
+    if (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and "arange" in {_called(n) for n in ast.walk(node.value)}
+    ):
         new = copy.deepcopy(node)
         new.value = _expr(f"({ast.unparse(node.value)}) + 1")
         yield "offset off by one", new
@@ -214,6 +225,7 @@ def _of_function(function: ast.FunctionDef) -> Iterator[tuple[str, ast.stmt, ast
     for call in ast.walk(function):
         if _called(call) == "store" and len(call.args) > 1:  # type: ignore[attr-defined]
             casts_of_stores.add(call.args[1])  # type: ignore[attr-defined]  # a store casts by itself
+
     def visit(statements: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt, ast.AST, ast.AST]]:
         for statement in statements:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):

@@ -36,14 +36,35 @@ from typing import Any
 import faults as planting
 from faults import PACKAGE, ROOMS, ROOT, Fault
 
-COLUMNS = ("room", "name", "file", "line", "kind", "statement", "text", "function_digest", "where", "verdict", "by", "why", "seconds")
+COLUMNS = (
+    "room",
+    "name",
+    "file",
+    "line",
+    "kind",
+    "statement",
+    "text",
+    "function_digest",
+    "where",
+    "verdict",
+    "by",
+    "why",
+    "seconds",
+)
 EQUIVALENT = Path(__file__).with_name("equivalent.csv")
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, or start other processes, whose kernels are not seen.
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck")
-RARE = ("barrier removed", "order relaxed", "NaN takes the other side", "cache modifier dropped", "guard dropped", "accumulator lost")
+RARE = (
+    "barrier removed",
+    "order relaxed",
+    "NaN takes the other side",
+    "cache modifier dropped",
+    "guard dropped",
+    "accumulator lost",
+)
 
 
 def digests(file: str) -> dict[str, str]:
@@ -115,6 +136,22 @@ def _too_slow(*_: Any) -> None:
     raise TooSlow
 
 
+def _mend_interpreter() -> None:
+    """NumPy 2.4 no longer makes a number of an array with one element, which Triton 3.6's interpreter asks it for."""
+    import triton
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.6."):
+        return
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
 def _child(tree: Path, work: Path, tests: Sequence[str], longest: float) -> None:
     """In the forked process: runs pytest against the package in ``tree`` and leaves ``result.json`` in ``work``."""
     os.setsid()
@@ -124,10 +161,12 @@ def _child(tree: Path, work: Path, tests: Sequence[str], longest: float) -> None
     os.dup2(log, 2)
     sys.path.insert(0, str(tree))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
-    import kernelbook
     import pytest
 
+    import kernelbook
+
     assert Path(kernelbook.__file__).is_relative_to(tree), kernelbook.__file__
+    _mend_interpreter()
     plugin = Plugin(longest)
     arguments = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", f"--basetemp={work / 'tmp'}"]
     if longest:
@@ -148,7 +187,9 @@ class Workers:
         self.free = list(range(count))
         for i in self.free:
             (folder / str(i)).mkdir()
-            shutil.copytree(PACKAGE, folder / str(i) / "src" / "kernelbook", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                PACKAGE, folder / str(i) / "src" / "kernelbook", ignore=shutil.ignore_patterns("__pycache__")
+            )
 
     def start(
         self,
@@ -211,9 +252,10 @@ class Workers:
 # --- tests ----------------------------------------------------------------------------------------------------------
 
 
-def collect(rooms: Sequence[str], workers: Workers) -> list[str]:
+def collect(rooms: Sequence[str], workers: Workers, files: Sequence[str]) -> list[str]:
     """The tests of the rooms, by name: those of their files, and those that were written for faults."""
-    files = sorted({name for room in rooms for name in ROOMS[room][1]} | {p.name for p in (ROOT / "tests").glob("test_evidence_kernels*.py")})
+    written = {"test_evidence_kernels.py", "test_evidence_gpu.py"}
+    files = files or sorted({name for room in rooms for name in ROOMS[room][1]} | written)
     found = workers.folder / "collected"
     pid = os.fork()
     if pid == 0:
@@ -225,18 +267,22 @@ def collect(rooms: Sequence[str], workers: Workers) -> list[str]:
 
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            pytest.main(["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f) for f in files)])
+            pytest.main(
+                ["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f) for f in files)]
+            )
         found.write_text(text.getvalue())
         os._exit(0)
     os.waitpid(pid, 0)
-    names = [line for line in found.read_text().splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
+    names = [
+        line for line in found.read_text().splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))
+    ]
     return [n for n in names if not any(part in n for part in LEFT_OUT)]
 
 
 def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
     """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
-    began, shares = time.monotonic(), max(1, len(tests) // 10)
+    began, shares = time.monotonic(), max(1, len(tests) // 10, min(len(tests), workers.count))
     shuffled = random.Random(0).sample(tests, len(tests))
     broken: list[Any] = []
 
@@ -299,11 +345,16 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="no fault is planted after so many")
     parser.add_argument("--each", type=int, default=10**6, help="at most so many faults a room")
-    parser.add_argument("--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one")
+    parser.add_argument(
+        "--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "book" / "evidence" / "mutants.csv")
+    parser.add_argument("--files", nargs="*", default=[], help="files in tests/ (default: those of the rooms)")
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")
-    parser.add_argument("--survivors", action="store_true", help="only what survived, was untested or not tried elsewhere")
+    parser.add_argument(
+        "--survivors", action="store_true", help="only what survived, was untested or not tried elsewhere"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", KERNELBOOK_PLANS="shipped")
@@ -344,7 +395,9 @@ def main() -> None:
         if args.baseline and args.baseline.exists():
             tests = json.loads(args.baseline.read_text())
         else:
-            tests = baseline(collect(args.rooms, workers), workers, args.seconds / 2, args.tests_seconds / 3)
+            tests = baseline(
+                collect(args.rooms, workers, args.files), workers, args.seconds / 2, args.tests_seconds / 3
+            )
             if args.baseline:
                 args.baseline.write_text(json.dumps(tests))
         inside = planting.reachable()
@@ -408,10 +461,14 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"])))
+        writer.writerows(
+            sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"]))
+        )
 
 
-def verdicts(results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]) -> Iterator[tuple[dict[str, str], str]]:
+def verdicts(
+    results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]
+) -> Iterator[tuple[dict[str, str], str]]:
     """Each fault once: killed anywhere is killed."""
     ranks = ("killed", "stillborn", "equivalent", "survived", "untested")
     best: dict[str, tuple[dict[str, str], str]] = {}
@@ -424,7 +481,9 @@ def verdicts(results: dict[tuple[str, str, str], dict[str, str]], equivalent: di
     yield from best.values()
 
 
-def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str], where: str) -> None:
+def report(
+    results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str], where: str
+) -> None:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for row, verdict in verdicts(results, equivalent):
         counts[row["room"]][verdict] += 1
@@ -434,7 +493,9 @@ def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[s
         print(f"{room:14} {rate:>6} killed; {dict(c)} of {total[room]}")
     for row, verdict in verdicts(results, equivalent):
         if verdict == "survived":
-            print(f"  survived {row['room']} {row['file']}:{row['line']} {row['kind']}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}")
+            print(
+                f"  survived {row['room']} {row['file']}:{row['line']} {row['kind']}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}"
+            )
 
 
 if __name__ == "__main__":

@@ -727,15 +727,15 @@ def _launch_rows(
 
 def _launch_packed(
     routing: Routing, rows: _Rows, w: Matrices, lora: _Lora | None, bias: torch.Tensor | None, y: torch.Tensor,
-    grouped_out: bool, tiles: Any = None,
+    grouped_out: bool,
 ) -> bool:  # fmt: skip
     """As :func:`_launch_rows`, by a kernel for packed matrices -> whether there is one."""
     x, grouped, slots = rows
     e, k, n = w.shape
     plan = products.plan(
         routing.rows, (e, k, n) if w.transposed else (e, n, k), w.transposed, x.dtype, w.block_size,
-        w.nested[0] is not None, 0 if lora is None else lora.a.shape[1], bias is not None, grouped, grouped_out,
-        runtime.properties(x.device), tiles,
+        w.nested[0] is not None, 0 if lora is None else lora.a.shape[1], bias is not None, grouped, grouped_out, True,
+        runtime.properties(x.device),
     )  # fmt: skip
     if plan is None or w.packed.data_ptr() % 16:
         return False

@@ -1,0 +1,86 @@
+"""What only a GPU can tell, in few and short tests: kernels that the interpreter cannot run, many times over.
+
+They are what ``tools/evidence/mutants.py`` shows to faults in kernels written in Gluon.
+"""
+
+import functools
+
+import kernelbook as kb
+
+# isort: split
+import pytest
+import torch
+from tensors import randn
+
+from kernelbook import check, runtime
+from kernelbook.attention import flash_attention_reference
+from kernelbook.moe_lora import moe_lora_reference
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+
+
+def _repeats(call, times: int = 40) -> None:
+    first = call()
+    for _ in range(times):
+        assert all(torch.equal(a, b) for a, b in zip(call(), first, strict=True))
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("d", (64, 128))
+def test_attention(d: int, causal: bool) -> None:
+    for n in (300, 1000):
+        q, k, v = (randn(2, h, n, d, dtype=BF16).requires_grad_() for h in (4, 2, 2))
+        inputs = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
+        call = functools.partial(kb.flash_attention, causal=causal)
+        check.check_op(call, functools.partial(flash_attention_reference, causal=causal), inputs, grads=("q", "k", "v"))
+        do = randn(2, 4, n, d, dtype=BF16)
+        _repeats(
+            lambda q=q, k=k, v=v, do=do: torch.autograd.grad(kb.flash_attention(q, k, v, causal=causal), (q, k, v), do)
+        )
+
+
+@pytest.mark.parametrize("m", (1, 4, 8))
+def test_few_rows_of_packed_weights(m: int) -> None:
+    for n, k in ((200, 256), (1024, 512)):
+        q = kb.nf4_quantize(randn(2, n, k))
+        w = kb.nf4_dequantize(q, dtype=torch.float64)[1]
+        x = randn(m, k, dtype=BF16)
+        check.check_op(lambda x, q=q: kb.nf4_matmul(x, q, 1), lambda x, w=w: x @ w.to(x.dtype).t(), {"x": x})
+        _repeats(lambda x=x, q=q: (kb.nf4_matmul(x, q, 1),))
+
+
+@pytest.mark.parametrize("tokens", (3, 40, 300))
+def test_packed_experts(tokens: int) -> None:
+    experts, n, k, rank = 6, 256, 512, 16
+    ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :2]
+    q = kb.nf4_quantize(randn(experts, n, k) / k**0.5)
+    w = kb.nf4_dequantize(q, dtype=torch.float64).transpose(1, 2)
+    inputs = {
+        "x": randn(tokens, k, dtype=BF16),
+        "lora_a": randn(experts, rank, k, dtype=BF16) / k**0.5,
+        "lora_b": randn(experts, n, rank, dtype=BF16),
+    }
+    routing = kb.route(ids, experts)
+    check.check_op(
+        functools.partial(kb.moe_lora, w=q, routing=routing, scaling=0.5),
+        lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t),
+        inputs,
+    )
+    _repeats(lambda: (kb.moe_lora(w=q, routing=routing, **inputs),))
+
+
+@pytest.mark.parametrize("tokens", (1, 16))
+def test_shares_of_a_sum_meet(tokens: int) -> None:
+    """Programs that add up others' sums, and a second kernel that starts before the first has ended."""
+    x, up, down = (
+        randn(tokens, 1024, dtype=BF16),
+        randn(4000, 1024, dtype=BF16) / 32,
+        randn(4000, 1024, dtype=BF16) / 32,
+    )
+    rows = torch.randperm(4000, device=x.device)[:1500]
+    hidden = (x.double() @ up[rows].double().t()).relu().to(BF16)
+    truth, plain = hidden.double() @ down[rows].double(), hidden @ down[rows]
+    call = functools.partial(kb.scatter_ffn, x, up, down, rows)
+    check.compare("out", call(), truth, plain).require()
+    _repeats(lambda: (call(),), times=300)

@@ -1,0 +1,308 @@
+"""Small calls that between them launch every kernel of every room: what the sanitizers watch and what is repeated.
+
+python tools/evidence/calls.py attention nf4           once, as under a sanitizer
+python tools/evidence/calls.py attention --repeat 250  the same bits each time, while a second stream keeps the GPU busy
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kernelbook as kb
+
+# isort: split
+import torch
+
+from kernelbook import runtime
+from kernelbook.attention import op as attention_op
+
+Call = Callable[[], Any]
+BF16 = torch.bfloat16
+
+
+def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device=runtime.DEVICE) * scale).to(dtype)
+
+
+def with_gradients(function: Callable[..., Any], *inputs: torch.Tensor) -> Call:
+    """A call that returns the results and the gradients of all inputs."""
+    leaves = [t.requires_grad_() for t in inputs]
+    with torch.no_grad():
+        found = function(*leaves)
+    upstream = [torch.randn_like(t) for t in (found if isinstance(found, tuple) else (found,))]
+
+    def call() -> Any:
+        out = function(*leaves)
+        out = out if isinstance(out, tuple) else (out,)
+        return (*out, *torch.autograd.grad(out, leaves, upstream))
+
+    return call
+
+
+def layer_norm() -> Iterator[tuple[str, Call]]:
+    for m, n, dtype in ((90, 1000, BF16), (40, 4096, BF16), (9, 40000, torch.float32), (33, 9001, torch.float32)):
+        yield (
+            f"layer_norm {m}x{n}",
+            with_gradients(kb.layer_norm, rand(m, n, dtype=dtype), rand(n, dtype=dtype), rand(n, dtype=dtype)),
+        )
+        yield (
+            f"rms_norm {m}x{n}",
+            with_gradients(
+                lambda x, w, r: kb.rms_norm(x, w, residual=r),
+                rand(m, n, dtype=dtype),
+                rand(n, dtype=dtype),
+                rand(m, n, dtype=dtype),
+            ),
+        )
+    yield (
+        "layer_norm, locks (no promise)",
+        with_gradients(
+            lambda x, w, b: kb.layer_norm(x, w, b, backward="locks"), rand(200, 1000), rand(1000), rand(1000)
+        ),
+    )
+
+
+def sparse_linear() -> Iterator[tuple[str, Call]]:
+    for m, d_in, d_out, chunk, count, dtype in (
+        (200, 128, 640, 64, 3, BF16),
+        (70, 40, 130, 48, 2, BF16),
+        (70, 48, 256, 64, 2, torch.float32),
+    ):
+        x, w, dy, b = (
+            rand(m, d_in, dtype=dtype),
+            rand(d_out, d_in, dtype=dtype),
+            rand(m, d_out, dtype=dtype),
+            rand(d_out, dtype=dtype),
+        )
+        given = {"active_chunks": torch.arange(count, device=x.device), "chunk_size": chunk}
+        name = f"{m}x{d_in} to {d_out} {str(dtype)[6:]}"
+        yield f"sparse_backward {name}", lambda x=x, w=w, dy=dy, given=given: kb.sparse_backward(x, w, dy, **given)
+        yield f"sparse_dx {name}", lambda w=w, dy=dy, given=given: kb.sparse_dx(dy, w, **given)
+        yield f"sparse_dw, compact {name}", lambda x=x, dy=dy, given=given: kb.sparse_dw(x, dy, compact=True, **given)
+        for compact in (False, True):
+            yield (
+                f"sparse_forward{', compact' * compact} {name}",
+                lambda x=x, w=w, b=b, given=given, compact=compact: kb.sparse_forward(
+                    x, w, b, compact=compact, **given
+                ),
+            )
+
+
+def scatter_ffn() -> Iterator[tuple[str, Call]]:
+    for m, gated, dtype in (
+        (1, False, BF16),
+        (1, True, BF16),
+        (16, True, BF16),
+        (70, False, BF16),
+        (2, True, torch.float32),
+        (20, False, torch.float32),
+    ):
+        n, k, listed = 1000, 256, torch.randperm(1000, device=runtime.DEVICE)[:700]
+        shapes = ((m, k), (n, k), (n, k), *(((n, k),) if gated else ()))
+
+        def function(x: Any, up: Any, down: Any, gate: Any = None, listed: torch.Tensor = listed) -> torch.Tensor:
+            return kb.scatter_ffn(x, up, down, listed, w_gate=gate, activation="silu")
+
+        yield (
+            f"scatter_ffn {m} tokens{', gated' * gated} {str(dtype)[6:]}",
+            with_gradients(function, *(rand(*s, dtype=dtype, scale=0.1) for s in shapes)),
+        )
+    x, w = rand(3, 256), rand(500, 256)
+    rows = torch.arange(40, device=x.device)
+    yield "gather_matmul 3 tokens", lambda: kb.gather_matmul(x, w, rows, activation="gelu")
+
+
+def nf4() -> Iterator[tuple[str, Call]]:
+    for double in (False, True):
+        w = rand(3, 128, 256)
+        yield (
+            f"nf4_quantize{', nested' * double}",
+            lambda w=w, double=double: _parts(kb.nf4_quantize(w, double_quant=double)),
+        )
+        q = kb.nf4_quantize(w, double_quant=double)
+        odd = kb.nf4_quantize(rand(2, 33, 33), double_quant=double)
+        some = torch.tensor([2, 0], device=w.device)
+        yield f"nf4_dequantize{', nested' * double}", lambda q=q, some=some: kb.nf4_dequantize(q, experts=some)
+        yield f"nf4_dequantize, odd{', nested' * double}", lambda odd=odd: kb.nf4_dequantize(odd)
+        for m in (1, 4, 8, 40):
+            x = rand(m, 256)
+            yield f"nf4_matmul {m} tokens{', nested' * double}", lambda x=x, q=q: kb.nf4_matmul(x, q, 1)
+
+
+def _parts(q: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(t for t in (q.packed, q.absmax, q.nested_absmax, q.nested_offset) if t is not None)
+
+
+def moe_lora() -> Iterator[tuple[str, Call]]:
+    for tokens, experts, slots, k, n, rank, dtype in (
+        (100, 5, 2, 128, 192, 16, BF16),
+        (6, 8, 2, 64, 96, 8, BF16),
+        (30, 4, 2, 40, 72, 3, torch.float32),
+    ):
+        ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
+        yield f"route {tokens}", lambda ids=ids, experts=experts: kb.route(ids, experts).order
+        routing = kb.route(ids, experts)
+        inputs = [
+            rand(tokens, k, dtype=dtype),
+            rand(experts, k, n, dtype=dtype, scale=0.1),
+            rand(experts, rank, k, dtype=dtype, scale=0.1),
+            rand(experts, n, rank, dtype=dtype),
+        ]
+        name = f"{tokens} tokens {str(dtype)[6:]}"
+        for strategy in ("fused", "split"):
+            yield (
+                f"moe_lora, {strategy} {name}",
+                with_gradients(
+                    lambda x, w, a, b, routing=routing, strategy=strategy: kb.moe_lora(
+                        x, w, a, b, routing, strategy=strategy
+                    ),
+                    *inputs,
+                ),
+            )
+        yield (
+            f"scatter2scatter {name}",
+            with_gradients(
+                lambda x, w, routing=routing: kb.scatter2scatter(x, w, routing, grouped_out=True), *inputs[:2]
+            ),
+        )
+        if dtype == BF16:
+            q = kb.nf4_quantize(rand(experts, n, k))
+            gates = torch.rand(ids.shape, device=ids.device)
+            yield (
+                f"moe_lora, packed {name}",
+                with_gradients(
+                    lambda x, a, b, g, q=q, routing=routing: kb.moe_lora(x, q, a, b, routing, gates=g),
+                    inputs[0],
+                    inputs[2],
+                    inputs[3],
+                    gates,
+                ),
+            )
+
+
+def attention() -> Iterator[tuple[str, Call]]:
+    for d in (64, 128):
+        for causal in (False, True):
+            q, k, v = rand(1, 4, 300, d), rand(1, 2, 300, d), rand(1, 2, 300, d)
+            yield (
+                f"flash_attention {d} features{', causal' * causal}",
+                with_gradients(lambda q, k, v, causal=causal: kb.flash_attention(q, k, v, causal=causal), q, k, v),
+            )
+
+    def plain(q: Any, k: Any, v: Any) -> torch.Tensor:
+        with attention_op.plain_kernels():
+            return kb.flash_attention(q, k, v, causal=True)
+
+    yield (
+        "flash_attention, plain kernels",
+        with_gradients(plain, rand(1, 2, 200, 64), rand(1, 2, 200, 64), rand(1, 2, 200, 64)),
+    )
+    lengths = torch.tensor([5, 250], device=runtime.DEVICE)
+    yield (
+        "flash_attention, lengths and window",
+        with_gradients(
+            lambda q, k, v: kb.flash_attention(q, k, v, causal=True, lengths=lengths, window=40),
+            *(rand(2, 2, 250, 64) for _ in range(3)),
+        ),
+    )
+    yield (
+        "flash_attention float32",
+        with_gradients(
+            lambda q, k, v: kb.flash_attention(q, k, v), *(rand(1, 2, 100, 64, dtype=torch.float32) for _ in range(3))
+        ),
+    )
+    cache = [rand(2, 2, 900, 128) for _ in range(2)]
+    one = rand(2, 8, 1, 128)
+    yield "flash_attention, one query", lambda: kb.flash_attention(one, *cache)
+    pool = [rand(31, 2, 64, 128) for _ in range(2)]
+    table = torch.randperm(30, device=one.device).view(2, 15)
+    held = torch.tensor([900, 33], device=one.device)
+    yield "paged_attention", lambda: kb.paged_attention(one, *pool, table, held)
+    new = [rand(2, 2, 1, 128) for _ in range(2)]
+
+    def append() -> tuple[torch.Tensor, ...]:
+        kb.append_to_pages(*new, *pool, table, held)
+        return tuple(pool)
+
+    yield "append_to_pages", append
+
+
+ROOMS: dict[str, Callable[[], Iterator[tuple[str, Call]]]] = {
+    f.__name__: f for f in (layer_norm, sparse_linear, scatter_ffn, nf4, moe_lora, attention)
+}
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else [t for t in value if isinstance(t, torch.Tensor)]
+
+
+def repeated(call: Call, times: int, seconds: float) -> tuple[int, int]:
+    """-> how often the call ran, and how often its bits were not those of the first time, under load on a second stream."""
+    first = [t.detach().clone() for t in tensors(call())]
+    busy, other = torch.randn(2048, 2048, device=runtime.DEVICE), torch.cuda.Stream()
+    done, different, began = 0, torch.zeros((), dtype=torch.int64, device=runtime.DEVICE), time.monotonic()
+    while done < times and time.monotonic() - began < seconds:
+        with torch.cuda.stream(other):
+            for _ in range(done % 3):  # now more, now less of the GPU is free
+                torch.mm(busy, busy)
+        for ours, before in zip(tensors(call()), first, strict=True):
+            same = (
+                ours.detach().reshape(-1).view(torch.uint8) == before.reshape(-1).view(torch.uint8)
+                if ours.is_contiguous() and before.is_contiguous()
+                else ours.detach() == before
+            )
+            different += ~same.all()
+        done += 1
+    return done, int(different)
+
+
+def largest() -> dict[str, dict[str, Any]]:
+    """More elements than 32 bits count: the last rows have the bits that they have alone."""
+    x = torch.randn(2**20 + 5, 2056, device=runtime.DEVICE, dtype=BF16)
+    told = {}
+    for function in (kb.layer_norm, kb.rms_norm):
+        y, alone = function(x), function(x[-64:])
+        told[function.__name__] = {"elements": x.numel(), "same": torch.equal(y[-64:], alone)}
+        del y
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rooms", nargs="*", default=list(ROOMS))
+    parser.add_argument("--repeat", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for the repeats of one call")
+    parser.add_argument("--largest", action="store_true")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    if args.largest:
+        told = largest()
+        print(told)
+        if args.out:
+            with open(args.out, "w") as file:
+                json.dump(told, file)
+        sys.exit(not all(t["same"] for t in told.values()))
+    told, wrong = {}, 0
+    for room in args.rooms:
+        torch.manual_seed(0)
+        for name, call in ROOMS[room]():
+            if not args.repeat:
+                call()
+                if runtime.DEVICE.type == "cuda":
+                    torch.cuda.synchronize()
+                continue
+            done, different = repeated(call, args.repeat, args.seconds)
+            told[f"{room}: {name}"] = {"repeats": done, "different": different}
+            wrong += different if "no promise" not in name else 0
+            print(f"{room}: {name}: {done} repeats, {different} with other bits", flush=True)
+            if args.out:
+                with open(args.out, "w") as file:
+                    json.dump(told, file)
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The smallest errors that the rule of correctness finds, by planting them in right results: ``book/evidence/error_rule.csv``.
+
+The right result is a product of matrices with random numbers, as PyTorch computes it in the dtype.
+"""
+
+import csv
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+import torch  # noqa: E402
+
+from kernelbook import check  # noqa: E402
+
+
+def product(n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """An (n, n) product: -> exact, and PyTorch's."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 64, generator=generator).to(dtype) for _ in range(2))
+    return a.double() @ b.double().t(), a @ b.t()
+
+
+def _element(plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
+    wrong = plain.double()
+    wrong[0, 0] += size * ref.square().mean().sqrt()
+    return wrong.to(plain.dtype)
+
+
+def _row(plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
+    wrong = plain.double()
+    wrong[0] *= 1 + size
+    return wrong.to(plain.dtype)
+
+
+def _bias(plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
+    return (plain.double() + size * ref.square().mean().sqrt()).to(plain.dtype)
+
+
+def _scale(plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
+    return (plain.double() * (1 + size)).to(plain.dtype)
+
+
+# What is planted: (PyTorch's result, the exact one, a size) -> a wrong result. Sizes count in the elements' root mean square.
+PLANTED: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "one element is off by": _element,
+    "one row is scaled, too large by": _row,
+    "all elements are off by": _bias,
+    "all elements are scaled, too large by": _scale,
+}
+
+
+def smallest_found(kind: str, ref: torch.Tensor, plain: torch.Tensor, elementwise: bool = True) -> float:
+    """By bisection of the size; infinite if none up to a thousand is found."""
+
+    def found(size: float) -> bool:
+        verdict = check.compare("out", PLANTED[kind](plain, ref, size), ref, plain)
+        return not verdict.passed if elementwise else verdict.error > verdict.limit
+
+    low, high = 1e-8, 1e3
+    if not found(high):
+        return math.inf
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if found(middle) else (middle, high)
+    return high
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "book" / "evidence" / "error_rule.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("planted", "dtype", "elements", "found_by_norm", "found"))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for n in (64, 256, 1024):
+                ref, plain = product(n, dtype)
+                for kind in PLANTED:
+                    sizes = (smallest_found(kind, ref, plain, elementwise) for elementwise in (False, True))
+                    writer.writerow((kind, str(dtype)[6:], n * n, *(f"{size:.1e}" for size in sizes)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,649 @@
+"""Calls every public function and module with whatever hypothesis thinks of, and compares with the reference.
+
+    python tools/evidence/fuzz.py --examples 20000 --processes 12 --seconds 600 --out fuzz.json
+
+Shapes (one, primes, more than a tile, nothing), strides, offsets of storage, dtypes, which inputs want a gradient, autocast,
+options, and values from tiny to large. Each example is held to the error rule of ``kernelbook.check``, with uninitialised
+memory poisoned; under the interpreter memory is watched too. A failure is shrunk, printed, and makes the command fail.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools" / "evidence")]
+
+import kernelbook as kb  # noqa: E402
+
+# isort: split
+import hypothesis  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402, N812
+from hypothesis import strategies as st  # noqa: E402
+
+from kernelbook import check, nn, runtime  # noqa: E402
+from kernelbook.attention import flash_attention_reference, paged_attention_reference  # noqa: E402
+from kernelbook.attention.reference import append_to_pages_reference  # noqa: E402
+from kernelbook.layer_norm import layer_norm_reference, rms_norm_reference  # noqa: E402
+from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference  # noqa: E402
+from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference  # noqa: E402
+from kernelbook.scatter_ffn import gather_matmul_reference, scatter_ffn_reference  # noqa: E402
+from kernelbook.sparse_linear import (  # noqa: E402
+    sparse_dw_reference,
+    sparse_dx_reference,
+    sparse_forward_reference,
+    sparse_linear_reference,
+)
+
+ON_GPU = runtime.DEVICE.type == "cuda"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Verdicts = list[check.Verdict]
+TARGETS: dict[str, tuple[dict[str, st.SearchStrategy[Any]], Callable[..., Verdicts]]] = {}
+
+
+def sizes(largest: int, *, zero: bool = False) -> st.SearchStrategy[int]:
+    """Few enough on a GPU that compiling stays the smaller part; any under the interpreter, but small."""
+    if not ON_GPU:
+        return st.integers(0 if zero else 1, min(largest, 70))
+    chosen = [n for n in (1, 7, 16, 33, 64, 100, 128, 257, 512, 1000, 2048, 4096) if n <= largest]
+    return st.sampled_from(([0] if zero else []) + chosen)
+
+
+def target(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., Verdicts]], Callable[..., Verdicts]]:
+    common = {
+        "dtype": st.sampled_from(DTYPES),
+        "layout": st.sampled_from(("dense", "dense", "offset", "turned", "stepped", "wide rows")),
+        "scale": st.sampled_from((1.0, 1.0, 1e-3, 30.0, 0.0)),
+        "wants": st.integers(0, 2**6 - 1),
+    }
+
+    def register(function: Callable[..., Verdicts]) -> Callable[..., Verdicts]:
+        TARGETS[function.__name__] = common | strategies, function
+        return function
+
+    return register
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values, stored in another way."""
+    if tensor.dim() == 0 or tensor.numel() == 0 or layout == "dense":
+        return tensor
+    if layout == "offset":
+        base = tensor.new_empty(tensor.numel() + 1)
+        return base[1:].view(tensor.shape).copy_(tensor)
+    if layout == "turned":
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 1 else tensor
+    if layout == "stepped":
+        return tensor.new_empty((*tensor.shape[:-1], 2 * tensor.shape[-1]))[..., ::2].copy_(tensor)
+    return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 5))[..., 2:-3].copy_(tensor)
+
+
+def rand(*shape: int, dtype: torch.dtype, layout: str = "dense", scale: float = 1.0) -> torch.Tensor:
+    return laid_out((torch.randn(shape, device=runtime.DEVICE) * scale).to(dtype), layout)
+
+
+def wanted(inputs: dict[str, Any], wants: int) -> tuple[str, ...]:
+    """A subset of the inputs that can have a gradient."""
+    names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return tuple(n for i, n in enumerate(names) if wants >> i & 1)
+
+
+def ids(count: int, below: int, outside: bool = False) -> torch.Tensor:
+    low, high = (-2, below + 2) if outside and ON_GPU else (0, below)
+    return torch.randint(low, max(high, low + 1), (count,), device=runtime.DEVICE)
+
+
+# --- functions ------------------------------------------------------------------------------------------------------
+
+
+@target(
+    m=sizes(257, zero=True), n=sizes(4096), weight=st.booleans(), bias=st.booleans(), shift=st.sampled_from((0.0, 100.0)),
+    backward=st.sampled_from(("partials", "locks")), eps=st.sampled_from((1e-5, 1e-3)),
+)  # fmt: skip
+def layer_norm(
+    m: int,
+    n: int,
+    weight: bool,
+    bias: bool,
+    shift: float,
+    backward: str,
+    eps: float,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    inputs: dict[str, Any] = {"x": laid_out(rand(m, n, dtype=dtype, scale=scale) + shift, layout)}
+    if weight:
+        inputs["weight"] = rand(n, dtype=dtype, layout=layout)
+    if bias:
+        inputs["bias"] = rand(n, dtype=dtype, layout=layout)
+    return check.check_op(
+        functools.partial(kb.layer_norm, backward=backward, eps=eps), functools.partial(layer_norm_reference, eps=eps), inputs,
+        grads=wanted(inputs, wants), baseline=lambda x, weight=None, bias=None: F.layer_norm(x, (n,), weight, bias, eps), require=False,
+    )  # fmt: skip
+
+
+@target(m=sizes(257, zero=True), n=sizes(4096), weight=st.booleans(), residual=st.booleans())
+def rms_norm(
+    m: int, n: int, weight: bool, residual: bool, dtype: torch.dtype, layout: str, scale: float, wants: int
+) -> Verdicts:
+    inputs: dict[str, Any] = {"x": rand(m, n, dtype=dtype, layout=layout, scale=scale)}
+    if weight:
+        inputs["weight"] = rand(n, dtype=dtype, layout=layout)
+    if residual:
+        inputs["residual"] = rand(m, n, dtype=dtype, layout=layout)
+    grads = wanted(inputs, wants)
+    if residual and grads == ("weight",):
+        grads = ("x", "weight")  # the sum, the second output, depends on x alone
+    return check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=grads, require=False)
+
+
+_SPARSE = {
+    "m": sizes(257, zero=True), "d_in": sizes(257), "d_out": sizes(512), "chunk": st.sampled_from((16, 48, 64)),
+    "share": st.sampled_from((0.0, 0.1, 0.5, 1.0)),
+}  # fmt: skip
+
+
+def _chunks(d_out: int, chunk: int, share: float) -> torch.Tensor:
+    count = -(-d_out // chunk)
+    return torch.randperm(count, device=runtime.DEVICE)[: math.ceil(share * count)]
+
+
+@target(**_SPARSE, mode=st.sampled_from(("dense", "sparse_dw", "sparse_dw_dx")), bias=st.booleans())
+def sparse_linear(
+    m: int,
+    d_in: int,
+    d_out: int,
+    chunk: int,
+    share: float,
+    mode: str,
+    bias: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    given = {"active_chunks": _chunks(d_out, chunk, share), "chunk_size": chunk, "mode": mode}
+    inputs: dict[str, Any] = {
+        "x": rand(m, d_in, dtype=dtype, layout=layout, scale=scale),
+        "weight": rand(d_out, d_in, dtype=dtype, layout=layout),
+    }
+    if bias:
+        inputs["bias"] = rand(d_out, dtype=dtype, layout=layout)
+    return check.check_op(
+        functools.partial(kb.sparse_linear, **given), functools.partial(sparse_linear_reference, **given), inputs,
+        grads=wanted(inputs, wants), require=False,
+    )  # fmt: skip
+
+
+@target(**_SPARSE, compact=st.booleans(), which=st.sampled_from(("forward", "dw", "dx", "backward")))
+def sparse_parts(
+    m: int,
+    d_in: int,
+    d_out: int,
+    chunk: int,
+    share: float,
+    compact: bool,
+    which: str,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    given = {"active_chunks": _chunks(d_out, chunk, share), "chunk_size": chunk}
+    x, w, dy = (
+        rand(m, d_in, dtype=dtype, layout=layout, scale=scale),
+        rand(d_out, d_in, dtype=dtype, layout=layout),
+        rand(m, d_out, dtype=dtype, layout=layout),
+    )
+    partial = functools.partial
+    if which == "forward":
+        return check.check_op(
+            partial(kb.sparse_forward, bias=None, compact=compact, **given), partial(sparse_forward_reference, bias=None, compact=compact, **given),
+            {"x": x, "weight": w}, grads=wanted({"x": x, "weight": w}, wants), require=False,
+        )  # fmt: skip
+    if which == "dw":
+        return check.check_op(
+            partial(kb.sparse_dw, compact=compact, **given), partial(sparse_dw_reference, compact=compact, **given),
+            {"x": x, "dy": dy}, grads=wanted({"x": x, "dy": dy}, wants), require=False,
+        )  # fmt: skip
+    if which == "dx":
+        return check.check_op(
+            partial(kb.sparse_dx, **given), partial(sparse_dx_reference, **given),
+            {"dy": dy, "weight": w}, grads=wanted({"dy": dy, "weight": w}, wants), require=False,
+        )  # fmt: skip
+
+    def reference(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return *sparse_dw_reference(x, dy, compact=compact, **given), sparse_dx_reference(dy, weight, **given)
+
+    return check.check_op(
+        partial(kb.sparse_backward, compact=compact, **given), reference, {"x": x, "weight": w, "dy": dy},
+        forward_factor=check.GRADIENT_FACTOR, require=False,
+    )  # fmt: skip
+
+
+ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
+
+
+@target(
+    m=sizes(128, zero=True),
+    k=sizes(257),
+    n=sizes(512),
+    count=sizes(257, zero=True),
+    activation=st.sampled_from((None, *ACTIVATIONS)),
+    bias=st.booleans(),
+)
+def gather_matmul(
+    m: int,
+    k: int,
+    n: int,
+    count: int,
+    activation: str | None,
+    bias: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    inputs: dict[str, Any] = {
+        "x": rand(m, k, dtype=dtype, layout=layout, scale=scale),
+        "weight": rand(n, k, dtype=dtype, layout=layout),
+    }
+    if bias:
+        inputs["bias"] = rand(n, dtype=dtype, layout=layout)
+    given = {"rows": ids(count, n), "activation": activation}
+    return check.check_op(
+        functools.partial(kb.gather_matmul, **given), functools.partial(gather_matmul_reference, **given), inputs,
+        grads=wanted(inputs, wants), require=False,
+    )  # fmt: skip
+
+
+@target(
+    m=sizes(128, zero=True), k=sizes(257), n=sizes(512), k_out=sizes(257), count=sizes(257, zero=True),
+    activation=st.sampled_from(ACTIVATIONS), gated=st.booleans(), biases=st.integers(0, 7), deterministic=st.booleans(),
+)  # fmt: skip
+def scatter_ffn(
+    m: int,
+    k: int,
+    n: int,
+    k_out: int,
+    count: int,
+    activation: str,
+    gated: bool,
+    biases: int,
+    deterministic: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    inputs: dict[str, Any] = {
+        "x": rand(m, k, dtype=dtype, layout=layout, scale=scale),
+        "w_up": rand(n, k, dtype=dtype, layout=layout, scale=k**-0.5),
+        "w_down": rand(n, k_out, dtype=dtype, layout=layout, scale=n**-0.5),
+    }
+    if gated:
+        inputs["w_gate"] = rand(n, k, dtype=dtype, layout=layout, scale=k**-0.5)
+    for i, (name, size) in enumerate((("b_up", n), ("b_down", k_out), ("b_gate", n))):
+        if biases >> i & 1 and (gated or name != "b_gate"):
+            inputs[name] = rand(size, dtype=dtype)
+    given = {"neurons": ids(count, n), "activation": activation}
+    return check.check_op(
+        functools.partial(kb.scatter_ffn, deterministic=deterministic, **given), functools.partial(scatter_ffn_reference, **given), inputs,
+        grads=wanted(inputs, wants), require=False,
+    )  # fmt: skip
+
+
+@target(
+    b=st.integers(1, 3), h_kv=st.integers(1, 2), group=st.integers(1, 3), n=sizes(257, zero=True), s=sizes(512), d=st.sampled_from((8, 16, 40, 64, 128)),
+    causal=st.booleans(), lengths=st.booleans(), window=st.sampled_from((None, None, 1, 20)), softmax=st.sampled_from((None, 0.3, -0.2)),
+)  # fmt: skip
+def flash_attention(
+    b: int,
+    h_kv: int,
+    group: int,
+    n: int,
+    s: int,
+    d: int,
+    causal: bool,
+    lengths: bool,
+    window: int | None,
+    softmax: float | None,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    given: dict[str, Any] = {"causal": causal, "scale": softmax}
+    if lengths:
+        given["lengths"] = torch.randint(0, s + 1, (b,), device=runtime.DEVICE)
+    if causal and window:
+        given["window"] = window
+    inputs = {
+        name: rand(b, heads, m, d, dtype=dtype, layout=layout, scale=min(scale, 3.0))
+        for name, heads, m in (("q", h_kv * group, n), ("k", h_kv, s), ("v", h_kv, s))
+    }
+    return check.check_op(
+        functools.partial(kb.flash_attention, **given), functools.partial(flash_attention_reference, **given), inputs,
+        grads=wanted(inputs, wants), require=False,
+    )  # fmt: skip
+
+
+@target(
+    b=st.integers(1, 3),
+    h_kv=st.integers(1, 2),
+    group=st.integers(1, 4),
+    n=st.integers(0, 16),
+    d=st.sampled_from((8, 40, 64, 128)),
+    page=st.sampled_from((16, 48, 64)),
+    per=st.integers(1, 4),
+    append=st.booleans(),
+)
+def pages(
+    b: int,
+    h_kv: int,
+    group: int,
+    n: int,
+    d: int,
+    page: int,
+    per: int,
+    append: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    pool = [rand(b * per + 1, h_kv, page, d, dtype=dtype) for _ in range(2)]
+    table = torch.randperm(b * per + 1, device=runtime.DEVICE)[: b * per].view(b, per)
+    lengths = torch.randint(0, per * page - n + 1, (b,), device=runtime.DEVICE)
+    if append:
+        new = [rand(b, h_kv, n, d, dtype=dtype, layout=layout) for _ in range(2)]
+        expected = [p.clone() for p in pool]
+        append_to_pages_reference(*new, *expected, table, lengths)
+        kb.append_to_pages(*new, *pool, table, lengths)
+        assert all(torch.equal(ours, true) for ours, true in zip(pool, expected, strict=True)), "pages differ"
+        return []
+    q = rand(b, h_kv * group, n, d, dtype=dtype, layout=layout, scale=min(scale, 3.0))
+    inputs = {"q": q, "k_pages": pool[0], "v_pages": pool[1], "block_table": table, "lengths": lengths}
+    return check.check_op(kb.paged_attention, paged_attention_reference, inputs, require=False)
+
+
+def _dense(q: Any, experts: torch.Tensor | None = None) -> torch.Tensor:
+    absmax = q.absmax
+    if q.double_quant:
+        absmax = nested_absmax_reference(absmax, q.nested_absmax, q.nested_code, q.nested_offset)
+    return nf4_dequantize_reference(q.packed, absmax, q.code, q.shape, q.block_size, experts)
+
+
+@target(
+    e=st.integers(1, 4),
+    rows=sizes(257),
+    cols=sizes(257),
+    block=st.sampled_from((32, 64, 128)),
+    double=st.booleans(),
+    m=sizes(33),
+    some=st.booleans(),
+)
+def nf4(
+    e: int,
+    rows: int,
+    cols: int,
+    block: int,
+    double: bool,
+    m: int,
+    some: bool,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    q = kb.nf4_quantize(
+        rand(e, rows, cols, dtype=dtype, layout=layout, scale=scale), block_size=block, double_quant=double
+    )
+    experts = ids(3, e) if some else None
+    assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=dtype), _dense(q, experts).to(dtype)), (
+        "decoded values differ"
+    )
+    x, expert = rand(m, cols, dtype=dtype, layout=layout), ids(1, e)[0]
+    w = _dense(q)[expert]
+    return check.check_op(
+        lambda x: kb.nf4_matmul(x, q, expert), lambda x: x @ w.to(x.dtype).t(), {"x": x}, grads=("x",) if wants & 1 else (),
+        baseline=lambda x: x @ w.to(x.dtype).t(), require=False,
+    )  # fmt: skip
+
+
+@target(
+    tokens=sizes(257, zero=True), experts=st.sampled_from((1, 4, 7, 64)), slots=st.integers(1, 3), k=sizes(128), n=sizes(257), rank=st.sampled_from((1, 8, 16)),
+    grouped_in=st.booleans(), grouped_out=st.booleans(), gates=st.booleans(), bias=st.booleans(), lora=st.booleans(),
+    strategy=st.sampled_from(("auto", "fused", "split")), skipped=st.sampled_from((0.0, 0.3)), plain=st.booleans(),
+)  # fmt: skip
+def moe_lora(
+    tokens: int, experts: int, slots: int, k: int, n: int, rank: int, grouped_in: bool, grouped_out: bool, gates: bool, bias: bool, lora: bool,
+    strategy: str, skipped: float, plain: bool, dtype: torch.dtype, layout: str, scale: float, wants: int,
+) -> Verdicts:  # fmt: skip
+    slots = min(slots, experts)
+    chosen = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
+    chosen = chosen.masked_fill(torch.rand(chosen.shape, device=chosen.device) < skipped, experts)
+    routing = kb.route(chosen, experts)
+    inputs: dict[str, Any] = {
+        "x": rand(tokens * slots if grouped_in else tokens, k, dtype=dtype, layout=layout, scale=scale),
+        "w": rand(experts, k, n, dtype=dtype, layout=layout, scale=k**-0.5),
+    }
+    how = {"grouped_in": grouped_in, "grouped_out": grouped_out and not gates}
+    if plain:
+        return check.check_op(
+            functools.partial(kb.scatter2scatter, routing=routing, **how), functools.partial(scatter2scatter_reference, expert_ids=chosen, **how),
+            inputs, grads=wanted(inputs, wants), require=False,
+        )  # fmt: skip
+    inputs["lora_a"] = rand(experts, rank, k, dtype=dtype, layout=layout, scale=k**-0.5) if lora else None
+    inputs["lora_b"] = rand(experts, n, rank, dtype=dtype, layout=layout) if lora else None
+    if bias:
+        inputs["bias"] = rand(experts, n, dtype=dtype)
+    if gates:
+        inputs["gates"] = torch.rand(chosen.shape, device=chosen.device).to(dtype)
+    return check.check_op(
+        functools.partial(kb.moe_lora, routing=routing, strategy=strategy, scaling=0.5, **how),
+        functools.partial(moe_lora_reference, expert_ids=chosen, scaling=0.5, **how), inputs, grads=wanted(inputs, wants), require=False,
+    )  # fmt: skip
+
+
+# --- modules, with and without autocast -----------------------------------------------------------------------------
+
+
+@target(
+    kind=st.sampled_from(("LayerNorm", "RMSNorm", "SparseLinear")),
+    m=sizes(128, zero=True),
+    n=sizes(257),
+    n_out=sizes(257),
+    bias=st.booleans(),
+    autocast=st.sampled_from((None, torch.float16, torch.bfloat16)),
+)
+def modules(
+    kind: str,
+    m: int,
+    n: int,
+    n_out: int,
+    bias: bool,
+    autocast: torch.dtype | None,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    wants: int,
+) -> Verdicts:
+    if kind == "SparseLinear":
+        module: torch.nn.Module = nn.SparseLinear(n, n_out, bias=bias, device=runtime.DEVICE, dtype=dtype)
+        plain: Callable[..., torch.Tensor] = lambda x, weight, bias=None: F.linear(x, weight, bias)  # noqa: E731
+    elif kind == "LayerNorm":
+        module, plain = (
+            nn.LayerNorm(n, bias=bias, device=runtime.DEVICE, dtype=dtype),
+            lambda x, weight, bias=None: F.layer_norm(x, (n,), weight, bias),
+        )
+    else:
+        module, plain = (
+            nn.RMSNorm(n, eps=1e-5, device=runtime.DEVICE, dtype=dtype),
+            lambda x, weight: F.rms_norm(x, (n,), weight, 1e-5),
+        )
+    inputs = {
+        "x": rand(m, n, dtype=dtype, layout=layout, scale=scale),
+        **{name: p.detach().clone() for name, p in module.named_parameters()},
+    }
+
+    def ours(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(runtime.DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None):
+            return torch.func.functional_call(module, parameters, (x,))
+
+    def theirs(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(
+            runtime.DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None and x.dtype != torch.float64
+        ):
+            return plain(x, **parameters).to(x.dtype if x.dtype == torch.float64 else result)
+
+    with torch.no_grad():
+        result = ours(**inputs).dtype
+    return check.check_op(ours, theirs, inputs, grads=wanted(inputs, wants), require=False)
+
+
+# --- campaigns ------------------------------------------------------------------------------------------------------
+
+
+class WrongResultError(Exception):
+    """A result that is not correct."""
+
+
+def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any]:
+    """-> how many examples ran, the worst ratio and where, and what failed first, shrunk."""
+    strategies, function = TARGETS[name]
+    told: dict[str, Any] = {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
+    last: dict[str, Any] = {}
+
+    @hypothesis.settings(
+        max_examples=examples, database=None, deadline=None, print_blob=False, suppress_health_check=list(hypothesis.HealthCheck),
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink), report_multiple_bugs=False,
+    )  # fmt: skip
+    @hypothesis.seed(seed)
+    @hypothesis.given(**strategies)
+    def run(**drawn: Any) -> None:
+        if time.monotonic() > until and not last:
+            return  # no time: what is left passes without having run, and is not counted
+        text = ", ".join(f"{k}={v}" for k, v in drawn.items())
+        torch.manual_seed(zlib.crc32(text.encode()))  # the same values when it is shrunk
+        with contextlib.nullcontext() if ON_GPU else watched():
+            try:
+                verdicts = function(**drawn)
+            except check.CheckError as error:
+                if "nothing to compare with" in str(error):
+                    return
+                last.update(text=text, error=str(error))
+                raise WrongResultError(text) from error
+            except Exception as error:
+                last.update(
+                    text=text,
+                    error=f"{type(error).__name__}: {error}"[:400]
+                    + "".join(traceback.format_tb(error.__traceback__)[-2:]),
+                )
+                raise WrongResultError(text) from error
+        told["examples"] += 1
+        for verdict in verdicts:
+            if not verdict.passed:
+                last.update(text=text, error=str(verdict))
+                raise WrongResultError(text)
+            told["element"] = max(told["element"], verdict.element)
+            if verdict.ratio > told["worst"]:
+                told["worst"], told["where"] = verdict.ratio, f"{verdict.name}: {text}"
+
+    try:
+        run()
+    except WrongResultError:
+        told["failure"] = f"{name}({last['text']}): {last['error']}"
+    except hypothesis.errors.HypothesisException as error:
+        told["failure"] = f"{name}: {type(error).__name__}: {last.get('text', '')}: {last.get('error', '')}"
+    return told
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    import watched_memory
+
+    with watched_memory.watched():
+        yield
+
+
+def _work(jobs: list[tuple[str, int, int]], until: float, out: Path) -> None:
+    torch.set_num_threads(1)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for name, examples, seed in jobs:
+        results.setdefault(name, []).append(campaign(name, examples, seed, until))
+        out.write_text(json.dumps(results))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--examples", type=int, default=20000 if ON_GPU else 2000)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--only", nargs="*", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    os.environ.setdefault("KERNELBOOK_PLANS", "shipped")
+    until, folder = time.monotonic() + args.seconds, args.out.with_suffix(".parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Small campaigns, dealt out: each begins with the simplest examples anew, so they are not too small.
+    each = max(10, min(100, args.examples // (len(args.only) * args.processes)))
+    jobs = [
+        (name, each, args.seed + i) for i in range(-(-args.examples // (each * len(args.only)))) for name in args.only
+    ]
+    pids = []
+    for p in range(args.processes):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _work(jobs[p :: args.processes], until, folder / f"{p}.json")
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        pids.append(pid)
+    ended = [os.waitpid(pid, 0)[1] for pid in pids]
+    summary: dict[str, dict[str, Any]] = {}
+    for path in folder.glob("*.json"):
+        for name, parts in json.loads(path.read_text()).items():
+            s = summary.setdefault(name, {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []})
+            for part in parts:
+                s["examples"] += part["examples"]
+                s["element"] = max(s["element"], part["element"])
+                if part["worst"] > s["worst"]:
+                    s["worst"], s["where"] = part["worst"], part["where"]
+                if part["failure"]:
+                    s["failures"].append(part["failure"])
+        path.unlink()
+    folder.rmdir()
+    args.out.write_text(json.dumps(summary, indent=1))
+    total = sum(s["examples"] for s in summary.values())
+    print(
+        f"{total} examples, {sum(len(s['failures']) for s in summary.values())} failures, {sum(map(bool, ended))} processes ended badly"
+    )
+    for name, s in summary.items():
+        print(f"  {name:16} {s['examples']:6}  worst {s['worst']:.2f}, element {s['element']:.2f}  {s['where'][:150]}")
+        for failure in sorted(set(s["failures"]), key=len)[:4]:
+            print(f"    FAILED {failure[:700]}")
+    sys.exit(any(s["failures"] for s in summary.values()))
+
+
+if __name__ == "__main__":
+    main()

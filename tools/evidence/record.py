@@ -1,0 +1,150 @@
+"""Gathers the evidence for the page "Evidence": ``book/evidence/<gpu>.json`` and ``mutants.csv`` beside it.
+
+    python tools/evidence/record.py --seconds 3600     all of it, on the GPU at hand; without a GPU, what the CPU can tell
+    python tools/evidence/record.py --seconds 110 --out folder
+
+Fuzz, repeats under load, sanitizers and faults run beside each other, each until its time is over. What was not reached is
+written as not reached.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+import kernelbook  # noqa: E402
+
+# isort: split
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+from kernelbook import runtime  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--examples", type=int, default=20000 if runtime.DEVICE.type == "cuda" else 2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "book" / "evidence")
+    args = parser.parse_args()
+    on_gpu, began, n = runtime.DEVICE.type == "cuda", time.monotonic(), args.processes
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
+    if not on_gpu:
+        environment["TRITON_INTERPRET"] = "1"
+    told: dict[str, Any] = {
+        "gpu": runtime.properties().name if on_gpu else "none: the interpreter",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "package": kernelbook.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        parts, jobs = Path(folder), {}
+
+        def start(name: str, script: str, *arguments: Any) -> None:
+            with (args.out / f"{name}.log").open("w") as log:
+                jobs[name] = subprocess.Popen(
+                    [sys.executable, str(HERE / script), *map(str, arguments)],
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    cwd=ROOT,
+                )
+
+        seconds, share = args.seconds - 12, max(1, n // 4)
+        fuzz_seconds, fuzz_share = (seconds, share + 1) if on_gpu else (seconds / 2, max(1, n // 2))
+        start(
+            "fuzz",
+            "fuzz.py",
+            "--examples",
+            args.examples,
+            "--processes",
+            fuzz_share,
+            "--seconds",
+            fuzz_seconds,
+            "--seed",
+            args.seed,
+            "--out",
+            parts / "fuzz.json",
+        )
+        results = args.out / "mutants.csv"
+        if on_gpu:
+            for room in ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4"):
+                start(
+                    f"repeats_{room}",
+                    "calls.py",
+                    room,
+                    "--repeat",
+                    250,
+                    "--seconds",
+                    max(2.0, seconds / 40),
+                    "--out",
+                    parts / f"repeats_{room}.json",
+                )
+            start("largest", "calls.py", "--largest", "--out", parts / "largest.json")
+            start(
+                "sanitizers",
+                "sanitize.py",
+                "--processes",
+                share,
+                "--seconds",
+                seconds - 4,
+                "--out",
+                parts / "sanitizers.json",
+            )
+            start(
+                "mutants", "mutants.py", "--rooms", "attention", "packed", "scatter_ffn", "--where", "gpu", "--files", "test_evidence_gpu.py",
+                "--processes", share + 1, "--seconds", seconds - 12, "--tests-seconds", 4, "--results", results,
+            )  # fmt: skip
+        else:
+            start(
+                "mutants",
+                "mutants.py",
+                "--where",
+                "interpreter",
+                "--processes",
+                max(1, n - fuzz_share),
+                "--seconds",
+                seconds - 20,
+                "--results",
+                results,
+            )
+        late = []
+        for name, job in jobs.items():
+            try:
+                job.wait(max(1.0, args.seconds - 4 - (time.monotonic() - began)))
+            except subprocess.TimeoutExpired:  # noqa: PERF203
+                job.kill()
+                late.append(name)
+        told["late"] = late
+        for name in ("fuzz", "sanitizers"):
+            path = parts / f"{name}.json"
+            told[name] = json.loads(path.read_text()) if path.exists() else {}
+        told["repeats"] = {}
+        for path in sorted(parts.glob("repeats_*.json")):
+            told["repeats"] |= json.loads(path.read_text())
+        path = parts / "largest.json"
+        told["largest"] = json.loads(path.read_text()) if path.exists() else {}
+    told["seconds"] = round(time.monotonic() - began)
+    (args.out / f"{runtime.device_slug() if on_gpu else 'cpu'}.json").write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in told.items() if k not in ("fuzz", "sanitizers", "repeats")}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
