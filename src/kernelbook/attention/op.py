@@ -407,8 +407,10 @@ def _run(
         programs, pairs = kernels_hopper.forward_grid(cdiv(n, plan.owned), b * h, d, causal, properties.num_sms)
         grid, paired = (programs,), (int(pairs),)
     make = functools.partial(launching.empty, q.shape[:3], accumulator(q.dtype))
-    buffers = ((make(q), make),) if lse is None else ()
-    lse = buffers[0][0] if lse is None else lse
+    buffers: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
+    if lse is None:
+        lse = make(q)
+        buffers = ((lse, make),)
     section = kernels.section(s, d, q.element_size(), causal, properties)
     args = (
         *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.results(o), lse, b, h, n, s, section, *paired,
