@@ -387,6 +387,10 @@ SPILLS_ALLOWED = {
         8,
         "float64: two registers, in a kernel that copies rows.",
     ),
+    ("_moe_lora_fwd_rows_kernel", "sm_90"): (
+        8,
+        "float32 with experts in 4 bits, one to sixteen rows each: two registers. 16-bit numbers take other kernels.",
+    ),
     ("_nf4_matmul_fwd_kernel", "sm_80"): (
         8,
         "Eight tokens with double quantization: two registers. Half as many words in flight would need none, and were "
