@@ -82,7 +82,9 @@ def mark_changes(doctree: nodes.document) -> None:
             best = max(range(len(ratios)), key=lambda i: (ratios[i], i))
             if ratios[best] >= SIMILAR:
                 changed = set(changed_lines(earlier[best], text))
-                block.setdefault("highlight_args", {})["hl_lines"] = marked_runs(text, changed - _unmarked(text) or changed)
+                block.setdefault("highlight_args", {})["hl_lines"] = marked_runs(
+                    text, changed - _unmarked(text) or changed
+                )
         earlier.append(text)
 
 
