@@ -367,6 +367,50 @@ def test_bitwise_reproducible() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n", (1, 40))
+def test_what_a_call_launched_is_launched_again(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For other tensors of its kind; and not where they begin elsewhere, somebody looks on, or an argument is wrong."""
+    autotune.forget()
+    launched, real = [], launching.Launch.__call__
+    monkeypatch.setattr(launching.Launch, "__call__", lambda *args: launched.append(args) or real(*args))
+    for _ in range(3):
+        q, k, v = _qkv(2, 8, 2, n, 3000, 128, dtype=torch.bfloat16)
+        check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v})
+        assert len(launched) == 1
+    check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": k})
+    assert len(launched) == 1
+    first = kb.flash_attention(q, k, v)
+    odd = torch.empty(k.numel() + 1, dtype=k.dtype, device=k.device)[1:].view(k.shape).copy_(k)
+    assert torch.equal(kb.flash_attention(q, odd, v), first)
+    assert len(launched) == 2
+    with torch.profiler.profile():
+        assert torch.equal(kb.flash_attention(q, k, v), first)
+    assert len(launched) == 3
+    with pytest.raises(TypeError, match="flash_attention: causal must be a bool, got int"):
+        kb.flash_attention(q, k, v, causal=0)
+    q.requires_grad_()
+    torch.autograd.grad(kb.flash_attention(q, k, v).sum(), q)
+    with torch.no_grad():
+        assert torch.equal(kb.flash_attention(q, k, v), first)
+    autotune.forget()
+    before = len(launched)
+    kb.flash_attention(q.detach(), k, v)
+    assert len(launched) == before + 1
+
+
+@pytest.mark.gpu
+def test_pages_that_were_written_before_are_written_again() -> None:
+    for _ in range(3):
+        k, v = (randn(2, 4, 1, 128, dtype=torch.bfloat16) for _ in range(2))
+        ours = [randn(4, 4, 16, 128, dtype=torch.bfloat16) for _ in range(2)]
+        theirs = [t.clone() for t in ours]
+        where = _integers([0, 1], [3, 2]), _integers(5, 16)
+        kb.append_to_pages(k, v, *ours, *where)
+        append_to_pages_reference(k, v, *theirs, *where)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("page", (16, 64, 256))
 def test_a_graph_follows_the_lengths(page: int) -> None:
     inputs = _paged(4, 16, 4, 2, 128, page, 4096 // page, torch.bfloat16, [4096, 1, 300, 77])

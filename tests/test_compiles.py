@@ -82,6 +82,7 @@ def step(m, n, dtype, **how):
 for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     step(64, 1000, dtype)
     step(64, 4096, dtype)
+    step(4, 4096, dtype)  # one program, which writes the sums itself
     step(64, 4096, dtype, backward="locks")
     step(64, 40000, dtype)
 x = torch.empty(64, 16384)[:, 3:15363].requires_grad_()  # rows that are not aligned
@@ -145,7 +146,7 @@ for block_size in (32, 64, 4096):
 """,
     "scatter_ffn": """
 import torch, kernelbook as kb
-from kernelbook.scatter_ffn import fused_ffn
+from kernelbook.scatter_ffn.bench import fused_ffn
 def network(m, dtype, gated, requires_grad=False):
     shapes = ((m, 4096), *(((6000, 4096),) * (3 if gated else 2)))
     return (torch.empty(s, dtype=dtype, requires_grad=requires_grad) for s in shapes)
@@ -291,7 +292,7 @@ SETTINGS = {
     },
     "layer_norm": {
         "": "WIDTHS = (8192,)",
-        "sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 20480, 2001, 4095, 9001)",
+        "sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 18432, 20480, 2001, 4095, 9001)",
     },
     # Tokens, listed neurons, gate: on the one target every tile that the rules choose.
     "scatter_ffn": {
@@ -376,16 +377,10 @@ SPILLS_ALLOWED = {
         "Eight tokens with double quantization: two registers. Half as many words in flight would need none, and were "
         "measured slower.",
     ),
-    ("_layer_norm_fwd_kernel", "sm_80"): (
-        8,
-        "Rows of 8,193 to 16,384 float32 elements that are not aligned: two registers, in a kernel bound by its loads.",
-    ),
     # Two registers on generations on which nothing was measured yet: `tune` finds other tiles where they matter.
     **dict.fromkeys(
         (
             ("_flash_attention_bwd_dq_kernel", "sm_120"),
-            ("_layer_norm_fwd_kernel", "sm_86"),
-            ("_layer_norm_fwd_kernel", "sm_89"),
             ("_moe_lora_bwd_factors_kernel", "sm_86"),
             ("_moe_lora_bwd_factors_kernel", "sm_89"),
             ("_moe_lora_bwd_recompute_kernel", "sm_120"),

@@ -51,7 +51,13 @@ def test_several_ranks(tmp_path: Path) -> None:
     code, output = _torchrun(2, tmp_path, *two)
     _assert_all_passed(output, 2, *two)
     assert code == 0
-    three = ("expert_parallel_four_bits", "expert_parallel_without_waiting", "sharded_loads_elsewhere", "active_rows_fsdp", "resumes_fsdp")
+    three = (
+        "expert_parallel_four_bits",
+        "expert_parallel_without_waiting",
+        "sharded_loads_elsewhere",
+        "active_rows_fsdp",
+        "resumes_fsdp",
+    )
     code, output = _torchrun(3, tmp_path, *three, "dies")
     _assert_all_passed(output, 3, *three)
     assert code != 0 and "ok dies" not in output

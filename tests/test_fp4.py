@@ -36,12 +36,13 @@ def test_each_element_goes_to_the_nearest_value(format: str) -> None:
     q = kb.fp4_quantize(w, format=format)
     block = FORMATS[format][0]
     assert q.shape == w.shape and q.block_size == block and q.code_name == "e2m1"
-    packed, scales, nested = fp4_parts(q)
+    _, scales, nested = fp4_parts(q)
     step = scales.cpu().float().double() * nested[0].item()
     step = step.repeat_interleave(block, -1)
     choices = torch.cat([VALUES, -VALUES]) * step[..., None]
     best = (choices - w.cpu().double()[..., None]).abs().amin(-1)
-    assert bool(((dense(q) - w.cpu().double()).abs() <= best + 1e-5 * step).all())  # where two are as near, float32 decides
+    error = (dense(q) - w.cpu().double()).abs()
+    assert bool((error <= best + 1e-5 * step).all())  # where two are as near, float32 decides
     assert bool((dense(q)[0, 0] == 0).all())
 
 
@@ -100,7 +101,10 @@ def test_products_and_gradients(format: str, dtype: torch.dtype) -> None:
     )
     for tokens in (1, 4):
         check.check_op(
-            lambda x: kb.nf4_matmul(x, q, 1), lambda x: x @ w[1].to(x.dtype), {"x": x[:tokens].contiguous()}, grads=("x",)
+            lambda x: kb.nf4_matmul(x, q, 1),
+            lambda x: x @ w[1].to(x.dtype),
+            {"x": x[:tokens].contiguous()},
+            grads=("x",),
         )
 
 

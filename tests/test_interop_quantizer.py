@@ -79,7 +79,7 @@ def test_saved_and_loaded_packed(double_quant: bool, tmp_path: Path) -> None:
     assert kept == {"quant_method": quantizer.METHOD, "double_quant": double_quant, "block_size": 32}
     for path in (tmp_path / "packed").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            for key in file.keys():
+            for key in file.keys():  # noqa: SIM118
                 value = file.get_tensor(key)
                 assert "experts" not in key or value.dtype in (torch.uint8, torch.float32), key
     again = load(tmp_path / "packed")

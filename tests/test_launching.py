@@ -1,5 +1,6 @@
 """What launches have in common: tensors, strides and dtypes as kernels take them."""
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -25,7 +26,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
-from kernelbook import arguments, launching, runtime
+from kernelbook import arguments, autotune, launching, runtime
 
 
 def test_cdiv_is_tritons() -> None:
@@ -386,6 +387,100 @@ def test_whoever_watches_sees_every_launch(fake: _FakeKernel, who: str, monkeypa
         monkeypatch.setattr(launching, "_HAS_HANDLES", False)
     launch((1,), x, 33)
     assert len(fake.by_triton) == 2 and not fake.by_handle
+
+
+class _Repeated:
+    """An operator whose calls can be repeated: it launches the fake kernel twice, and counts how often it had to think."""
+
+    number = 0
+
+    def __init__(self, fake: _FakeKernel) -> None:
+        _Repeated.number += 1
+        self.launch, self.thought, self.extra = launching.Launch(fake, BLOCK=64), 0, False
+        self.call = launching.operator(
+            f"test_repeated_{_Repeated.number}(Tensor x, Tensor? w, float eps) -> (Tensor, Tensor)",
+            outputs=lambda x, w, eps: (launching.empty(x.shape, x.dtype, x), launching.empty((3,), x.dtype, x)),
+            run=self._run,
+            visible=True,
+        )
+
+    def _run(self, results: Any, x: torch.Tensor, w: Any, eps: float) -> None:
+        self.thought += 1
+        between = launching.empty((64,), torch.float32, x)
+        self.launch((2,), x.view(-1) if w is None else w, 33)
+        self.launch((x.shape[0], 5), between, 32)
+        if self.extra:
+            results[0].zero_()
+
+
+@pytest.fixture
+def repeated(fake: _FakeKernel, monkeypatch: pytest.MonkeyPatch) -> _Repeated:
+    monkeypatch.setattr(launching, "_new", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(launching, "_current_device", lambda: fake.device)
+    return _Repeated(fake)
+
+
+def test_a_call_is_repeated_without_thinking(fake: _FakeKernel, repeated: _Repeated) -> None:
+    tensors = [(torch.zeros(4, 16), torch.zeros(64)) for _ in range(6)]
+    for x, w in tensors:
+        first, second = repeated.call(x, w, 0.5)
+        assert first.shape == x.shape and first.is_contiguous() and second.shape == (3,)
+        assert fake.by_handle[-2:] == [] or fake.by_handle[-2][2] == (w.data_ptr(), 33, 64)
+    assert repeated.thought == 2  # the first call, and the one that was watched
+    assert fake.by_handle[-1][1][:3] == (4, 5, 1) and len(fake.by_triton) == 2
+    for other in ((tensors[0][0], None, 0.5), (tensors[0][0], tensors[0][1], 0.25), (torch.zeros(8, 16), None, 0.5)):
+        before = repeated.thought
+        repeated.call(*other)
+        assert repeated.thought == before + 1, "another kind of call"
+    x = torch.zeros(4, 16)
+    for _ in range(3):
+        repeated.call(x, None, 0.5)
+    assert fake.by_handle[-2][2][0] == x.data_ptr()
+
+
+def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
+    storage = torch.zeros(64)
+    for _ in range(6):  # whose address is it that the kernel is given?
+        repeated.call(storage.view(4, 16), storage, 0.5)
+    assert repeated.thought == 6
+    repeated.extra = True
+    for _ in range(6):  # an operator of PyTorch between the launches
+        repeated.call(torch.zeros(5, 16), storage, 0.5)
+    assert repeated.thought == 12
+    repeated.extra = False
+    for _ in range(6):  # not on 16 bytes: Triton takes another kernel
+        repeated.call(torch.zeros(97)[1:].view(6, 16), storage, 0.5)
+    before = repeated.thought
+    for _ in range(2):
+        repeated.call(torch.zeros(6, 16), storage, 0.5)
+    assert repeated.thought == before + 2
+
+
+@pytest.mark.parametrize("what", ("dropped", "plans", "device", "watched", "deterministic", "mode"))
+def test_what_changes_a_call_ends_its_repetition(
+    fake: _FakeKernel, repeated: _Repeated, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.zeros(4, 16), torch.zeros(64)
+    for _ in range(4):
+        repeated.call(x, w, 0.5)
+    before = repeated.thought
+    assert before == 2
+    if what == "dropped":
+        fake.device_caches.clear()
+    elif what == "plans":
+        autotune.forget()
+    elif what == "device":
+        fake.device = 1
+    elif what == "watched":
+        monkeypatch.setattr(triton.knobs.runtime, "debug", True)
+    with contextlib.ExitStack() as stack:
+        if what == "deterministic":
+            torch.use_deterministic_algorithms(True)
+            stack.callback(torch.use_deterministic_algorithms, False)
+        if what == "mode":
+            stack.enter_context(_Passing())
+        repeated.call(x, w, 0.5)
+    assert repeated.thought == before + 1
 
 
 def test_constants_are_constexpr() -> None:

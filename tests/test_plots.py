@@ -119,33 +119,25 @@ def test_with_one_gpu_a_figure_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert isinstance(plots.by_gpu("layer_norm", _figure), Figure)
 
 
-def test_other_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[object] = []
-    monkeypatch.setattr("IPython.display.display", shown.append)
+def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "nvidia-l4"])
-    under = plots.by_gpu("layer_norm", _figure)
-    assert len(shown) == 1 and isinstance(shown[0], Figure)
-    text = under.data
-    assert text.count("<img ") == 2 and text.count('type="radio"') == 3 and text.count("<input checked") == 1
-    assert all(f">{gpu}</label>" in text for gpu in ("nvidia-h200", "nvidia-h100", "nvidia-l4"))
-    assert (
-        "Shown above." in text[: text.index("nvidia-h100")]
-    )  # the first is open, and what it would show has its caption
+    text = plots.by_gpu("layer_norm", _figure).data
+    assert text.count("<img ") == 3 and text.count('type="radio"') == 3 and text.count("<input checked") == 1
+    places = [text.index(f">{gpu}</label>") for gpu in ("nvidia-h200", "nvidia-h100", "nvidia-l4")]
+    assert places == sorted(places) and text.index("checked") < places[0]  # the first is open
     other = plots.tabs({"a < b": "1 < 2"}).data
     assert "a &lt; b" in other and "1 &lt; 2" in other
     assert not set(re.findall(r'id="([^"]+)"', text)) & set(re.findall(r'id="([^"]+)"', other))
 
 
 def test_a_chapters_names_hold_another_gpus_record_while_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[object] = []
-    monkeypatch.setattr("IPython.display.display", shown.append)
     monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "partly-measured"])
     records = {"nvidia-h100": [3, 4], "partly-measured": []}
     names = {"recorded": [1, 2]}
     on_each_gpu = plots.with_records("layer_norm", names, recorded=records.__getitem__)
-    under = on_each_gpu(lambda: Markdown(f"| second |\n| --- |\n| {names['recorded'][1]} |"))
-    assert "| 2 |" in shown[0].data and names == {"recorded": [1, 2]}
-    assert "<td>4</td>" in under.data and "partly-measured" not in under.data
+    text = on_each_gpu(lambda: Markdown(f"| second |\n| --- |\n| {names['recorded'][1]} |")).data
+    assert text.index("<td>2</td>") < text.index("<td>4</td>") and "partly-measured" not in text
+    assert names == {"recorded": [1, 2]}
 
 
 def test_gpus_with_results_come_in_the_readers_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,3 +183,25 @@ def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
     plots.bandwidth_figure(rows, ax=ax)
     looks = {line.get_label(): line.get_linestyle() for line in ax.lines}
     assert looks["kernelbook"] == "-" and looks["peer"] == "None"
+
+
+def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    assert "not recorded" in plots.step("square_steps", "second") and "Nothing" in plots.steps("square_steps")
+    folder = tmp_path / timing.BOOKS_GPU
+    folder.mkdir()
+    about = dict.fromkeys(timing.ENVIRONMENT, "1") | {"peak_mib": 1234, "dtype": "float16", "mode": "forward_backward"}
+    small, large = (_steps().iloc[[0, 2, 1]].assign(op="square", shape=f"N={n}", x=n, **about) for n in (1, 2))
+    large["ms"] = [4.0, 5.0, 3.0]
+    pd.concat([small, large]).to_csv(folder / "square_steps.csv", index=False)
+    ceilings = pd.DataFrame({"run": ["r"], "copy_gbs": [2000.0], "bf16_tflops": [400.0]})
+    ceilings.to_csv(folder / "ceilings.csv", index=False)
+    line = plots.step("square_steps", "second", by="tflops", peak=True, x=2)
+    assert "5000.0" in line and "0.80" in line and "1,234" in line and "torch" not in line
+    text = plots.steps("square_steps", own=small.assign(ms="7.0"), by={"square": "tflops"})
+    assert text.count("Recorded: square, forward + backward, N=") == 2 and text.count("Yours") == 1
+    assert text.count("Not a gain here: second.") == 1 and "7000.0" in text
+    with pytest.raises(ValueError, match="unpack"):
+        plots.step("square_steps", "third")

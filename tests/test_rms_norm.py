@@ -156,13 +156,15 @@ def test_the_backward_reference_is_the_gradient() -> None:
 def test_opcheck(dtype: torch.dtype) -> None:
     x, residual, w = (t.requires_grad_() for t in (randn(5, 24, dtype=dtype), randn(5, 24, dtype=dtype), randn(24)))
     ops = torch.ops.kernelbook
-    for arguments in ((x, None, w), (x, residual, w), (x, residual, None)):
-        torch.library.opcheck(ops.rms_norm.default, (*arguments, EPS, dtype))
-    torch.library.opcheck(ops.rms_norm_inference.default, (x.detach(), w.detach(), EPS, dtype))
+    torch.library.opcheck(ops.norm.default, (x, w, None, EPS, dtype, False, "partials"))
+    for arguments in ((x, residual, w), (x, residual, None)):
+        torch.library.opcheck(ops.norm_of_sum.default, (*arguments, EPS, dtype))
     x, residual, w = x.detach(), residual.detach(), w.detach()
-    y, total, rstd = ops.rms_norm(x, residual, w, EPS, dtype)
+    torch.library.opcheck(ops.norm_inference.default, (x, w, None, EPS, dtype, False))
+    y, total, rstd = ops.norm_of_sum(x, residual, w, EPS, dtype)
     for dsum, dw_dtype in ((None, torch.float32), (torch.randn_like(y), None)):
-        torch.library.opcheck(ops.rms_norm_backward.default, (torch.randn_like(y), total, w, rstd, dsum, EPS, dw_dtype))
+        given = (torch.randn_like(y), total, w, rstd, dsum, EPS, dw_dtype, None, False, "partials")
+        torch.library.opcheck(ops.norm_backward.default, given)
 
 
 @pytest.mark.parametrize("dynamic", (False, True))

@@ -2,6 +2,7 @@
 
 - The directive ``instrument`` puts a recording of ``book/_static/instruments`` into the page, with a still picture of it
   for readers without JavaScript and for print. ``book/_static/book.js`` makes it move.
+- The directive ``question`` asks something that takes two minutes, and keeps the answer folded.
 - A step's code cell shows what it changes: lines that the most similar cell before it does not have are highlighted, and
   ``book.js`` folds long runs of the others.
 - Terms of the glossary carry their definition to the page on which they are used.
@@ -81,7 +82,9 @@ def mark_changes(doctree: nodes.document) -> None:
             best = max(range(len(ratios)), key=lambda i: (ratios[i], i))
             if ratios[best] >= SIMILAR:
                 changed = set(changed_lines(earlier[best], text))
-                block.setdefault("highlight_args", {})["hl_lines"] = marked_runs(text, changed - _unmarked(text) or changed)
+                block.setdefault("highlight_args", {})["hl_lines"] = marked_runs(
+                    text, changed - _unmarked(text) or changed
+                )
         earlier.append(text)
 
 
@@ -161,6 +164,25 @@ class Instrument(SphinxDirective):
         box += nodes.paragraph("", recording["title"], classes=["instrument-title"])
         box += nodes.raw("", raw, format="html")
         self.state.nested_parse(self.content, self.content_offset, box)
+        return [box]
+
+
+class Question(SphinxDirective):
+    """``{question}``: what is asked, a line ``---``, and the answer, which is folded."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        lines = list(self.content)
+        if "---" not in lines:
+            raise self.error("question: expected a line '---' before the answer")
+        middle = lines.index("---")
+        box = nodes.container(classes=["question"])
+        box += nodes.paragraph("", "Two minutes", classes=["question-title"])
+        self.state.nested_parse(self.content[:middle], self.content_offset, box)
+        box += nodes.raw("", "<details><summary>Answer</summary>", format="html")
+        self.state.nested_parse(self.content[middle + 1 :], self.content_offset + middle + 1, box)
+        box += nodes.raw("", "</details>", format="html")
         return [box]
 
 
@@ -251,6 +273,7 @@ def _lighten(app: Any, exception: Exception | None) -> None:
 
 def setup(app: Any) -> dict[str, bool]:
     app.add_directive("instrument", Instrument)
+    app.add_directive("question", Question)
     app.connect("builder-inited", _text_only_index)
     app.connect("doctree-resolved", _on_doctree)
     app.connect("html-page-context", _on_page)

@@ -332,8 +332,13 @@ def planner(
 def derived(function: Rule) -> Rule:
     """``functools.lru_cache`` for a function that asks planners: it is asked again when plans change."""
     cached: Any = functools.lru_cache(maxsize=4096)(function)
-    _caches.append(cached)
+    remembered(cached)
     return cached
+
+
+def remembered(cache: Any) -> None:
+    """Has ``cache.cache_clear()`` called whenever plans change."""
+    _caches.append(cache)
 
 
 def planners() -> Mapping[str, Planner]:

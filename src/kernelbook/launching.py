@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook import autotune, runtime  # before Triton, which it sets up
 from kernelbook.autotune import derived
 
 # isort: split
@@ -178,11 +179,10 @@ class _Handle:
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _RUN = JITFunction.run
-_interpreting = threading.RLock()
 
 
 class _OfThread(threading.local):
-    tracing = False  # whether a graph is being made of the kernels that are launched
+    tracing: Any = False  # True: a graph is being made of the kernels that are launched; or the _Recording of a call
 
 
 _of_thread = _OfThread()
@@ -254,12 +254,13 @@ class Launch:
 
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         """-> the compiled kernel, where there is one."""
+        if isinstance(_of_thread.tracing, _Recording):
+            return _of_thread.tracing.launch(self, grid, args)
         if _of_thread.tracing:
             return torch.library.wrap_triton(self.kernel)[grid](*args, **self.constants)
         args = tuple(arg.descriptor() if type(arg) is Box else arg for arg in args)
         if runtime.INTERPRET:
-            with _interpreting:  # the interpreter patches triton.language while a kernel runs
-                return self.kernel[grid](*args, **self.constants)
+            return self.kernel[grid](*args, **self.constants)
         with runtime.on_device_of(_first_tensor(args)):
             return self.kernel[grid](*args, **self.constants)
 
@@ -530,6 +531,132 @@ def tickets(count: int, like: torch.Tensor) -> torch.Tensor:
     return _counters[key]
 
 
+# --- calls that are repeated --------------------------------------------------------------------------------------
+
+_NEW = {
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("empty", "memory_format"), ("empty_like", "default"), ("empty_strided", "default"), ("new_empty", "default"),
+    )
+}  # fmt: skip
+
+
+class _Recording(TorchDispatchMode):
+    """Notes what a call does: the memory it takes and the kernels it launches; ``complete`` unless it does more than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new: list[torch.Tensor] = []
+        self.launches: list[tuple[Any, _Handle, tuple[int, ...], tuple[Any, ...]]] = []
+        self.complete = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _NEW:
+            self.new.append(result)
+        elif not func.is_view:
+            self.complete = False
+        return result
+
+    def launch(self, launch: Launch, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        _of_thread.tracing = False
+        try:
+            launch(grid, *args)
+        finally:
+            _of_thread.tracing = self
+        variant = launch._variants.get(tuple(map(type, args)))
+        handle = variant[1].get(_key(args, _first_tensor(args).get_device())) if variant else None
+        if handle is None or handle.boxes or any(type(arg) is Box for arg in args):
+            self.complete = False
+        else:
+            self.launches.append((launch.kernel, handle, grid, args))
+
+    def written_out(self, given: Sequence[torch.Tensor | None], results: Any) -> Callable[..., Any] | None:
+        """A function of the addresses of the tensors that were ``given`` (0: ``None``) that does the same again.
+
+        It returns ``None``, and has done nothing, where a kernel is not the one any more that Triton would launch.
+        """
+        outputs = results if isinstance(results, tuple) else (results,)
+        places = {(new.data_ptr(), new.shape, new.stride(), new.dtype): i for i, new in enumerate(self.new)}
+        found = [places.get((out.data_ptr(), out.shape, out.stride(), out.dtype)) for out in outputs]
+        known = {f"p{i}": tensor for i, tensor in enumerate(given) if tensor is not None}
+        known |= {f"q{i}": tensor for i, tensor in enumerate(self.new)}
+        owners = {tensor.untyped_storage().data_ptr(): name for name, tensor in known.items() if tensor.numel()}
+        told_apart = len(owners) == sum(tensor.numel() > 0 for tensor in known.values())
+        if not (self.complete and self.launches and told_apart and None not in found):
+            return None
+        device = _first_tensor(self.launches[0][3]).get_device()
+        scope: dict[str, Any] = {
+            "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream, "new": _new,
+        }  # fmt: skip
+
+        def constant(value: Any) -> str:
+            name = f"c{len(scope)}"
+            scope[name] = value
+            return name
+
+        def address(tensor: torch.Tensor) -> str:
+            owner = owners[tensor.untyped_storage().data_ptr()]
+            return f"{owner} + {tensor.data_ptr() - known[owner].data_ptr()}"
+
+        fresh, calls = [], []
+        for kernel, handle, grid, args in self.launches:
+            fresh.append(
+                f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) is {constant(handle.compiled)}"
+            )
+            fresh += [f"{constant(scope)}.get({name!r}) is {constant(value)}" for scope, name, value in handle.globals]
+            values = [address(arg) if isinstance(arg, torch.Tensor) else constant(arg) for arg in args]
+            listed = ", ".join([*values, *map(constant, handle.tail)])
+            head = [*map(str, (*grid, 1, 1)[:3]), "s", constant(handle.function), *map(constant, handle.before)]
+            listed = listed if _TRITON == (3, 6) else f"({listed},)"
+            calls.append(f"{constant(handle.launch)}({', '.join(head)}, {listed})")
+        lines = [
+            f"def again({', '.join(f'p{i}' for i in range(len(given)))}):",
+            f" if not (current_device() == {device} and {' and '.join(fresh)}):",
+            "  return None",
+        ]
+        for i, tensor in enumerate(self.new):
+            shape_and_strides = ", ".join(constant(tuple(part)) for part in (tensor.shape, tensor.stride()))
+            lines.append(f" t{i} = new({shape_and_strides}, {constant(tensor.dtype)}); q{i} = t{i}.data_ptr()")
+        lines += [f" s = stream({device})", *(f" {call}" for call in calls)]
+        names = [f"t{i}" for i in found]
+        lines.append(f" return {', '.join(names)}{',' if isinstance(results, tuple) and len(names) == 1 else ''}")
+        exec("\n".join(lines), scope)  # noqa: S102
+        return cast(Callable[..., Any], scope["again"])
+
+
+class _Repeats(dict[Any, Callable[..., Any]]):
+    """By kind of call what does it again; learns it from the second call, which it watches."""
+
+    def __init__(self, compute: Callable[..., Any], tensors: Sequence[int]) -> None:
+        self.compute, self.tensors, self.seen = compute, tensors, dict[Any, int]()
+        autotune.remembered(self)
+
+    def cache_clear(self) -> None:
+        self.clear()
+        self.seen.clear()
+
+    def learn(self, key: Any, *args: Any) -> Any:
+        """Computes, and learns how if that seems possible."""
+        calls = self.seen[key] = self.seen.get(key, 0) + 1
+        if len(self.seen) > 4096:
+            self.cache_clear()
+        # Where not all begin on 16 bytes, the key does not say which do.
+        if key[-1] or not 1 < calls < 5 or _deterministic() or _is_watched() or is_observed():
+            return self.compute(*args)
+        recording = _Recording()
+        before, _of_thread.tracing = _of_thread.tracing, recording
+        try:
+            with recording:
+                results = self.compute(*args)
+        finally:
+            _of_thread.tracing = before
+        again = recording.written_out([args[i] for i in self.tensors], results)
+        if again is not None:
+            self[key] = again
+        return results
+
+
 # --- one declaration an operator ------------------------------------------------------------------------------------
 
 NAMESPACE = "kernelbook"
@@ -539,7 +666,7 @@ def operator(
     schema: str,
     *,
     outputs: Callable[..., Any],
-    run: Callable[..., None],
+    run: Callable[..., object],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     saved: int = 0,
@@ -613,20 +740,22 @@ def operator(
     parameters = [
         parameter.split() for parameter in schema.partition("(")[2].rpartition(" ->")[0].strip("()").split(",")
     ]
+    of_tensors = [i for i, (kind, _) in enumerate(parameters) if re.fullmatch(r"Tensor(\(\w+!?\))?\??", kind)]
+    scope = {"outputs": outputs, "run": run, "implementation": implementation, "keep": keep, "registered": registered}
+    if visible and _HAS_HANDLES and _new is not None:
+        scope["repeats"] = _Repeats(compute, of_tensors)
     forward, call = _written_out(
-        [parameter[-1] for parameter in parameters],
-        [parameter[-1] for parameter in parameters if re.fullmatch(r"Tensor(\(\w+!?\))?\??", parameter[0])],
+        [name for _, name in parameters],
+        [parameters[i][1] for i in of_tensors],
         f"[:-{saved}]" if saved and schema.rpartition("->")[2].count(",") > saved else "[0]" if saved else "",
-        {
-            "outputs": outputs, "run": run, "implementation": implementation, "keep": keep, "registered": registered,
-        },
-    )  # fmt: skip
+        scope,
+    )
     Eager: Any = type(
         qualified.partition("::")[2], (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(differentiate)},
     )  # fmt: skip
     # Function.apply without what it does for transforms, of which there are none where this is called.
-    apply = call.__globals__["apply"] = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
+    call.__globals__["apply"] = super(torch.autograd.Function, Eager).apply  # type: ignore[misc]
     call.__name__ = call.__qualname__ = qualified
     return call
 
@@ -640,7 +769,28 @@ def _written_out(
     """
     args = ", ".join(names)
     compute = (f"implementation({args})",) if runtime.INTERPRET else (f"outputs({args})", f"run(results, {args})")
-    lines = [
+    lines = []
+    if "repeats" in scope:
+        compute = (f"compute({args})",)
+        key = [
+            f"None if {name} is None else ({name}.shape, {name}.stride(), {name}.dtype, {name}.device)"
+            if name in tensors
+            else name
+            for name in names
+        ]
+        lines = [
+            f"def compute({args}):",
+            *(f" p{i} = 0 if {name} is None else {name}.data_ptr()" for i, name in enumerate(tensors)),
+            f" key = ({', '.join(key)}, ({' | '.join(f'p{i}' for i in range(len(tensors)))}) % 16)",
+            " again = repeats.get(key)",
+            " if again is not None and not (deterministic() or watched()):",
+            f"  results = again({', '.join(f'p{i}' for i in range(len(tensors)))})",
+            "  if results is not None:",
+            "   return results",
+            f" return repeats.learn(key, {args})",
+        ]
+        scope |= {"deterministic": _deterministic, "watched": _is_watched}
+    lines += [
         f"def forward(ctx, {args}):",
         f" results = {compute[0]}",
         *(f" {line}" for line in compute[1:]),
@@ -709,14 +859,15 @@ def _decompose(qualified: str, compute: Callable[..., Any]) -> None:
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
-    if not _of_thread.tracing:
+    if _of_thread.tracing is not True:
         for tensor in tensors:
             if tensor.data_ptr() % 16:
                 return False
     return True
 
 
-_current_device, _deterministic = getattr(torch._C, "_cuda_getDevice", None), torch._C._get_deterministic_algorithms
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_deterministic = torch._C._get_deterministic_algorithms
 _new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what Inductor's programs allocate by
 
 
@@ -725,6 +876,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch
     if (
         _HAS_HANDLES and _new is not None and type(like) in _PLAIN and like.get_device() == _current_device()
         and not _deterministic()  # PyTorch may fill new memory then
+        and not _dispatch_modes()
     ):  # fmt: skip
         return _new(*_contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)

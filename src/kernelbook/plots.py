@@ -122,7 +122,7 @@ def _as_html(part: object, label: str) -> str:
         content = io.BytesIO()
         part.savefig(content, format="png", bbox_inches="tight")
         data = base64.b64encode(content.getvalue()).decode()
-        return f'<img alt="The same figure for {escape(label)}" src="data:image/png;base64,{data}">'
+        return f'<img alt="As measured on {escape(label)}" src="data:image/png;base64,{data}">'
     if hasattr(part, "_repr_html_"):
         return str(part._repr_html_())
     if hasattr(part, "_repr_markdown_"):
@@ -138,21 +138,15 @@ def _as_html(part: object, label: str) -> str:
 def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
 
-    The book's GPU comes first, with the cell's caption and number; the reader picks one of the others, the own before the
-    rest, by a tab below it. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results` takes it.
+    Where there are several, each has a tab: the book's GPU first, then the reader's own, then the others; a GPU of which
+    ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results`
+    takes it.
     """
-    from IPython.display import display
-
     from kernelbook import timing
 
-    first, *others = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
-    shown = draw(first)
-    drawn = {gpu: draw(gpu) for gpu in others}
-    drawn = {gpu: part for gpu, part in drawn.items() if part is not None}
-    if not drawn:
-        return shown
-    display(shown)  # type: ignore[no-untyped-call]
-    return tabs({first: "Shown above.", **drawn})
+    gpus = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
+    drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
+    return tabs(drawn) if len(drawn) > 1 else next(iter(drawn.values()), None)
 
 
 def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[str], Any]) -> Callable[..., Any]:
@@ -428,7 +422,7 @@ def _ladders(rows: pd.DataFrame, only: Mapping[str, Any]) -> list[tuple[str, pd.
     for column, value in only.items():
         rows = rows.loc[rows[column] == value]
     named = rows.groupby(["op", "mode", "shape", "dtype"], sort=False)
-    return [(f"{op}, {mode.replace('_', ' + ')}, {shape}, {dtype}", part) for (op, mode, shape, dtype), part in named]
+    return [("{}, {}, {}, {}".format(*map(str, key)).replace("_backward", " + backward"), part) for key, part in named]
 
 
 def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: Any) -> str:

@@ -2,7 +2,7 @@
 
 A room's benchmark gives cases, each with inputs, a reference and a call of ours (:class:`kernelbook.timing.Case`). During
 that call planners are asked (:mod:`kernelbook.autotune`): each problem that one of them is asked for is tuned, one after the
-other. The search starts at the rule's plan and walks to neighbours of the best one so far, a batch at a time, until two
+other. The search starts at the rule's plan and walks to neighbours of the best one so far, a batch at a time, until some
 batches have brought nothing. Every candidate is checked against float64 before it is timed, and a plan is kept only if it is
 faster than the rule's by :data:`GAIN` when both are timed in turn. At the end every case that uses a new plan is timed once
 more with and without it, and a plan with which one of them is slower is struck.
@@ -44,13 +44,14 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 if TYPE_CHECKING:
-    pass
+    import pandas as pd
 
 __all__ = ["GAIN", "TABLE_COLUMNS", "TABLE_KEY", "add_arguments", "compared", "main", "tune", "tune_case"]
 
 GAIN = 1.02  # a difference of a per cent is within what two runs differ by
 BATCH = 14  # candidates that are compiled side by side and then timed
-IDLE_BATCHES = 2  # that bring nothing, after which the search ends
+IDLE_BATCHES = 2  # that bring nothing, after which the search ends; one where time is short
+SHORT_S = 300.0
 SLOWER = 1.01  # from here on a case counts as slower with the new plans
 FINALISTS = 2  # candidates that are timed again, in turn with the rule's
 SEARCH_SHARE = 0.8  # of the time; the rest is for comparing whole cases
@@ -61,6 +62,9 @@ MEMORY_EACH = 3 * 2**30  # bytes of free GPU memory for each of them
 # A row says how long a case takes by the rules and with the plans in use, timed in turn.
 TABLE_COLUMNS = ("run", *timing.KEY, "rules_us", "plans_us", *timing.ENVIRONMENT)
 TABLE_KEY = tuple(name for name in timing.KEY if name != "provider")
+# A row says what the search found for one problem; where the rule stays, ``plan_us`` is its time.
+SEARCH_COLUMNS = ("run", "planner", "problem", "case", "tried", "rule_us", "plan_us", *timing.ENVIRONMENT)
+SEARCH_KEY = ("planner", "problem")
 
 Cases = Callable[[Mapping[str, float] | None], Iterator[timing.Case]]
 
@@ -75,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser, rooms: Sequence[str]) -> None
     parser.add_argument(
         "--compare", action="store_true", help="search nothing: time the cases with the plans in use and by the rules"
     )
-    parser.add_argument("--out", type=Path, default=None, help="with --compare: folder for <gpu>/plans.csv")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder for <gpu>/search.csv; with --compare for plans.csv"
+    )
 
 
 def parse_shape(text: str | None) -> dict[str, float] | None:
@@ -198,7 +204,8 @@ def _tune_problem(
             elif "outcome" not in known:
                 journal.write(**what, plan=texts[i], outcome="brought the process down")
     best, idle = 0, 0
-    while left and idle < IDLE_BATCHES and time.time() < deadline:
+    patience = IDLE_BATCHES if deadline - time.time() > SHORT_S else 1
+    while left and idle < patience and time.time() < deadline:
         batch = sorted(left, key=lambda i: _distance(texts[i], texts[best]))[:BATCH]
         if warm is not None:
             warm(batch)
@@ -216,7 +223,7 @@ def _tune_problem(
         return  # no time: no decision
     finalists = sorted((i for i in times if i), key=times.__getitem__)[:FINALISTS]
     if 0 not in times or not finalists or times[finalists[0]] > times[0]:
-        journal.write(**what, case=str(case), kept=False)
+        journal.write(**what, case=str(case), kept=False, **({"rule_us": round(times[0], 2)} if 0 in times else {}))
         return
     finalists = [0, *finalists]
     medians = dict(zip(finalists, _in_turn(planner.name, key, [plans[i] for i in finalists], call), strict=True))
@@ -487,7 +494,8 @@ def strike_where_slower(room: str, case: timing.Case, journal: Journal) -> None:
         for name, key in used:
             _strike(autotune.own_plans(runtime.properties().name), name, key)
             if (name, key) in journal.winners():
-                journal.write(planner=name, key=key, case=str(case), kept=False)
+                rule_us = journal.winners()[name, key]["rule_us"]
+                journal.write(planner=name, key=key, case=str(case), kept=False, rule_us=rule_us)
     journal.write(compared=str(case), rules_us=round(rules, 2), plans_us=round(plans, 2), struck=slower)
 
 
@@ -575,10 +583,31 @@ def _tell(entry: Mapping[str, Any], bar: Any) -> None:
         bar.write(f"left out: {entry['left_out']}")
 
 
-def tune(job: Mapping[str, Any], minutes: float, export: bool) -> int:
+def searched(journal: Journal) -> "pd.DataFrame":
+    """What a journal says of each problem on which it has a decision, in the columns :data:`SEARCH_COLUMNS`."""
+    import pandas as pd
+
+    about = {"run": timing.new_run(), **timing.environment(timing.package_version())}
+    rows = []
+    for (name, key), decision in journal.winners().items():
+        tried = sum(
+            e.get("outcome") == "ok" for e in journal.entries if (e.get("planner"), e.get("key")) == (name, key)
+        )
+        rule_us = decision.get("rule_us", math.nan)
+        plan_us = decision["us"] if decision["kept"] else rule_us
+        what = {"planner": name, "problem": key, "case": decision["case"], "tried": tried}
+        rows.append({**about, **what, "rule_us": rule_us, "plan_us": plan_us})
+    return pd.DataFrame(rows, columns=list(SEARCH_COLUMNS))
+
+
+def tune(job: Mapping[str, Any], minutes: float, export: bool, out: Path | None = None) -> int:
     """Tunes rooms on the GPU at hand; 1 if a candidate computed something wrong, 2 without a GPU.
 
-    ``job``: ``rooms``, a ``shape`` or ``None``, and what cases to ``select`` or ``None``.
+    Args:
+        job: ``rooms``, a ``shape`` or ``None``, and what cases to ``select`` or ``None``.
+        minutes: how long at most.
+        export: whether what was found is written into the package too.
+        out: a folder for the record of the search, ``<gpu>/search.csv``.
     """
     if runtime.DEVICE.type != "cuda":
         print("tune: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
@@ -605,6 +634,8 @@ def tune(job: Mapping[str, Any], minutes: float, export: bool) -> int:
         tabulate(rows, headers=("planner", "problem", "rule, us", "tuned, us", "times as fast"), disable_numparse=True)
     )
     print(f"{len(rows)} of {len(found.winners())} problems have a faster plan, in {autotune.own_plans(name)}")
+    if out is not None and found.winners():
+        timing.write_results(out / runtime.device_slug() / "search.csv", searched(found), key=SEARCH_KEY)
     if export and rows:
         plans = autotune.read_plans(autotune.own_plans(name))
         _keep(autotune.shipped_plans(name), plans)
@@ -624,7 +655,7 @@ def main(given: argparse.Namespace, rooms: Sequence[str]) -> int:
         job = {"rooms": given.room or list(rooms), "shape": parse_shape(given.shape), "select": given.select}
         if given.compare and runtime.DEVICE.type == "cuda":
             return comparison({**job, "deadline": time.time() + 60 * given.minutes}, given.out)
-        return tune(job, given.minutes, given.export)
+        return tune(job, given.minutes, given.export, given.out)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -55,6 +55,9 @@ WITH_HEADS = (
     *("OLMo-2-13B", "Phi-4", "Qwen3-Next-80B-A3B"),
 )
 
+# A sliding window beside all keys: B, H, H_kv, N, D; and windows, 0 for none.
+WINDOWED, WINDOWS = (2, 16, 16, 8192, 128), (0, 4096, 1024, 256)
+
 LARGEST_MATH = 4096  # with the score matrix, longer sequences take seconds and tens of GB
 CHECKED_WHOLE = 4096  # of longer sequences the first key head is checked: float64 takes its time too
 
@@ -248,6 +251,64 @@ def _decode_case(shape: tuple[int, int, int, int, int, int], *, page: int = 0) -
     )
 
 
+def _window_case(mode: str, window: int) -> timing.Case:
+    """Causal attention to the last ``window`` keys only: what is counted is what is seen."""
+    b, h, h_kv, n, d = WINDOWED
+    dtype = torch.bfloat16
+    seen = window * n - window * (window - 1) // 2 if window else n * (n + 1) // 2
+    tensors, products = (2, 2) if mode == "forward" else (4, 5)
+    return timing.Case(
+        op="flash_attention",
+        mode=mode,
+        dtype=dtype,
+        shape={"B": b, "H": h, "H_kv": h_kv, "N": n, "S": n, "D": d, "causal": "yes", "window": window or "none"},
+        x_name="window",
+        x=window or n,
+        gbytes=(tensors * b * n * d * (h + h_kv) * dtype.itemsize + 4 * b * h * n) / 1e9,
+        gflop=2 * products * b * h * seen * d / 1e9,
+        build=lambda: _window_problem(mode, window or None, dtype),
+    )
+
+
+def _window_problem(mode: str, window: int | None, dtype: torch.dtype) -> timing.Problem:
+    b, h, h_kv, n, d = WINDOWED
+    q, k, v, do = _inputs(b, h, h_kv, n, n, d, dtype)
+    few = [t[:1, : t.shape[1] // h_kv] for t in (q, k, v, do)]  # what is checked: the heads of the first key head
+    mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+    mask = mask if window is None else mask.triu(1 - window)
+
+    def call(provider: str) -> Callable[[], Tensors]:
+        def forward() -> torch.Tensor:
+            with _kernels_of(provider):
+                return op.flash_attention(q, k, v, causal=True, window=window)
+
+        if mode == "forward":
+            return lambda: [forward().detach()]
+        o = forward()
+
+        def backward() -> Tensors:
+            with _kernels_of(provider):
+                return torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+        return backward
+
+    def truth() -> Tensors:
+        wide = [t.detach().double() for t in few]
+        if mode == "forward":
+            return [flash_attention_reference(*wide[:3], causal=True, window=window)]
+        return flash_attention_backward_reference(wide[3], *wide[:3], causal=True, window=window)
+
+    def baseline() -> Tensors:
+        q, k, v = leaves = [t.detach().requires_grad_() for t in few[:3]]
+        o = F.scaled_dot_product_attention(q, k, v, mask)
+        return [o.detach()] if mode == "forward" else torch.autograd.grad(o, leaves, few[3])
+
+    calls = {name: call(name) for name in ("kernelbook", "kernelbook:plain")}
+    factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
+    first = dict.fromkeys(calls, lambda out: [t[:1, : t.shape[1] // h_kv] for t in out])
+    return timing.Problem(calls, truth, baseline, factor, first)
+
+
 def _in_pages(x: torch.Tensor, order: torch.Tensor, page: int) -> torch.Tensor:
     """(B, H_kv, S, D) -> (B S / page, H_kv, page, D), in a random order: page ``order[i]`` holds part ``i``."""
     parts = x.unflatten(2, (x.shape[2] // page, page)).transpose(1, 2).flatten(0, 1)
@@ -303,7 +364,7 @@ kb.flash_attention(q, k, v, causal=True).sum().backward()
 
 def cases() -> Iterator[timing.Case]:
     """The named shapes, and sequences from 1,024 to 32,768 at two head sizes, causal or not, forward and backward; a small
-    shape; few queries to contiguous keys and to pages."""
+    shape; few queries to contiguous keys and to pages; sliding windows."""
     shapes = dict.fromkeys(SHAPES)
     for d in (64, 128):
         for causal in (True, False):
@@ -324,6 +385,9 @@ def cases() -> Iterator[timing.Case]:
         yield _decode_case(decoded)
     for decoded in PAGED:
         yield _decode_case(decoded, page=PAGE)
+    for window in WINDOWS:
+        for mode in ("forward", "backward"):
+            yield _window_case(mode, window)
     yield _first_call()
 
 

@@ -127,36 +127,67 @@ def _store_output(
 
 
 @triton.jit
+def _shares(
+    partial_ptr, partial_lse_ptr, first, used,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """-> o (MERGED, ROWS, BLOCK_D) and lse (MERGED, ROWS) of the shares from ``first`` on.
+
+    ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
+    """
+    offs_s, offs_r, offs_d = first + tl.arange(0, MERGED), tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows = offs_s[:, None] * ROWS + offs_r[None, :]
+    mask = (offs_s < used)[:, None]
+    parts = tl.load(
+        partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
+        mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    return parts, tl.load(partial_lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
 def _merged(
     partial_ptr, partial_lse_ptr,  # (used, ROWS, D), (used, ROWS): of this tile
     used,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all shares, MERGED of them at a time, always in the same order.
+    """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all shares, always in the same order.
 
-    A pipeline through shared memory, where the keys lay: registers would hold too little of what is on its way. ".cg": from
-    the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
+    Few rows: MERGED shares at a time, in registers. Many: one after the other, in a pipeline through the memory in which
+    the keys lay, since registers would hold too little of what is on its way.
     """
-    offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    acc = tl.zeros((ROWS, BLOCK_D), ACC)
-    l = tl.zeros((ROWS,), ACC)
-    m = tl.full((ROWS,), float("-inf"), ACC)
-    for first in tl.range(0, used, MERGED, num_stages=MERGE_STAGES):
-        offs_s = first + tl.arange(0, MERGED)
-        rows = offs_s[:, None] * ROWS + offs_r[None, :]
-        mask = (offs_s < used)[:, None]
-        parts = tl.load(
-            partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
-            mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        lse = tl.load(partial_lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(lse, axis=0))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.math.exp2(m - shift)
-        weights = tl.math.exp2(lse - shift[None, :])
-        l = l * alpha + tl.sum(weights, axis=0)
-        acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * parts, axis=0)
-        m = m_new
+    if MERGED > 1:
+        # The first shares are on their way while the logarithms of all are looked at.
+        parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, D, ROWS, BLOCK_D, MERGED)
+        offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
+        every_lse = tl.load(
+            partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
+            mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
+        )  # (SHARES, ROWS)  # fmt: skip
+        m = tl.max(every_lse, axis=0)
+        shift = tl.where(m == float("-inf"), 0.0, m)
+        l = tl.sum(tl.math.exp2(every_lse - shift[None, :]), axis=0)
+        acc = tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+        for first in tl.range(MERGED, used, MERGED):
+            parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
+            acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+    else:
+        offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+        acc = tl.zeros((ROWS, BLOCK_D), ACC)
+        l = tl.zeros((ROWS,), ACC)
+        m = tl.full((ROWS,), float("-inf"), ACC)
+        for share in tl.range(0, used, num_stages=4):
+            rows = share * ROWS + offs_r
+            ptrs = partial_ptr + rows[:, None] * D + offs_d[None, :]
+            part = tl.load(ptrs, mask=(offs_d < D)[None, :], other=0.0, cache_modifier=".cg")
+            lse = tl.load(partial_lse_ptr + rows, cache_modifier=".cg")
+            m_new = tl.maximum(m, lse)
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha, weight = tl.math.exp2(m - shift), tl.math.exp2(lse - shift)
+            l = l * alpha + weight
+            acc = acc * alpha[:, None] + weight[:, None] * part
+            m = m_new
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)
     return acc / l[:, None], tl.where(seen, m + tl.math.log2(l), float("-inf"))
@@ -180,7 +211,7 @@ def _flash_attention_decode_kernel(
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -263,9 +294,7 @@ def _flash_attention_decode_kernel(
             tl.debug_barrier()
             if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == used - 1:
                 tl.store(tickets_ptr + tile, 0)
-                merged, merged_lse = _merged(
-                    partial_ptr, partial_lse_ptr, used, D, ROWS, BLOCK_D, MERGED, MERGE_STAGES, ACC
-                )
+                merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, D, ROWS, BLOCK_D, SHARES, MERGED, ACC)
                 _store_output(
                     o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, merged, merged_lse,
                     b, h_kv, first_row, H, N, D, GROUP, LSE, ROWS, BLOCK_D,
@@ -308,9 +337,10 @@ def _append_to_pages_kernel(
 
 MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
-# Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and one reads them alone; a program's
-# start; a merge, and each 64 kB that it reads. Ratios of these decide, and they are much the same on other GPUs.
-ALL_READ, ONE_READS, START, MERGE, MERGED_READ = 1.0, 0.65, 1.5, 2.0, 1.0
+# Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and in which one alone does; a program's
+# start; a merge, a round of shares in registers, 64 kB of shares in a pipeline. Ratios decide, much the same on other GPUs.
+ALL_READ, ONE_READS, START, MERGE, ROUND, PIPED = 1.0, 0.65, 1.5, 2.0, 1.5, 1.0
+MERGE_REGISTERS = 128  # of a thread, for shares on their way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,8 +391,8 @@ def _tiles(
 
 
 @functools.lru_cache(maxsize=4096)
-def _splits(tiles: int, steps: int, step_bytes: int, share_bytes: int, per_sm: int, num_sms: int) -> int:
-    """The number of shares that ends first."""
+def _splits(tiles: int, steps: int, step_bytes: int, share_bytes: int, merged: int, per_sm: int, num_sms: int) -> int:
+    """The number of shares that ends first, of which ``merged`` are merged at a time."""
     slots = num_sms * per_sm
 
     def time(splits: int) -> float:
@@ -371,7 +401,9 @@ def _splits(tiles: int, steps: int, step_bytes: int, share_bytes: int, per_sm: i
         spent = waves * (each * per_sm * ALL_READ + START)
         if rest:
             spent += each * max(ONE_READS, rest / num_sms * ALL_READ) + START
-        return spent + (MERGE + splits * share_bytes / 65536 * MERGED_READ if splits > 1 else 0.0)
+        if splits == 1:
+            return spent
+        return spent + MERGE + (-(-splits // merged) * ROUND if merged > 1 else splits * share_bytes / 65536 * PIPED)
 
     return min(range(1, max(1, min(steps, slots)) + 1), key=time)
 
@@ -392,6 +424,12 @@ def _candidates(
                         yield triton.Config(blocks, num_warps=warps, num_stages=stages), share
 
 
+def _merged_at_a_time(rows: int, config: triton.Config) -> int:
+    """How many shares of few rows there are registers for; 1 where there are many rows."""
+    stored, width = min(config.kwargs["BLOCK_M"], triton.next_power_of_2(rows)), config.kwargs["BLOCK_D"]
+    return max(1, MERGE_REGISTERS * 32 * config.num_warps // (stored * width)) if stored <= 8 else 1
+
+
 def _tiles_and_shares(
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:
@@ -399,8 +437,8 @@ def _tiles_and_shares(
     block_m, block_n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     tile_bytes = 2 * block_n * width * itemsize
     share_bytes = min(block_m, triton.next_power_of_2(rows)) * width * max(4, itemsize)
-    tiles = heads * -(-rows // block_m)
-    return config, _splits(tiles, -(-keys // block_n), tile_bytes, share_bytes, per_sm, properties.num_sms)
+    tiles, merged = heads * -(-rows // block_m), _merged_at_a_time(rows, config)
+    return config, _splits(tiles, -(-keys // block_n), tile_bytes, share_bytes, merged, per_sm, properties.num_sms)
 
 
 @planner("attention.decode", _candidates, buckets=("keys",))
@@ -416,7 +454,7 @@ def plan(
 ) -> Plan:
     """For ``heads`` key heads over all sequences with room for ``keys`` keys, each read by ``rows`` queries."""
     config, splits = tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
-    block_m, width = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_D"]
+    block_m = config.kwargs["BLOCK_M"]
     tiles, stored = heads * -(-rows // block_m), min(block_m, triton.next_power_of_2(rows))
     listed = 1
     if page:  # a share's pages at a time, if there are not too many
@@ -424,8 +462,8 @@ def plan(
     blocks = {
         **config.kwargs,
         "ROWS": stored,
-        "MERGED": max(1, 4096 // (stored * width)),
-        "MERGE_STAGES": 4,
+        "SHARES": triton.next_power_of_2(splits) if _merged_at_a_time(rows, config) > 1 else 1,
+        "MERGED": min(triton.next_power_of_2(splits), _merged_at_a_time(rows, config)),
         "SPLIT": splits > 1,
         "LISTED": listed,
     }

@@ -29,7 +29,7 @@ import importlib.util
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from kernelbook import check, runtime, timing
@@ -57,7 +58,7 @@ __all__ = ["KEY", "SOURCES", "Sizes", "bench", "sections"]
 HERE = Path(__file__).resolve().parent
 SOURCES = (HERE, HERE.parent / "nn" / "moe.py", HERE.parent / "moe_lora", HERE.parent / "nf4", HERE.parent / "train")
 KEY = (*(name for name in timing.KEY if name != "gpus"), "gpus")
-CALLS = 8  # of a layer between two looks at the clock
+CALLS = 6  # of a layer between two looks at the clock
 CHECKED = 128  # tokens of each rank for which results are compared with float64
 GAP = 0.01  # relative, between the losses of one GPU and of several
 
@@ -67,7 +68,7 @@ class Sizes:
     """What is measured; the defaults are a record's, others a test's.
 
     Attributes:
-        mib: of collectives. tokens: on each GPU, by model. strong: tokens on all GPUs together, by model. layers: of a stack.
+        mib: of collectives. tokens: on each GPU, by model. strong: tokens on all GPUs together, by model; 0: none. layers: of a stack.
         active: shares. sparse: features out and in of a sparse layer, and of a chunk.
         train: names in ``kernelbook.train.CONFIGS``, changed by ``settings``; sequences a GPU, and on all together; ``steps`` between two looks
             at the clock.
@@ -77,15 +78,15 @@ class Sizes:
     mib: Sequence[float] = (0.0625, 0.25, 1, 4, 16, 64, 256)
     models: Sequence[str] = ("Qwen3-30B-A3B", "OLMoE-1B-7B")
     tokens: Sequence[Sequence[int]] = ((512, 2048, 8192), (2048,))
-    strong: Sequence[int] = (8192, 2048)
+    strong: Sequence[int] = (8192, 0)
     layers: int = 4
     active: Sequence[float] = (0.1, 0.25, 0.5, 1.0)
     sparse: tuple[int, int, int] = (16384, 4096, 64)
     train: Sequence[str] = ("large", "huge")
     settings: tuple[tuple[str, Any], ...] = (("depth", 2),)
     sequences: tuple[int, int] = (8, 16)
-    steps: int = 4
-    samples: int = 8
+    steps: int = 3
+    samples: int = 6
 
 
 def _slowest(ms: float) -> float:
@@ -119,6 +120,19 @@ def _on_gpu() -> bool:
 def _wait() -> None:
     if _on_gpu():
         torch.cuda.synchronize()
+
+
+def _host_us(call: Callable[[], Any]) -> float:
+    """The host's time for a call that finds the device idle, the slowest rank's: until it returns, not until it is done."""
+    times = []
+    for _ in range(5):
+        _wait()
+        dist.barrier()
+        _wait()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return _slowest(sorted(times)[2])
 
 
 def _peak_mib(call: Callable[[], Any]) -> float:
@@ -237,11 +251,10 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _error_ratio(whole: GatedExperts, parallel: GatedExperts, sizes: Sequence[int]) -> float:
-    """The worst error over plain PyTorch's on one GPU, of outputs and gradients; ``CheckError`` if one is not correct."""
-    ours = [
-        part.full_tensor() if hasattr(part, "full_tensor") else part for part in _train_call(parallel, CHECKED, sizes)()
-    ]
+def _error_ratios(
+    whole: GatedExperts, parallel: GatedExperts, ways: Mapping[str, Any], sizes: Sequence[int]
+) -> dict[str, float]:
+    """By way the worst error over plain PyTorch's on one GPU, of outputs and gradients; ``CheckError`` if one is not correct."""
     x, ids, gates, up = (_gathered(part) for part in _tokens(CHECKED, sizes))
     dense = {name: getattr(whole, name).detach() for name in ("gate_up", "down")}
     leaves = {name: p.detach() for name, p in _leaves(whole).items()}
@@ -256,18 +269,32 @@ def _error_ratio(whole: GatedExperts, parallel: GatedExperts, sizes: Sequence[in
         return [part[rows] for part in found[:3]] + found[3:]
 
     truth, baseline = plain(torch.float64), plain(torch.bfloat16)
-    ratios = []
-    for i, (out, ref, base) in enumerate(zip(ours, truth, baseline, strict=True)):
-        factor = check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR
-        verdict = check.compare(f"expert_parallel[{i}]", out, ref, base.to(out.dtype), factor=factor)
-        verdict.require()
-        ratios.append(verdict.ratio)
-    return max(ratios)
+    ratios = {}
+    for way, share in ways.items():
+        parallel._expert_parallel = share  # type: ignore[assignment]
+        ours = [
+            part.full_tensor() if hasattr(part, "full_tensor") else part
+            for part in _train_call(parallel, CHECKED, sizes)()
+        ]
+        verdicts = [
+            check.compare(
+                f"expert_parallel[{i}]",
+                out,
+                ref,
+                base.to(out.dtype),
+                factor=check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR,
+            )
+            for i, (out, ref, base) in enumerate(zip(ours, truth, baseline, strict=True))
+        ]
+        for verdict in verdicts:
+            verdict.require()
+        ratios[way] = _slowest(max(verdict.ratio for verdict in verdicts))
+    return ratios
 
 
 def _kept_mib(layer: GatedExperts) -> float:
-    """What this rank keeps of frozen weights, in MiB."""
-    frozen = [p for p in layer.parameters() if not p.requires_grad]
+    """What this rank keeps of frozen weights and their scales, in MiB."""
+    frozen = [*(p for p in layer.parameters() if not p.requires_grad), *layer.buffers()]
     return sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in frozen) / 2**20
 
 
@@ -308,14 +335,25 @@ def _layers(sizes: Sizes) -> Iterator[Row]:
     mesh = init_device_mesh(runtime.DEVICE.type, (ranks,))
     for name, tokens, strong in zip(sizes.models, sizes.tokens, sizes.strong, strict=True):
         model = _Model(name, mesh)
-        counts = sorted({*tokens, strong // ranks})
+        counts = _counts(tokens, strong)
         for kind in ("nf4", "dense"):
             yield from _layer(model, kind, counts, sizes.samples)
-        if ranks > 1:
+        if ranks > 1 and name == sizes.models[0]:
             yield from _exchanges(model, counts, sizes.samples)
-        if _on_gpu() and importlib.util.find_spec("transformers") and importlib.util.find_spec("peft"):
-            yield from _peer(model, counts, sizes.samples)
         _forget()
+
+
+def _peers(sizes: Sizes) -> Iterator[Row]:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(runtime.DEVICE.type, (ranks,))
+    if _on_gpu() and importlib.util.find_spec("transformers") and importlib.util.find_spec("peft"):
+        for name, tokens, strong in zip(sizes.models, sizes.tokens, sizes.strong, strict=True):
+            yield from _peer(_Model(name, mesh), _counts(tokens, strong), sizes.samples)
+
+
+def _counts(tokens: Sequence[int], strong: int) -> list[int]:
+    """On each GPU."""
+    return sorted({*tokens, *([strong // dist.get_world_size()] if strong else [])})
 
 
 def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Iterator[Row]:
@@ -327,9 +365,7 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
         ExpertParallel(gradients="sum")._apply(layer, model.mesh)
         waiting: Any = layer._expert_parallel
         ways = {"": waiting, "all": waiting._replace(waits=False)}
-        for way, share in ways.items():
-            layer._expert_parallel = share
-            ratios[way] = _slowest(_error_ratio(whole, layer, model.sizes))
+        ratios = _error_ratios(whole, layer, ways, model.sizes)
         del whole
     yield _row("expert_weights", "forward", provider, torch.bfloat16, model.shape, ("T", 0), peak_mib=_kept_mib(layer))
     for count, way, graph in itertools.product(counts, ("", "all"), (False, True)):
@@ -338,15 +374,21 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
         if ranks > 1:
             layer._expert_parallel = ways[way]
         call: Callable[[], Any] = _train_call(layer, count, model.sizes)
-        found = {"gflop": model.gflop(count), "peak_mib": _slowest(_peak_mib(call)), "err_ratio": ratios[way]}
+        found: dict[str, Any] = {
+            "gflop": model.gflop(count),
+            "peak_mib": _slowest(_peak_mib(call)),
+            "err_ratio": ratios[way],
+        }
         if ranks > 1:
             found["gbytes"] = 4 * model.sent(count, bool(way))
-        found["timing"] = _measure(_captured(call) if graph else call, CALLS, samples)
+        call = _captured(call) if graph else call
+        found |= {"timing": _measure(call, CALLS, samples), "host_us": _host_us(call)}
         variant = "graph" if graph else way
         yield _row(
             "expert_parallel", "forward_backward", f"{provider}{joint}{variant}" if variant else provider, torch.bfloat16,
             model.shape, ("T", count), **found,
         )  # fmt: skip
+        del call
         _forget()
 
 
@@ -387,6 +429,18 @@ def _exchanges(model: _Model, counts: Sequence[int], samples: int) -> Iterator[R
                 )  # fmt: skip
 
 
+class _Settled(torch.autograd.Function):
+    """The rows themselves; backward what an all-to-all may still be writing is waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.wait() if hasattr(grad, "wait") else grad
+
+
 def _peer(model: _Model, counts: Sequence[int], samples: int) -> Iterator[Row]:
     """transformers' experts with PEFT's pairs, and where there are several ranks its all-to-all around them."""
     (experts, hidden, inner, slots), ranks = model.sizes, model.mesh.size()
@@ -394,24 +448,27 @@ def _peer(model: _Model, counts: Sequence[int], samples: int) -> Iterator[Row]:
         return
     layer = bench_moe_block._Layer((experts // ranks, hidden, inner, slots), bench_moe_block.RANK)
     forward, leaves = layer.call("grouped_mm")
+    call_experts: Callable[..., torch.Tensor] = forward
     if ranks > 1:
         try:
             from transformers.distributed.expert_parallel import AllToAllEP
         except ImportError:  # an older version
             return
-        both = init_device_mesh(runtime.DEVICE.type, (ranks, 1), mesh_dim_names=("expert", "tensor"))
-        forward = AllToAllEP(
-            SimpleNamespace(forward=forward, num_experts=experts // ranks), both["expert"], both["tensor"]
-        )  # type: ignore[arg-type, unused-ignore]
+        own = SimpleNamespace(forward=lambda *given: _Settled.apply(forward(*given)), num_experts=experts // ranks)
+        alone = SimpleNamespace(size=lambda: 1, get_group=model.mesh.get_group)  # ranks with the same batch
+        call_experts = AllToAllEP(own, model.mesh, alone)  # type: ignore[arg-type, unused-ignore]
     for count in counts:
         x, ids, gates, up = _tokens(count, model.sizes)
         gates = gates.to(x.dtype)
 
         def call(x: Any = x, ids: Any = ids, gates: Any = gates, up: Any = up) -> Any:
             own, weights = x.detach().requires_grad_(), gates.detach().requires_grad_()
-            return torch.autograd.grad(forward(own, ids, weights), [own, weights, *leaves], up)
+            return torch.autograd.grad(call_experts(own, ids, weights), [own, weights, *leaves], up)
 
-        found = {"peak_mib": _slowest(_peak_mib(call)), "timing": _measure(call, 4, max(samples // 2, 2))}
+        found: dict[str, Any] = {
+            "peak_mib": _slowest(_peak_mib(call)),
+            "timing": _measure(call, 4, max(samples // 2, 2)),
+        }
         yield _row(
             "expert_parallel", "forward_backward", "grouped_mm", x.dtype, model.shape, ("T", count),
             gflop=model.gflop(count), **found,
@@ -442,15 +499,15 @@ def _sharded(sizes: Sizes) -> Iterator[Row]:
         stack = _Stack([_experts(model.sizes, kind, bench_moe_block.RANK) for _ in range(sizes.layers)])
         with torch.no_grad():
             truth = stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED])
-        weights = sum(p.nbytes for p in stack.parameters())
-        trained = sum(p.nbytes for p in stack.parameters() if p.requires_grad)
         if ranks > 1:
             for layer in stack.layers:
                 shard(layer, mesh=model.mesh)
             shard(stack, mesh=model.mesh)
+        weights = sum(p.numel() * p.element_size() for p in stack.parameters())
+        trained = sum(p.numel() * p.element_size() for p in stack.parameters() if p.requires_grad)
         with torch.no_grad():
-            if not torch.equal(stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED]), truth):
-                raise check.CheckError("sharded_experts: outputs must be those of the whole layers, and are not")
+            found = stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED])
+        check.compare("sharded_experts", found, truth.double(), truth, factor=check.FORWARD_FACTOR).require()
 
         def call(stack: Any = stack) -> None:
             for p in stack.parameters():
@@ -466,7 +523,7 @@ def _sharded(sizes: Sizes) -> Iterator[Row]:
             timing=_measure(call, 4, sizes.samples), peak_mib=peak, gflop=sizes.layers * model.gflop(count),
             gbytes=(2 * weights + trained) * (ranks - 1) / ranks / 1e9,
         )  # fmt: skip
-        del stack, truth
+        del stack, truth, found
         _forget()
 
 
@@ -534,9 +591,10 @@ def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
         )
         shape = f"width={base.width} depth={base.depth} context={base.context} active={base.active:g}"
         for batch in sorted({each * ranks, strong}):
+            parallels = ("ddp", "fsdp") if batch == strong else ("ddp",)
             gaps: dict[str, float] = {}
             # Dense first: how far its losses go from one GPU's is what ours are compared with.
-            for parallel, mode in itertools.product(("ddp", "fsdp") if ranks > 1 else ("",), ("dense", base.mode)):
+            for parallel, mode in itertools.product(parallels if ranks > 1 else ("",), ("dense", base.mode)):
                 config = dataclasses.replace(base, mode=mode, batch_size=batch)
                 before = torch.cuda.memory_allocated() if _on_gpu() else 0
                 if _on_gpu():
@@ -551,7 +609,7 @@ def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
                     trainer.run(trainer.step + sizes.steps)
                     times.append((trainer.seconds - started) * 1e3 / sizes.steps)
                 own = timing.Timing.of(times)
-                found = timing.Timing(*(_slowest(t) for t in (own.ms, own.p20, own.p80)), own.samples)
+                found = timing.Timing(_slowest(own.ms), _slowest(own.p20), _slowest(own.p80), own.samples)
                 peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if _on_gpu() else math.nan
                 losses = trainer.losses()
                 if ranks == 1:
@@ -568,7 +626,7 @@ def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
                 yield _row(
                     "train_step", "step", provider, torch.bfloat16, shape, ("batch", batch), timing=found,
                     peak_mib=_slowest(peak), gbytes=_sent_gb(trainer),
-                    err_ratio=gap / max(gaps[parallel], 1e-6) if ranks > 1 else math.nan,
+                    err_ratio=gap / max(gaps[parallel], 1e-6) if gap else math.nan,
                 )  # fmt: skip
                 if parallel and batch == strong:
                     yield _sparse_gradients(trainer, provider, shape)
@@ -610,12 +668,15 @@ def _sparse_gradients(trainer: Any, provider: str, shape: str) -> Row:
 def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
     """The figures by name, each to be called on every rank of the default process group."""
     losses: dict[Any, list[float]] = {}
+
+    def layers() -> Iterator[Row]:
+        for part in (_collectives, _layers, _sharded, _active_rows):
+            yield from part(sizes)
+
     return {
-        "experts": functools.partial(_layers, sizes),
+        "layers": layers,
         "train": functools.partial(_train, sizes, losses),
-        "sharded": functools.partial(_sharded, sizes),
-        "collectives": functools.partial(_collectives, sizes),
-        "active_rows": functools.partial(_active_rows, sizes),
+        "peers": functools.partial(_peers, sizes),
     }
 
 
@@ -632,7 +693,7 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
     for (name, section), count in itertools.product(sections(sizes).items(), counts):
         if select is not None and select not in name:
             continue
-        part = dist.PrefixStore(f"{name} {count}", store)
+        part = PrefixStore(f"{name} {count}", store)
         if rank < count:
             dist.init_process_group("nccl", store=part, rank=rank, world_size=count, device_id=device)
             for row in section():

@@ -4,7 +4,7 @@ Architectures of published models, from their configurations, with random weight
 nothing is downloaded, and no time depends on what the weights are. Tasks:
 
 - ``step``: a step of LoRA fine-tuning (rank 16, on the experts and on attention's projections): forward, backward, AdamW;
-- ``prefill``: a forward pass of a prompt into an empty static cache;
+- ``prefill``: a forward pass of a prompt into an empty cache;
 - ``decode``: one more token for each sequence, with a static cache that holds 2,048.
 
 Providers, on the same weights as far as they are the same:
@@ -15,7 +15,8 @@ Providers, on the same weights as far as they are the same:
   bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too;
 - ``torch``: PyTorch's own layers, for a model without experts.
 
-``graph=1`` is one CUDA graph of the whole task, captured once; ``graph=compile`` is ``torch.compile``'s. All steps have the
+``graph=1`` is one CUDA graph of the whole task, captured once; ``graph=compile`` is ``torch.compile``'s, of a model with few
+layers, beside its captured graph. All steps have the
 same loss, of the output layer in pieces, so that no logits of all tokens exist.
 
 A row's ``ms`` is wall time with the device waited for, ``host_us`` the host's part until it has nothing more to enqueue,
@@ -44,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernelbook import check, runtime, timing
 from kernelbook.interop.arithmetic import BITS, Sizes
+from kernelbook.nn.named_attention import statement
 
 __all__ = ["MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
 
@@ -89,6 +91,8 @@ TINY: dict[str, dict[str, Any]] = {
               "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
     "gpt2": {"vocab_size": 67, "n_embd": 64, "n_head": 4},
 }  # fmt: skip
+ATTENTION = "kernelbook"  # the name of our implementation in transformers
+COMPILED_LAYERS = 6  # a compiler takes minutes for all
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
 KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"}
 
@@ -212,8 +216,10 @@ def loss_in_pieces(hidden: torch.Tensor, head: torch.nn.Module, ids: torch.Tenso
     return torch.stack(parts).sum() / targets.numel()
 
 
-def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool) -> Callable[[], torch.Tensor]:
+def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph: bool) -> Callable[[], torch.Tensor]:
     """A step of training what requires a gradient; returns the loss."""
+    from transformers import DynamicCache
+
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids = torch.randint(0, base.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
     model.train()
@@ -226,13 +232,17 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool) -> Callab
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = None
-    optimizer = torch.optim.AdamW(
-        trained, lr=1e-4, fused=runtime.DEVICE.type == "cuda", capturable=runtime.DEVICE.type == "cuda"
-    )
+    real = runtime.DEVICE.type == "cuda"
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=real, capturable=real)
+    # While a graph is captured nobody can look whether sequences are packed, and transformers would make a mask for that. Ours
+    # is told that the mask is the causal one; its own asks no such thing where there is a cache, be it empty.
+    ours = base.config._attn_implementation == ATTENTION
+    mask = statement(torch.empty(0, dtype=torch.int64, device=runtime.DEVICE), None) if ours else None
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
-        hidden = base.base_model(ids, use_cache=False).last_hidden_state
+        cache = DynamicCache() if graph and not ours else None
+        hidden = base.base_model(ids, attention_mask=mask, past_key_values=cache, use_cache=False).last_hidden_state
         loss = loss_in_pieces(hidden, base.get_output_embeddings(), ids)
         loss.backward()
         optimizer.step()
@@ -242,23 +252,22 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool) -> Callab
 
 
 def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
-    from transformers import StaticCache
+    from transformers import DynamicCache
 
     model.eval()
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
-    cache: Any = StaticCache(config=model.config, max_cache_len=tokens + ROOM)
 
     @torch.no_grad()
     def prefill() -> torch.Tensor:
-        for layer in cache.layers:
-            if layer.is_initialized:
-                layer.cumulative_length.zero_()
-        return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits: torch.Tensor = model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1).logits
+        return logits
 
     return prefill
 
 
-def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+def _decode_task(
+    model: Any, batch: int, context: int, *, compiled: bool = False
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
     """-> one more token, and back to the first one."""
     from transformers import StaticCache
 
@@ -276,10 +285,14 @@ def _decode_task(model: Any, batch: int, context: int) -> tuple[Callable[[], tor
             layer.cumulative_length.fill_(context)
 
     rewind()
+    # The cache is there before anything is compiled, as generate() has it after the prompt.
+    forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False) if compiled else model
 
     @torch.no_grad()
     def step() -> torch.Tensor:
-        logits = model(ids, past_key_values=cache, use_cache=True).logits
+        if compiled:
+            torch.compiler.cudagraph_mark_step_begin()
+        logits: torch.Tensor = forward(ids, past_key_values=cache, use_cache=True).logits
         ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
         return logits
 
@@ -298,7 +311,7 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _captured(call: Callable[[], Any], warm: int = 3) -> tuple[Callable[[], Any], Any]:
+def _captured(call: Callable[[], Any], warm: int = 2) -> tuple[Callable[[], Any], Any]:
     """``call`` as one CUDA graph -> its replay, and the graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -308,8 +321,14 @@ def _captured(call: Callable[[], Any], warm: int = 3) -> tuple[Callable[[], Any]
     torch.cuda.current_stream().wait_stream(stream)
     _wait()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = call()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            out = call()
+    except Exception:
+        # The generator would go on as if it were captured, and refuse to draw for anybody.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(torch.Generator(runtime.DEVICE).graphsafe_get_state())
+        raise
 
     def replay() -> Any:
         graph.replay()
@@ -398,6 +417,7 @@ class Plan:
     batch: int = 1
     checkpoints: bool = False
     graph: str = "0"
+    layers: int | None = None
 
     @property
     def kind(self) -> str:
@@ -418,40 +438,39 @@ class Plan:
         return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
 
     def __str__(self) -> str:
-        return f"{self.model} {self.task} {self.provider} batch={self.batch} checkpoint={int(self.checkpoints)} graph={self.graph}"
+        layers = "" if self.layers is None else f" layers={self.layers}"
+        return (
+            f"{self.model} {self.task} {self.provider} batch={self.batch} checkpoint={int(self.checkpoints)} "
+            f"graph={self.graph}{layers}"
+        )
 
 
 def plans() -> list[Plan]:
-    """What is measured, the most important first; those with the same weights one after the other."""
+    """What is measured; within a model the most important first, those with the same weights one after the other."""
     found = []
-    moe = {"Qwen3-30B-A3B": (1, 8, 32), "OLMoE-1B-7B": (1, 8)}
-    for model, batches in moe.items():
-        for kind in ("kernelbook", "dense", "bitsandbytes"):
-            own = {"dense": ("grouped_mm", "kernelbook:dense")}.get(kind, (kind,))
-            for provider in own:
-                found.append(Plan(model, provider, "prefill"))
-                for batch in batches:
-                    found += [Plan(model, provider, "decode", batch, graph=graph) for graph in ("0", "1")]
-            if kind == "dense":
-                found += [Plan(model, "batched_mm", "decode", 1, graph=graph) for graph in ("0", "1")]
-                found += [
-                    Plan(model, provider, "decode", 1, graph="compile") for provider in ("grouped_mm", "batched_mm")
-                ]
-            if kind == "kernelbook":
-                found.append(Plan(model, provider, "decode", 1, graph="compile"))
-            for provider in own:
-                for batch, checkpoints in ((1, True), (4, True), (1, False), (4, False)):
-                    found.append(Plan(model, provider, "step", batch, checkpoints))
-                    if provider.startswith("kernelbook") or (batch, checkpoints) == (1, True):
-                        found.append(Plan(model, provider, "step", batch, checkpoints, graph="1"))
-        for batch in batches[:2]:
-            found += [Plan(model, "kernelbook:all", "decode", batch, graph=graph) for graph in ("0", "1")]
     for provider in ("torch", "kernelbook:dense"):
-        found.append(Plan("GPT-2", provider, "prefill"))
-        found += [Plan("GPT-2", provider, "decode", batch, graph=graph) for batch in (1, 32) for graph in ("0", "1")]
-        found += [
-            Plan("GPT-2", provider, "step", 4, checkpoints, graph=g) for checkpoints in (False,) for g in ("0", "1")
-        ]
+        found += [Plan("GPT-2", provider, "prefill", graph=graph) for graph in ("1", "0")]
+        found += [Plan("GPT-2", provider, "decode", batch, graph="1") for batch in (1, 32)]
+        found += [Plan("GPT-2", provider, "step", 4, graph=graph) for graph in ("1", "0")]
+    for model, batches in (("Qwen3-30B-A3B", (1, 8, 32)), ("OLMoE-1B-7B", (1, 8))):
+        for own in (("kernelbook",), ("grouped_mm", "kernelbook:dense"), ("bitsandbytes",)):
+            for provider in own:
+                found += [Plan(model, provider, "decode", batch, graph="1") for batch in batches]
+                if provider == "grouped_mm":
+                    found.append(Plan(model, "batched_mm", "decode", graph="1"))
+                found.append(Plan(model, provider, "decode"))
+                found += [Plan(model, provider, "prefill", graph=graph) for graph in ("1", "0")]
+            for provider in own:
+                if provider == "bitsandbytes":
+                    continue
+                found += [Plan(model, provider, "step", 1, True, graph) for graph in ("1", "0")]
+                found += [Plan(model, provider, "step", 4, True, "1"), Plan(model, provider, "step", 1, False, "1")]
+                if provider.startswith("kernelbook"):
+                    found.append(Plan(model, provider, "step", 4, False, "1"))
+        found += [Plan(model, "kernelbook:all", "decode", batch, graph="1") for batch in batches[:2]]
+    for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
+        for graph in ("1", "compile"):
+            found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
     return found
 
 
@@ -464,7 +483,8 @@ def missing_peers() -> list[str]:
     ]
     return [
         *missing,
-        "axolotl and Unsloth (their kernels come with patches of whole models from a hub, not as a layer)",
+        "steps of bitsandbytes (PEFT 0.21 cannot put LoRA on experts in its 4 bits)",
+        "axolotl and Unsloth (their kernels come as patches of whole models from a hub, not for a model that is there)",
     ]
 
 
@@ -493,7 +513,7 @@ class _Session:
     def record_ceilings(self) -> None:
         """The ceilings of this process, before any row."""
         run, package = self.about["run"], self.about["package"]
-        row = timing.ceilings_row(timing.measure_ceilings(), run, package)
+        row = timing.ceilings_row(timing.measure_ceilings(quick=True), run, package)
         timing.write_results(self.folder / "ceilings.csv", row, key=("run",))
 
     def drop(self) -> None:
@@ -506,15 +526,16 @@ class _Session:
     def _model(self, plan: Plan) -> Any:
         """The model of the plan, with LoRA pairs for a step; built anew where another one is held."""
         lora = plan.task == "step" and plan.model != "GPT-2"
-        held = (plan.model, plan.kind, plan.provider == "kernelbook:all")
-        if self._held[:3] != held or (self._held[3] and not lora):
+        layers = self.layers if plan.layers is None else plan.layers
+        held = (plan.model, plan.kind, plan.provider == "kernelbook:all", layers)
+        if self._held[:4] != held or (self._held[4] and not lora):
             self.drop()
-            config = configuration(plan.model, self.layers, tiny=self.tiny)
+            config = configuration(plan.model, layers, tiny=self.tiny)
             self.model = build(config, plan.kind)
             if held[2]:
                 _quantize_linears(self.model)
             self._held = (*held, False)
-        if lora and not self._held[3]:
+        if lora and not self._held[4]:
             self.model = _add_lora(self.model, RANK if not self.tiny else 2)
             self._held = (*held, True)
         if plan.model == "GPT-2":
@@ -548,28 +569,25 @@ class _Session:
 
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
         before: Callable[[], None] = _nothing
-        calls = 1
-        graph = None
+        calls, samples, graph = 1, self.samples, None
         if plan.task == "decode":
-            task = model
-            if plan.graph == "compile":
-                task = _compiled(model)
-            call, before = _decode_task(task, plan.batch, self.tokens)
+            call, before = _decode_task(model, plan.batch, self.tokens, compiled=plan.graph == "compile")
             calls = ROOM // 4
         elif plan.task == "prefill":
             call = _prefill_task(model, plan.batch, self.tokens)
         else:
-            call = _step_task(model, plan.batch, self.tokens, plan.checkpoints)
-        for _ in range(3):
-            out = call()
+            call = _step_task(model, plan.batch, self.tokens, plan.checkpoints, graph=plan.graph == "1")
         if plan.graph == "1":
-            before()
             call, graph = _captured(call)
+        else:
+            samples = min(samples, 3)
+            for _ in range(5 if plan.graph == "compile" else 2):
+                call()
         before()
         out = call()
         if not bool(out.float().isfinite().all()):
             raise check.CheckError(f"{plan}: the outcome must be finite")
-        found, host = _wall(call, calls=calls, samples=self.samples, before=before)
+        found, host = _wall(call, calls=calls, samples=samples, before=before)
         before()
         peak = torch.cuda.max_memory_allocated() / 2**20 if runtime.DEVICE.type == "cuda" else math.nan
         layers = base.config.num_hidden_layers
@@ -606,13 +624,6 @@ class _Session:
         return plan.batch * (1 if plan.task == "decode" else self.tokens)
 
 
-def _compiled(model: Any) -> Any:
-    """The model with a compiled forward pass, as ``generate`` makes it for a static cache."""
-    compiled = copy.copy(model)
-    compiled.forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
-    return compiled
-
-
 # --- correctness ----------------------------------------------------------------------------------------------------
 
 
@@ -629,7 +640,7 @@ def error_ratio(name: str, provider: str) -> float:
     config.initializer_range = 0.2  # weak weights would make every block look the same
     if plan.kind == "bitsandbytes" and runtime.DEVICE.type != "cuda":
         return math.nan
-    with runtime_threads():
+    with timing.allow_tf32(False):  # float32 products in float32: a tiny model is to route its tokens as float64 does
         model = build(config, plan.kind, dtype=torch.float32)
         if provider == "kernelbook:all":
             _quantize_linears(model)
@@ -656,13 +667,6 @@ def error_ratio(name: str, provider: str) -> float:
             verdict.require()
         worst = max(worst, verdict.ratio)
     return worst
-
-
-@contextlib.contextmanager
-def runtime_threads() -> Iterator[None]:
-    """float32 products in float32, so that a tiny model routes its tokens as float64 does."""
-    with timing.allow_tf32(False):
-        yield
 
 
 def _plain_copy(config: Any, model: Any) -> Any:
@@ -708,7 +712,7 @@ def bench(
 
     Args:
         layers: of each model (all); a smaller number for a smaller card.
-        select: only what has this in its description.
+        select: only what has this in its description, or one of several such, with ``|`` between.
         seconds: begin nothing new after so long.
         tokens: of a prompt, a context and a sequence. samples: of each time. tiny: small widths, for tests.
         wanted: what to measure instead of :func:`plans`.
@@ -722,7 +726,7 @@ def bench(
     failures: list[str] = []
     left: list[str] = []
     for plan in plans() if wanted is None else wanted:
-        if select is not None and select not in str(plan):
+        if select is not None and not any(words in str(plan) for words in select.split("|")):
             continue
         if time.perf_counter() - began > seconds:
             left.append(str(plan))

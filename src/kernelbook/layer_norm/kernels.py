@@ -33,7 +33,7 @@ from kernelbook.autotune import Resources, fits, planner, tile_resources
 import triton
 import triton.language as tl
 
-# The widest row that one program of the forward pass keeps in registers, in bytes. Beyond it rows are looped over.
+# The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
 MAX_FORWARD_ROW_BYTES = 128 * 1024
 LOCK_BUFFERS = 64
 FEW_TILES = 4
@@ -396,7 +396,8 @@ def _layer_norm_bwd_locks_kernel(
         # Whoever turns the 0 into a 1 owns the buffer.
         while tl.atomic_cas(lock_ptr + buffer, 0, 1) == 1:
             pass
-        # ".cg" reads from L2, where other programs' sums are; a line in this multiprocessor's L1 may be old.
+        # The lock orders what comes after it behind what its last owner stored: Triton's atomic operations acquire and
+        # release. ".cg" is for speed: each sum is read once, so there is no point in keeping it in the L1 cache.
         if WITH_DW:
             dw += tl.load(buffer_dw_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
         if WITH_DB:
@@ -419,33 +420,39 @@ SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
 def _forward_candidates(n: int, itemsize: int, properties: runtime.DeviceProperties) -> Iterator[triton.Config | None]:
-    if n * itemsize > MAX_FORWARD_ROW_BYTES:
+    width = max(triton.next_power_of_2(n), 16)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         yield None
         return
-    for warps in (1, 2, 4, 8, 16, 32):
+    for block in (width, 512, 1024, 2048, 4096):
+        blocks = triton.cdiv(n, block)
+        if block > width or blocks > 16:
+            continue
         for rows in (1, 2, 4, 8, 16):
-            for block in (2**i for i in range(4, 16)):
-                blocks = triton.cdiv(n, block)
-                held = rows * block * blocks / (32 * warps)  # elements a thread
-                if 4 <= held <= 64 and rows * block >= 128 * warps and blocks <= 16 and block < 2 * n:
+            for warps in (1, 2, 4, 8, 16, 32):
+                if 4 <= rows * block / (32 * warps) <= 64 and rows * blocks * block / (32 * warps) <= 128:
                     yield triton.Config({"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks}, num_warps=warps)
+        if block == width < 1024:
+            return
 
 
 @planner("layer_norm.forward", _forward_candidates)
 def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
     """The tiles for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for registers.
 
-    Two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers few
-    enough for several programs on a multiprocessor, which hide each other's latency.
+    One tile: two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers
+    few enough for several programs on a multiprocessor, which hide each other's latency. A long row that leaves a quarter of
+    the threads or more without work is cut into tiles of 8 elements a thread instead.
     """
-    if n * itemsize > MAX_FORWARD_ROW_BYTES:
-        return None
     width = max(triton.next_power_of_2(n), 16)
-    block = width if n < 1024 or 8 * n > 7 * width else min(width // 8, 4096)
-    blocks = triton.cdiv(n, block)
+    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
+        return None
+    if n > 4096 and 4 * n <= 3 * width:
+        block = 1024 if n <= 8192 else 2048
+        tiles = {"BLOCK_M": 1, "BLOCK_N": block, "NUM_BLOCKS": triton.cdiv(n, block)}
+        return triton.Config(tiles, num_warps=block // 256)
     rows = 1 if width >= 8192 else max(2, 2048 // width)
-    warps = min(32, rows * width // 1024) if blocks == 1 else min(16, max(4, rows * block // 256))
-    return triton.Config({"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks}, num_warps=warps)
+    return triton.Config({"BLOCK_M": rows, "BLOCK_N": width, "NUM_BLOCKS": 1}, num_warps=min(32, rows * width // 1024))
 
 
 def looped_config(itemsize: int) -> triton.Config:
@@ -479,14 +486,15 @@ def _backward_config(
     """The tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
-    warps and two programs on a multiprocessor for short rows, eight warps and the whole multiprocessor for long ones;
-    two programs share a row whose sums one cannot hold. Rows that are not ``aligned`` to 16 elements are loaded one
-    element at a time, with a pointer for each: that leaves registers for half as many.
+    warps (in float32 eight, for the registers) and two programs on a multiprocessor for short rows, eight warps and the
+    whole multiprocessor for long ones; two programs, or three, share a row whose sums one cannot hold. Rows that are not
+    ``aligned`` to 16 elements are loaded one element at a time, with a pointer for each: that leaves registers for half
+    as many.
     """
     width = max(triton.next_power_of_2(n), 16)
     shapes: list[tuple[int, int, int, int, int]] = []  # rows, columns, tiles side by side, programs a row, warps
     if n <= 1024:
-        shapes = [(4096 // width, width, 1, 1, 4 if aligned else 8)]
+        shapes = [(4096 // width, width, 1, 1, 4 if aligned and itemsize < 4 else 8)]
     elif n <= 2048:
         shapes = [(2, 1024, 2, 1, 4) if aligned else (1, 1024, 2, 1, 4)]
     elif not aligned:
@@ -499,12 +507,16 @@ def _backward_config(
         shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)] if n <= 18432 else []
         if n <= 24576 - 4096 * sums:
             shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
+        elif n <= 18432 and itemsize == 2:
+            shapes.append((1, 2048, triton.cdiv(n, 6144), 3, 8))
+    # Beside two sums a longer row leaves no room to load the next one meanwhile.
+    stages_of = (3, 2, 1) if n <= 24576 - 4096 * sums else (1,)
     configs = [
         triton.Config(
             {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}, num_warps=warps
         )
         for rows, block, blocks, split, warps in shapes
-        for stages in (3, 2, 1)
+        for stages in stages_of
     ]
     fitting = (c for c in configs if fits(backward_resources(c, itemsize, sums, added), c, properties))
     return next(fitting, None) if itemsize <= 4 else None
@@ -556,7 +568,7 @@ def plan_backward(
     share = config.kwargs["BLOCK_N"] * config.kwargs["NUM_BLOCKS"]
     if config.num_warps == 4:
         return BackwardPlan(config, 3 if share == 3072 else 2)
-    return BackwardPlan(config, 2 if share == 4096 else 1)
+    return BackwardPlan(config, 2 if share == 4096 or (aligned and n <= 1024) else 1)
 
 
 def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:

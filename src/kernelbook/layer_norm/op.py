@@ -59,10 +59,61 @@ def layer_norm(
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
-        y: torch.Tensor = _layer_norm(x, weight, bias, float(eps), out_dtype, backward)
+        y: torch.Tensor = _norm(x, weight, bias, float(eps), out_dtype, True, backward)
     else:
-        y = _inference(x, weight, bias, float(eps), out_dtype)
+        y = _inference(x, weight, bias, float(eps), out_dtype, True)
     return y
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, residual: None = None
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Root mean square normalization over the last dimension, ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), section 4. The mean square and all that follows is
+    computed in float32 (float64 for float64 inputs) and rounded once, as by ``torch.nn.functional.rms_norm``.
+
+    Args:
+        x: (..., N), float16, bfloat16, float32 or float64, any strides.
+        weight: (N,) or ``None``, any of those dtypes.
+        eps: added to the mean square; not negative.
+        residual: the shape and dtype of ``x``, any strides, or ``None``. It is added to ``x`` first, in the same pass over
+            memory, forward and backward.
+
+    Returns:
+        (..., N), contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own. With a residual the pair of the
+        normalized sum and the sum ``x + residual``, which has the dtype of ``x`` and is what the next layer adds to.
+
+    Raises:
+        TypeError: an argument is not a tensor of a supported dtype, or ``residual`` has not the dtype of ``x``.
+        ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
+    """
+    _check_rms(x, weight, residual, eps)
+    out_dtype = _out_dtype(x)
+    found: Any
+    if residual is not None:
+        found = _norm_of_sum(x, residual, weight, float(eps), out_dtype)
+    elif torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        found = _norm(x, weight, None, float(eps), out_dtype, False, "partials")
+    else:
+        found = _inference(x, weight, None, float(eps), out_dtype, False)
+    return found
 
 
 def _over_several(
@@ -98,6 +149,19 @@ def _check(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -
     arguments.check_choice("layer_norm", "backward", backward, BACKWARDS)
 
 
+@arguments.once
+def _check_rms(x: torch.Tensor, weight: Any, residual: Any, eps: float) -> None:
+    _check_rows("rms_norm", x, eps)
+    if weight is not None:
+        arguments.check_tensor("rms_norm", "weight", weight)
+        arguments.check_shape("rms_norm", "weight", weight, x.shape[-1:])
+    if residual is not None:
+        arguments.check_tensor("rms_norm", "residual", residual)
+        arguments.check_shape("rms_norm", "residual", residual, x.shape)
+        arguments.check_same_dtype("rms_norm", x=x, residual=residual)
+    arguments.check_same_device("rms_norm", x=x, weight=weight, residual=residual)
+
+
 def _check_rows(op: str, x: torch.Tensor, eps: float) -> None:
     arguments.check_tensor(op, "x", x)
     if x.ndim == 0:
@@ -128,7 +192,8 @@ def _forward_launch(
     config = config or kernels.looped_config(itemsize)
     names = ("HAS_MEAN", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "HAS_STATISTICS")
     constants = {**dict(zip(names, flags, strict=True)), "ACC": launching.tl_accumulator(dtype)}
-    return Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps), config.kwargs.get("BLOCK_M", 1)
+    launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
+    return launch, config.kwargs.get("BLOCK_M", 1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -152,6 +217,8 @@ def _forward(
 ) -> None:  # fmt: skip
     """Fills y and, where they are there, x + residual and the statistics."""
     if y.numel() == 0:
+        if statistics is not None:
+            statistics.zero_()
         return
     x = _rows(x)
     m, n = x.shape
@@ -168,43 +235,20 @@ def _forward(
     )  # fmt: skip
 
 
-def _outputs(
-    x: torch.Tensor, weight: Any, bias: Any, eps: float, out_dtype: torch.dtype, backward: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> y like x, and mean and rstd, (2, M)."""
-    shape = (2, math.prod(x.shape[:-1]))
-    return launching.empty(x.shape, out_dtype, x), launching.empty(shape, launching.accumulator(x.dtype), x)
-
-
-def _run(
-    results: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, weight: Any, bias: Any, eps: float, *_settings: Any
-) -> None:
-    y, statistics = results
-    if x.shape[-1] == 0:
-        statistics.zero_()
-    _forward(y, None, statistics, x, None, weight, bias, eps, True)
+def _statistics(x: torch.Tensor, has_mean: bool) -> torch.Tensor:
+    """Mean and rstd, (2, M), or rstd, (1, M)."""
+    return launching.empty((1 + has_mean, math.prod(x.shape[:-1])), launching.accumulator(x.dtype), x)
 
 
 _inference = launching.operator(
-    "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) -> Tensor",
-    outputs=lambda x, weight, bias, eps, out_dtype: launching.empty(x.shape, out_dtype, x),
-    run=lambda y, x, weight, bias, eps, out_dtype: _forward(y, None, None, x, None, weight, bias, eps, True),
+    "norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean) -> Tensor",
+    outputs=lambda x, weight, bias, eps, out_dtype, has_mean: launching.empty(x.shape, out_dtype, x),
+    run=lambda y, x, weight, bias, eps, _, has_mean: _forward(y, None, None, x, None, weight, bias, eps, has_mean),
     visible=True,
 )
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
-
-
-def _gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor, dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None, backward: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> dx like x, dweight (N,) or empty, dbias (N,) or empty."""
-    n = x.shape[-1]
-    dw = launching.empty((0 if dw_dtype is None else n,), dw_dtype or x.dtype, x)
-    db = launching.empty((0 if db_dtype is None else n,), db_dtype or x.dtype, x)
-    return launching.empty(x.shape, x.dtype, x), dw, db
 
 
 @derived
@@ -260,23 +304,29 @@ def _run_partials(
 
 def _run_backward(
     results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor,
-    dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None, backward: str,
+    dsum: Any, eps: float, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None, has_mean: bool, backward: str,
 ) -> None:  # fmt: skip
     dx, dw, db = results
     if dx.numel() == 0:
         dw.zero_(), db.zero_()
         return
-    x, dy = _rows(x), _rows(dy)
+    x, dy, added = _rows(x), _rows(dy), None if dsum is None else _rows(dsum)
     locks = kernels.locks_config(x.shape[1], x.element_size()) if backward == "locks" else None
     if locks is not None and not torch.are_deterministic_algorithms_enabled():
         _run_locks(locks, results, dy, x, weight, statistics, dw_dtype is not None, db_dtype is not None)
     else:
-        dw, db = None if dw_dtype is None else dw, None if db_dtype is None else db
-        _run_partials(dx, dw, db, dy, x, weight, statistics, None, True)
-    if x.shape[1] == 1:
+        to_dw, to_db = None if dw_dtype is None else dw, None if db_dtype is None else db
+        _run_partials(dx, to_dw, to_db, dy, x, weight, statistics, added, has_mean)
+    if x.shape[1] > 1:
+        return
+    if has_mean:
         # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
         torch.sub(dy, dy, out=dx.view(-1, 1))  # NaN where dy is
         dx.view(-1, 1).add_(x - x)
+    else:
+        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
+        g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
+        dx.view(-1, 1).copy_(g * statistics.view(-1, 1) ** 3 + (0 if added is None else added))
 
 
 def _run_locks(
@@ -312,17 +362,27 @@ def _launch_locks(
     return buffer_dw, buffer_db
 
 
+def _gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: Any, dsum: Any, eps: float, dw_dtype: Any, db_dtype: Any,
+    has_mean: bool, backward: str,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """-> dx like x, dweight (N,) or empty, dbias (N,) or empty."""
+    n = x.shape[-1]
+    dw, db = (launching.empty((n if dtype else 0,), dtype or x.dtype, x) for dtype in (dw_dtype, db_dtype))
+    return launching.empty(x.shape, x.dtype, x), dw, db
+
+
 _backward = launching.operator(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, ScalarType? dw_dtype, "
-    "ScalarType? db_dtype, str backward) -> (Tensor, Tensor, Tensor)",
+    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, Tensor? dsum, float eps, ScalarType? dw_dtype, "
+    "ScalarType? db_dtype, bool has_mean, str backward) -> (Tensor, Tensor, Tensor)",
     outputs=_gradients,
     run=_run_backward,
     visible=True,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, _, _, ctx.backward = inputs
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, bias, ctx.eps, _, *ctx.settings = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.set_materialize_grads(False)
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -330,175 +390,57 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 def _autograd(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
-        return None, None, None, None, None, None
+        return (None,) * 7
     x, weight, statistics = ctx.saved_tensors
     _, needs_dw, needs_db, *_ = ctx.needs_input_grad
     dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
-    dx, dw, db = _backward(dy, x, weight, statistics, dw_dtype, db_dtype, ctx.backward)
-    return dx, dw if needs_dw else None, db if needs_db else None, None, None, None
+    dx, dw, db = _backward(dy, x, weight, statistics, None, ctx.eps, dw_dtype, db_dtype, *ctx.settings)
+    return dx, dw if needs_dw else None, db if needs_db else None, None, None, None, None
 
 
-_layer_norm = launching.operator(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, str backward) "
+_norm = launching.operator(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean, str backward) "
     "-> (Tensor, Tensor)",
-    outputs=_outputs,
-    run=_run,
-    setup_context=_setup_context,
+    outputs=lambda x, w, b, eps, out_dtype, has_mean, _: (
+        launching.empty(x.shape, out_dtype, x), _statistics(x, has_mean)
+    ),
+    run=lambda results, x, w, b, eps, out_dtype, has_mean, _: _forward(
+        results[0], None, results[1], x, None, w, b, eps, has_mean
+    ),
+    setup_context=_keep,
     backward=_autograd,
     saved=1,
     visible=True,
-)
+)  # fmt: skip
 
 
-# --- RMSNorm --------------------------------------------------------------------------------------------------------
-
-
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, residual: None = None
-) -> torch.Tensor: ...
-
-
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, residual: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Root mean square normalization over the last dimension, ``x / sqrt(mean(x^2) + eps) * weight``.
-
-    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), section 4. The mean square and all that follows is
-    computed in float32 (float64 for float64 inputs) and rounded once, as by ``torch.nn.functional.rms_norm``.
-
-    Args:
-        x: (..., N), float16, bfloat16, float32 or float64, any strides.
-        weight: (N,) or ``None``, any of those dtypes.
-        eps: added to the mean square; not negative.
-        residual: the shape and dtype of ``x``, any strides, or ``None``. It is added to ``x`` first, in the same pass over
-            memory, forward and backward.
-
-    Returns:
-        (..., N), contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own. With a residual the pair of the
-        normalized sum and the sum ``x + residual``, which has the dtype of ``x`` and is what the next layer adds to.
-
-    Raises:
-        TypeError: an argument is not a tensor of a supported dtype, or ``residual`` has not the dtype of ``x``.
-        ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
-    """
-    _check_rms(x, weight, residual, eps)
-    out_dtype = _out_dtype(x)
-    if residual is not None:
-        return _rms_norm(x, residual, weight, float(eps), out_dtype)[:2]
-    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return _rms_norm(x, None, weight, float(eps), out_dtype)[0]
-    return _rms_inference(x, weight, float(eps), out_dtype)
-
-
-@arguments.once
-def _check_rms(x: torch.Tensor, weight: Any, residual: Any, eps: float) -> None:
-    _check_rows("rms_norm", x, eps)
-    if weight is not None:
-        arguments.check_tensor("rms_norm", "weight", weight)
-        arguments.check_shape("rms_norm", "weight", weight, x.shape[-1:])
-    if residual is not None:
-        arguments.check_tensor("rms_norm", "residual", residual)
-        arguments.check_shape("rms_norm", "residual", residual, x.shape)
-        arguments.check_same_dtype("rms_norm", x=x, residual=residual)
-    arguments.check_same_device("rms_norm", x=x, weight=weight, residual=residual)
-
-
-_rms_inference = launching.operator(
-    "rms_norm_inference(Tensor x, Tensor? weight, float eps, ScalarType out_dtype) -> Tensor",
-    outputs=lambda x, weight, eps, out_dtype: launching.empty(x.shape, out_dtype, x),
-    run=lambda y, x, weight, eps, out_dtype: _forward(y, None, None, x, None, weight, None, eps, False),
-    visible=True,
-)
-
-
-def _rms_outputs(
-    x: torch.Tensor, residual: Any, weight: Any, eps: float, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> y like x, x + residual (empty without a residual), rstd (M,)."""
-    rstd = launching.empty((math.prod(x.shape[:-1]),), launching.accumulator(x.dtype), x)
-    total = launching.empty((0,) if residual is None else x.shape, x.dtype, x)
-    return launching.empty(x.shape, out_dtype, x), total, rstd
-
-
-def _run_rms(
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    x: torch.Tensor, residual: Any, weight: Any, eps: float, _dtype: torch.dtype,
-) -> None:  # fmt: skip
-    if x.shape[-1] == 0:
-        results[2].zero_()
-    _forward(*results, x, residual, weight, None, eps, False)
-
-
-def _rms_gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: Any, rstd: torch.Tensor, dsum: Any, eps: float,
-    dw_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> dx like x, dweight (N,) or empty."""
-    dw = launching.empty((0 if dw_dtype is None else x.shape[-1],), dw_dtype or x.dtype, x)
-    return launching.empty(x.shape, x.dtype, x), dw
-
-
-def _run_rms_backward(
-    results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any, rstd: torch.Tensor,
-    dsum: Any, eps: float, dw_dtype: torch.dtype | None,
-) -> None:  # fmt: skip
-    dx, dw = results
-    if dx.numel() == 0:
-        dw.zero_()
-        return
-    x, dy, added = _rows(x), _rows(dy), None if dsum is None else _rows(dsum)
-    m, n = x.shape
-    _run_partials(dx, None if dw_dtype is None else dw, None, dy, x, weight, rstd, added, False)
-    if n == 1:
-        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
-        g = dy.to(rstd.dtype) * eps * (1 if weight is None else weight)
-        dx.view(m, 1).copy_(g * rstd[:, None] ** 3 + (0 if added is None else added))
-
-
-_rms_backward = launching.operator(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? dsum, float eps, "
-    "ScalarType? dw_dtype) -> (Tensor, Tensor)",
-    outputs=_rms_gradients,
-    run=_run_rms_backward,
-    visible=True,
-)
-
-
-def _setup_rms_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, residual, weight, ctx.eps, _ = inputs
-    _, total, rstd = output
-    ctx.save_for_backward(x if residual is None else total, weight, rstd)
-    ctx.mark_non_differentiable(*((total, rstd) if residual is None else (rstd,)))
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, _, weight, ctx.eps, _ = inputs
+    ctx.save_for_backward(output[1], weight, output[2])
     ctx.set_materialize_grads(False)
 
 
-def _rms_autograd(
-    ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None, _rstd: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
+def _sum_autograd(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     needs_x, needs_residual, needs_dw, *_ = ctx.needs_input_grad
     dx, dw = dsum, None
     if dy is not None:
-        x, weight, rstd = ctx.saved_tensors
-        dx, dw = _rms_backward(dy, x, weight, rstd, dsum, ctx.eps, weight.dtype if needs_dw else None)
+        total, weight, rstd = ctx.saved_tensors
+        dw_dtype = weight.dtype if needs_dw else None
+        dx, dw, _ = _backward(dy, total, weight, rstd, dsum, ctx.eps, dw_dtype, None, False, "partials")
     return dx if needs_x else None, dx if needs_residual else None, dw if needs_dw else None, None, None
 
 
-_rms_norm = launching.operator(
-    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
-    outputs=_rms_outputs,
-    run=_run_rms,
-    setup_context=_setup_rms_context,
-    backward=_rms_autograd,
+# RMSNorm of x + residual: -> the normalized sum, and the sum.
+_norm_of_sum = launching.operator(
+    "norm_of_sum(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    outputs=lambda x, residual, w, eps, out_dtype: (
+        launching.empty(x.shape, out_dtype, x), launching.empty(x.shape, x.dtype, x), _statistics(x, False)
+    ),
+    run=lambda results, x, residual, w, eps, _: _forward(
+        results[0], results[1], results[2], x, residual, w, None, eps, False
+    ),
+    setup_context=_keep_sum,
+    backward=_sum_autograd,
+    saved=1,
     visible=True,
-)
+)  # fmt: skip

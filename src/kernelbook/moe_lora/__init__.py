@@ -1,6 +1,5 @@
 """Products of routed tokens with the matrices of their experts, and a low-rank update for each expert."""
 
-from kernelbook.moe_lora.kernels import decodes_on_the_way
 from kernelbook.moe_lora.op import Routing, lora_gradients, moe_lora, route, scatter2scatter, thin_products
 from kernelbook.moe_lora.reference import (
     grouped_mm_moe_lora,
@@ -12,7 +11,6 @@ from kernelbook.moe_lora.reference import (
 
 __all__ = [
     "Routing",
-    "decodes_on_the_way",
     "grouped_mm_moe_lora",
     "grouped_mm_rows",
     "lora_gradients",

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +21,19 @@ from kernelbook.moe_lora.reference import (
     route_reference,
     scatter2scatter_reference,
 )
+from kernelbook.packed import NF4, NF4Tensor
 
-__all__ = ["MODELS", "Shape", "axolotl_lora", "cases", "missing_peers", "projections", "small_checks", "tuning_cases"]
+__all__ = [
+    "MODELS",
+    "Shape",
+    "axolotl_lora",
+    "cases",
+    "host_calls",
+    "missing_peers",
+    "projections",
+    "small_checks",
+    "tuning_cases",
+]
 
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
@@ -247,6 +259,59 @@ def _step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR, views)
 
 
+def _quantized(shape: Shape) -> tuple[NF4Tensor, torch.Tensor]:
+    """Random NF4 experts, and the float32 numbers (E, K, N) that they stand for."""
+    sizes, device = (shape.experts, shape.n, shape.k), runtime.DEVICE
+    elements = math.prod(sizes)
+    code = torch.tensor(NF4.values, device=device)
+    packed = torch.randint(256, (elements // 2,), dtype=torch.uint8, device=device)
+    absmax = (1 + torch.rand(elements // 64, device=device)) / shape.k**0.5
+    dense = torch.empty(sizes, device=device)
+    for expert, bytes_, scales in zip(dense, packed.chunk(len(dense)), absmax.chunk(len(dense)), strict=True):
+        codes = torch.stack([bytes_ >> 4, bytes_ & 15], -1).view(-1, 64).int()
+        torch.mul(code[codes], scales[:, None], out=expert.view(-1, 64))
+    return NF4Tensor(packed, absmax, sizes, 64, code), dense.transpose(1, 2)
+
+
+def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """The product with experts in 4 bits, beside the one with the same experts dense."""
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
+    w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
+    calls: Calls = {
+        "grouped_mm": lambda: [grouped_mm_rows(t.x, w, None, None, *t.sorted_routing, **how)],
+        "kernelbook:dense": lambda: [op.scatter2scatter(t.x, w, t.routing, **how)],
+        "kernelbook": lambda: [op.scatter2scatter(t.x, q, t.routing, **how)],
+    }
+
+    def truth() -> Tensors:
+        return [scatter2scatter_reference(t.x.double(), exact.double(), t.ids, **how)]
+
+    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR)
+
+
+def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """As :func:`_step`, with experts in 4 bits and with the same ones dense."""
+    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
+    w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
+    x, a, b = leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+
+    def ours(weight: Any) -> Callable[[], Tensors]:
+        def call() -> Tensors:
+            y = op.moe_lora(x, weight, a, b, t.routing)
+            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+
+        return call
+
+    def truth() -> Tensors:
+        own = [v.detach().double().requires_grad_() for v in leaves]
+        y = moe_lora_reference(own[0], exact.double(), own[1], own[2], t.ids)
+        return [y.detach(), *torch.autograd.grad(y, own, t.dy.double())]
+
+    calls: Calls = {"kernelbook:dense": ours(w), "kernelbook": ours(q)}
+    return timing.Problem(calls, truth, calls["kernelbook:dense"], check.GRADIENT_FACTOR)
+
+
 def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """Sorting alone; -> order, inverse, offsets."""
     ids = _Inputs.of(dataclasses.replace(shape, k=1, n=1, rank=1), dtype).ids
@@ -327,6 +392,17 @@ def _count_step(shape: Shape) -> tuple[int, int]:
     return 2 * elements + factors, 2 * flop + factor_flop
 
 
+def _count_packed(shape: Shape) -> tuple[int, int]:
+    elements, flop = _count_base(shape)
+    # 4 bits, and a scale of 32 for 64 elements, instead of 16 bits.
+    return elements - round(_used(shape) * shape.k * shape.n * (1 - 4.5 / 16)), flop
+
+
+def _count_packed_step(shape: Shape) -> tuple[int, int]:
+    elements, flop = _count_step(shape)
+    return elements - 2 * round(_used(shape) * shape.k * shape.n * (1 - 4.5 / 16)), flop
+
+
 def _count_route(shape: Shape) -> tuple[int, int]:
     return 4 * shape.rows, 0
 
@@ -337,6 +413,8 @@ _COUNTS: dict[Callable[..., timing.Problem], Callable[[Shape], tuple[int, int]]]
     _dx: _count_lora,
     _factors: _count_factors,
     _step: _count_step,
+    _packed: _count_packed,
+    _packed_step: _count_packed_step,
     _route: _count_route,
 }
 
@@ -390,6 +468,11 @@ def cases() -> Iterator[timing.Case]:
         for tokens in (1, 4, 16, 64, 256, 1024, 4096):
             shape = dataclasses.replace(projections(model)["gate_up"], tokens=tokens)
             yield _case("moe_lora", "forward", shape, _forward, "T")
+    for projection in projections("Qwen3-30B-A3B").values():
+        for tokens in (1, 4, 16, 64, 256, 1024, 2048):
+            yield _case("scatter2scatter_nf4", "forward", dataclasses.replace(projection, tokens=tokens), _packed, "T")
+    for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
+        yield _case("moe_lora_nf4", "forward_backward", projections(model)["gate_up"], _packed_step)
     many_experts = projections("Qwen3-30B-A3B")["gate_up"]
     for tokens in (1, 16, 128, 1024, 16384):
         yield _case("route", "forward", dataclasses.replace(many_experts, tokens=tokens), _route, "T")
@@ -535,3 +618,18 @@ def small_checks() -> list[check.Verdict]:
             )
             verdicts += [v.renamed(f"moe_lora[{strategy}, {str(dtype)[6:]}] {v.name}") for v in found]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    t = _Inputs.of(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
+    leaves = tuple(v.detach().clone().requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    x, a, b = leaves
+    return {
+        "route": lambda: op.route(t.ids, 8),
+        "scatter2scatter": lambda: op.scatter2scatter(t.x, t.w, t.routing),
+        "moe_lora, r = 16": lambda: op.moe_lora(t.x, t.w, t.lora_a, t.lora_b, t.routing),
+        "moe_lora, forward and backward": lambda: torch.autograd.grad(
+            op.moe_lora(x, t.w, a, b, t.routing), leaves, t.dy
+        ),
+    }

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.autotune import fits, matmul_resources, planner
+from kernelbook.packed import products
 from kernelbook.packed.kernels import block_scale, load_tile, table
 from kernelbook.tiles import grouped
 
@@ -37,8 +38,9 @@ from kernelbook.tiles import grouped
 import triton
 import triton.language as tl
 
-# Tiles are listed by ``route`` for each of these heights.
-HEIGHTS = (16, 32, 128, 256)
+# Tiles are listed by ``route`` for each of these heights. The last one is for packed matrices alone.
+HEIGHTS = products.HEIGHTS
+ROWS_HEIGHTS = HEIGHTS[:-1]
 
 # --- routing --------------------------------------------------------------------------------------------------------
 
@@ -713,8 +715,8 @@ def _rows_tiles(
     mean = _mean_rows(rows, experts)
     if itemsize != 2 or access == "narrow":
         return
-    for height in HEIGHTS:
-        if not min(mean // 8, HEIGHTS[-1]) <= height <= max(16, 2 * mean):
+    for height in ROWS_HEIGHTS:
+        if not min(mean // 8, ROWS_HEIGHTS[-1]) <= height <= max(16, 2 * mean):
             continue
         for n, k, warps in (
             (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (256, 64, 4), (256, 64, 8),
@@ -866,15 +868,6 @@ def padded_rank(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))
 
 
-def decodes_on_the_way(rows: int, experts: int) -> bool:
-    """Whether packed experts are decoded on their way into each tile, instead of once for all tiles before the product.
-
-    An expert with R rows is decoded R / 128 times; to make it dense costs 4.5 times the packed bytes to write and read.
-    """
-    return _mean_rows(rows, experts) <= DECODED_ROWS
-
-
-DECODED_ROWS = 128  # one tile: no expert is decoded twice
 FUSED_RANK = 64  # the widest U that a program of the fused product keeps in registers beside its tile of Y
 FUSED_ROWS = 64
 

@@ -5,6 +5,9 @@ absmax of the active experts first and dequantizes these. For a product ``bitsan
 ``kernelbook:dequantize`` is what ``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes
 is not installed its rows are left out.
 
+A product's floor is ``read_rows``, a kernel that reads the matrix' bytes and scales and does nothing else; ``dense`` is
+PyTorch's product with the same matrix in bfloat16.
+
 Two of PyTorch's own operations are measured beside, for scale: ``copy_`` moves as many bytes as the plain kernel has to,
 half of them read, and ``fill_`` writes the output alone. Neither is a lower bound.
 """
@@ -15,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kernelbook import check, runtime
+from kernelbook import check, floor, runtime
 from kernelbook.models import MODELS
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
@@ -127,8 +130,10 @@ def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, d
     number = int(torch.randint(shape[0], ()))
     ids = torch.tensor([number])
     expert = ids.to(runtime.DEVICE)
+    dense = nf4_dequantize(q, experts=expert, dtype=dtype)[0]
     providers: dict[str, Callable[[], Any]] = {
         "kernelbook": lambda: [nf4_matmul(x, q, expert)],
+        "dense": lambda: [x @ dense.t()],
         "kernelbook:dequantize": lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()],
     }
     if importlib.util.find_spec("bitsandbytes") is not None and runtime.DEVICE.type == "cuda":
@@ -153,6 +158,33 @@ def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, doub
         gbytes=dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0) + tokens * (rows + cols) * 2 / 1e9,
         gflop=2 * tokens * rows * cols / 1e9,
         build=lambda: _matmul_problem(shape, tokens, block_size, double_quant),
+    )
+
+
+def _read_problem(bytes_: int) -> Problem:
+    rows = torch.randint(256, (bytes_ // 4096, 4096), dtype=torch.uint8, device=runtime.DEVICE)
+
+    def truth() -> list[torch.Tensor]:
+        return [floor.fold([rows])]
+
+    calls: dict[str, Callable[[], Any]] = {"kernelbook": lambda: [floor.read_rows([rows])]}
+    return Problem(calls, truth, truth, check.FORWARD_FACTOR, {"kernelbook": lambda out: [floor.fold(out)]})
+
+
+def _read_case(shape: tuple[int, int, int], block_size: int, double_quant: bool) -> Case:
+    """The floor of a product by one expert: as many bytes, read by a kernel that does nothing else."""
+    num_experts, rows, cols = shape
+    gbytes = dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0)
+    return Case(
+        op="read_rows",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
+        x_name="tokens",
+        x=0,
+        gbytes=gbytes,
+        gflop=0.0,
+        build=lambda: _read_problem(round(gbytes * 1e9)),
     )
 
 
@@ -192,7 +224,8 @@ def cases() -> Iterator[Case]:
         for active in ACTIVE:
             yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
         for rows, cols in ((ROWS, COLS), (14336, 4096)):
-            for tokens in (1, 2, 4, 8, 16):
+            yield _read_case((8, rows, cols), BLOCK_SIZE, double_quant)
+            for tokens in (1, 2, 4, 8, 16, 32, 64):
                 yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
 
 

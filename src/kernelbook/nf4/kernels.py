@@ -309,7 +309,7 @@ def _nf4_quantize_fwd_kernel(
 
 
 MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
-MIN_TILES_M, MAX_TILES_M = 4, 64  # tokens for which tiles for tensor cores are decoded
+MAX_PACKED_M = 64  # tokens up to which kernels for tensor cores decode W where there are such kernels, from two on
 MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers
 
 

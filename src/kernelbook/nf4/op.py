@@ -254,9 +254,10 @@ def _quantize_absmax(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.
 def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> torch.Tensor:
     """``x @ W.T`` for the matrix W of one expert, without W in memory where ``x`` has few rows.
 
-    Up to 8 rows one kernel looks up each element of W in registers and multiplies there, in float32, without rounding
-    W to the dtype of ``x``; more rows share the cost of dequantizing, so there W is dequantized first and multiplied by
-    PyTorch.
+    On Hopper GPUs 2 to 64 rows of 16 bits (K a multiple of 64) go through tensor cores, which take W as it is decoded: up to
+    8 rows as the values of the code book in the dtype of ``x``, whose sums the scales multiply in float32; from there as
+    :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in float32, with W as it is; more rows share
+    the cost of dequantizing: W is dequantized first and multiplied by PyTorch.
 
     Args:
         x: (..., K) float32, float16 or bfloat16, any strides.
@@ -328,7 +329,9 @@ def _run_matmul(
         return
     m = y.numel() // n
     parts = (packed, absmax, code, nested_absmax, nested_code, nested_offset)
-    if kernels.MIN_TILES_M <= m <= kernels.MAX_TILES_M and _run_by_tiles(x.reshape(m, k), parts, experts, expert, y.view(m, n), shape, block_size):
+    if 1 < m <= kernels.MAX_PACKED_M and _run_packed(
+        y.view(m, n), x.reshape(m, k), parts, experts, expert, shape, block_size
+    ):
         return
     if m > kernels.MAX_MATMUL_M or k % 8 or packed.data_ptr() % 4 or k == 0 or num_experts == 0:
         w = x.new_empty((1, n, k))
@@ -348,22 +351,23 @@ def _run_matmul(
     )  # fmt: skip
 
 
-def _run_by_tiles(
-    x: torch.Tensor, parts: Any, experts: torch.Tensor | None, expert: int | None, y: torch.Tensor, shape: Any,
-    block_size: int, tiles: Any = None,
+def _run_packed(
+    y: torch.Tensor, x: torch.Tensor, parts: Any, experts: torch.Tensor | None, expert: int | None, shape: Any,
+    block_size: int,
 ) -> bool:  # fmt: skip
     """By tensor cores, where there is a kernel for it -> whether there is."""
     (packed, absmax, code, *nested), (num_experts, n, k), m = parts, shape, x.shape[0]
     plan = products.plan(
-        m, (1, n, k), False, x.dtype, block_size, nested[0] is not None, 0, False, True, True,
-        runtime.properties(x.device), tiles,
+        m, (1, n, k), False, x.dtype, block_size, nested[0] is not None, 0, False, True, True, False,
+        runtime.properties(x.device),
     )  # fmt: skip
     if plan is None or packed.data_ptr() % 16 or num_experts == 0:
         return False
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     w = products.Matrices(packed, absmax, code, tuple(nested), block_size, (num_experts, k, n))
-    products.launch(plan, None, 0, cdiv(m, plan.height), expert if experts is None else experts, x, w, None, None, None, y, 1)
+    tiles = cdiv(m, plan.height)
+    products.launch(plan, None, 0, tiles, expert if experts is None else experts, x, w, None, None, None, y, 1)
     return True
 
 

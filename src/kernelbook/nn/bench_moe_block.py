@@ -29,7 +29,7 @@ from kernelbook.nf4 import nf4_dequantize, nf4_quantize
 from kernelbook.nn import moe
 from kernelbook.timing import Case, Problem
 
-__all__ = ["SOURCES", "cases", "extras", "missing_peers", "small_checks"]
+__all__ = ["SOURCES", "cases", "extras", "host_calls", "missing_peers", "small_checks"]
 
 HERE = Path(__file__).resolve().parent
 SOURCES = (
@@ -194,8 +194,7 @@ def _providers(mode: str, tokens: int, sizes: Sequence[int]) -> list[str]:
         names.insert(0, "eager")
     if mode == "forward" and tokens <= BATCHED_TOKENS and sizes[0] > 8:
         names.insert(0, "batched_mm")
-    if 2 * tokens * sizes[3] <= sizes[0]:
-        names.append("kernelbook:all")
+    names.append("kernelbook:all")  # every expert is made dense first
     if tokens == 16 and sizes[0] > 8:
         names.append("kernelbook:count")
     return names
@@ -291,8 +290,9 @@ CHOICE_KEY = ("gpu", "way", "graph", "tokens")
 def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
     """Layers one after the other in decoding, by wall clock: what the host's part costs, which a single call's time hides.
 
-    Eight layers of Qwen3-30B-A3B's size, forward. ``way``: ``all``, ``bound``, ``count`` are ways to choose among 4-bit
-    experts, of which the last makes the host wait; ``dense`` are ours on bfloat16 weights, ``grouped_mm`` is
+    Eight layers of Qwen3-30B-A3B's size, forward. ``way``: ``auto`` is what ours do on 4-bit experts by themselves (few rows
+    are multiplied by experts that are decoded in the products); ``all``, ``bound``, ``count`` make experts dense first and are
+    ways to choose which, of which the last makes the host wait; ``dense`` are ours on bfloat16 weights, ``grouped_mm`` is
     transformers'. With ``graph`` the layers are captured into a CUDA graph and replayed, which takes the host out.
     Columns: way, graph, tokens, experts (that become dense, on average), layer_ms.
     """
@@ -301,12 +301,12 @@ def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
     rows = []
     for tokens in (1, 4, 8, 16, 32):
         inputs = [_inputs(tokens, sizes) for _ in range(layers)]
-        for way in ("all", "bound", "count", "dense", "grouped_mm"):
+        for way in ("auto", "all", "bound", "count", "dense", "grouped_mm"):
             if way == "bound" and tokens * sizes[3] >= sizes[0]:
                 continue
             forward, _ = layer.call(way if way in PEERS else f"kernelbook:{way}")
             experts = []
-            if way in moe.ACTIVE:
+            if way in ("all", "bound", "count"):
                 found = [moe.choose_experts(ids, sizes[0], way)[0] for _, ids, _ in inputs]
                 experts = [sizes[0] if chosen is None else len(chosen) for chosen in found]
 
@@ -455,3 +455,14 @@ def small_checks() -> list[check.Verdict]:
         found = check.check_op(run, reference, {"x": x, "gates": gates}, grads=("x", "gates"), require=False)
         verdicts += [verdict.renamed(f"moe_block[{kind}, float32] {verdict.name}") for verdict in found]
     return verdicts
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's: a block of 8 experts, 4 tokens to two of them each."""
+    x, ids, gates = _inputs(4, (8, 128, 64, 2))
+    up, down = (torch.randn(shape, dtype=x.dtype, device=x.device) for shape in ((8, 128, 128), (8, 128, 64)))
+    packed_up, packed_down = nf4_quantize(up), nf4_quantize(down)
+    return {
+        "gated_experts": lambda: moe.gated_experts(x, up, down, ids, gates),
+        "gated_experts, 4 bits": lambda: moe.gated_experts(x, packed_up, packed_down, ids, gates),
+    }

@@ -5,7 +5,7 @@
 activation takes them as they are, and the second product reads them so and writes tokens, weighted and summed.
 
 4-bit weights are decoded on their way into the products. Where experts have so many rows that this is slower
-(:func:`kernelbook.moe_lora.decodes_on_the_way`), and float8 ones always, they become dense just before each product, for
+(:func:`kernelbook.packed.products.decodes_on_the_way`), and float8 ones always, they become dense just before each product, for
 the experts that the batch uses, and are dropped right after it. The backward pass does not keep them: it makes them again.
 :func:`choose_experts` says which experts these are and when that costs a host synchronisation.
 """
@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
 from kernelbook import arguments, launching  # before Triton, which it sets up
-from kernelbook.moe_lora import Routing, decodes_on_the_way, moe_lora, route
+from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import kernels
+from kernelbook.packed.products import decodes_on_the_way
 
 __all__ = [
     "Float8Tensor",

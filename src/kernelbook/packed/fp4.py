@@ -52,7 +52,11 @@ def fp4_tensor(
     flat = packed.flatten(-2) if packed.ndim == scales.ndim + 1 else packed
     arguments.check_shape(op, "packed", flat, (*rest, groups * block // 2))
     blocks = scales.numel()
-    nested = torch.ones((), device=packed.device) if tensor_scale is None else tensor_scale.detach().float().to(packed.device)
+    nested = (
+        torch.ones((), device=packed.device)
+        if tensor_scale is None
+        else tensor_scale.detach().float().to(packed.device)
+    )
     each = blocks // max(nested.numel(), 1)
     if nested.numel() != 1 and (nested.shape != (scales.shape[0],) or each % NESTED_BLOCK):
         raise ValueError(

@@ -4,11 +4,17 @@ A word of four bytes holds eight elements; the even element is the high half of 
 pairs of 16-bit numbers by byte permutation: the sixteen values lie in eight registers, their low bytes in four and their
 high bytes in the other four, and one ``prmt`` picks four bytes of eight by the three low bits of four elements. Two of
 them and a third that chooses by the elements' fourth bit look up one byte of four elements, and another two mix low and
-high bytes: some two and a half instructions an element. The block's scale multiplies the pairs. It is split in two
-16-bit numbers, so that its own rounding is not felt.
+high bytes: some two and a half instructions an element.
+
+A block's scale comes in one of three ways. It multiplies the table before the look-ups (``scaled_table`` and ``lookup``), in
+float32 and with one rounding: exact, and worth it where a thread has 32 elements or more of a block. It multiplies the sums
+over a block, which is cheap for few rows (``decoded`` without a scale). Or it multiplies the pairs, split in two 16-bit
+numbers so that its own rounding is not felt (``decoded`` with a scale).
 
 Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
 """
+
+import re
 
 # isort: split
 import triton
@@ -71,7 +77,10 @@ def _table_asm(convert: str) -> str:
     lines += [f"mul.rn.f32 f{i}, ${8 + i}, $24;" for i in range(16)]
     lines += [f"{convert} p{i}, f{2 * i + 1}, f{2 * i};" for i in range(8)]
     for i in range(4):
-        lines += [f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;", f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;"]
+        lines += [
+            f"prmt.b32 ${i}, p{2 * i}, p{2 * i + 1}, 0x6420;",
+            f"prmt.b32 ${4 + i}, p{2 * i}, p{2 * i + 1}, 0x7531;",
+        ]
     return "\n".join([*lines, "}"])
 
 
@@ -96,9 +105,9 @@ def scaled_table(code, scale, dtype: tl.constexpr):
     )  # fmt: skip
 
 
-LOOKUP_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
-LOOKUP = tl.constexpr(_DECODE.replace("REST", _PLAIN).replace("$7", "$5").replace("$8", "$6").replace("$9", "$7")
-                      .replace("$10", "$8").replace("$11", "$9").replace("$12", "$10").replace("$13", "$11").replace("$14", "$12"))
+LOOKUP_REGISTERS = tl.constexpr("=&r," * 4 + ",".join("r" * 9))
+# As DECODE, but for the scale: the table is $5 to $12.
+LOOKUP = tl.constexpr(re.sub(r"\$(\d+)", lambda m: f"${int(m[1]) - 2 * (int(m[1]) > 6)}", DECODE.value))
 
 
 @triton.jit
@@ -151,45 +160,6 @@ def in_two(scale, dtype: tl.constexpr):
     return bits(first) * 0x10001, bits(second) * 0x10001
 
 
-LUT_BASE = tl.constexpr("{\n.shared .align 128 .b8 lut[32768];\n.reg .b32 l;\nmov.u32 l, %laneid;\nmov.u32 $0, lut;\nmad.lo.u32 $0, l, 4, $0;\n// $1\n}")
-_FILL = """{
-.reg .b32 a, c, e;
-mov.u32 a, %laneid;
-shl.b32 a, a, 2;
-sub.u32 a, $3, a;
-mad.lo.u32 a, $2, 128, a;
-mov.u32 e, $2;
-"""
-for _ in range(8):
-    _FILL += "and.b32 c, e, 7;\nshl.b32 c, c, 4;\nadd.u32 c, c, a;\nst.shared.v4.b32 [c], {$1, $1, $1, $1};\nadd.u32 e, e, 1;\n"
-FILL = tl.constexpr(_FILL + "mov.b32 $0, $1;\n}")
-_LUT = "{\n.reg .b32 a0, a1, a2, a3;\n"
-for _i in range(4):
-    _LUT += f"prmt.b32 a{_i}, $4, 0, {0x4440 + _i};\nmad.lo.u32 a{_i}, a{_i}, 128, $5;\n"
-for _i in range(4):
-    _LUT += f"ld.shared.b32 ${_i}, [a{_i}];\n"
-LUT_LOOKUP = tl.constexpr(_LUT + "}")
-
-
-@triton.jit
-def lut_fill(code_ptr, entries, dtype: tl.constexpr):
-    """A table of pairs in shared memory, a copy for each lane -> its address."""
-    base = tl.inline_asm_elementwise(LUT_BASE, "=&r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1)
-    pair = bits(tl.load(code_ptr + entries // 16).to(dtype)) | (bits(tl.load(code_ptr + entries % 16).to(dtype)) << 16)
-    tl.inline_asm_elementwise(FILL, "=&r,r,r,r", [pair, entries, base], dtype=tl.int32, is_pure=False, pack=1)
-    return base
-
-
-@triton.jit
-def lut_decoded(word, base, dtype: tl.constexpr):
-    p0, p1, p2, p3 = tl.inline_asm_elementwise(
-        LUT_LOOKUP, "=&r,=&r,=&r,=&r,r,r", [word, base],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-    lower = tl.join(_halves(p0, dtype), _halves(p1, dtype))
-    return tl.join(lower, tl.join(_halves(p2, dtype), _halves(p3, dtype)))
-
-
 @triton.jit
 def _halves(pair, dtype: tl.constexpr):
     low = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
@@ -225,6 +195,12 @@ def decoded(word, scale, values, dtype: tl.constexpr):
 
 
 @triton.jit
+def twice_rounded(value, scale, offset):
+    """value * scale + offset with two roundings, as bitsandbytes has it: an addition is never fused with an fma."""
+    return tl.fma(value, scale, 0.0) + offset
+
+
+@triton.jit
 def block_scale(
     block0, blocks, mask,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
@@ -239,7 +215,7 @@ def block_scale(
     within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
     scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=nothing)
     value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
-    value = value * scale + tl.load(nested_offset_ptr)
+    value = twice_rounded(value, scale, tl.load(nested_offset_ptr))
     return value if mask is None else tl.where(mask, value, 0.0)
 
 

@@ -1,11 +1,18 @@
-"""Many rows times 4-bit matrices on Hopper, in Gluon: tiles are decoded while the tensor cores multiply the one before.
+"""Rows times 4-bit matrices on Hopper, in Gluon: tiles are decoded while the tensor cores multiply the ones before.
 
-W takes the part of the left operand and the rows of x that of the right one, whose number comes in eights: so a tile has
-as many tokens as there are, in steps of 64, and each element of W is decoded once for up to 256 of them. A thread reads
-32 or more elements that lie side by side and have one scale. It multiplies the sixteen values with the scale, in float32,
-and rounds them: then every element is a look-up, and is what ``nf4_dequantize`` gives, bit for bit.
+W takes the part of the left operand and the rows of x that of the right one, whose number comes in eights. So a tile can
+have as many rows as an expert has, up to 256 (half or a quarter of that where it is enough), and each element of W is decoded
+once for all of them. A thread reads 32 or 64 elements that lie side by side and have one scale. It multiplies the sixteen
+values with the scale, in float32, and rounds them: then every element is a look-up, and is what ``nf4_dequantize`` gives,
+bit for bit.
 
-    step i:  start the products of tile i  |  copy x of tile i + 2, decode W of tile i + 1  |  wait for the products
+    step i:  start the products of tile i  |  copy x and words of later tiles, decode tile i + 1  |  wait for tile i - 1
+
+Three tiles of W lie in shared memory: one is read, one waits to be read, one is written; the same threads that decode
+start the products. Words are on their way for STAGES + AHEAD - 2 steps. The sum is over K, or over N for gradients of x
+(BY_ROW): then tensor cores read the tile transposed.
+
+Needs x and W as ``products.plan`` says: 16-bit numbers, aligned rows, K a multiple of 64.
 """
 
 # isort: split
@@ -14,7 +21,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernelbook.packed.kernels import lookup, scaled_table
+from kernelbook.packed.kernels import lookup, scaled_table, twice_rounded
 from kernelbook.tiles import grouped
 
 
@@ -29,9 +36,7 @@ def _decode(words, scale, code, smem, dtype: gl.constexpr, ROWS: gl.constexpr, C
 
 
 @gluon.jit
-def _stored_scale(
-    block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr
-):
+def _stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr):
     """What there is to load for a scale, long before it is used: the stored value, and what scales it in turn."""
     stored = gl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
     if SCALE == "float32":
@@ -46,7 +51,7 @@ def _scale(parts, nested_code_ptr, offset, SCALE: gl.constexpr):
     stored, nested = parts
     if SCALE == "float32":
         return stored
-    return gl.load(nested_code_ptr + stored.to(gl.int32)) * nested + offset
+    return twice_rounded(gl.load(nested_code_ptr + stored.to(gl.int32)), nested, offset)
 
 
 @gluon.jit
@@ -253,9 +258,7 @@ def _many_rows_kernel(
         first = gl.load(tile_ptr + 1)
         rows = gl.load(tile_ptr + 2)
     if expert == E:
-        _no_tile(
-            first, rows, pid_n, routing_ptr, y_ptr, K if BY_ROW else N, Y_GROUPED, TOKENS, OUT, WARPS
-        )
+        _no_tile(first, rows, pid_n, routing_ptr, y_ptr, K if BY_ROW else N, Y_GROUPED, TOKENS, OUT, WARPS)
     elif expert >= 0:
         small = TOKENS
         if HALVES > 0:

@@ -5,8 +5,11 @@ lane reads 16 bytes, 32 elements of a row. The tensor cores may sum over K in an
 it: so these 32 elements are just those that the instruction wants from this lane, and nothing goes through shared memory.
 The warps of a program share the sum over K. At the end they add up what they have, always in the same order.
 
+The values are looked up in the dtype of x; the scale of a block multiplies, in float32, the sums over the block. (With
+blocks of 16 it multiplies elements, since the instruction sums over more than one block.)
+
 Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mma.sync`` for 16-bit numbers (sm_80 and
-later), x of 16 bits with aligned rows, K in multiples of 32, and blocks of 32 or more elements.
+later), x of 16 bits with aligned rows, K in multiples of 64. No low-rank product: it is left to ``kernels_hopper``.
 """
 
 # isort: split
@@ -14,7 +17,7 @@ import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernelbook.packed.kernels import block_scale, decoded, lut_decoded, lut_fill, table
+from kernelbook.packed.kernels import block_scale, decoded, table
 
 
 @gluon.constexpr_function
@@ -70,18 +73,16 @@ def _load(
 @gluon.jit(do_not_specialize=["tiles_at", "expert", "E", "M", "slots"])
 def _few_rows_kernel(
     routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there (num_m, 3) group, first position and rows
-    expert_ptr, expert,  # (1,) integer or a number, unless ROUTED
+    expert_ptr, expert,  # (1,) integer or a number: the matrix of all M rows, without a routing
     x_ptr, stride_xm,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # (E, N, K), words
-    b_ptr, stride_be, stride_bn, stride_br, u_ptr,  # (E, N, r); (R, RANK) in sorted order; if RANK > 0
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N)
     E, M, N, K, slots,
-    ROUTED: gl.constexpr, X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
-    r: gl.constexpr, RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
+    HAS_BIAS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
-    LUT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     FOLD: gl.constexpr = BLOCK_SIZE < 32  # the scale multiplies elements; else the sums over a block
@@ -99,13 +100,14 @@ def _few_rows_kernel(
     n0 = gl.program_id(0) * ROWS
     offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
     out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, result))
-    if ROUTED:
-        tile_ptr = routing_ptr + tiles_at + gl.program_id(1) * 3
+    if routing_ptr is not None:
+        tile_ptr = routing_ptr + tiles_at + gl.program_id(1) // PARTS * 3
+        before = gl.program_id(1) % PARTS * TOKENS
         expert = gl.load(tile_ptr)
-        if expert < 0:
+        rows = gl.load(tile_ptr + 2) - before
+        if (expert < 0) | (rows <= 0):
             return
-        first = gl.load(tile_ptr + 1)
-        rows = gl.load(tile_ptr + 2)
+        first = gl.load(tile_ptr + 1) + before
         positions = (first + gl.minimum(offs_t, rows - 1)).to(gl.int64)
         x_rows = positions if X_GROUPED else gl.load(routing_ptr + positions).to(gl.int64) // slots
         out_positions = (first + gl.minimum(out_t, rows - 1)).to(gl.int64)
@@ -165,12 +167,7 @@ def _few_rows_kernel(
         absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
         EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, GROUP, GROUPS,
     )  # fmt: skip
-    if LUT:
-        entries = gl.arange(0, 256, layout=gl.BlockedLayout([256 // (32 * WARPS)], [32], [WARPS], [0]))
-        base = lut_fill(code_ptr, entries, dtype)
-        gl.thread_barrier()
-    else:
-        values = table(code_ptr, dtype)
+    values = table(code_ptr, dtype)
     for step in range(gl.where(exists, steps, 0)):
         k = step * STEP
         words = next_words
@@ -183,10 +180,7 @@ def _few_rows_kernel(
                 EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, GROUP, GROUPS,
             )  # fmt: skip
         for g in gl.static_range(GROUPS):
-            if LUT:
-                w = lut_decoded(words[g], base, dtype)
-            else:
-                w = decoded(words[g], gl.expand_dims(scales[g], 3) if FOLD else None, values, dtype)
+            w = decoded(words[g], gl.expand_dims(scales[g], 3) if FOLD else None, values, dtype)
             # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
             w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, GROUP))
             w = gl.convert_layout(w, left, assert_trivial=True)
@@ -194,21 +188,6 @@ def _few_rows_kernel(
                 acc = mma_v2(w, xs[g], acc)
             else:
                 acc += mma_v2(w, xs[g], zeros) * gl.expand_dims(scales[g], 2)
-    if RANK > 0:
-        # U B^T, by the first warp. The instruction takes 32 of the rank at a time.
-        PART: gl.constexpr = max(RANK, 32)
-        b_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))[:, None]
-        b_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))[None, :]
-        b_r = gl.arange(0, PART, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, :]
-        u_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None]
-        u_r = gl.arange(0, PART, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :]
-        b_rows = gl.where(exists, expert, 0) * stride_be + b_n.to(gl.int64) * stride_bn
-        b_ptrs = b_ptr + gl.expand_dims(b_rows, 2) + gl.expand_dims(b_r * stride_br, 1)
-        mask_b = gl.expand_dims((b_n < N) & (b_w == 0) & exists, 2) & gl.expand_dims(b_r < r, 1)
-        b = gl.load(b_ptrs, mask=mask_b, other=0.0)
-        u_ptrs = u_ptr + gl.expand_dims(u_r, 2) + (positions * RANK)[None, None, :]
-        mask_u = gl.expand_dims((u_w == 0) & (u_r < RANK), 2) & (offs_t < TOKENS)[None, None, :]
-        acc = mma_v2(b, gl.load(u_ptrs, mask=mask_u, other=0.0), acc)
     y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, TOKENS)
     out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
     if HAS_BIAS:

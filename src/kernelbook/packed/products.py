@@ -9,7 +9,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.launching import Launch, cdiv
 from kernelbook.packed import NESTED_BLOCK
 
-__all__ = ["Matrices", "Plan", "launch", "plan"]
+__all__ = ["HEIGHTS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
 
 
 class Matrices(NamedTuple):
@@ -35,50 +35,90 @@ class Matrices(NamedTuple):
 
 class Plan(NamedTuple):
     launch: Launch
-    height: int  # of its tiles
-    across: int  # columns of a tile
+    height: int  # rows of its tiles
+    across: int  # programs beside each other, or
+    parts: int  # for each tile, one below the other, by the kernel for few rows; else 0
 
 
-# The tiles by the mean number of rows of a matrix up to which they are taken: TOKENS (the height), HALVES, OUT, DEPTH,
-# STAGES, AHEAD, warps.
+HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
+
+# The rule, measured on an H200 (Qwen3-30B's two products at 1 to 2,048 tokens; 8 experts of 28672 x 4096; one matrix of
+# 14336 x 4096). With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
+FEW_ROWS = 6.0
+FEW = {"TOKENS": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
+# Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles.
 TILES = (
-    (8, (16, 1, 64, 128, 4, 4, 4)),
-    (16, (32, 1, 64, 128, 4, 4, 4)),
-    (96, (128, 2, 128, 64, 4, 4, 4)),
-    (2**31, (256, 2, 128, 64, 4, 4, 8)),
+    (24.0, {"TOKENS": 32, "HALVES": 1, "OUT": 64, "DEPTH": 128, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
+    (64.0, {"TOKENS": 128, "HALVES": 2, "OUT": 64, "DEPTH": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
+    (float("inf"), {"TOKENS": 256, "HALVES": 2, "OUT": 128, "DEPTH": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 8}),
 )
+# A single matrix has few tiles: they are low, and narrow.
+ONE_MATRIX = {"HALVES": 0, "OUT": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}
+# From so many rows a matrix on it is as fast to make W dense first, which costs its memory: the cores wait for decoding.
+DENSE_ROWS = {True: 512, False: 128}  # on Hopper, and by the plain kernels elsewhere
+
+
+def _is_hopper(properties: runtime.DeviceProperties) -> bool:
+    return properties.arch in ("sm_90", "sm_90a")
+
+
+def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProperties | None = None) -> bool:
+    """Whether packed experts are decoded on their way into each tile, instead of once for all tiles before the product.
+
+    ``rows``: T k, for all experts together. ``properties``: of the GPU, by default the present one.
+    """
+    hopper = _is_hopper(properties or runtime.properties(runtime.DEVICE))
+    return rows <= DENSE_ROWS[hopper] * max(1, min(experts, rows))
+
 
 @functools.lru_cache(maxsize=4096)
 def plan(
     rows: int, shape: tuple[int, int, int], by_row: bool, dtype: torch.dtype, block_size: int, nested: bool,
-    rank: int, has_bias: bool, x_grouped: bool, y_grouped: bool, properties: runtime.DeviceProperties,
-    tiles: tuple[int, ...] | None = None,
+    rank: int, has_bias: bool, x_grouped: bool, y_grouped: bool, routed: bool, properties: runtime.DeviceProperties,
 ) -> Plan | None:  # fmt: skip
-    """``None`` where no kernel here takes the problem: GPUs other than Hopper, float32, rows that are not aligned.
+    """``None`` where no kernel here takes the problem: on GPUs other than Hopper, in float32, at odd sizes.
 
     Args:
         rows: of x, for all matrices together.
         shape: (E, N, K) as stored.
         by_row: the sum is over N.
+        rank: of a low-rank product, or 0.
+        routed: the rows go to the matrices by a routing; else all to one.
     """
     experts, n, k = shape
     width, length = (k, n) if by_row else (n, k)
-    if properties.arch not in ("sm_90", "sm_90a") or dtype.itemsize != 2:
+    if not _is_hopper(properties) or dtype.itemsize != 2 or rows == 0 or n * k == 0 or n * k >= 2**31:
         return None
-    if k % 64 or width % 8 or length % 8 or n * k >= 2**31 or rows == 0:
+    if k % 64 or width % 8 or length % 8:
         return None
-    from kernelbook.packed import kernels_hopper as kernels
+    mean = rows / min(experts, rows) if routed else rows
+    common: dict[str, Any] = {
+        "X_GROUPED": x_grouped, "Y_GROUPED": y_grouped, "HAS_BIAS": has_bias, "BLOCK_SIZE": block_size,
+        "SCALE": "nested" if nested else "float32", "NESTED_BLOCK": NESTED_BLOCK,
+    }  # fmt: skip
+    if mean <= (FEW_ROWS if routed else FEW["TOKENS"]) and not by_row and not rank:
+        from kernelbook.packed import kernels_nvidia
 
-    mean = rows / min(experts, rows)
-    height, halves, out, depth, stages, ahead, warps = tiles or next(found for limit, found in TILES if mean <= limit)
+        step = (64 if block_size != 32 else 32) * FEW["GROUPS"] * FEW["WARPS"]
+        even = k % step == 0 and n % FEW["ROWS"] == 0
+        parts = HEIGHTS[0] // FEW["TOKENS"] if routed else 1
+        few = Launch(kernels_nvidia._few_rows_kernel, **common, **FEW, EVEN=even, PARTS=parts, num_warps=FEW["WARPS"])
+        return Plan(few, parts * FEW["TOKENS"], cdiv(n, FEW["ROWS"]), parts)
+    from kernelbook.packed import kernels_hopper
+
+    if routed:
+        tiles = next(found for limit, found in TILES if mean <= limit)
+        if by_row and tiles["TOKENS"] == 256:
+            tiles = tiles | {"AHEAD": 6}  # here a step has other rows, each half a line of the cache
+    else:
+        height = max(16, 1 << (min(rows, 64) - 1).bit_length())
+        tiles = ONE_MATRIX | {"TOKENS": height, "DEPTH": 128 if height < 64 else 64}
     padded = max(16, 1 << (rank - 1).bit_length()) if rank else 0
-    found = Launch(
-        kernels._many_rows_kernel, X_GROUPED=x_grouped, Y_GROUPED=y_grouped, BY_ROW=by_row, r=rank, RANK=padded,
-        HAS_BIAS=has_bias, BLOCK_SIZE=block_size, SCALE="nested" if nested else "float32", NESTED_BLOCK=NESTED_BLOCK,
-        TOKENS=height, HALVES=halves, OUT=out, DEPTH=depth, STAGES=stages, AHEAD=ahead, WARPS=warps, GROUP=8,
-        num_warps=warps,
+    many = Launch(
+        kernels_hopper._many_rows_kernel, **common, **tiles, BY_ROW=by_row, r=rank, RANK=padded, GROUP=8,
+        num_warps=tiles["WARPS"],
     )  # fmt: skip
-    return Plan(found, height, cdiv(width, out))
+    return Plan(many, tiles["TOKENS"], cdiv(width, tiles["OUT"]), 0)
 
 
 def launch(
@@ -87,17 +127,17 @@ def launch(
     y: torch.Tensor, slots: int,
 ) -> None:  # fmt: skip
     """Fills y from x (rows aligned) and W: by a routing's lists, whose tiles begin at ``tiles_at``, or by one matrix."""
-    (experts, k, n), by_row = w.shape, w.transposed
-    number = expert if isinstance(expert, int) else 0
-    plan.launch(
-        (num_m * plan.across,),
-        lists, tiles_at, expert if isinstance(expert, torch.Tensor) else None, number,
-        x, x.stride(0),
-        w.packed.view(torch.int32), *w.scales,
-        *_strided(b, 3), u, *_strided(bias, 2),
-        y, experts, x.shape[0], *((k, n) if by_row else (n, k)), slots, num_m,
-    )  # fmt: skip
+    experts, *sizes = w.shape
+    n, k = sizes if w.transposed else sizes[::-1]
+    which = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert or 0)
+    before = (lists, tiles_at, *which, x, x.stride(0), w.packed.view(torch.int32), *w.scales)
+    last = (*strided(bias, 2), y, experts, x.shape[0], n, k, slots)
+    if plan.parts:
+        plan.launch((plan.across, num_m * plan.parts), *before, *last)
+    else:
+        plan.launch((num_m * plan.across,), *before, *strided(b, 3), u, *last, num_m)
 
 
-def _strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
+def strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
+    """A tensor that may be missing, and its strides, as a kernel's arguments."""
     return (None, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())

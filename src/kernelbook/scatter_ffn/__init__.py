@@ -1,6 +1,6 @@
 """A feed-forward block that computes only the neurons it needs, and the product with gathered rows that it begins with."""
 
-from kernelbook.scatter_ffn.op import ACTIVATIONS, fused_ffn, gather_matmul, scatter_ffn
+from kernelbook.scatter_ffn.op import ACTIVATIONS, gather_matmul, scatter_ffn
 from kernelbook.scatter_ffn.reference import (
     activation_reference,
     dense_ffn,
@@ -12,7 +12,6 @@ __all__ = [
     "ACTIVATIONS",
     "activation_reference",
     "dense_ffn",
-    "fused_ffn",
     "gather_matmul",
     "gather_matmul_reference",
     "scatter_ffn",

@@ -11,7 +11,7 @@ from kernelbook import arguments, launching, runtime  # before Triton, which it 
 from kernelbook.launching import Launch, cdiv
 from kernelbook.scatter_ffn import kernels
 
-__all__ = ["ACTIVATIONS", "fused_ffn", "gather_matmul", "scatter_ffn"]
+__all__ = ["ACTIVATIONS", "gather_matmul", "scatter_ffn"]
 
 ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
 PRECISION = "ieee"  # of float32 in tiles, which only tests multiply so: it is left to cuBLAS
@@ -92,27 +92,6 @@ def scatter_ffn(
     if neurons is None:
         return _dense(x, w_up, w_down, w_gate, b_up, b_gate, b_down, activation)
     y: torch.Tensor = _ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation, deterministic)
-    return y
-
-
-def fused_ffn(
-    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor, *, activation: str = "relu",
-    block_l: int = 32, add: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """What :func:`scatter_ffn` computes, in one kernel that adds into its result atomically: for comparison.
-
-    Its sums depend on the order in which programs come, so its bits do. It needs zeros to begin with and one more pass that
-    rounds. Not differentiable.
-
-    Args:
-        x: (M, K). w_up: (N, K). w_down: (N, K_out). neurons: (L,). activation: as in :func:`scatter_ffn`.
-        block_l: neurons of one program, a power of two of at least 16.
-        add: ``False`` stores without adding: a wrong result, to measure what the additions cost.
-
-    Returns:
-        (M, K_out) in the dtype of ``x``.
-    """
-    y: torch.Tensor = _fused(x, w_up, w_down, neurons, activation, block_l, add)
     return y
 
 
@@ -533,29 +512,4 @@ _ffn = launching.operator(
     run=_run_ffn,
     setup_context=_setup_ffn,
     backward=functools.partial(_autograd, _ffn_backward, 7),
-)
-
-
-def _run_fused(
-    y: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor, activation: str,
-    block_l: int, add: bool,
-) -> None:  # fmt: skip
-    (m, k), k_out, count = x.shape, y.shape[1], neurons.shape[0]
-    config, acc = kernels.fused_config(block_l), launching.accumulator(x.dtype)
-    total = torch.zeros_like(y, dtype=acc)
-    if y.numel() and count:
-        launch = _launch(
-            kernels._scatter_ffn_fwd_fused_kernel,
-            ACTIVATION=activation, ADD=add, ACC=launching.tl_accumulator(acc), PRECISION=launching.precision(),
-            **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-        operands = (neurons.contiguous(), x, *x.stride(), w_up, *w_up.stride(), w_down, *w_down.stride(), total)
-        launch((cdiv(count, block_l), cdiv(m, config.kwargs["BLOCK_M"])), *operands, m, w_up.shape[0], k, k_out, count)
-    y.copy_(total)
-
-
-_fused = launching.operator(
-    "scatter_ffn_fused(Tensor x, Tensor w_up, Tensor w_down, Tensor neurons, str activation, int block_l, bool add) -> Tensor",
-    outputs=lambda x, w_up, w_down, *_: x.new_empty((x.shape[0], w_down.shape[1])),
-    run=_run_fused,
 )

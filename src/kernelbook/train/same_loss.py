@@ -16,9 +16,11 @@ import argparse
 import contextlib
 import json
 import math
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +37,8 @@ __all__ = ["SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]
 STEM = "same_loss_curves"
 WAYS = ("eager", "grouped_mm", "kernelbook:dense", "kernelbook:nf4", "kernelbook:nf4_double")
 SIZES: dict[str, Any] = {
-    "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "vocab": 4096, "context": 256, "batch": 32,
+    "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1536, "vocab": 4096, "context": 256, "batch": 8,
     "rank": 8,
 }  # fmt: skip
 TINY: dict[str, Any] = SIZES | {
@@ -131,7 +133,7 @@ def pretrain(sizes: dict[str, Any], steps: int, path: Path, *, lr: float = 1e-3,
     from kernelbook.interop import transformers as interop
 
     torch.manual_seed(0)
-    data, _ = corpora(sizes, small=small)
+    data, _ = corpora(sizes | {"batch": 4 * sizes["batch"]}, small=small)
     model = new_model(sizes, data.vocab_size)
     interop.use_kernels(model)
     _, evaluated = _train(model, data, steps, lr, mixed=runtime.DEVICE.type == "cuda", every=steps)
@@ -194,10 +196,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, then starts a process for each way and seed, and writes their lines as they come; 1 where one failed."""
     parser = argparse.ArgumentParser(prog="python -m kernelbook.train.same_loss", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of same_loss_curves.jsonl")
-    parser.add_argument("--pretrain-steps", type=int, default=400, help="steps from scratch (default: 400)")
+    parser.add_argument("--pretrain-steps", type=int, default=300, help="steps from scratch (default: 300)")
     parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds (default: 3)")
-    parser.add_argument("--at-once", type=int, default=15, help="processes at a time on the GPU (default: 15)")
+    parser.add_argument("--at-once", type=int, default=10, help="processes at a time on the GPU (default: 10)")
     parser.add_argument("--tiny", action="store_true", help="a model for the interpreter")
     parser.add_argument("--one", nargs=3, metavar=("WAY", "SEED", "BASE"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -207,7 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(finetune(way, int(seed), sizes, given.steps, Path(base), small=given.tiny)))
         return 0
     began = time.perf_counter()
-    base = given.out / "same_loss_base.pt"
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # the processes started here are not to outlive this one
+    folder = tempfile.TemporaryDirectory()
+    base = Path(folder.name) / "base.pt"
     loss = pretrain(sizes, given.pretrain_steps, base, small=given.tiny)
     print(f"from scratch: validation loss {loss:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
     if runtime.DEVICE.type == "cuda":
@@ -243,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for process in running.values():
             process.kill()
-        base.unlink(missing_ok=True)
+        folder.cleanup()
+        signal.signal(signal.SIGTERM, before)
     return 1 if failed else 0
 
 

@@ -3,13 +3,14 @@
 A GPT with ReLU is trained by :class:`kernelbook.train.Trainer`, as densely as any other, and most of its hidden values turn
 out zero. For each layer a predictor of low rank learns from the block's input which ones will not be (Liu et al., "Deja Vu:
 Contextual sparsity for efficient LLMs at inference time", 2023, section 4). :class:`Decoder` then generates with a cache,
-with dense blocks or with :class:`kernelbook.nn.SparseFFN`, whose router picks a fixed number of neurons, so that one CUDA
+with dense blocks or with :class:`kernelbook.nn.SparseFFN`, whose router hands over a list of fixed length, so that one CUDA
 graph does for every token.
 
 Two files: ``sparse_inference.csv`` has the wall time of a step of decoding, and ``sparse_inference_layers.csv`` per layer the
 share of hidden values that are not zero and what the predictor finds of them, and for the model the loss with so few neurons.
 
-``share`` is how many neurons of a layer are computed. Recall is the part of the nonzero values that are among them.
+``share`` is how many neurons of a layer are computed, on average over tokens. Recall is the part of the nonzero values that are
+among them.
 """
 
 import argparse
@@ -53,8 +54,12 @@ CONTEXT = 512
 class Predictor(torch.nn.Module):
     """Scores of neurons (..., N) from a block's input (..., d): ``x A^T B^T + b``, of rank r.
 
-    As a router of :class:`kernelbook.nn.SparseFFN` it returns the ``count`` neurons that score best for any of the tokens.
+    As a router of :class:`kernelbook.nn.SparseFFN` it returns the neurons whose score is above ``threshold`` for any of the
+    tokens. On a GPU the list has always ``count`` places: an id that is no neuron's fills those that are left, and what does
+    not fit is left out. Sorting the scores would give the best ones, and take longer than the block.
     """
+
+    threshold: torch.Tensor
 
     def __init__(self, features: int, neurons: int, rank: int, count: int = 0) -> None:
         super().__init__()
@@ -62,6 +67,7 @@ class Predictor(torch.nn.Module):
         self.a = torch.nn.Parameter(torch.randn(rank, features, **where) / math.sqrt(features))
         self.b = torch.nn.Parameter(torch.zeros(neurons, rank, **where))
         self.bias = torch.nn.Parameter(torch.zeros(neurons, **where))
+        self.register_buffer("threshold", torch.zeros((), **where))
         self.count = count
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,9 +75,16 @@ class Predictor(torch.nn.Module):
         return F.linear(F.linear(x, self.a), self.b, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., d) -> (count,) ids."""
-        best = self.scores(x).flatten(0, -2).amax(0)
-        return best.topk(self.count, sorted=False).indices
+        """(..., d) -> (count,) ids, or fewer on the CPU."""
+        scores = self.scores(x).flatten(0, -2)
+        wanted = (scores[0] if scores.shape[0] == 1 else scores.amax(0)) > self.threshold
+        if not wanted.is_cuda:  # where an id that is no neuron's is an error
+            return wanted.nonzero()[: self.count, 0]
+        place = wanted.cumsum(0)
+        ids = torch.full((self.count + 1,), wanted.numel(), dtype=torch.int64, device=x.device)
+        every = torch.arange(wanted.numel(), device=x.device)
+        ids.scatter_(0, torch.where(wanted & (place <= self.count), place - 1, self.count), every)
+        return ids[: self.count]
 
 
 def _mlp_inputs(model: GPT, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -128,16 +141,49 @@ def train_predictors(
     return predictors
 
 
-def recall(model: GPT, predictors: Sequence[Predictor], data: TextData, share: float, batches: int) -> list[float]:
-    """For each layer which part of the positive hidden values is among the ``share`` that each token's scores choose."""
-    found: list[list[float]] = [[] for _ in model.blocks]
+@torch.no_grad()
+def calibrated(
+    model: GPT,
+    predictors: Sequence[Predictor],
+    data: TextData,
+    share: float,
+    *,
+    batch: int = 1,
+    step: int = 0,
+    groups: int = 256,
+) -> list[Predictor]:
+    """The predictors with the threshold that ``share`` of a layer's neurons exceed for ``batch`` tokens, on average.
+
+    Their lists have room for half as many more.
+    """
+    tokens, _ = data.batch(step)
+    found = []
+    for predictor, (x, _) in zip(predictors, _mlp_inputs(model, tokens), strict=True):
+        rows = x[torch.randperm(x.shape[0], device=x.device)[: groups * batch]].float()
+        scores = predictor.scores(rows[: len(rows) // batch * batch])
+        best = scores.view(-1, batch, scores.shape[-1]).amax(1)
+        new = copy.deepcopy(predictor)
+        new.threshold.copy_(best.flatten().kthvalue(max(1, round((1 - share) * best.numel()))).values)
+        new.count = min(best.shape[-1], math.ceil(1.5 * share * best.shape[-1]))
+        found.append(new)
+    return found
+
+
+def _chosen(predictor: Predictor, x: torch.Tensor) -> torch.Tensor:
+    """(..., d) -> (..., N): which neurons each token alone would have computed."""
+    return predictor.scores(x) > predictor.threshold
+
+
+def recall(model: GPT, predictors: Sequence[Predictor], data: TextData, batches: int) -> list[tuple[float, float]]:
+    """For each layer which part of the positive hidden values is chosen, and which share of the neurons that is."""
+    found: list[list[tuple[float, float]]] = [[] for _ in model.blocks]
     for tokens, _ in data.validation_batches(batches):
         for layer, (x, z) in enumerate(_mlp_inputs(model, tokens)):
-            with _autocast():
-                chosen = _best(predictors[layer].scores(x), share)
-            positive = z > 0
-            found[layer].append(float((chosen & positive).sum() / positive.sum().clamp(min=1)))
-    return [sum(parts) / len(parts) for parts in found]
+            with torch.no_grad(), _autocast():
+                chosen, positive = _chosen(predictors[layer], x), z > 0
+            hit = float((chosen & positive).sum() / positive.sum().clamp(min=1))
+            found[layer].append((hit, float(chosen.float().mean())))
+    return [tuple(sum(column) / len(parts) for column in zip(*parts, strict=True)) for parts in found]  # type: ignore
 
 
 def _best(scores: torch.Tensor, share: float) -> torch.Tensor:
@@ -179,12 +225,12 @@ def loss_with(model: GPT, data: TextData, batches: int, masks: Any = None) -> fl
 class Decoder:
     """A trained GPT that generates token by token, ``batch`` sequences at a time, all in ``dtype``.
 
-    ``predictors`` and ``share``: with :class:`SparseFFN` in the place of each MLP; without them dense. Nothing in a step waits
-    for the device, and its tensors stay where they are: it can be captured in a CUDA graph.
+    ``predictors``, which are :func:`calibrated`: with :class:`SparseFFN` in the place of each MLP; without them dense. Nothing
+    in a step waits for the device, and its tensors stay where they are: it can be captured in a CUDA graph.
     """
 
     def __init__(
-        self, model: GPT, batch: int, context: int, *, predictors: Sequence[Predictor] | None = None, share: float = 1.0,
+        self, model: GPT, batch: int, context: int, *, predictors: Sequence[Predictor] | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         config = model.config
@@ -204,9 +250,7 @@ class Decoder:
                 ).requires_grad_(False)
                 block.w_up.copy_(self.weights[f"blocks.{layer}.up.weight"])
                 block.w_down.copy_(self.weights[f"blocks.{layer}.down.weight"].t())
-                router = Predictor(config.width, hidden, predictor.a.shape[0], max(1, round(share * hidden)))
-                router.load_state_dict(predictor.state_dict())
-                block.router = router.to(dtype).requires_grad_(False)
+                block.router = copy.deepcopy(predictor).to(dtype).requires_grad_(False)
                 self.blocks.append(block)
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -282,14 +326,14 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def error_ratio(model: GPT, predictors: Sequence[Predictor], share: float, data: TextData) -> float:
+def error_ratio(model: GPT, predictors: Sequence[Predictor], data: TextData) -> float:
     """A few steps of the sparse decoder against dense products with a mask, in float64 and in float32.
 
     Raises ``CheckError`` where it is not correct.
     """
     tokens, _ = next(iter(data.validation_batches(1)))
     given = tokens[:1, :6]
-    decoder = Decoder(model, 1, 16, predictors=predictors, share=share, dtype=torch.float32)
+    decoder = Decoder(model, 1, 16, predictors=predictors, dtype=torch.float32)
     chosen: list[list[torch.Tensor]] = [[] for _ in model.blocks]
     for layer, block in enumerate(decoder.blocks):
         assert isinstance(block.router, Predictor)
@@ -307,7 +351,7 @@ def error_ratio(model: GPT, predictors: Sequence[Predictor], share: float, data:
         def mask(layer: int, _: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             kept = torch.zeros_like(values)
             for position, ids in enumerate(chosen[layer]):
-                kept[0, position, ids] = 1
+                kept[0, position, ids[ids < kept.shape[-1]]] = 1
             return kept
 
         with torch.no_grad(), _only(reference, mask):
@@ -346,16 +390,20 @@ def measure(
     for layer, active in enumerate(sparsity(model, data, evaluated)):
         note("active", active, layer=layer)
     note("loss dense", loss_with(model, data, evaluated))
+    routers = {
+        (share, batch): calibrated(model, predictors, data, share, batch=batch) for share in shares for batch in batches
+    }
     for share in shares:
 
         def predicted(layer: int, x: torch.Tensor, _: torch.Tensor, share: float = share) -> torch.Tensor:
-            return _best(predictors[layer].scores(x), share)
+            return _chosen(routers[share, 1][layer], x)
 
         def best(_: int, x: torch.Tensor, values: torch.Tensor, share: float = share) -> torch.Tensor:
             return _best(values, share)
 
-        for layer, value in enumerate(recall(model, predictors, data, share, evaluated)):
-            note("recall", value, layer=layer, share=share)
+        for layer, (hit, computed) in enumerate(recall(model, routers[share, 1], data, evaluated)):
+            note("recall", hit, layer=layer, share=share)
+            note("computed", computed, layer=layer, share=share)
         note("loss predicted", loss_with(model, data, evaluated, predicted), share=share)
         note("loss best", loss_with(model, data, evaluated, best), share=share)
     table = pd.DataFrame([{**row, **about} for row in rows]).astype(str)
@@ -364,7 +412,7 @@ def measure(
     print(
         f"width {config.width}: trained in {trained:.1f} s, predictors and losses in {time.perf_counter() - began - trained:.1f} s"
     )
-    ratio = error_ratio(model, predictors, shares[0], data)
+    ratio = error_ratio(model, routers[shares[0], 1], data)
     graphs = (False, True) if runtime.DEVICE.type == "cuda" else (False,)
     start = min(config.context, CONTEXT) // 2
     hidden = model.config.mlp_ratio * config.width
@@ -373,7 +421,7 @@ def measure(
         for share in (1.0, *shares):
             decoder = Decoder(
                 model, batch, min(config.context, CONTEXT),
-                predictors=None if share == 1.0 else predictors, share=share,
+                predictors=None if share == 1.0 else routers[share, batch],
                 dtype=torch.bfloat16 if runtime.DEVICE.type == "cuda" else torch.float32,
             )  # fmt: skip
             mlp = 2 * share * hidden * config.width + (rank * (config.width + hidden) if share < 1 else 0)
