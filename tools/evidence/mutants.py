@@ -52,7 +52,7 @@ COLUMNS = (
     "why",
     "seconds",
 )
-EQUIVALENT = Path(__file__).with_name("equivalent.csv")
+EQUIVALENT = ROOT / "book" / "evidence" / "equivalent.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")

@@ -11,6 +11,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,7 @@ def main() -> None:
                     stderr=log,
                     env=environment,
                     cwd=ROOT,
+                    start_new_session=True,
                 )
 
         seconds, share = args.seconds - 12, max(1, n // 4)
@@ -80,39 +82,21 @@ def main() -> None:
             limits = ["--processes", share, "--seconds", seconds - 4]
             start("sanitizers", "sanitize.py", *limits, "--out", parts / "sanitizers.json")
             # What the interpreter cannot run or tell.
-            what = [
-                "--rooms",
-                "attention",
-                "packed",
-                "scatter_ffn",
-                "--where",
-                "gpu",
-                "--files",
-                "test_evidence_gpu.py",
-            ]
+            what = ["--rooms", "attention", "packed", "scatter_ffn", "--where", "gpu"]
+            what += ["--files", "test_evidence_gpu.py"]
             start("mutants", "mutants.py", *what, *results, "--processes", share + 1, "--seconds", seconds - 15)
         else:
             start("fuzz", "fuzz.py", *fuzz, "--processes", max(1, n // 3), "--seconds", seconds)
             start("soak", "soak.py", "--seconds", seconds / 2, "--steps", 8, "--out", parts / "soak.json")
             limits = ["--processes", max(1, n - n // 3 - 1), "--seconds", seconds - 20, "--tests-seconds", 5]
-            quick = ["--quick", HERE / "quick.json"] if (HERE / "quick.json").exists() else []
-            start(
-                "mutants",
-                "mutants.py",
-                "--where",
-                "interpreter",
-                *limits,
-                *quick,
-                *results,
-                "--baseline",
-                args.out / "baseline.json",
-            )
+            where = ["--where", "interpreter", "--baseline", args.out / "baseline.json"]
+            start("mutants", "mutants.py", *where, *limits, *results)
         late = []
         for name, job in jobs.items():
             try:
                 job.wait(max(1.0, args.seconds - 4 - (time.monotonic() - began)))
             except subprocess.TimeoutExpired:  # noqa: PERF203
-                job.kill()
+                os.killpg(job.pid, signal.SIGKILL)
                 late.append(name)
         told["late"] = late
         for name in ("fuzz", "sanitizers", "soak", "largest"):
