@@ -10,7 +10,7 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test test-pages lint serve bench tune compiled hub test-gpu test-oldest test-next clean lock
+.PHONY: book test test-pages lint serve bench tune compiled evidence hub test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -43,6 +43,13 @@ tune: $(ENVIRONMENT)
 # What the compiler says of every kernel, for the tests and for the page "Compiled". Needs no GPU.
 compiled: $(ENVIRONMENT)
 	$(PY) tools/compiled_kernels.py
+
+# How we know that it is right: faults planted in kernels, fuzz, repeats, sanitizers, on the GPU at hand or the CPU. Hours for
+# all of it; make evidence SECONDS=600 takes ten minutes, and says what it did not reach.
+evidence: $(ENVIRONMENT)
+	$(PY) tools/evidence/error_rule.py
+	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
+	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
 
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m gpu tests
