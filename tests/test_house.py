@@ -135,7 +135,12 @@ def test_kernels_live_in_rooms_in_the_modules_in_the_training_loop_and_between_r
         ]
         shared = path.relative_to(SRC).as_posix() in SHARED_BY_KERNELS
         if not shared and any(decorator.startswith("triton.jit") for decorator in decorators):
-            assert path.name in ("kernels.py", *DOORS_THAT_MAY_BE) and path.parent.name in {*ROOMS, "nn", "train", "distributed"}, path
+            assert path.name in ("kernels.py", *DOORS_THAT_MAY_BE) and path.parent.name in {
+                *ROOMS,
+                "nn",
+                "train",
+                "distributed",
+            }, path
 
 
 def test_rooms_have_five_doors_one_stem_each() -> None:

@@ -50,8 +50,6 @@ def test_quantized_and_then_converted(experts: str) -> None:
         check.compare("logits", model.bfloat16()(ids).logits, truth, dense.bfloat16()(ids).logits).require()
 
 
-
-
 def test_a_saved_model_is_loaded_onto_the_kernels(tmp_path: Path) -> None:
     interop.register()
     model, ids = interop.use_kernels(tiny_model("qwen3_moe")), tokens()

@@ -606,10 +606,10 @@ class _Recording(TorchDispatchMode):
             )
             fresh += [f"{constant(scope)}.get({name!r}) is {constant(value)}" for scope, name, value in handle.globals]
             values = [address(arg) if isinstance(arg, torch.Tensor) else constant(arg) for arg in args]
-            values = ", ".join([*values, *map(constant, handle.tail)])
+            listed = ", ".join([*values, *map(constant, handle.tail)])
             head = [*map(str, (*grid, 1, 1)[:3]), "s", constant(handle.function), *map(constant, handle.before)]
-            values = values if _TRITON == (3, 6) else f"({values},)"
-            calls.append(f"{constant(handle.launch)}({', '.join(head)}, {values})")
+            listed = listed if _TRITON == (3, 6) else f"({listed},)"
+            calls.append(f"{constant(handle.launch)}({', '.join(head)}, {listed})")
         lines = [
             f"def again({', '.join(f'p{i}' for i in range(len(given)))}):",
             f" if not (current_device() == {device} and {' and '.join(fresh)}):",

@@ -299,8 +299,8 @@ def _window_problem(mode: str, window: int | None, dtype: torch.dtype) -> timing
         return flash_attention_backward_reference(wide[3], *wide[:3], causal=True, window=window)
 
     def baseline() -> Tensors:
-        leaves = [t.detach().requires_grad_() for t in few[:3]]
-        o = F.scaled_dot_product_attention(*leaves, mask)
+        q, k, v = leaves = [t.detach().requires_grad_() for t in few[:3]]
+        o = F.scaled_dot_product_attention(q, k, v, mask)
         return [o.detach()] if mode == "forward" else torch.autograd.grad(o, leaves, few[3])
 
     calls = {name: call(name) for name in ("kernelbook", "kernelbook:plain")}

@@ -275,7 +275,8 @@ def _quantized(shape: Shape) -> tuple[NF4Tensor, torch.Tensor]:
 
 def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The product with experts in 4 bits, beside the one with the same experts dense."""
-    t, (q, exact), how = _Inputs.of(shape, dtype), _quantized(shape), {"grouped_in": shape.grouped}
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
     w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
     calls: Calls = {
         "grouped_mm": lambda: [grouped_mm_rows(t.x, w, None, None, *t.sorted_routing, **how)],
@@ -293,11 +294,11 @@ def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """As :func:`_step`, with experts in 4 bits and with the same ones dense."""
     t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
     w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
-    leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    x, a, b = leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
 
     def ours(weight: Any) -> Callable[[], Tensors]:
         def call() -> Tensors:
-            y = op.moe_lora(leaves[0], weight, *leaves[1:], t.routing)
+            y = op.moe_lora(x, weight, a, b, t.routing)
             return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
 
         return call

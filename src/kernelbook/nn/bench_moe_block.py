@@ -460,9 +460,9 @@ def small_checks() -> list[check.Verdict]:
 def host_calls() -> dict[str, Callable[[], object]]:
     """Small calls, whose cost is the host's: a block of 8 experts, 4 tokens to two of them each."""
     x, ids, gates = _inputs(4, (8, 128, 64, 2))
-    weights = [torch.randn(shape, dtype=x.dtype, device=x.device) for shape in ((8, 128, 128), (8, 128, 64))]
-    packed = [nf4_quantize(w) for w in weights]
+    up, down = (torch.randn(shape, dtype=x.dtype, device=x.device) for shape in ((8, 128, 128), (8, 128, 64)))
+    packed_up, packed_down = nf4_quantize(up), nf4_quantize(down)
     return {
-        "gated_experts": lambda: moe.gated_experts(x, *weights, ids, gates),
-        "gated_experts, 4 bits": lambda: moe.gated_experts(x, *packed, ids, gates),
+        "gated_experts": lambda: moe.gated_experts(x, up, down, ids, gates),
+        "gated_experts, 4 bits": lambda: moe.gated_experts(x, packed_up, packed_down, ids, gates),
     }
