@@ -424,7 +424,7 @@ def _forward_candidates(n: int, itemsize: int, properties: runtime.DevicePropert
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         yield None
         return
-    for block in (width, 512, 1024, 2048, 4096):
+    for block in dict.fromkeys((width, 512, 1024, 2048, 4096)):
         blocks = triton.cdiv(n, block)
         if block > width or blocks > 16:
             continue
