@@ -424,7 +424,7 @@ def _forward_candidates(n: int, itemsize: int, properties: runtime.DevicePropert
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         yield None
         return
-    for block in dict.fromkeys((width, 512, 1024, 2048, 4096)):
+    for block in (width, 512, 1024, 2048, 4096):
         blocks = triton.cdiv(n, block)
         if block > width or blocks > 16:
             continue
@@ -487,8 +487,9 @@ def _backward_config(
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps (in float32 eight, for the registers) and two programs on a multiprocessor for short rows, eight warps and the
-    whole multiprocessor for long ones; two programs share a row whose sums one cannot hold. Rows that are not ``aligned`` to 16 elements are loaded one
-    element at a time, with a pointer for each: that leaves registers for half as many.
+    whole multiprocessor for long ones; two programs, or three, share a row whose sums one cannot hold. Rows that are not
+    ``aligned`` to 16 elements are loaded one element at a time, with a pointer for each: that leaves registers for half
+    as many.
     """
     width = max(triton.next_power_of_2(n), 16)
     shapes: list[tuple[int, int, int, int, int]] = []  # rows, columns, tiles side by side, programs a row, warps
@@ -504,8 +505,10 @@ def _backward_config(
         shapes = [(1, 1024, triton.cdiv(n, 1024), 1, 4)]
     else:
         shapes = [(1, 2048, triton.cdiv(n, 2048), 1, 8)] if n <= 18432 else []
-        if n <= 20480:
+        if n <= 24576 - 4096 * sums:
             shapes.append((1, 2048, triton.cdiv(n, 4096), 2, 8))
+        elif n <= 18432 and itemsize == 2:
+            shapes.append((1, 2048, triton.cdiv(n, 6144), 3, 8))
     # Beside two sums a longer row leaves no room to load the next one meanwhile.
     stages_of = (3, 2, 1) if n <= 24576 - 4096 * sums else (1,)
     configs = [
