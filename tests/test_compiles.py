@@ -292,7 +292,7 @@ SETTINGS = {
     },
     "layer_norm": {
         "": "WIDTHS = (8192,)",
-        "sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 20480, 2001, 4095, 9001)",
+        "sm_90": "WIDTHS = (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 18432, 20480, 2001, 4095, 9001)",
     },
     # Tokens, listed neurons, gate: on the one target every tile that the rules choose.
     "scatter_ffn": {

@@ -183,3 +183,25 @@ def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
     plots.bandwidth_figure(rows, ax=ax)
     looks = {line.get_label(): line.get_linestyle() for line in ax.lines}
     assert looks["kernelbook"] == "-" and looks["peer"] == "None"
+
+
+def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    assert "not recorded" in plots.step("square_steps", "second") and "Nothing" in plots.steps("square_steps")
+    folder = tmp_path / timing.BOOKS_GPU
+    folder.mkdir()
+    about = dict.fromkeys(timing.ENVIRONMENT, "1") | {"peak_mib": 1234, "dtype": "float16", "mode": "forward_backward"}
+    small, large = (_steps().iloc[[0, 2, 1]].assign(op="square", shape=f"N={n}", x=n, **about) for n in (1, 2))
+    large["ms"] = [4.0, 5.0, 3.0]
+    pd.concat([small, large]).to_csv(folder / "square_steps.csv", index=False)
+    ceilings = pd.DataFrame({"run": ["r"], "copy_gbs": [2000.0], "bf16_tflops": [400.0]})
+    ceilings.to_csv(folder / "ceilings.csv", index=False)
+    line = plots.step("square_steps", "second", by="tflops", peak=True, x=2)
+    assert "5000.0" in line and "0.80" in line and "1,234" in line and "torch" not in line
+    text = plots.steps("square_steps", own=small.assign(ms="7.0"), by={"square": "tflops"})
+    assert text.count("Recorded: square, forward + backward, N=") == 2 and text.count("Yours") == 1
+    assert text.count("Not a gain here: second.") == 1 and "7000.0" in text
+    with pytest.raises(ValueError, match="unpack"):
+        plots.step("square_steps", "third")

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -239,3 +240,29 @@ def test_peak_memory() -> None:
 def test_no_first_call_takes_ten_seconds() -> None:
     code = "import kernelbook as kb\nx = torch.randn(64, 4096, device='cuda')\n# first call\nkb.layer_norm(x)\n"
     assert 10 < timing.first_call_ms(code) < 10_000
+
+
+def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, two = SimpleNamespace(fn=_problem), SimpleNamespace(fn=_case)
+    assert timing.time_steps("square_steps", [_case()], [one]).empty  # the interpreter's times say nothing
+    about = timing.environment("a")
+    monkeypatch.setattr(timing.runtime, "DEVICE", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(timing.runtime, "device_slug", lambda: "a-gpu")
+    monkeypatch.setattr(timing, "environment", lambda package: about | {"package": package})
+    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(timing, "run_cases", lambda cases, package, **_: (_one_row(package), []))
+    monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(1.0, 2.0, 3.0, 4.0, 5.0))
+    rows = timing.time_steps("square_steps", [], [one], record=True)
+    assert len(pd.read_csv(tmp_path / "a-gpu" / "square_steps.csv")) == len(rows) == 1
+    ceilings = tmp_path / "a-gpu" / "ceilings.csv"
+    assert list(pd.read_csv(ceilings)["run"]) == list(rows["run"])
+    again = timing.time_steps("square_steps", [], [two])
+    assert again["package"].iloc[0] != rows["package"].iloc[0] and len(pd.read_csv(ceilings)) == 1
+    monkeypatch.setattr(timing, "run_cases", lambda *_, **__: (_one_row("x"), ["square: wrong"]))
+    with pytest.raises(RuntimeError, match="time_steps: square: wrong"):
+        timing.time_steps("square_steps", [], [], record=True)
+
+
+def _one_row(package: str) -> pd.DataFrame:
+    values = dict.fromkeys(timing.COLUMNS, "1") | {"run": "r", "package": package}
+    return pd.DataFrame([values], columns=list(timing.COLUMNS))

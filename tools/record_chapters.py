@@ -28,7 +28,8 @@ def names(source: str) -> tuple[set[str], set[str]]:
         for symbol in table.get_symbols():
             if top and (symbol.is_assigned() or symbol.is_imported()):
                 binds.add(symbol.get_name())
-            if symbol.is_referenced() and (top or symbol.is_global()):
+            # What a class's body binds and reads may be read from outside before it is bound.
+            if symbol.is_referenced() and (top or symbol.is_global() or table.get_type() == "class"):
                 reads.add(symbol.get_name())
         for child in table.get_children():
             visit(child, False)

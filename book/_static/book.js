@@ -368,7 +368,8 @@
     for (const pre of document.querySelectorAll(".bd-article .highlight-python pre")) {
       const lines = linesOf(pre);
       const changed = lines.map((nodes) => nodes.some((node) => node.classList && node.classList.contains("hll")));
-      const step = changed.some(Boolean);
+      // What fits a screen is shown whole.
+      const step = changed.some(Boolean) && lines.length > 24;
       const near = (i) => changed.slice(Math.max(0, i - 1), i + 2).some(Boolean);
       const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
       const kernels = texts.some((text) => text.startsWith("@triton.jit"));

@@ -422,9 +422,7 @@ def _ladders(rows: pd.DataFrame, only: Mapping[str, Any]) -> list[tuple[str, pd.
     for column, value in only.items():
         rows = rows.loc[rows[column] == value]
     named = rows.groupby(["op", "mode", "shape", "dtype"], sort=False)
-    return [
-        (f"{op}, {str(mode).replace('_', ' + ')}, {shape}, {dtype}", part) for (op, mode, shape, dtype), part in named
-    ]
+    return [("{}, {}, {}, {}".format(*map(str, key)).replace("_backward", " + backward"), part) for key, part in named]
 
 
 def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: Any) -> str:

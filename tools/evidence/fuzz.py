@@ -34,7 +34,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from kernelbook import check, nn, runtime  # noqa: E402
 from kernelbook.attention import flash_attention_reference, paged_attention_reference  # noqa: E402
-from kernelbook.attention.reference import append_to_pages_reference  # noqa: E402
+from kernelbook.attention.reference import _seen, append_to_pages_reference  # noqa: E402
 from kernelbook.layer_norm import layer_norm_reference, rms_norm_reference  # noqa: E402
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference  # noqa: E402
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference  # noqa: E402
@@ -215,10 +215,14 @@ def sparse_parts(
             {"x": x, "weight": w}, grads=wanted({"x": x, "weight": w}, wants), require=False,
         )  # fmt: skip
     if which == "dw":
+        grads = wanted({"x": x, "dy": dy}, wants)
         return check.check_op(
-            partial(kb.sparse_dw, compact=compact, **given), partial(sparse_dw_reference, compact=compact, **given),
-            {"x": x, "dy": dy}, grads=wanted({"x": x, "dy": dy}, wants), require=False,
-        )  # fmt: skip
+            partial(kb.sparse_dw, compact=compact, **given),
+            partial(sparse_dw_reference, compact=compact, **given),
+            {"x": x, "dy": dy},
+            grads=("x", "dy") if grads == ("x",) else grads,  # db, the second result, depends on dy alone
+            require=False,
+        )
     if which == "dx":
         return check.check_op(
             partial(kb.sparse_dx, **given), partial(sparse_dx_reference, **given),
@@ -335,10 +339,22 @@ def flash_attention(
         name: rand(b, heads, m, d, dtype=dtype, layout=layout, scale=min(scale, 3.0))
         for name, heads, m in (("q", h_kv * group, n), ("k", h_kv, s), ("v", h_kv, s))
     }
+    seen = _seen(n, s, causal, given.get("lengths"), given.get("window"), runtime.DEVICE)
+    some = seen.any(-1, keepdim=True)
+
+    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own: like ours it keeps no probabilities, so the backward pass has its differences from the output."""
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~some, scale=softmax, enable_gqa=True)
+        return torch.where(some, o, 0.0)
+
     return check.check_op(
-        functools.partial(kb.flash_attention, **given), functools.partial(flash_attention_reference, **given), inputs,
-        grads=wanted(inputs, wants), require=False,
-    )  # fmt: skip
+        functools.partial(kb.flash_attention, **given),
+        functools.partial(flash_attention_reference, **given),
+        inputs,
+        grads=wanted(inputs, wants),
+        baseline=fused if dtype == torch.float32 and n else None,
+        require=False,
+    )
 
 
 @target(
@@ -575,7 +591,9 @@ def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     import watched_memory
+    from interpreters import mend_interpreter
 
+    mend_interpreter()
     with watched_memory.watched():
         yield
 

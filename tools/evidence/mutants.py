@@ -35,6 +35,7 @@ from typing import Any
 
 import faults as planting
 from faults import PACKAGE, ROOMS, ROOT, Fault
+from interpreters import mend_interpreter
 
 COLUMNS = (
     "room",
@@ -136,22 +137,6 @@ def _too_slow(*_: Any) -> None:
     raise TooSlow
 
 
-def _mend_interpreter() -> None:
-    """NumPy 2.4 no longer makes a number of an array with one element, which Triton 3.6's interpreter asks it for."""
-    import triton
-    from triton.runtime import interpreter
-
-    if not triton.__version__.startswith("3.6."):
-        return
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def mended(tensor: Any, *scope: Any) -> None:
-        patch_tensor(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    interpreter._patch_lang_tensor = mended
-
-
 def _child(tree: Path, work: Path, tests: Sequence[str], longest: float) -> None:
     """In the forked process: runs pytest against the package in ``tree`` and leaves ``result.json`` in ``work``."""
     os.setsid()
@@ -166,7 +151,7 @@ def _child(tree: Path, work: Path, tests: Sequence[str], longest: float) -> None
     import kernelbook
 
     assert Path(kernelbook.__file__).is_relative_to(tree), kernelbook.__file__
-    _mend_interpreter()
+    mend_interpreter()
     plugin = Plugin(longest)
     arguments = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", f"--basetemp={work / 'tmp'}"]
     if longest:
@@ -279,6 +264,17 @@ def collect(rooms: Sequence[str], workers: Workers, files: Sequence[str]) -> lis
     return [n for n in names if not any(part in n for part in LEFT_OUT)]
 
 
+def quick(tests: list[str], known: dict[str, dict[str, Any]], each: int = 10) -> list[str]:
+    """The fastest tests that between them launch each kernel ``each`` times, by what an earlier run saw."""
+    counts: Counter[str] = Counter()
+    chosen = [name for name in tests if "test_evidence" in name]
+    for name in sorted(set(tests) & known.keys() - set(chosen), key=lambda n: known[n]["seconds"]):
+        if any(counts[kernel] < each for kernel in known[name]["kernels"]):
+            chosen.append(name)
+            counts.update(known[name]["kernels"])
+    return chosen
+
+
 def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
     """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
@@ -349,6 +345,7 @@ def main() -> None:
         "--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one"
     )
     parser.add_argument("--results", type=Path, default=ROOT / "book" / "evidence" / "mutants.csv")
+    parser.add_argument("--quick", type=Path, help="a file of --baseline: only a quick choice of its tests")
     parser.add_argument("--files", nargs="*", default=[], help="files in tests/ (default: those of the rooms)")
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")

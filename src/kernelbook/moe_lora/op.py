@@ -11,7 +11,7 @@ from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.moe_lora import kernels
 from kernelbook.packed import NESTED_BLOCK, NF4Tensor, products
-from kernelbook.packed.products import Matrices
+from kernelbook.packed.products import Matrices, strided
 
 __all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
 
@@ -718,8 +718,8 @@ def _launch_rows(
         x, *x.stride(), None if plan.x_form is None else plan.x_form(x),
         stored, *(w_strides or (0, 0, 0)), w_box,
         *scales,
-        *_strided(a, 3), *_strided(b, 3), u,
-        *_strided(bias, 2),
+        *strided(a, 3), *strided(b, 3), u,
+        *strided(bias, 2),
         y,
         scaling, experts, k, n, slots, plan.num_m,
     )  # fmt: skip
@@ -748,10 +748,6 @@ def _launch_packed(
     tiles_at, num_m = _section(routing.rows, routing.num_experts, plan.height)
     products.launch(plan, routing.lists, tiles_at, num_m, None, rows.tensor, w, b, u, bias, y, slots)
     return True
-
-
-def _strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
-    return (None, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
 
 
 @_cached
@@ -914,6 +910,6 @@ def _sum_slots(
         order, values,
         None if gates is None else gates.contiguous(),
         out,
-        *_strided(x, 2), None if x is None else dgates,
+        *strided(x, 2), None if x is None else dgates,
         columns,
     )  # fmt: skip

@@ -4,8 +4,12 @@ A word of four bytes holds eight elements; the even element is the high half of 
 pairs of 16-bit numbers by byte permutation: the sixteen values lie in eight registers, their low bytes in four and their
 high bytes in the other four, and one ``prmt`` picks four bytes of eight by the three low bits of four elements. Two of
 them and a third that chooses by the elements' fourth bit look up one byte of four elements, and another two mix low and
-high bytes: some two and a half instructions an element. The block's scale multiplies the pairs. It is split in two
-16-bit numbers, so that its own rounding is not felt.
+high bytes: some two and a half instructions an element.
+
+A block's scale comes in one of three ways. It multiplies the table before the look-ups (``scaled_table`` and ``lookup``), in
+float32 and with one rounding: exact, and worth it where a thread has 32 elements or more of a block. It multiplies the sums
+over a block, which is cheap for few rows (``decoded`` without a scale). Or it multiplies the pairs, split in two 16-bit
+numbers so that its own rounding is not felt (``decoded`` with a scale).
 
 Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
 """

@@ -9,7 +9,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.launching import Launch, cdiv
 from kernelbook.packed import NESTED_BLOCK
 
-__all__ = ["HEIGHTS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan"]
+__all__ = ["HEIGHTS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
 
 
 class Matrices(NamedTuple):
@@ -131,12 +131,13 @@ def launch(
     n, k = sizes if w.transposed else sizes[::-1]
     which = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert or 0)
     before = (lists, tiles_at, *which, x, x.stride(0), w.packed.view(torch.int32), *w.scales)
-    last = (*_strided(bias, 2), y, experts, x.shape[0], n, k, slots)
+    last = (*strided(bias, 2), y, experts, x.shape[0], n, k, slots)
     if plan.parts:
         plan.launch((plan.across, num_m * plan.parts), *before, *last)
     else:
-        plan.launch((num_m * plan.across,), *before, *_strided(b, 3), u, *last, num_m)
+        plan.launch((num_m * plan.across,), *before, *strided(b, 3), u, *last, num_m)
 
 
-def _strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
+def strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
+    """A tensor that may be missing, and its strides, as a kernel's arguments."""
     return (None, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
