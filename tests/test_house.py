@@ -23,13 +23,16 @@ DOORS = {
         "kernelbook": {"runtime", "arguments", "launching", "autotune", "packed"},
         "outside": {"torch", "triton"},
     },
-    "bench.py": {"kernelbook": {"runtime", "check", "timing", "arguments", "launching"}, "outside": None},
+    "bench.py": {
+        "kernelbook": {"runtime", "check", "timing", "arguments", "launching", "models", "floor", "packed"},
+        "outside": None,
+    },
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py.
 DOORS_THAT_MAY_BE = {"kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"]}
-# What kernels of several rooms call.
-SHARED_BY_KERNELS = {"tiles.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
+# What kernels of several rooms call, and the kernels that only read, which benches measure.
+SHARED_BY_KERNELS = {"tiles.py", "floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
