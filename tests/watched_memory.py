@@ -4,8 +4,8 @@ The interpreter runs the programs of a launch one after another, all threads of 
 it is given. So it gives right results for kernels that are wrong on a GPU. Within ``watched()`` such a kernel raises:
 
 - Bounds: each address that a load, a store or an atomic touches lies within a tensor that the launch was given.
-- Unset values: where a mask is false and nothing was said of the value (no ``other=``), a load returns NaN, or a large
-  integer, instead of zeros.
+- Unset values: where a mask is false and nothing was said of the value (no ``other=``), a load of a block returns NaN, or
+  large integers, instead of zeros.
 - One store of several threads: lanes that store different values to one address.
 - Programs: what another program of the launch has stored may be read, or overwritten by another value, only if that program
   let go of it before (its threads met at a barrier, then an atomic that releases), and this one took hold of it since (an
@@ -232,7 +232,8 @@ def watched() -> Iterator[None]:
         on = lanes(mask, ptrs.data)
         size = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty())).itemsize
         current[0].load(ptrs.data, on, size)
-        if other is None and not on.all():
+        # A scalar's ``other=0.0`` is false where Triton's front end asks whether there is one, and does not come this far.
+        if other is None and not on.all() and ptrs.data.size > 1:
             other = _unset(ptrs)
         return real["create_masked_load"](self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
 
