@@ -156,6 +156,7 @@ def test_covered() -> None:
 
 def test_parts_of_a_step_by_name() -> None:
     assert bench.part_of("_moe_lora_fwd_kernel") == "products of experts"
+    assert bench.part_of("_many_rows_kernel") == "products of experts"  # experts that are decoded on the way
     assert bench.part_of("nvjet_tst_128x8") == "other products"
     assert bench.part_of("void at::native::elementwise_kernel<>") == "elementwise and copies"
 

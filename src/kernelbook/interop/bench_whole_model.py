@@ -334,6 +334,8 @@ def _captured(call: Callable[[], Any], warm: int = 2) -> tuple[Callable[[], Any]
         graph.replay()
         return out
 
+    # The graph reads what the call made before it: its inputs and the optimizer's state have to live as long.
+    replay.holds = call  # type: ignore[attr-defined]
     return replay, graph
 
 
@@ -360,7 +362,15 @@ PARTS = {
     "4 bits": ("nf4", "dequant", "kDequant"),
     "attention": ("attention", "flash", "fmha", "sdpa", "_attn"),
     "optimizer": ("multi_tensor", "adam", "Adam"),
-    "products of experts": ("moe_lora", "grouped", "GroupProblem", "ptr_array", "PtrArray", "scatter2scatter"),
+    "products of experts": (
+        "moe_lora",
+        "_rows_kernel",
+        "grouped",
+        "GroupProblem",
+        "ptr_array",
+        "PtrArray",
+        "scatter2scatter",
+    ),
     "routing": ("_route_", "sort", "Sort", "topk", "TopK", "Histogram", "scan", "Scan", "softmax", "Softmax"),
     "other products": ("gemm", "Gemm", "cutlass", "nvjet", "gemv", "splitK"),
 }
