@@ -168,7 +168,7 @@ def test_every_recorded_file_keeps_the_schema() -> None:
             assert columns in (timing.CEILING_COLUMNS, _before(timing.CEILING_COLUMNS))
         elif "ms" in columns:
             assert columns in (timing.COLUMNS, _before(timing.COLUMNS)), path.name
-            rows = pd.read_csv(path)
+            rows = pd.read_csv(path, dtype={"run": str})
             assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(list(timing.KEY)).any(), path.name
             assert set(rows["run"]) <= set(timing.load_ceilings(path.parent.name)["run"]), path.name
         assert columns[-len(timing.ENVIRONMENT) :] == timing.ENVIRONMENT, path.name

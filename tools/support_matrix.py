@@ -107,6 +107,17 @@ def cases() -> dict[str, Case]:
         "nf4_dequantize": Case(
             lambda w: kb.nf4_dequantize(_QUANTIZED, dtype=w.dtype), _randn((1,)), "nf4", differentiable=False
         ),
+        "fp4_quantize": Case(kb.fp4_quantize, _randn((2, 4, 64)), "nf4", differentiable=False),
+        "fp4_tensor": Case(
+            lambda w: kb.fp4_tensor(
+                torch.zeros(4, 32, dtype=torch.uint8, device=w.device),
+                torch.full((4, 2), 127, dtype=torch.uint8, device=w.device),
+                dtype=w.dtype,
+            ),
+            _randn((1,)),
+            "nf4",
+            differentiable=False,
+        ),
         "nf4_matmul": Case(lambda x: kb.nf4_matmul(x, _QUANTIZED, 1), _randn((3, 64)), "nf4"),
         "scatter2scatter": Case(
             lambda x, w: kb.scatter2scatter(x, w, routing), _randn((3, 24), (3, 24, 16)), "moe_lora"
