@@ -169,7 +169,8 @@ def test_every_recorded_file_keeps_the_schema() -> None:
         elif "ms" in columns:
             assert columns in (timing.COLUMNS, _before(timing.COLUMNS)), path.name
             rows = pd.read_csv(path, dtype={"run": str})
-            assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(list(timing.KEY)).any(), path.name
+            keys = [*timing.KEY, *(["gpus"] if "gpus" in rows else [])]
+            assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(keys).any(), path.name
             assert set(rows["run"]) <= set(timing.load_ceilings(path.parent.name)["run"]), path.name
         assert columns[-len(timing.ENVIRONMENT) :] == timing.ENVIRONMENT, path.name
 

@@ -592,7 +592,7 @@ def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
     """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
     import pandas as pd
 
-    rows = pd.read_csv(results_dir() / gpu / f"{room}.csv")
+    rows = pd.read_csv(results_dir() / gpu / f"{room}.csv", dtype={"run": str})
     for name in ("host_us", "gpus"):
         if name not in rows.columns:
             rows[name] = float(LATER_COLUMNS[name])
@@ -613,5 +613,5 @@ def load_ceilings(gpu: str = BOOKS_GPU, run: str | None = None) -> pd.DataFrame:
     """The recorded ceilings of ``gpu``, those of one ``run`` if it is given."""
     import pandas as pd
 
-    rows = pd.read_csv(results_dir() / gpu / "ceilings.csv")
+    rows = pd.read_csv(results_dir() / gpu / "ceilings.csv", dtype={"run": str})
     return rows if run is None else rows.loc[rows["run"] == run]
