@@ -48,6 +48,7 @@ compiled: $(ENVIRONMENT)
 # How we know that it is right: faults planted in kernels, fuzz, repeats, sanitizers, on the GPU at hand or the CPU. Hours for
 # all of it; make evidence SECONDS=600 takes ten minutes, and says what it did not reach.
 evidence: $(ENVIRONMENT)
+	$(PY) tools/evidence/faults.py
 	$(PY) tools/evidence/error_rule.py
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json

@@ -134,6 +134,8 @@ for dtype in (bf16, torch.float32):
             kb.scatter2scatter(x, packed(384, 512, block_size), routing).backward(y)
         a, b = torch.empty(4, 64, 512, dtype=dtype, requires_grad=True), torch.empty(4, 384, 64, dtype=dtype, requires_grad=True)
         kb.moe_lora(x, packed(384, 512, 64), a, b, routing, strategy="split").backward(y)
+x = torch.empty(100, 328, dtype=bf16)[:, :320].requires_grad_()  # rows and sums of no multiple of 16
+kb.scatter2scatter(x, packed(200, 320, 64), kb.route(torch.zeros(100, 2, dtype=torch.int64), 4)).sum().backward()
 kb.scatter2scatter(torch.empty(9, 36, dtype=bf16), packed(24, 36, 32), kb.route(torch.zeros(9, 2, dtype=torch.int64), 4))
 """,
     "nf4": """

@@ -537,7 +537,7 @@ def _packed_tensor(kind: str, *shape: int) -> kb.NF4Tensor:
 @pytest.mark.parametrize("tokens", (2, 9, 40, 100, 700))
 def test_packed_tiles_by_tensor_cores(tokens: int, kind: str) -> None:
     """Each of the rule's tiles, both directions, with and without LoRA, against the dequantized matrices."""
-    experts, n, k = 5, 200, 320
+    experts, n, k = 5, 208, 320
     q = _packed_tensor(kind, experts, n, k)
     ids = _experts(tokens, experts, 2, 0.2)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)

@@ -559,7 +559,7 @@ def test_offsets_are_64_bit(words, overflow_raises):
 def test_benchmark_cases_are_correct():
     verdicts = bench.small_checks()
     assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts)
-    assert len(list(bench.cases())) == 56
+    assert len(list(bench.cases())) == 68
     for call in bench.host_calls().values():
         call()
 

@@ -243,6 +243,8 @@ def repeated(call: Call, times: int, seconds: float) -> tuple[int, int]:
     """-> how often the call ran, and how often its bits were not those of the first time, under load on a second stream."""
     first = [t.detach().clone() for t in tensors(call())]
     busy, other = torch.randn(2048, 2048, device=runtime.DEVICE), torch.cuda.Stream()
+    torch.mm(busy, busy)
+    torch.cuda.synchronize()
     done, different, began = 0, torch.zeros((), dtype=torch.int64, device=runtime.DEVICE), time.monotonic()
     while done < times and time.monotonic() - began < seconds:
         with torch.cuda.stream(other):

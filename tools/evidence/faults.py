@@ -318,3 +318,9 @@ def reachable() -> dict[str, set[str]]:
                 todo.append(name)
         result[kernel] = found
     return result
+
+
+if __name__ == "__main__":  # book/evidence/faults.csv: how many there are
+    counts = {room: len(faults((room,))) for room in ROOMS}
+    lines = "".join(f"{room},{count}\n" for room, count in counts.items())
+    (ROOT / "book" / "evidence" / "faults.csv").write_text("room,faults\n" + lines)

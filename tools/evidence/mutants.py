@@ -407,9 +407,6 @@ def main() -> None:
             flush=True,
         )
         args.results.parent.mkdir(parents=True, exist_ok=True)
-        if set(args.rooms) == set(ROOMS):
-            lines = "".join(f"{room},{count}\n" for room, count in total.items())
-            args.results.with_name("faults.csv").write_text("room,faults\n" + lines)
 
         def finished(fault: Fault, shown: int) -> Callable[[dict[str, Any] | None, float], None]:
             def done(result: dict[str, Any] | None, seconds: float) -> None:

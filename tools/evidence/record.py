@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--examples", type=int, default=20000 if runtime.DEVICE.type == "cuda" else 2000)
+    parser.add_argument("--only", nargs="*", default=[], help="of fuzz, repeats, largest, sanitizers, mutants, soak")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "book" / "evidence")
     args = parser.parse_args()
@@ -59,6 +60,8 @@ def main() -> None:
         parts, jobs = Path(folder), {}
 
         def start(name: str, script: str, *arguments: Any) -> None:
+            if args.only and name.split("_")[0] not in args.only:
+                return
             with (args.out / f"{name}.log").open("w") as log:
                 jobs[name] = subprocess.Popen(
                     [sys.executable, str(HERE / script), *map(str, arguments)],
@@ -84,7 +87,8 @@ def main() -> None:
             # What the interpreter cannot run or tell.
             what = ["--rooms", "attention", "packed", "scatter_ffn", "--where", "gpu"]
             what += ["--files", "test_evidence_gpu.py"]
-            start("mutants", "mutants.py", *what, *results, "--processes", share + 1, "--seconds", seconds - 15)
+            limits = ["--processes", share + 1, "--seconds", seconds - 15, "--tests-seconds", 90]
+            start("mutants", "mutants.py", *what, *results, *limits)
         else:
             start("fuzz", "fuzz.py", *fuzz, "--processes", max(1, n // 3), "--seconds", seconds)
             start("soak", "soak.py", "--seconds", seconds / 2, "--steps", 8, "--out", parts / "soak.json")

@@ -89,7 +89,7 @@ def plan(
     width, length = (k, n) if by_row else (n, k)
     if not _is_hopper(properties) or dtype.itemsize != 2 or rows == 0 or n * k == 0 or n * k >= 2**31:
         return None
-    if k % 64 or width % 8 or length % 8:
+    if k % 64 or width % 8 or length % 16:
         return None
     mean = rows / min(experts, rows) if routed else rows
     common: dict[str, Any] = {
@@ -127,6 +127,8 @@ def launch(
     y: torch.Tensor, slots: int,
 ) -> None:  # fmt: skip
     """Fills y from x (rows aligned) and W: by a routing's lists, whose tiles begin at ``tiles_at``, or by one matrix."""
+    if x.stride(0) % 16:  # that rows can be copied 16 bytes at a time is known from a multiple of 16 alone
+        x = x.clone(memory_format=torch.contiguous_format)
     experts, *sizes = w.shape
     n, k = sizes if w.transposed else sizes[::-1]
     which = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert or 0)
