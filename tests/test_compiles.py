@@ -334,6 +334,14 @@ SETTINGS = {
 PINNED = f"triton=={triton.__version__}" in (ROOT / "requirements.txt").read_text()
 OTHERS_SPILL = 1024
 SPILLS_ALLOWED = {
+    ("_flash_attention_bwd_dkdv_kernel", "sm_90"): (
+        640,
+        "bfloat16: the tiles that were measured fastest. float32 at 128 features: exact products take each operand twice.",
+    ),
+    ("_flash_attention_bwd_dq_kernel", "sm_90"): (
+        640,
+        "float32 at 128 features: exact products take each operand twice.",
+    ),
     ("_flash_attention_bwd_dkdv_hopper_kernel", "sm_90"): (
         32,
         "128 features: four registers outside the loop; with smaller tiles tensor cores would wait for shared memory.",
@@ -355,6 +363,10 @@ SPILLS_ALLOWED = {
         "float32 at 256 features: exact products take each operand twice. Pages of 16-bit keys at 128: six registers for the "
         "addresses of the rows on their way.",
     ),
+    ("_flash_attention_fwd_kernel", "sm_100"): (
+        32,
+        "Four registers; never measured on such a GPU.",
+    ),
     ("_flash_attention_bwd_dkdv_kernel", "gfx942"): (
         1600,
         "Sums for keys and values and both operands in registers, which 32 x 32 tiles do not fit either, and with lengths and a "
@@ -372,6 +384,10 @@ SPILLS_ALLOWED = {
     ("_scatter_ffn_place_kernel", "sm_90"): (
         8,
         "float64: two registers, in a kernel that copies rows.",
+    ),
+    ("_moe_lora_fwd_rows_kernel", "sm_90"): (
+        8,
+        "float32 with experts in 4 bits, one to sixteen rows each: two registers. 16-bit numbers take other kernels.",
     ),
     ("_nf4_matmul_fwd_kernel", "sm_80"): (
         8,
