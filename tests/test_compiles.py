@@ -354,10 +354,6 @@ SPILLS_ALLOWED = {
         32,
         "Pages of 16-bit keys at 128 features: registers for the addresses of the rows on their way. Only measured on sm_90.",
     ),
-    ("_flash_attention_decode_kernel", "sm_86"): (
-        24,
-        "Pages of 16-bit keys at 128 features: registers for the addresses of the rows on their way. Only measured on sm_90.",
-    ),
     ("_flash_attention_decode_kernel", "sm_89"): (
         24,
         "Pages of 16-bit keys at 128 features: registers for the addresses of the rows on their way. Only measured on sm_90.",
