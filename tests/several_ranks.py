@@ -547,6 +547,8 @@ def measures(folder: Path) -> None:
     elements = 4 * 3 * 32 * 32
     assert abs(kept["kernelbook:dense"] * ranks / (elements * 2 / 2**20) - 1) < 0.01
     assert abs(kept["kernelbook"] * ranks / (elements * (1 / 2 + 4 / 64) / 2**20) - 1) < 0.05
+    if ranks == 1:
+        return
     sent = table[table["op"] == "sparse_gradients"].set_index("provider")["gbytes"].astype(float)
     assert 0.3 < sent["kernelbook:ddp"] / sent["ddp"] < 0.7  # half of the chunks, and some layers have few
 

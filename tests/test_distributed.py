@@ -75,8 +75,9 @@ def test_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
     _run(4, tmp_path, "two_dimensions")
 
 
-def test_the_bench_measures(tmp_path: Path) -> None:
-    _run(2, tmp_path, "measures")
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_the_bench_measures(tmp_path: Path, ranks: int) -> None:
+    _run(ranks, tmp_path, "measures")
 
 
 @pytest.mark.gpu

@@ -646,6 +646,8 @@ def _bytes_of_layers(trainer: Any) -> int:
 
 def _sent_gb(trainer: Any) -> float:
     """GB that a rank sends in a step."""
+    if trainer.ranks == 1:
+        return 0.0
     ranks, everything = trainer.ranks, sum(p.nbytes for p in trainer.model.parameters())
     rest = everything if trainer.reduction is None else everything - _bytes_of_layers(trainer)
     reduced = rest if trainer.parallel == "fsdp" else 2 * rest
