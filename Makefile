@@ -10,18 +10,19 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test test-pages lint serve bench tune compiled hub test-gpu test-oldest test-next clean lock
+.PHONY: book test test-pages lint serve bench tune compiled evidence hub test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
+# Building the book executes every notebook, whose cells check what they claim.
 test: lint
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
-	$(PY) -m pytest -n auto --dist loadscope --nbval --nbval-cell-timeout=600 -p no:cacheprovider notebooks
+	$(MAKE) book test-pages
 
 # Opens every page of the built book in Chromium, if there is one.
 test-pages: $(ENVIRONMENT)
-	$(PY) -m pytest -n auto tests/test_pages.py
+	$(PY) -m pytest -n auto --dist worksteal -rs tests/test_pages.py
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check
@@ -43,6 +44,13 @@ tune: $(ENVIRONMENT)
 # What the compiler says of every kernel, for the tests and for the page "Compiled". Needs no GPU.
 compiled: $(ENVIRONMENT)
 	$(PY) tools/compiled_kernels.py
+
+# How we know that it is right: faults planted in kernels, fuzz, repeats, sanitizers, on the GPU at hand or the CPU. Hours for
+# all of it; make evidence SECONDS=600 takes ten minutes, and says what it did not reach.
+evidence: $(ENVIRONMENT)
+	$(PY) tools/evidence/error_rule.py
+	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
+	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
 
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m gpu tests

@@ -433,6 +433,56 @@ def adapters_are_safe(folder: Path) -> None:
     assert not (folder / "adapter_apart").exists()
 
 
+def adapters_stay_equal(folder: Path) -> None:
+    """Pairs that each rank draws for a model that is sharded already: one adapter, bit by bit, after 20 steps and a save."""
+    import peft
+
+    rank = dist.get_rank()
+    model = _tiny_qwen()
+    fully_shard(model, mesh=init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
+    model = _with_lora(model, rank)
+    pairs = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert pairs and not any(isinstance(p, DTensor) for p in pairs.values())
+    keep_equal(pairs.values())
+    optimizer = torch.optim.AdamW(pairs.values(), lr=1e-2)
+    torch.manual_seed(rank)
+    for _ in range(20):
+        ids = torch.randint(1, 60, (2, 5), device=DEVICE)
+        optimizer.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+    before = {name: p.detach().clone() for name, p in pairs.items()}
+    save_adapter(model, folder / "adapter_equal")  # which raises where ranks differ
+    loaded = peft.PeftModel.from_pretrained(_tiny_qwen(), folder / "adapter_equal")
+    state = dict(loaded.named_parameters())
+    for name, value in before.items():
+        assert torch.equal(state[name], value), name
+
+
+def bytes_stay_bytes(folder: Path) -> None:
+    """Pairs of bytes that would be NaN as bfloat16 come through sharding, gathering and a checkpoint as they are."""
+    ranks = dist.get_world_size()
+    layer = _layer(4, seed=0, nf4=True)
+    by_expert(layer)
+    packed = layer.experts.parametrizations.gate_up.original
+    patterns = torch.arange(packed.numel(), device=DEVICE).view_as(packed)
+    packed.data.copy_(torch.where(patterns % 2 == 0, patterns // 2 % 256, 0x7F + patterns // 512 % 2 * 0x80))
+    before = packed.detach().clone()
+    assert before.view(torch.bfloat16).isnan().any()
+    layer = layer.bfloat16()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(layer, mesh=init_device_mesh(DEVICE.type, (ranks,)), mp_policy=policy)
+    layer(torch.zeros(3, HIDDEN, dtype=torch.bfloat16, device=DEVICE)).sum().backward()
+    name = next(name for name, p in layer.named_parameters() if name.endswith("gate_up.original"))
+    assert torch.equal(_whole(layer.get_parameter(name)), before)
+    save(get_model_state_dict(layer), checkpoint_id=str(folder / f"patterns_{ranks}"))
+    state = get_model_state_dict(layer)
+    with torch.no_grad():
+        state[name].zero_()
+    load(state, checkpoint_id=str(folder / f"patterns_{ranks}"))
+    assert torch.equal(_whole(state[name]), before)
+
+
 SMALL = dataclasses.replace(
     CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=12, steps=4, dense_steps=1, log_every=2,
     eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
@@ -513,8 +563,8 @@ def dies(folder: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
-        transformers_experts, adapters_are_safe, expert_parallel, expert_parallel_four_bits,
-        expert_parallel_without_waiting, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere,
+        transformers_experts, adapters_are_safe, adapters_stay_equal, bytes_stay_bytes, expert_parallel,
+        expert_parallel_four_bits, expert_parallel_without_waiting, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere,
         active_rows, active_rows_fsdp, kept_equal, trains_ddp, trains_fsdp, resumes_fsdp, measures, dies,
     )
 }  # fmt: skip

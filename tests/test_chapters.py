@@ -100,7 +100,9 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1"), nbformat.v4.new_markdown_cell("a")])
     nbformat.write(notebook, path)
     assert not tool.is_kept(tool.open_cache(), path)
-    tool.keep(tool.open_cache(), path, notebook, 1.0)
+    executed, seconds, error = tool.execute(path)
+    assert not error and executed.cells[0].outputs[0]["data"]["text/plain"] == "2"
+    tool.keep(tool.open_cache(), path, executed, seconds)
     assert tool.is_kept(tool.open_cache(), path)
     notebook.cells[1].source = "other words"
     nbformat.write(notebook, path)

@@ -120,6 +120,21 @@ x, w, y = (torch.empty(*s, dtype=bf16, requires_grad=True) for s in ((512, 256),
 routing = kb.route(torch.zeros(512, 2, dtype=torch.int64), 4)
 kb.scatter2scatter(x, w, routing).backward(y)
 lora_gradients(x, y, torch.empty(4, 16, 256, dtype=bf16), torch.empty(4, 384, 16, dtype=bf16), routing)
+def packed(n, k, block_size):
+    blocks = 4 * n * k // block_size
+    nested = dict(nested_absmax=torch.empty(-(-blocks // 256)), nested_code=torch.empty(256), nested_offset=torch.empty(()))
+    return kb.NF4Tensor(
+        torch.empty(2 * n * k, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8), (4, n, k), block_size, torch.empty(16), **nested
+    )
+for dtype in (bf16, torch.float32):
+    for tokens in (2, 20, 100, 1000):
+        x, y = torch.empty(tokens, 512, dtype=dtype, requires_grad=True), torch.empty(2 * tokens, 384, dtype=dtype)
+        routing = kb.route(torch.zeros(tokens, 2, dtype=torch.int64), 4)
+        for block_size in (16, 64):
+            kb.scatter2scatter(x, packed(384, 512, block_size), routing).backward(y)
+        a, b = torch.empty(4, 64, 512, dtype=dtype, requires_grad=True), torch.empty(4, 384, 64, dtype=dtype, requires_grad=True)
+        kb.moe_lora(x, packed(384, 512, 64), a, b, routing, strategy="split").backward(y)
+kb.scatter2scatter(torch.empty(9, 36, dtype=bf16), packed(24, 36, 32), kb.route(torch.zeros(9, 2, dtype=torch.int64), 4))
 """,
     "nf4": """
 import torch, kernelbook as kb
@@ -138,8 +153,8 @@ for double_quant in (False, True):
         for shape in ((2, 64, 256), (2, 33, 33)):
             kb.nf4_dequantize(quantized(shape, 64, double_quant), experts=experts, dtype=dtype)
     kb.nf4_dequantize(quantized((2, 64, 256), 4096, double_quant))
-    for tokens in (1, 2, 4, 8):
-        for n in (1024, 4096):
+    for tokens in (1, 2, 4, 8, 16, 40, 64):
+        for n in (1024, 4096) if tokens <= 8 else (1024,):
             kb.nf4_matmul(torch.empty(tokens, 256, dtype=torch.bfloat16), quantized((2, n, 256), 64, double_quant), torch.tensor(1))
 for block_size in (32, 64, 4096):
     kb.nf4_quantize(torch.empty(2, 4096, dtype=torch.bfloat16), block_size=block_size)
@@ -371,6 +386,10 @@ SPILLS_ALLOWED = {
     ("_scatter_ffn_place_kernel", "sm_90"): (
         8,
         "float64: two registers, in a kernel that copies rows.",
+    ),
+    ("_moe_lora_fwd_rows_kernel", "sm_90"): (
+        8,
+        "float32 with experts in 4 bits, one to sixteen rows each: two registers. 16-bit numbers take other kernels.",
     ),
     ("_nf4_matmul_fwd_kernel", "sm_80"): (
         8,

@@ -42,28 +42,41 @@ def _assert_all_passed(output: str, ranks: int, *checks: str) -> None:
     assert not missing, f"{missing} not passed:\n{output[-6000:]}"
 
 
+def _run(ranks: int, folder: Path, *checks: str, cpu: bool = True) -> None:
+    code, output = _torchrun(ranks, folder, *checks, cpu=cpu)
+    _assert_all_passed(output, ranks, *checks)
+    assert code == 0
+
+
 def test_several_ranks(tmp_path: Path) -> None:
     """Two, then three of them, which go on from what the two have written; at the end one is killed."""
-    two = (
-        "expert_parallel", "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp", "trains_fsdp",
-        "adapters_are_safe", "transformers_experts", "measures",
+    _run(
+        2, tmp_path, "expert_parallel", "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp",
+        "trains_fsdp",
     )  # fmt: skip
-    code, output = _torchrun(2, tmp_path, *two)
-    _assert_all_passed(output, 2, *two)
-    assert code == 0
     three = (
-        "expert_parallel_four_bits",
-        "expert_parallel_without_waiting",
-        "sharded_loads_elsewhere",
-        "active_rows_fsdp",
+        "expert_parallel_four_bits", "expert_parallel_without_waiting", "sharded_loads_elsewhere", "active_rows_fsdp",
         "resumes_fsdp",
-    )
+    )  # fmt: skip
     code, output = _torchrun(3, tmp_path, *three, "dies")
     _assert_all_passed(output, 3, *three)
     assert code != 0 and "ok dies" not in output
     assert "SIGKILL" in output  # torchrun says who it was
     assert (tmp_path / "dies" / "latest").read_text() == "checkpoint-2"
     assert (tmp_path / "dies" / "checkpoint-2" / ".metadata").is_file()
+
+
+def test_no_adapter_is_lost(tmp_path: Path) -> None:
+    """The ways in which users have lost one."""
+    _run(2, tmp_path, "adapters_are_safe", "adapters_stay_equal", "bytes_stay_bytes", "transformers_experts")
+
+
+def test_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
+    _run(4, tmp_path, "two_dimensions")
+
+
+def test_the_bench_measures(tmp_path: Path) -> None:
+    _run(2, tmp_path, "measures")
 
 
 @pytest.mark.gpu
@@ -74,12 +87,10 @@ def test_several_gpus(tmp_path: Path, ranks: int) -> None:
         pytest.skip(f"needs {ranks} GPUs")
     checks = (
         "expert_parallel", "expert_parallel_four_bits", "expert_parallel_without_waiting", "in_a_graph",
-        "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp", "trains_fsdp", "adapters_are_safe",
-        "transformers_experts", *(("two_dimensions",) if ranks == 4 else ()),
+        "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp", "trains_fsdp", "measures",
+        "adapters_are_safe", "adapters_stay_equal", "bytes_stay_bytes", "transformers_experts", *(("two_dimensions",) if ranks == 4 else ()),
     )  # fmt: skip
-    code, output = _torchrun(ranks, tmp_path, *checks, cpu=False)
-    _assert_all_passed(output, ranks, *checks)
-    assert code == 0
+    _run(ranks, tmp_path, *checks, cpu=False)
 
 
 @pytest.mark.parametrize("double_quant", (False, True))

@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 
 import peft
 import torch
+import transformers
 from peft.tuners.lora import layer
 from tiny_models import MODELS, assert_as_eager, dequantized, losses, tiny_model, tokens
 
@@ -145,7 +146,7 @@ def test_copies_are_independent() -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_the_lines_that_the_chapter_gives_run_as_they_are() -> None:
+def test_the_lines_that_the_chapter_gives_run_as_they_are(tmp_path: Path) -> None:
     chapter = json.loads((Path(__file__).parents[1] / "notebooks" / "together.ipynb").read_text())
     [lines] = [
         code
@@ -155,7 +156,8 @@ def test_the_lines_that_the_chapter_gives_run_as_they_are() -> None:
         if "get_peft_model(" in code
     ]
     given: dict[str, Any] = {"get_peft_model": peft.get_peft_model, "LoraConfig": peft.LoraConfig}
-    given["model"] = tiny_model("qwen3_moe", num_hidden_layers=1)
+    given |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "folder": tmp_path}
+    tiny_model("qwen3_moe", num_hidden_layers=1, moe_intermediate_size=32).save_pretrained(tmp_path)
     exec(lines, given)  # noqa: S102  the chapter's own lines
     ids = tokens()
     found = losses(given["model"], ids, steps=4)

@@ -72,7 +72,9 @@ def execute(path: Path) -> tuple[nbformat.NotebookNode, float, str]:
     resources = {"metadata": {"path": str(path.parent)}}
     error = ""
     try:
-        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+        # Times in the cells' metadata would make of it a notebook that the cache has not seen.
+        how = {"timeout": 600, "kernel_name": "python3", "resources": resources, "record_timing": False}
+        NotebookClient(notebook, **how).execute()
     except CellExecutionError as failure:
         error = str(failure)
     return notebook, time.perf_counter() - start, error

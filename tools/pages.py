@@ -5,6 +5,7 @@
 - The directive ``question`` asks something that takes two minutes, and keeps the answer folded.
 - A step's code cell shows what it changes: lines that the most similar cell before it does not have are highlighted, and
   ``book.js`` folds long runs of the others.
+- Exercises and detours at first show their headings only.
 - Terms of the glossary carry their definition to the page on which they are used.
 - The search index holds the text and not the code of cells.
 - Scripts that no page needs are left out: a notebook server's client, the search index on every page, and 1,500 kB of icons of which a dozen are used.
@@ -186,8 +187,26 @@ class Question(SphinxDirective):
         return [box]
 
 
+FOLDED = re.compile(r"Exercises$|A detour")
+
+
+def fold_sections(doctree: nodes.document) -> None:
+    """Puts what is under some headings of a chapter into ``details``."""
+    for section in list(doctree.findall(nodes.section)):
+        title = section.next_node(nodes.title)
+        if title is None or title.parent is not section or not FOLDED.match(title.astext()):
+            continue
+        place = section.index(title) + 1
+        count = len(list(section.findall(lambda node: node.tagname == "exercise_enumerable_node")))
+        what = f"Show the {count} exercises" if count else "Show this section"
+        section.insert(place, nodes.raw("", f'<details class="section"><summary>{what}</summary>', format="html"))
+        section.append(nodes.raw("", "</details>", format="html"))
+
+
 def _on_doctree(app: Any, doctree: nodes.document, docname: str) -> None:
     mark_changes(doctree)
+    if docname.startswith("notebooks/"):
+        fold_sections(doctree)
 
 
 def _on_page(app: Any, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:

@@ -206,20 +206,27 @@ def _launches(case: Case) -> str:
     return f"{forward[0]} + {backward[0]}"
 
 
+RELATIVES = {
+    "sm_80": ("nvidia-a30",),
+    "sm_89": ("nvidia-l4",),
+    "sm_90": ("nvidia-h100", "nvidia-gh200"),
+}  # of one generation
+
+
 def generations() -> list[dict[str, str]]:
     """A line for each GPU that kernels are compiled for: what it is, and whether somebody measured on it."""
     from kernelbook import timing
 
-    measured = {p.name for p in timing.results_dir().iterdir() if (p / "ceilings.csv").is_file()}
+    measured = sorted(p.name for p in timing.results_dir().iterdir() if (p / "ceilings.csv").is_file())
     lines = []
     for target, properties in runtime.TARGETS.items():
-        slug = re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-")
+        here = [gpu for gpu in measured if gpu.startswith((runtime.slug(properties.name), *RELATIVES.get(target, ())))]
         lines.append({
             "generation": target,
             "such as": properties.name,
             "shared memory of a program": f"{properties.shared_memory_per_program // 1024} KiB",
             "compiled in the tests": YES,
-            "figures recorded": YES if slug in measured else NO,
+            "figures recorded": ", ".join(here) or NO,
         })  # fmt: skip
     return lines
 

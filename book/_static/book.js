@@ -425,7 +425,20 @@
     }
   }
 
+  /** A link to something that is folded unfolds it. */
+  function reveal() {
+    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target) return;
+    for (let box = target; box; box = box.parentElement) if (box.tagName === "DETAILS") box.open = true;
+    // Also where the heading itself stands before the fold.
+    const own = target.tagName === "SECTION" && target.querySelector(":scope > details.section");
+    if (own) own.open = true;
+    target.scrollIntoView();
+  }
+
   function start() {
+    addEventListener("hashchange", reveal);
+    reveal();
     folds();
     figures();
     definitions();

@@ -31,6 +31,7 @@ import hypothesis  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from hypothesis import strategies as st  # noqa: E402
+from interpreters import mend_interpreter  # noqa: E402
 
 from kernelbook import check, nn, runtime  # noqa: E402
 from kernelbook.attention import flash_attention_reference, paged_attention_reference  # noqa: E402
@@ -591,9 +592,7 @@ def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     import watched_memory
-    from interpreters import mend_interpreter
 
-    mend_interpreter()
     with watched_memory.watched():
         yield
 
@@ -615,6 +614,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if not ON_GPU:
+        mend_interpreter()
     os.environ.setdefault("KERNELBOOK_PLANS", "shipped")
     until, folder = time.monotonic() + args.seconds, args.out.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ COLUMNS = (
     "why",
     "seconds",
 )
-EQUIVALENT = Path(__file__).with_name("equivalent.csv")
+EQUIVALENT = ROOT / "book" / "evidence" / "equivalent.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
@@ -407,6 +407,9 @@ def main() -> None:
             flush=True,
         )
         args.results.parent.mkdir(parents=True, exist_ok=True)
+        if set(args.rooms) == set(ROOMS):
+            lines = "".join(f"{room},{count}\n" for room, count in total.items())
+            args.results.with_name("faults.csv").write_text("room,faults\n" + lines)
 
         def finished(fault: Fault, shown: int) -> Callable[[dict[str, Any] | None, float], None]:
             def done(result: dict[str, Any] | None, seconds: float) -> None:

@@ -11,6 +11,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,85 +66,48 @@ def main() -> None:
                     stderr=log,
                     env=environment,
                     cwd=ROOT,
+                    start_new_session=True,
                 )
 
         seconds, share = args.seconds - 12, max(1, n // 4)
-        fuzz_seconds, fuzz_share = (seconds, share + 1) if on_gpu else (seconds / 2, max(1, n // 2))
-        start(
-            "fuzz",
-            "fuzz.py",
-            "--examples",
-            args.examples,
-            "--processes",
-            fuzz_share,
-            "--seconds",
-            fuzz_seconds,
-            "--seed",
-            args.seed,
-            "--out",
-            parts / "fuzz.json",
-        )
-        results = args.out / "mutants.csv"
+        slug = runtime.device_slug() if on_gpu else "cpu"
+        results = ["--results", args.out / "mutants.csv"]
+        fuzz = ["--examples", args.examples, "--seed", args.seed, "--out", parts / "fuzz.json"]
         if on_gpu:
+            start("fuzz", "fuzz.py", *fuzz, "--processes", share + 1, "--seconds", seconds)
             for room in ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4"):
-                start(
-                    f"repeats_{room}",
-                    "calls.py",
-                    room,
-                    "--repeat",
-                    250,
-                    "--seconds",
-                    max(2.0, seconds / 40),
-                    "--out",
-                    parts / f"repeats_{room}.json",
-                )
+                limits = ["--repeat", 250, "--seconds", max(2.0, seconds / 40)]
+                start(f"repeats_{room}", "calls.py", room, *limits, "--out", parts / f"repeats_{room}.json")
             start("largest", "calls.py", "--largest", "--out", parts / "largest.json")
-            start(
-                "sanitizers",
-                "sanitize.py",
-                "--processes",
-                share,
-                "--seconds",
-                seconds - 4,
-                "--out",
-                parts / "sanitizers.json",
-            )
-            start(
-                "mutants", "mutants.py", "--rooms", "attention", "packed", "scatter_ffn", "--where", "gpu", "--files", "test_evidence_gpu.py",
-                "--processes", share + 1, "--seconds", seconds - 12, "--tests-seconds", 4, "--results", results,
-            )  # fmt: skip
+            limits = ["--processes", share, "--seconds", seconds - 4]
+            start("sanitizers", "sanitize.py", *limits, "--out", parts / "sanitizers.json")
+            # What the interpreter cannot run or tell.
+            what = ["--rooms", "attention", "packed", "scatter_ffn", "--where", "gpu"]
+            what += ["--files", "test_evidence_gpu.py"]
+            start("mutants", "mutants.py", *what, *results, "--processes", share + 1, "--seconds", seconds - 15)
         else:
-            start(
-                "mutants",
-                "mutants.py",
-                "--where",
-                "interpreter",
-                "--processes",
-                max(1, n - fuzz_share),
-                "--seconds",
-                seconds - 20,
-                "--results",
-                results,
-            )
+            start("fuzz", "fuzz.py", *fuzz, "--processes", max(1, n // 3), "--seconds", seconds)
+            start("soak", "soak.py", "--seconds", seconds / 2, "--steps", 8, "--out", parts / "soak.json")
+            limits = ["--processes", max(1, n - n // 3 - 1), "--seconds", seconds - 20, "--tests-seconds", 5]
+            where = ["--where", "interpreter", "--baseline", args.out / "baseline.json"]
+            start("mutants", "mutants.py", *where, *limits, *results)
         late = []
         for name, job in jobs.items():
             try:
                 job.wait(max(1.0, args.seconds - 4 - (time.monotonic() - began)))
             except subprocess.TimeoutExpired:  # noqa: PERF203
-                job.kill()
+                os.killpg(job.pid, signal.SIGKILL)
                 late.append(name)
         told["late"] = late
-        for name in ("fuzz", "sanitizers"):
+        for name in ("fuzz", "sanitizers", "soak", "largest"):
             path = parts / f"{name}.json"
             told[name] = json.loads(path.read_text()) if path.exists() else {}
         told["repeats"] = {}
         for path in sorted(parts.glob("repeats_*.json")):
             told["repeats"] |= json.loads(path.read_text())
-        path = parts / "largest.json"
-        told["largest"] = json.loads(path.read_text()) if path.exists() else {}
     told["seconds"] = round(time.monotonic() - began)
-    (args.out / f"{runtime.device_slug() if on_gpu else 'cpu'}.json").write_text(json.dumps(told, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in told.items() if k not in ("fuzz", "sanitizers", "repeats")}), flush=True)
+    (args.out / f"{slug}.json").write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in told.items() if k not in ("fuzz", "sanitizers", "repeats", "soak")}), flush=True)
 
 
 if __name__ == "__main__":

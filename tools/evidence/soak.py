@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from interpreters import mend_interpreter
+
 PHASES = ("opened", "half written", "before fsync", "before replace", "after replace")
 SETTINGS = ["--config", "tiny", "--task", "copy", "--quiet", "--checkpoint-every", "2", "--mode", "sparse_dw"]
 
@@ -30,6 +32,7 @@ def _child(out: str, steps: str, phase: str, limit: str) -> None:
     from kernelbook import cli
     from kernelbook.train import files
 
+    mend_interpreter()
     if int(limit):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))

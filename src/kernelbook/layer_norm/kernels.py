@@ -441,12 +441,12 @@ def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) ->
 
     One tile: two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers
     few enough for several programs on a multiprocessor, which hide each other's latency. A long row that leaves a quarter of
-    the threads or more without work is cut into tiles of 8 elements a thread instead.
+    the threads or more without work, or that is longer than 12,288 elements, is cut into tiles of 8 elements a thread instead.
     """
     width = max(triton.next_power_of_2(n), 16)
     if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
         return None
-    if n > 4096 and 4 * n <= 3 * width:
+    if n > 12288 or (n > 4096 and 4 * n <= 3 * width):
         block = 1024 if n <= 8192 else 2048
         tiles = {"BLOCK_M": 1, "BLOCK_N": block, "NUM_BLOCKS": triton.cdiv(n, block)}
         return triton.Config(tiles, num_warps=block // 256)

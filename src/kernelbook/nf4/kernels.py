@@ -310,6 +310,7 @@ def _nf4_quantize_fwd_kernel(
 
 MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
 MAX_PACKED_M = 64  # tokens up to which kernels for tensor cores decode W where there are such kernels, from two on
+PACKED_ROWS = 32  # rows of W a multiprocessor from which those kernels have programs enough: none of them splits K
 MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers
 
 

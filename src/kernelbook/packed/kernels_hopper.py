@@ -18,6 +18,7 @@ Needs x and W as ``products.plan`` says: 16-bit numbers, aligned rows, K a multi
 # isort: split
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
+import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
@@ -186,12 +187,12 @@ def _tile(
             u = gl.load(u_ptr + u_rows[:, None] + (start + b_r)[None, :])
             u_smem = gl.allocate_shared_memory(dtype, [TOKENS, PART], shared, u)
             fence_async_shared()
-            gl.thread_barrier()
+            tl.debug_barrier()
             acc = warpgroup_mma(b_smem, u_smem.permute((1, 0)), acc)
     for i in range(steps):
         async_copy.wait_group(STAGES - 3)
         fence_async_shared()
-        gl.thread_barrier()
+        tl.debug_barrier()
         words = ring.index((i + 1) % RING).load(words_layout)
         w = w_smem.index(i % 3)
         if BY_ROW:

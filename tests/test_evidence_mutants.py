@@ -1,0 +1,67 @@
+"""Planted faults are noticed: a small fixed choice of them, all of which once were not. ``make evidence`` tries them all."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernelbook import runtime
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools" / "evidence"))
+import faults  # noqa: E402
+
+# Function, kind, and a part of the statement and of what stands there instead.
+ONCE_ALIVE = (
+    ("_layer_norm_fwd_kernel", "term dropped", "- mean - shift) * rstd", "(xs[c].to(ACC) - mean)"),
+    ("_layer_norm_fwd_kernel", "term dropped", "- shift * shift + EPS", "(tl.sum(squares, axis=1) / N)[:, None]"),
+    ("_layer_norm_fwd_kernel", "term dropped", "stats_ptr + rows, mean + shift", "mean"),
+    ("_layer_norm_fwd_looped_kernel", "term dropped", "- count * shift * shift", "tl.sum(centered * centered)"),
+    ("_total", "barrier removed", "tl.debug_barrier()", "pass"),
+    ("_total", "order relaxed", "acq_rel", "relaxed"),
+    ("_activate", "NaN takes the other side", "tl.where(z <= 0, 0.0, z)", "z > 0"),
+)
+
+
+def _chosen() -> list[faults.Fault]:
+    everything = faults.faults(("layer_norm", "scatter_ffn"))
+    found = []
+    for function, kind, statement, text in ONCE_ALIVE:
+        those = [f for f in everything if (f.function, f.kind) == (function, kind) and statement in f.statement]
+        exact = [f for f in those if f.text == text] or [f for f in those if text in f.text]
+        assert exact, (function, kind, statement, text)
+        found.append(exact[0])
+    return found
+
+
+@pytest.mark.skipif(
+    not runtime.INTERPRET, reason="the interpreter tells races at once; on a GPU they are a matter of luck"
+)
+def test_these_faults_are_killed(tmp_path: Path) -> None:
+    results = tmp_path / "mutants.csv"
+    # Shares of a sum are watched while this test runs, as they are in every test.
+    shares = "test_scatter_ffn.py::test_every_way_to_compute_it[vector, shared-plain-float16]"
+    command = [sys.executable, str(ROOT / "tools" / "evidence" / "mutants.py"), "--where", "interpreter"]
+    command += ["--processes", "1", "--tests-seconds", "40", "--results", str(results)]
+    command += ["--rooms", "layer_norm", "scatter_ffn", "--files", "test_evidence_kernels.py", shares]
+    command += ["--only", *(fault.name for fault in _chosen())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with results.open(newline="") as file:
+        verdicts = {row["name"]: row["verdict"] for row in csv.DictReader(file)}
+    assert verdicts == {fault.name: "killed" for fault in _chosen()}, done.stdout[-3000:]
+
+
+def test_a_fault_is_a_change_of_the_source_that_can_be_read() -> None:
+    import ast
+
+    for room in faults.ROOMS:
+        those = [f for file in faults.ROOMS[room][0] for f in faults.faults_of(room, file)]
+        assert len(those) > 50 and len({f.name for f in those}) == len(those)
+        for fault in those[::40]:
+            source = (faults.PACKAGE / fault.file).read_bytes()
+            planted = fault.planted(source)
+            ast.parse(planted)
+            assert planted != source
