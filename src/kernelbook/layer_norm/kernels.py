@@ -74,7 +74,6 @@ def _layer_norm_fwd_kernel(
     rows = offs_m.to(tl.int64)[:, None]
     # A row is NUM_BLOCKS tiles, which stay in registers as they were loaded.
     xs = ()
-    total = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     for c in tl.static_range(NUM_BLOCKS):
         offs_n = c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         mask = mask_m[:, None] & (offs_n < N)
@@ -84,18 +83,16 @@ def _layer_norm_fwd_kernel(
             added = tl.load(res_ptr + rows * stride_rm + offs_n, mask=mask, other=0.0)
             x = (x.to(ACC) + added.to(ACC)).to(sum_ptr.dtype.element_ty)
             tl.store(sum_ptr + rows * N + offs_n, x, mask=mask)
-        total += x.to(ACC)
+        total = x.to(ACC) if c == 0 else total + x.to(ACC)  # noqa: F821
         xs = xs + (x,)
     # A mean that is the constant 0 leaves no trace in the compiled kernel.
     mean = (tl.sum(total, axis=1) / N)[:, None] if HAS_MEAN else 0.0
     # Centered before squaring: E[x^2] - E[x]^2 would cancel where the mean is large.
-    deviations = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-    squares = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     for c in tl.static_range(NUM_BLOCKS):
         mask = mask_m[:, None] & (c * BLOCK_N + tl.arange(0, BLOCK_N)[None, :] < N)
         centered = tl.where(mask, xs[c].to(ACC) - mean, 0.0)
-        deviations += centered
-        squares += centered * centered
+        deviations = centered if c == 0 else deviations + centered  # noqa: F821
+        squares = centered * centered if c == 0 else squares + centered * centered  # noqa: F821
     # What rounding took from the mean is the mean of the deviations: the corrected two-pass algorithm.
     shift = (tl.sum(deviations, axis=1) / N)[:, None] if HAS_MEAN else 0.0
     rstd = 1.0 / tl.sqrt((tl.sum(squares, axis=1) / N)[:, None] - shift * shift + EPS)
@@ -105,7 +102,9 @@ def _layer_norm_fwd_kernel(
         # Loaded as late as possible: held from the start they take the registers of the programs that hide latency.
         w = _load_vector(w_ptr, cols, mask_n, HAS_WEIGHT, ACC, 1.0)  # (1, BLOCK_N)
         b = _load_vector(b_ptr, cols, mask_n, HAS_BIAS, ACC, 0.0)  # (1, BLOCK_N)
-        y = (xs[c].to(ACC) - mean - shift) * rstd * w + b
+        # One tile stays centered; to hold several in the accumulator's dtype would take twice the registers.
+        deviation = centered if NUM_BLOCKS == 1 else xs[c].to(ACC) - mean
+        y = (deviation - shift) * rstd * w + b
         mask = mask_m[:, None] & mask_n[None, :]
         tl.store(y_ptr + rows * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if HAS_STATISTICS:
