@@ -25,6 +25,7 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.mark.unwatched
 @pytest.mark.skipif(not runtime.INTERPRET, reason="recordings are made by the interpreter")
 @pytest.mark.parametrize("name", NAMES)
 def test_recording_again_gives_the_same(tool: ModuleType, name: str) -> None:
