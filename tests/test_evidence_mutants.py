@@ -15,7 +15,7 @@ import faults  # noqa: E402
 
 # Function, kind, and a part of the statement and of what stands there instead.
 ONCE_ALIVE = (
-    ("_layer_norm_fwd_kernel", "term dropped", "- mean - shift) * rstd", "(xs[c].to(ACC) - mean)"),
+    ("_layer_norm_fwd_kernel", "term dropped", "(deviation - shift) * rstd", "deviation"),
     ("_layer_norm_fwd_kernel", "term dropped", "- shift * shift + EPS", "(tl.sum(squares, axis=1) / N)[:, None]"),
     ("_layer_norm_fwd_kernel", "term dropped", "stats_ptr + rows, mean + shift", "mean"),
     ("_layer_norm_fwd_looped_kernel", "term dropped", "- count * shift * shift", "tl.sum(centered * centered)"),

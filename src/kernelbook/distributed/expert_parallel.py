@@ -64,7 +64,7 @@ class ExpertParallel(ParallelStyle):
             ``"sum"``: to the sum of the losses, as autograd has it.
         waits: a token travels to the ranks that have experts for it, in buffers of just the size that is needed, for which the
             host waits once in each forward pass. ``False``: every token travels to every rank, see
-            :func:`kernelbook.distributed.exchange.exchange_all`. The host never waits, and a CUDA graph can hold the layer;
+            ``exchange.exchange_all``. The host never waits, and a CUDA graph can hold the layer;
             buffers are as many times larger as there are ranks. For few ranks, all with the same number of tokens.
 
     Raises:
