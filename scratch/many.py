@@ -106,7 +106,7 @@ def _tile(
     r: gl.constexpr, RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
     TOKENS: gl.constexpr, EXTRA: gl.constexpr, OUT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, WARPS: gl.constexpr,
+    AHEAD: gl.constexpr, WARPS: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """y[tokens, OUT] of W (N, K), the stored matrix, over K, or over N if BY_ROW."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
@@ -227,12 +227,14 @@ def _tile(
         w = w_smem.index(i % 3)
         if BY_ROW:
             w = w.permute((1, 0))
-        token = warpgroup_mma(w, x_smem.index(i % STAGES).permute((1, 0)), acc, is_async=True)
+        if SKIP // 2 % 2 == 0:
+            token = warpgroup_mma(w, x_smem.index(i % STAGES).permute((1, 0)), acc, is_async=True)
         if EXTRA > 0:
             token2 = warpgroup_mma(w, e_smem.index(i % STAGES).permute((1, 0)), acc2, is_async=True)
         # What these copies overwrite, the products of two steps before have read; so has what is decoded.
         at = i + STAGES - 2
-        _copy_x(x_smem.index(at % STAGES), x_ptrs + at * DEPTH, offs_k + at * DEPTH < length, offs_t < TOKENS)
+        if SKIP // 4 == 0:
+            _copy_x(x_smem.index(at % STAGES), x_ptrs + at * DEPTH, offs_k + at * DEPTH < length, offs_t < TOKENS)
         if EXTRA > 0:
             _copy_x(e_smem.index(at % STAGES), e_ptrs + at * DEPTH, offs_k + at * DEPTH < length, offs_e < EXTRA)
         at += AHEAD
@@ -246,11 +248,13 @@ def _tile(
         inside = (offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K)
         blocks = (within + (offs_r + at * row_of_step) * K + offs_c + at * col_of_step) // BLOCK_SIZE
         stored2, nested2 = _stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE, NESTED_BLOCK)
-        _decode(words, scale, code, w_smem.index((i + 1) % 3), dtype, ROWS, COLS)
+        if SKIP % 2 == 0:
+            _decode(words, scale, code, w_smem.index((i + 1) % 3), dtype, ROWS, COLS)
         if EXTRA > 0:
             acc, acc2 = warpgroup_mma_wait(2, deps=[token, token2])
         else:
-            acc = warpgroup_mma_wait(1, deps=[token])
+            if SKIP // 2 % 2 == 0:
+                acc = warpgroup_mma_wait(1, deps=[token])
     if EXTRA > 0:
         acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
     else:
@@ -276,7 +280,7 @@ def _many_rows_kernel(
     r: gl.constexpr, RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
     TOKENS: gl.constexpr, HALVES: gl.constexpr, OUT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, BETWEEN: gl.constexpr,
+    AHEAD: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, BETWEEN: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """A tile has TOKENS rows, or half or a quarter of them (HALVES) where that is enough."""
     pid_m, pid_n = grouped(gl.program_id(0), num_m, gl.cdiv(K if BY_ROW else N, OUT), GROUP)
@@ -307,7 +311,7 @@ def _many_rows_kernel(
                     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
                     b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn,
                     y_ptr, N, K, slots, X_GROUPED, Y_GROUPED, BY_ROW, r, RANK, HAS_BIAS,
-                    BLOCK_SIZE, SCALE, NESTED_BLOCK, TOKENS // 2, TOKENS // 4, OUT, DEPTH, STAGES, AHEAD, WARPS,
+                    BLOCK_SIZE, SCALE, NESTED_BLOCK, TOKENS // 2, TOKENS // 4, OUT, DEPTH, STAGES, AHEAD, WARPS, SKIP,
                 )  # fmt: skip
         for h in gl.static_range(HALVES + 1):
             if small == TOKENS >> h:
@@ -316,5 +320,5 @@ def _many_rows_kernel(
                     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
                     b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn,
                     y_ptr, N, K, slots, X_GROUPED, Y_GROUPED, BY_ROW, r, RANK, HAS_BIAS,
-                    BLOCK_SIZE, SCALE, NESTED_BLOCK, TOKENS >> h, 0, OUT, DEPTH, STAGES, AHEAD, WARPS,
+                    BLOCK_SIZE, SCALE, NESTED_BLOCK, TOKENS >> h, 0, OUT, DEPTH, STAGES, AHEAD, WARPS, SKIP,
                 )  # fmt: skip
