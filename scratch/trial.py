@@ -3,7 +3,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 import kernelbook as kb
 import triton, triton.language as tl
-import one, few, many
+import one, few, many, spec
 from kernelbook.moe_lora import op as mop
 from kernelbook.moe_lora.op import _section
 
@@ -122,6 +122,40 @@ def part_many():
                     show(f"many dX {v}", lambda: run_many(dy, q, r1, 1, True, *v), true_dx)
                 else:
                     show(f"many fwd {v}", lambda: run_many(x, q, routing, k, False, *v), true_y)
+        del q, w, x, dy, wt, true_y, true_dx
+        torch.cuda.empty_cache()
+
+def run_spec(x, q, routing, slots, by_row, TOK, OUT, STAGES, GROUP, mult=1):
+    E, N, K = q.shape
+    width = K if by_row else N
+    tiles_at, num_m = _section(routing.rows, routing.num_experts, TOK)
+    y = torch.empty(routing.rows, width, dtype=x.dtype, device=x.device)
+    programs = min(SMS * mult, num_m * triton.cdiv(width, OUT))
+    spec._spec_kernel[(programs,)](
+        routing.lists, tiles_at, x, x.stride(0), q.packed.view(torch.int32), q.absmax, q.absmax, q.absmax, q.absmax, q.code,
+        y, E, N, K, slots, num_m,
+        X_GROUPED=False, Y_GROUPED=False, BY_ROW=by_row, BLOCK_SIZE=q.block_size, SCALE="float32",
+        NESTED_BLOCK=256, TOKENS=TOK, OUT=OUT, DEPTH=64, STAGES=STAGES, WARPS=4, GROUP=GROUP, REGS=168, REGS_P=168, num_warps=4)
+    return y
+
+SPEC = [(256, 128, 4, 8), (256, 128, 3, 8), (256, 128, 4, 1), (256, 128, 4, 32), (256, 128, 4, 8, 100)]
+def part_spec():
+    for E, N, K, T, k in ((16, 256, 512, 2048, 1), (16, 256, 512, 1500, 2), (128, 1536, 2048, 2048, 8), (128, 2048, 768, 2048, 8), (8, 28672, 4096, 2048, 2)):
+        print(f"--- spec E={E} N={N} K={K} T={T} k={k}", flush=True)
+        q = kb.nf4_quantize(torch.randn(E, N, K, device=DEV, dtype=torch.bfloat16) / K**.5)
+        w = kb.nf4_dequantize(q)
+        ids = torch.rand(T, E, device=DEV).topk(k).indices
+        x, dy = torch.randn(T, K, device=DEV).bfloat16(), torch.randn(T * k, N, device=DEV).bfloat16()
+        wt = w.transpose(1, 2)
+        routing, r1 = kb.route(ids, E), kb.route(ids.reshape(-1, 1), E)
+        true_y = kb.scatter2scatter(x, wt, routing).double()
+        true_dx = kb.scatter2scatter(dy, w, r1).double()
+        show("dense fwd", lambda: kb.scatter2scatter(x, wt, routing))
+        show("dense dX", lambda: kb.scatter2scatter(dy, w, r1))
+        for v in SPEC if N == 1536 else SPEC[:1]:
+            show(f"spec fwd {v}", lambda: run_spec(x, q, routing, k, False, *v), true_y)
+        for v in SPEC if N == 1536 else SPEC[:1]:
+            show(f"spec dX {v}", lambda: run_spec(dy, q, r1, 1, True, *v), true_dx)
         del q, w, x, dy, wt, true_y, true_dx
         torch.cuda.empty_cache()
 
