@@ -330,8 +330,9 @@ def _run_matmul(
     m = y.numel() // n
     parts = (packed, absmax, code, nested_absmax, nested_code, nested_offset)
     properties = runtime.properties(x.device)
-    for_tensor_cores = 1 < m <= kernels.MAX_PACKED_M and n >= kernels.PACKED_ROWS * properties.num_sms
-    if for_tensor_cores and _run_packed(y.view(m, n), x.reshape(m, k), parts, experts, expert, shape, block_size):
+    if kernels.for_tensor_cores(m, n, k, block_size, properties) and _run_packed(
+        y.view(m, n), x.reshape(m, k), parts, experts, expert, shape, block_size
+    ):
         return
     if m > kernels.MAX_MATMUL_M or k % 8 or packed.data_ptr() % 4 or k == 0 or num_experts == 0:
         w = x.new_empty((1, n, k))
