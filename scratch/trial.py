@@ -199,6 +199,18 @@ def part_right():
                 x = torch.randn(M, K, device=DEV).bfloat16()
                 show(f"right {N, K, bs, double, M} {v}", lambda: run_ring(x, q, *v), x.double() @ w.double().t())
 
+from kernelbook.nf4 import kernels as nk
+from kernelbook.packed import products
+def as_it_was(x, q, expert):
+    kept, nk.PACKED_ELEMENTS = nk.PACKED_ELEMENTS, 0
+    few, products.FEW_TOKENS = products.FEW_TOKENS, 0
+    products.plan.cache_clear()
+    try:
+        return kb.nf4_matmul(x, q, expert)
+    finally:
+        nk.PACKED_ELEMENTS, products.FEW_TOKENS = kept, few
+        products.plan.cache_clear()
+
 def part_ring():
     for N, K in ((14336, 4096), (4096, 14336), (1024, 2048), (4096, 4096), (28672, 4096)):
         if mode == "compile" and N != 14336: continue
@@ -216,6 +228,7 @@ def part_ring():
             print(f"--- ring {N}x{K} tokens {M}", flush=True)
             show("dense", lambda: x @ w.t(), truth)
             show("nf4_matmul as it is", lambda: kb.nf4_matmul(x, q, expert), truth)
+            show("nf4_matmul as it was", lambda: as_it_was(x, q, expert), truth)
             for v in R4 if M <= 4 else R8 if M == 8 else R16 if M == 16 else R32 if M == 32 else []:
                 show(f"ring {v}", lambda: run_ring(x, q, *v), truth)
             for v in T4[3:4] if M <= 4 else T8[3:5] if M == 8 else T16[1:2] if M == 16 else []:
