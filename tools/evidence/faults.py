@@ -139,6 +139,7 @@ def _of_call(node: ast.Call, stored: bool) -> Iterator[tuple[str, ast.AST]]:
         if (
             isinstance(test, ast.Compare)
             and type(test.ops[0]) in _OPPOSITE
+            and "tl.int32" not in ast.unparse(test)  # no NaN there
             and isinstance(test.comparators[0], ast.Constant)
         ):
             other = copy.deepcopy(node)

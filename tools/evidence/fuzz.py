@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -540,11 +541,14 @@ class WrongResultError(Exception):
     """A result that is not correct."""
 
 
-def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any]:
-    """-> how many examples ran, the worst ratio and where, and what failed first, shrunk."""
+def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: float, save: Callable[[], None]) -> None:
+    """Tells how many examples ran, the worst ratio and where, and what failed first, shrunk."""
     strategies, function = TARGETS[name]
-    told: dict[str, Any] = {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
-    last: dict[str, Any] = {}
+    told |= {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
+
+    def wrong(text: str, error: str) -> WrongResultError:
+        told["failure"] = f"{name}({text}): {error}"  # the last is the smallest
+        return WrongResultError(text)
 
     @hypothesis.settings(
         max_examples=examples, database=None, deadline=None, print_blob=False, suppress_health_check=list(hypothesis.HealthCheck),
@@ -563,31 +567,23 @@ def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any
             except check.CheckError as error:
                 if "nothing to compare with" in str(error):
                     return
-                last.update(text=text, error=str(error))
-                raise WrongResultError(text) from error
+                raise wrong(text, str(error)) from error
             except Exception as error:
-                last.update(
-                    text=text,
-                    error=f"{type(error).__name__}: {error}"[:400]
-                    + "".join(traceback.format_tb(error.__traceback__)[-2:]),
-                )
-                raise WrongResultError(text) from error
+                trace = "".join(traceback.format_tb(error.__traceback__)[-2:])
+                raise wrong(text, f"{type(error).__name__}: {error}"[:400] + trace) from error
         told["examples"] += 1
+        save()
         for verdict in verdicts:
             if not verdict.passed:
-                last.update(text=text, error=str(verdict))
-                raise WrongResultError(text)
+                raise wrong(text, str(verdict))
             told["element"] = max(told["element"], verdict.element)
             if verdict.ratio > told["worst"]:
                 told["worst"], told["where"] = verdict.ratio, f"{verdict.name}: {text}"
 
     try:
         run()
-    except WrongResultError:
-        told["failure"] = f"{name}({last['text']}): {last['error']}"
-    except hypothesis.errors.HypothesisException as error:
-        told["failure"] = f"{name}: {type(error).__name__}: {last.get('text', '')}: {last.get('error', '')}"
-    return told
+    except (WrongResultError, hypothesis.errors.HypothesisException) as error:
+        told["failure"] = told["failure"] or f"{name}: {type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -601,9 +597,37 @@ def watched() -> Iterator[None]:
 def _work(jobs: list[tuple[str, int, int]], until: float, out: Path) -> None:
     torch.set_num_threads(1)
     results: dict[str, list[dict[str, Any]]] = {}
+    saved = time.monotonic()
+
+    def save(after: float = 3.0) -> None:
+        """A process may be stopped at any time; what it saw counts."""
+        nonlocal saved
+        if time.monotonic() - saved >= after:
+            out.with_suffix(".part").write_text(json.dumps(results))
+            out.with_suffix(".part").replace(out)
+            saved = time.monotonic()
+
     for name, examples, seed in jobs:
-        results.setdefault(name, []).append(campaign(name, examples, seed, until))
-        out.write_text(json.dumps(results))
+        told: dict[str, Any] = {}
+        results.setdefault(name, []).append(told)
+        campaign(told, name, examples, seed, until, save)
+        save(after=0.0)
+
+
+def summed_up(folder: Path) -> dict[str, dict[str, Any]]:
+    """What all processes saw, by function."""
+    summary: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.json")):
+        for name, parts in json.loads(path.read_text()).items():
+            s = summary.setdefault(name, {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []})
+            for part in parts:
+                s["examples"] += part["examples"]
+                s["element"] = max(s["element"], part["element"])
+                if part["worst"] > s["worst"]:
+                    s["worst"], s["where"] = part["worst"], part["where"]
+                if part["failure"]:
+                    s["failures"].append(part["failure"])
+    return summary
 
 
 def main() -> None:
@@ -621,7 +645,7 @@ def main() -> None:
     until, folder = time.monotonic() + args.seconds, args.out.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     # Small campaigns, dealt out: each begins with the simplest examples anew, so they are not too small.
-    each = max(10, min(100, args.examples // (len(args.only) * args.processes)))
+    each = max(10, min(50, args.examples // (len(args.only) * args.processes)))
     jobs = [
         (name, each, args.seed + i) for i in range(-(-args.examples // (each * len(args.only)))) for name in args.only
     ]
@@ -639,29 +663,21 @@ def main() -> None:
                 sys.stdout.flush()
                 os._exit(code)
         pids.append(pid)
-    ended = []
+    ended, saved = [], time.monotonic()
     for pid in pids:
         # Who is still compiling or shrinking then is stopped; the campaigns that it finished count.
         while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < until + 3:
             time.sleep(0.05)
+            if time.monotonic() - saved > 5:
+                args.out.write_text(json.dumps(summed_up(folder), indent=1))
+                saved = time.monotonic()
         if found == (0, 0):
             os.kill(pid, signal.SIGKILL)
             found = os.waitpid(pid, 0)
         ended.append(found[1] not in (0, signal.SIGKILL))
-    summary: dict[str, dict[str, Any]] = {}
-    for path in folder.glob("*.json"):
-        for name, parts in json.loads(path.read_text()).items():
-            s = summary.setdefault(name, {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []})
-            for part in parts:
-                s["examples"] += part["examples"]
-                s["element"] = max(s["element"], part["element"])
-                if part["worst"] > s["worst"]:
-                    s["worst"], s["where"] = part["worst"], part["where"]
-                if part["failure"]:
-                    s["failures"].append(part["failure"])
-        path.unlink()
-    folder.rmdir()
+    summary = summed_up(folder)
     args.out.write_text(json.dumps(summary, indent=1))
+    shutil.rmtree(folder)
     total = sum(s["examples"] for s in summary.values())
     print(
         f"{total} examples, {sum(len(s['failures']) for s in summary.values())} failures, {sum(map(bool, ended))} processes ended badly"

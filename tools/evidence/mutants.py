@@ -7,7 +7,8 @@ Each fault is planted in a copy of the package, in a process of its own: forked 
 and pytest, but not yet kernelbook. First every test is run without a fault, to see which kernels it launches and how long it
 takes. A fault is then shown only to tests that reach its function, the fast ones first, until one fails.
 
-    killed      a test failed, or the kernel never ended
+    killed      a test failed
+    timed out   no test failed, but they did not end in their time, four times what they take without a fault. Counted apart
     stillborn   the changed kernel is no program: it does not compile. Not counted
     survived    all tests that ran passed
     untested    no test reaches the function here: the interpreter has no Gluon
@@ -52,6 +53,7 @@ COLUMNS = (
     "why",
     "seconds",
 )
+DECIDED = ("killed", "timed out", "stillborn")
 EQUIVALENT = ROOT / "book" / "evidence" / "equivalent.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
@@ -153,7 +155,7 @@ def _child(tree: Path, work: Path, tests: Sequence[str], longest: float) -> None
     assert Path(kernelbook.__file__).is_relative_to(tree), kernelbook.__file__
     mend_interpreter()
     plugin = Plugin(longest)
-    arguments = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", f"--basetemp={work / 'tmp'}"]
+    arguments = ["-q", "-m", "", "-p", "no:cacheprovider", "--tb=line", f"--basetemp={work / 'tmp'}"]
     if longest:
         signal.signal(signal.SIGALRM, _too_slow)
         plugin.watch_launches()
@@ -294,7 +296,7 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
         if time.monotonic() - began > seconds:
             print(f"  {shares - i} of {shares} shares of the tests were left out: no time", flush=True)
             break
-        workers.start(shuffled[i::shares], done, longest=longest, limit=60.0)
+        workers.start(shuffled[i::shares], done, longest=longest, limit=30.0 + 3 * longest)
     workers.wait_for_all()
     for name, kind, message in broken:
         known.pop(name, None)
@@ -307,12 +309,14 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
 # --- the campaign ---------------------------------------------------------------------------------------------------
 
 
-def read_results(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """By name, function's digest and place."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(row["name"], row["function_digest"], row["where"]): row for row in csv.DictReader(file)}
+def read_results(*paths: Path) -> dict[tuple[str, str, str], dict[str, str]]:
+    """By name, function's digest and place; of several files, the last that has a row."""
+    results = {}
+    for path in paths:
+        if path.exists():
+            with path.open(newline="") as file:
+                results |= {(row["name"], row["function_digest"], row["where"]): row for row in csv.DictReader(file)}
+    return results
 
 
 def read_equivalent() -> dict[str, str]:
@@ -342,7 +346,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="no fault is planted after so many")
     parser.add_argument("--each", type=int, default=10**6, help="at most so many faults a room")
     parser.add_argument(
-        "--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one"
+        "--tests-seconds",
+        type=float,
+        nargs="+",
+        default=[4.0, 60.0],
+        help="of tests shown to one fault, by their time without one: at first, then to those that survived",
+    )
+    parser.add_argument(
+        "--longest", type=float, default=6.0, help="seconds of a test; slower ones are shown to no fault"
     )
     parser.add_argument("--results", type=Path, default=ROOT / "book" / "evidence" / "mutants.csv")
     parser.add_argument("--quick", type=Path, help="a file of --baseline: only a quick choice of its tests")
@@ -350,11 +361,14 @@ def main() -> None:
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")
     parser.add_argument(
-        "--survivors", action="store_true", help="only what survived, was untested or not tried elsewhere"
+        "--merge", type=Path, nargs="*", default=[], help="adds what these files know, and tries nothing"
     )
+    parser.add_argument("--elsewhere", action="store_true", help="only what survived or was untested elsewhere")
+    parser.add_argument("--again", action="store_true", help="what survived here is tried again: there are new tests")
     args = parser.parse_args()
     began = time.monotonic()
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", KERNELBOOK_PLANS="shipped")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer than most tests
     if args.where == "interpreter":
         os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     os.chdir(ROOT)
@@ -363,6 +377,7 @@ def main() -> None:
     # What every process needs is imported before they are forked. None of it may touch CUDA.
     import hypothesis  # noqa: F401
     import numpy  # noqa: F401
+    import pandas  # noqa: F401
     import pytest  # noqa: F401
     import torch
 
@@ -371,17 +386,25 @@ def main() -> None:
         args.where = "gpu" if torch.cuda.is_available() else "interpreter"
     os.environ["TRITON_INTERPRET"] = "1" if args.where == "interpreter" else "0"
     import torch._dynamo
-    import triton  # noqa: F401
+    import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
 
     faults = planting.faults(tuple(args.rooms))
     total = Counter(f.room for f in faults)
     digest = {file: digests(file) for file in {f.file for f in faults}}
-    results, equivalent = read_results(args.results), read_equivalent()
+    results, equivalent = read_results(args.results, *args.merge), read_equivalent()
+    for known, row in list(results.items()):
+        if row["file"] in digest and digest[row["file"]].get(row["name"].split(":")[0]) != row["function_digest"]:
+            del results[known]  # the function is another now
+    if args.merge:
+        write(args.results, results)
+        report(results, total, equivalent)
+        return
     key = lambda f: (f.name, digest[f.file][f.function], args.where)  # noqa: E731
-    decided = {(name, d) for (name, d, _), row in results.items() if row["verdict"] in ("killed", "stillborn")}
-    todo = [f for f in chosen(faults, args.each) if key(f) not in results and key(f)[:2] not in decided]
-    if args.survivors:
-        seen = {(name, d) for name, d, _ in results}
+    decided = {k[:2] for k, row in results.items() if row["verdict"] in DECIDED}
+    tried = set() if args.again else results.keys()
+    todo = [f for f in chosen(faults, args.each) if key(f) not in tried and key(f)[:2] not in decided]
+    if args.elsewhere:
+        seen = {k[:2] for k in results}
         todo = [f for f in todo if key(f)[:2] in seen]
     todo = [f for f in todo if f.name not in equivalent]
     if args.only:
@@ -392,9 +415,7 @@ def main() -> None:
         if args.baseline and args.baseline.exists():
             tests = json.loads(args.baseline.read_text())
         else:
-            tests = baseline(
-                collect(args.rooms, workers, args.files), workers, args.seconds / 2, args.tests_seconds / 3
-            )
+            tests = baseline(collect(args.rooms, workers, args.files), workers, args.seconds / 2, args.longest)
             if args.baseline:
                 args.baseline.write_text(json.dumps(tests))
         inside = planting.reachable()
@@ -408,18 +429,18 @@ def main() -> None:
         )
         args.results.parent.mkdir(parents=True, exist_ok=True)
 
-        def finished(fault: Fault, shown: int) -> Callable[[dict[str, Any] | None, float], None]:
+        def finished(fault: Fault, shown: Sequence[str], before: int) -> Callable[[dict[str, Any] | None, float], None]:
             def done(result: dict[str, Any] | None, seconds: float) -> None:
                 by = why = ""
                 if result is None:
-                    verdict, why = "killed", "never ended"
+                    verdict, why = "timed out", f"after {seconds:.0f} s"
                 elif result["failed"]:
                     by, kind, message = result["failed"][0]
                     no_program = any(k in kind for k in NO_PROGRAM) and kind.split(" < ")[-1] in CAUSES
                     verdict = "stillborn" if no_program else "killed"
                     why = f"{kind}: {message}".replace("\n", " ")[:160]
                 elif result["code"] == 0:
-                    verdict, why = "survived", f"{shown} tests"
+                    verdict, why = "survived", f"{before + len(shown)} tests"
                 else:
                     verdict, why = "killed", f"ended with {result['code']}"
                 record(fault, verdict, by, why, seconds)
@@ -433,41 +454,54 @@ def main() -> None:
             )  # fmt: skip
             results[key(fault)] = dict(zip(COLUMNS, map(str, row), strict=True))
 
-        for fault in todo:
-            if time.monotonic() - began > args.seconds:
-                break
-            shown, spent = [], 0.0
-            for name in reaching[fault.function]:
-                spent += tests[name]["seconds"]
-                if spent > args.tests_seconds and shown:
+        # First a few tests for each fault, the fast ones; then for what survived them the slower ones too.
+        before: dict[str, int] = defaultdict(int)
+        written = time.monotonic()
+        for budget in args.tests_seconds:
+            for fault in todo:
+                if time.monotonic() - began > args.seconds:
                     break
-                shown.append(name)
-            if not shown:
-                record(fault, "untested", "", "", 0.0)
-                continue
-            workers.start(shown, finished(fault, len(shown)), fault, limit=20 + 5 * min(spent, 2 * args.tests_seconds))
-            if len(results) % 20 == 0:
-                write(args.results, results)  # what is known so far
-        workers.wait_for_all()
+                if before[fault.name] and results.get(key(fault), {}).get("verdict") != "survived":
+                    continue
+                names, shown, spent = reaching[fault.function], [], 0.0
+                for i, name in enumerate(names):
+                    spent += tests[name]["seconds"]
+                    if spent > budget and i:
+                        break
+                    if i >= before[fault.name]:
+                        shown.append(name)
+                if not names:
+                    record(fault, "untested", "", "", 0.0)
+                if not shown:
+                    continue
+                limit = 15 + 4 * sum(tests[name]["seconds"] for name in shown)
+                workers.start(shown, finished(fault, shown, before[fault.name]), fault, limit=limit)
+                before[fault.name] += len(shown)
+                if time.monotonic() - written > 5:
+                    write(args.results, results)  # what is known so far
+                    written = time.monotonic()
+            workers.wait_for_all()
         write(args.results, results)
-    report(results, total, equivalent, args.where)
+    report(results, total, equivalent)
     print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 
 def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> None:
-    with path.open("w", newline="") as file:
+    partly = path.with_suffix(".part")
+    with partly.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(
             sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"]))
         )
+    partly.replace(path)
 
 
 def verdicts(
     results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]
 ) -> Iterator[tuple[dict[str, str], str]]:
     """Each fault once: killed anywhere is killed."""
-    ranks = ("killed", "stillborn", "equivalent", "survived", "untested")
+    ranks = ("killed", "stillborn", "timed out", "equivalent", "survived", "untested")
     best: dict[str, tuple[dict[str, str], str]] = {}
     for row in results.values():
         verdict = row["verdict"]
@@ -479,14 +513,14 @@ def verdicts(
 
 
 def report(
-    results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str], where: str
+    results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str]
 ) -> None:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for row, verdict in verdicts(results, equivalent):
         counts[row["room"]][verdict] += 1
     for room, c in counts.items():
-        counted = c["killed"] + c["survived"]
-        rate = f"{100 * c['killed'] / counted:.1f}%" if counted else "-"
+        counted = c["killed"] + c["timed out"] + c["survived"]
+        rate = f"{100 * (counted - c['survived']) / counted:.1f}%" if counted else "-"
         print(f"{room:14} {rate:>6} killed; {dict(c)} of {total[room]}")
     for row, verdict in verdicts(results, equivalent):
         if verdict == "survived":
