@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -544,7 +545,8 @@ class WrongResultError(Exception):
 def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: float, save: Callable[[], None]) -> None:
     """Tells how many examples ran, the worst ratio and where, and what failed first, shrunk."""
     strategies, function = TARGETS[name]
-    told |= {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
+    told |= {"examples": 0, "shapes": [], "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
+    shapes: set[int] = set()
 
     def wrong(text: str, error: str) -> WrongResultError:
         told["failure"] = f"{name}({text}): {error}"  # the last is the smallest
@@ -572,6 +574,10 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
                 trace = "".join(traceback.format_tb(error.__traceback__)[-2:])
                 raise wrong(text, f"{type(error).__name__}: {error}"[:400] + trace) from error
         told["examples"] += 1
+        sizes = [v for k, v in drawn.items() if type(v) is int and k not in ("wants", "biases")]
+        if (number := zlib.crc32(str((drawn["dtype"], sizes)).encode())) not in shapes:
+            shapes.add(number)
+            told["shapes"].append(number)
         save()
         for verdict in verdicts:
             if not verdict.passed:
@@ -615,13 +621,18 @@ def _work(jobs: list[tuple[str, int, int]], until: float, out: Path) -> None:
 
 
 def summed_up(folder: Path) -> dict[str, dict[str, Any]]:
-    """What all processes saw, by function."""
+    """What all processes saw, by function. ``shapes`` counts the sizes and dtypes that differ."""
     summary: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, set[int]] = defaultdict(set)
     for path in sorted(folder.glob("*.json")):
         for name, parts in json.loads(path.read_text()).items():
-            s = summary.setdefault(name, {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []})
+            s = summary.setdefault(
+                name, {"examples": 0, "shapes": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []}
+            )
             for part in parts:
                 s["examples"] += part["examples"]
+                shapes[name] |= set(part["shapes"])
+                s["shapes"] = len(shapes[name])
                 s["element"] = max(s["element"], part["element"])
                 if part["worst"] > s["worst"]:
                     s["worst"], s["where"] = part["worst"], part["where"]
