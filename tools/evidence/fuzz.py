@@ -479,6 +479,39 @@ def moe_lora(
     )  # fmt: skip
 
 
+@target(
+    tokens=sizes(257, zero=True), experts=st.sampled_from((1, 4, 7)), slots=st.integers(1, 3), k=st.sampled_from((1, 2, 3, 4, 8)), n=sizes(257), rank=st.sampled_from((0, 1, 8, 16)),
+    format=st.sampled_from(("32", "64", "128 double", "mxfp4", "nvfp4")), gates=st.booleans(), bias=st.booleans(),
+    strategy=st.sampled_from(("auto", "fused", "split")), skipped=st.sampled_from((0.0, 0.3)),
+)  # fmt: skip
+def packed_experts(
+    tokens: int, experts: int, slots: int, k: int, n: int, rank: int, format: str, gates: bool, bias: bool, strategy: str, skipped: float,
+    dtype: torch.dtype, layout: str, scale: float, wants: int,
+) -> Verdicts:  # fmt: skip
+    """Weights in 4 bits, of NF4 and FP4."""
+    k, slots = 64 * k, min(slots, experts)
+    dense = rand(experts, n, k, dtype=torch.float32, scale=k**-0.5)
+    if "fp4" in format:
+        q = kb.fp4_quantize(dense, format=format)
+    else:
+        q = kb.nf4_quantize(dense, block_size=int(format.split()[0]), double_quant="double" in format)
+    w = kb.nf4_dequantize(q, dtype=dtype).transpose(1, 2)
+    chosen = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
+    chosen = chosen.masked_fill(torch.rand(chosen.shape, device=chosen.device) < skipped, experts)
+    inputs: dict[str, Any] = {"x": rand(tokens, k, dtype=dtype, layout=layout, scale=scale)}
+    inputs["lora_a"] = rand(experts, rank, k, dtype=dtype, layout=layout, scale=k**-0.5) if rank else None
+    inputs["lora_b"] = rand(experts, n, rank, dtype=dtype, layout=layout) if rank else None
+    if bias:
+        inputs["bias"] = rand(experts, n, dtype=dtype)
+    if gates:
+        inputs["gates"] = torch.rand(chosen.shape, device=chosen.device).to(dtype)
+    return check.check_op(
+        functools.partial(kb.moe_lora, w=q, routing=kb.route(chosen, experts), strategy=strategy, scaling=0.5),
+        lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=chosen, scaling=0.5, **t),
+        inputs, grads=wanted(inputs, wants), require=False,
+    )  # fmt: skip
+
+
 # --- modules, with and without autocast -----------------------------------------------------------------------------
 
 
