@@ -50,6 +50,7 @@ compiled: $(ENVIRONMENT)
 evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/faults.py
 	$(PY) tools/evidence/error_rule.py
+	$(PY) tools/evidence/fused_attention.py
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
 
