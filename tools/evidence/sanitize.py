@@ -51,7 +51,7 @@ def summary(tool: str, logs: list[str], ended: bool) -> dict[str, Any]:
         bool(found)
         and ended
         and not died
-        and (all(f.startswith("0 ") for f in found) or tool == "initcheck" and not reports)
+        and (all(f.startswith("0 ") for f in found) or (tool == "initcheck" and not reports))
     )
     return {
         "tool": tool,
