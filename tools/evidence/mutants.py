@@ -329,6 +329,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=15.0, help="seconds that are added to the tests' own")
     parser.add_argument("--files", nargs="*", default=[], help="files in tests/ (default: those of the rooms)")
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
+    parser.add_argument("--slice", default="0/1", help="K/N: every N-th fault from the K-th on, for several machines")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")
     parser.add_argument(
         "--merge", type=Path, nargs="*", default=[], help="adds what these files know, and tries nothing"
@@ -395,7 +396,9 @@ class Campaign:
             seen = {k[:2] for k in self.results}
             todo = [f for f in todo if self.key(f)[:2] in seen]
         todo = [f for f in todo if f.name not in self.equivalent]
-        self.todo = [f for f in todo if any(part in f"{f.name} {f.kind} {f.statement}" for part in args.only or [""])]
+        todo = [f for f in todo if any(part in f"{f.name} {f.kind} {f.statement}" for part in args.only or [""])]
+        share, shares = map(int, args.slice.split("/"))
+        self.todo = todo[share::shares]
 
     def key(self, fault: Fault) -> tuple[str, str, str]:
         return fault.name, self.digest[fault.file][fault.function], self.args.where
