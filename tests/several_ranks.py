@@ -39,6 +39,7 @@ from kernelbook.distributed import (
     reduce_active_rows,
     save_adapter,
 )
+from kernelbook.distributed import expert_parallel as expert_parallel_module
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.bench_moe_block import block_reference
 from kernelbook.nn.moe import LoRAPair, quantize_parameter
@@ -140,10 +141,16 @@ def expert_parallel_four_bits(folder: Path) -> None:
 
 
 def expert_parallel_without_waiting(folder: Path) -> None:
-    """Every token to every rank; experts that do not divide evenly, some ranks without any, all tokens to one expert."""
-    for experts in (5, 2):
-        _expert_parallel(experts, "mean", lora=False, waits=False)
-    _expert_parallel(4, "sum", nf4=True, all_to=1, waits=False)
+    """Ranks that share memory, and every token to every rank where they don't; experts that do not divide evenly, some ranks
+    without any, all tokens to one expert."""
+    shared = expert_parallel_module.windows_of
+    assert shared(dist.group.WORLD, DEVICE) is not None  # type: ignore[arg-type]
+    for windows_of in (shared, lambda *_: None):
+        expert_parallel_module.windows_of = windows_of  # type: ignore[assignment]
+        for experts in (5, 2):
+            _expert_parallel(experts, "mean", lora=False, waits=False)
+        _expert_parallel(4, "sum", nf4=True, all_to=1, waits=False)
+    expert_parallel_module.windows_of = shared
 
 
 def in_a_graph(folder: Path) -> None:

@@ -7,7 +7,7 @@ calls, as a training loop has them, unless a provider ends in ``graph``: that is
 - ``all_to_all``, ``all_reduce``, ``all_gather``, ``reduce_scatter``: PyTorch's collectives, ``x`` MiB a rank puts in or gets
   out, whichever is more; ``gbytes`` are those that it sends. They are the constants of the chapter's cost model.
 - ``expert_parallel``: a layer's experts with LoRA, forward and backward, at the sizes of models, ``x`` tokens on each GPU.
-  ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``all`` is ``ExpertParallel(waits=False)``.
+  ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``shared`` is ``ExpertParallel(waits=False)``.
   ``grouped_mm`` is transformers' all-to-all, with its experts and PEFT's pairs. ``gbytes`` are those that a rank sends in a
   step, ``peak_mib`` what a step needs beyond the weights.
 - ``expert_weights``: ``peak_mib`` is what a rank keeps of frozen experts.
@@ -319,12 +319,10 @@ class _Model:
         lora = rank * (2 * hidden + 3 * inner)
         return (4 * (3 * hidden * inner + lora) + 2 * lora) * count * slots / 1e9
 
-    def sent(self, count: int, everywhere: bool) -> float:
+    def sent(self, count: int) -> float:
         """GB of rows that leave this rank, there or back, for ``count`` tokens."""
         experts, hidden, _, _ = self.sizes
         ranks, own = self.mesh.size(), self.mesh.get_local_rank()
-        if everywhere:
-            return count * (ranks - 1) * hidden * 2 / 1e9
         goes = _tokens(count, self.sizes)[1] // -(-experts // ranks)
         visits = torch.zeros(count, ranks, device=goes.device).scatter_(1, goes, 1).sum(0)
         return float(visits.sum() - visits[own]) * hidden * 2 / 1e9
@@ -359,16 +357,16 @@ def _counts(tokens: Sequence[int], strong: int) -> list[int]:
 def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Iterator[Row]:
     provider, joint = ("kernelbook", ":") if kind == "nf4" else ("kernelbook:dense", "_")
     layer, ranks = _experts(model.sizes, kind, bench_moe_block.RANK), model.mesh.size()
-    ratios = {"": math.nan, "all": math.nan}
+    ratios = {"": math.nan, "shared": math.nan}
     if ranks > 1:
         whole = _experts(model.sizes, kind, bench_moe_block.RANK)
         ExpertParallel(gradients="sum")._apply(layer, model.mesh)
         waiting: Any = layer._expert_parallel
-        ways = {"": waiting, "all": waiting._replace(waits=False)}
+        ways = {"": waiting, "shared": waiting._replace(waits=False)}
         ratios = _error_ratios(whole, layer, ways, model.sizes)
         del whole
     yield _row("expert_weights", "forward", provider, torch.bfloat16, model.shape, ("T", 0), peak_mib=_kept_mib(layer))
-    for count, way, graph in itertools.product(counts, ("", "all"), (False, True)):
+    for count, way, graph in itertools.product(counts, ("", "shared"), (False, True)):
         if (ranks == 1 and way) or (graph and (not _on_gpu() or (ranks > 1 and not way))):
             continue
         if ranks > 1:
@@ -380,7 +378,7 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
             "err_ratio": ratios[way],
         }
         if ranks > 1:
-            found["gbytes"] = 4 * model.sent(count, bool(way))
+            found["gbytes"] = 4 * model.sent(count)
         call = _captured(call) if graph else call
         found |= {"timing": _measure(call, CALLS, samples), "host_us": _host_us(call)}
         variant = "graph" if graph else way
@@ -425,7 +423,7 @@ def _exchanges(model: _Model, counts: Sequence[int], samples: int) -> Iterator[R
                     found = _measure(call, CALLS, samples)
                 yield _row(
                     "exchange", "forward", provider, x.dtype, f"E={experts} H={hidden} k={slots}", ("T", count), timing=found,
-                    gbytes=2 * model.sent(count, False),
+                    gbytes=2 * model.sent(count),
                 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from kernelbook import arguments
 from kernelbook.distributed.exchange import exchange, exchange_all
 from kernelbook.distributed.packed import ExpertBytes, by_expert
+from kernelbook.distributed.windows import exchange_shared, windows_of
 from kernelbook.nn.moe import GatedExperts, LoRAPair
 
 __all__ = ["ExpertParallel"]
@@ -63,9 +64,10 @@ class ExpertParallel(ParallelStyle):
             belong to the mean of the ranks' losses, as ``fully_shard`` and DDP have it for all other parameters.
             ``"sum"``: to the sum of the losses, as autograd has it.
         waits: a token travels to the ranks that have experts for it, in buffers of just the size that is needed, for which the
-            host waits once in each forward pass. ``False``: every token travels to every rank, see
-            ``exchange.exchange_all``. The host never waits, and a CUDA graph can hold the layer;
-            buffers are as many times larger as there are ranks. For few ranks, all with the same number of tokens.
+            host waits once in each forward pass. ``False``: the host never waits, and a CUDA graph can hold the layer;
+            buffers have space for whatever a router may say, as many times more as there are ranks. For few ranks, all with
+            the same number of tokens. Where they can write to each other's memory (the GPUs of one machine) tokens travel as
+            before, see ``windows.exchange_shared``; elsewhere to every rank, see ``exchange.exchange_all``.
 
     Raises:
         TypeError: the module is no experts module of ours or of transformers.
@@ -180,14 +182,12 @@ def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor,
             return 0 * rows + sum(p.sum() for p in module.parameters() if p.requires_grad)
         return type(module).forward(module, rows, ids, weights)
 
+    given = [part.reshape(-1, part.shape[-1]) for part in (hidden_states, expert_ids, gates)]
+    sizes, group = {"num_experts": share.num_experts, "share": share.size}, share.mesh.get_group()
+    windows = None if share.waits else windows_of(group, hidden_states.device)
     with _on_own_experts(module, share):
-        out = (exchange if share.waits else exchange_all)(
-            experts,
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            expert_ids.reshape(-1, expert_ids.shape[-1]),
-            gates.reshape(-1, gates.shape[-1]),
-            num_experts=share.num_experts,
-            share=share.size,
-            group=share.mesh.get_group(),
-        )
+        if windows is not None:
+            out = exchange_shared(experts, *given, **sizes, windows=windows)
+        else:
+            out = (exchange if share.waits else exchange_all)(experts, *given, **sizes, group=group)
     return out.view(hidden_states.shape)
