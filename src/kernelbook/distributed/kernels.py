@@ -225,6 +225,15 @@ def _put_kernel(
     if HAS_IDS:
         ids = tl.load(ids_ptr + token * k + offs_k, mask=mask_k, other=-1)
         gates = tl.load(gates_ptr + token * k + offs_k, mask=mask_k, other=0)
+        for rank in range(ranks):
+            place = tl.load(places_ptr + token * ranks + rank)
+            if place >= 0:
+                slot = (place + (own - rank) * capacity).to(tl.int64) * k + offs_k
+                local = ids - rank * share
+                mine = (local >= 0) & (local < share) & (ids < E)
+                window = tl.load(windows_ptr + rank)
+                tl.store(_at(window + at_ids, tl.int32) + slot, tl.where(mine, local, -1).to(tl.int32), mask=mask_k)
+                tl.store(_at(window + at_weights, gates_ptr.dtype.element_ty) + slot, gates, mask=mask_k)
     for start in range(0, H, BLOCK_H):
         offs_h = start + tl.arange(0, BLOCK_H)
         values = tl.load(x_ptr + token * H + offs_h, mask=offs_h < H, other=0)
@@ -234,18 +243,6 @@ def _put_kernel(
                 row = (place + (own - rank) * capacity).to(tl.int64)
                 window = tl.load(windows_ptr + rank)
                 tl.store(_at(window + at_rows, element) + row * H + offs_h, values, mask=offs_h < H)
-                if HAS_IDS:
-                    if start == 0:
-                        local = ids - rank * share
-                        mine = (local >= 0) & (local < share) & (ids < E)
-                        tl.store(
-                            _at(window + at_ids, tl.int32) + row * k + offs_k,
-                            tl.where(mine, local, -1).to(tl.int32),
-                            mask=mask_k,
-                        )
-                        tl.store(
-                            _at(window + at_weights, gates_ptr.dtype.element_ty) + row * k + offs_k, gates, mask=mask_k
-                        )
 
 
 @triton.jit(do_not_specialize=["capacity", "own"])
