@@ -193,7 +193,7 @@ def two_dimensions(folder: Path) -> None:
         torch.manual_seed(rank)
         layer = _layer(4, seed=rank, nf4=True)
         keep_equal(layer.router.parameters())  # over all four ranks
-        parallelize_module(layer, mesh["expert"], {"experts": ExpertParallel()})
+        parallelize_module(layer, mesh["expert"], {"experts": ExpertParallel(waits=wrap == "fsdp")})
         if wrap == "fsdp":
             fully_shard(layer.experts, mesh=mesh["data"])
         else:

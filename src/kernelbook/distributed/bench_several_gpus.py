@@ -5,13 +5,16 @@ writes ``several_gpus.csv``. Columns as everywhere; ``gpus`` says on how many. T
 calls, as a training loop has them, unless a provider ends in ``graph``: that is the replay of a CUDA graph.
 
 - ``all_to_all``, ``all_reduce``, ``all_gather``, ``reduce_scatter``: PyTorch's collectives, ``x`` MiB a rank puts in or gets
-  out, whichever is more; ``gbytes`` are those that it sends. They are the constants of the chapter's cost model.
+  out, whichever is more; ``gbytes`` are those that it sends.
+- ``put``: the same by the kernel that writes tokens into other GPUs' memory, and a barrier, in a graph. It gives the constants
+  of the chapter's cost model.
 - ``expert_parallel``: a layer's experts with LoRA, forward and backward, at the sizes of models, ``x`` tokens on each GPU.
   ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``shared`` is ``ExpertParallel(waits=False)``.
   ``grouped_mm`` is transformers' all-to-all, with its experts and PEFT's pairs. ``gbytes`` are those that a rank sends in a
   step, ``peak_mib`` what a step needs beyond the weights.
 - ``expert_weights``: ``peak_mib`` is what a rank keeps of frozen experts.
-- ``exchange``: tokens there and back with experts that do nothing; ``kernelbook:known`` is told the counts and does not wait.
+- ``exchange``: tokens there and back with experts that do nothing; ``kernelbook:known`` is told the counts and does not wait;
+  ``kernelbook:shared`` and ``kernelbook:graph`` write into each other's memory.
 - ``sharded_experts``: a stack of such layers, 4-bit under :func:`kernelbook.distributed.fully_shard`, and bfloat16 under
   PyTorch's (``fsdp2``); ``peak_mib`` with weights.
 - ``reduce_active_rows``: the gradient of a chunk-sparse layer, ``x`` its active share; ``dense`` is one all-reduce of all.
@@ -46,7 +49,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from kernelbook import check, runtime, timing
 from kernelbook.distributed import exchange as exchanging
-from kernelbook.distributed import gradients
+from kernelbook.distributed import gradients, windows
 from kernelbook.distributed.expert_parallel import ExpertParallel
 from kernelbook.distributed.sharding import fully_shard
 from kernelbook.nn import GatedExperts, SparseLinear, bench_moe_block, moe
@@ -201,6 +204,31 @@ def _collectives(sizes: Sizes) -> Iterator[Row]:
             shape = f"bytes={large.nbytes}"
             yield _row(name, "forward", "nccl" if large.is_cuda else "gloo", large.dtype, shape, ("MiB", mib), timing=found,
                        gbytes=sent)  # fmt: skip
+
+
+def _puts(sizes: Sizes) -> Iterator[Row]:
+    ranks, hidden = dist.get_world_size(), 2048
+    for mib in sizes.mib if ranks > 1 else ():
+        found_windows = windows.windows_of(dist.group.WORLD, runtime.DEVICE)  # type: ignore[arg-type]
+        if found_windows is None:
+            return
+        tokens = max(int(mib * 2**20) // (2 * hidden * ranks), 1)
+        x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=runtime.DEVICE)
+        ids = torch.arange(ranks, dtype=torch.int32, device=runtime.DEVICE).expand(tokens, ranks)
+        way = windows._Way(found_windows, ids, ranks, 1)
+        layout = way.layout(x, x[:, :0])
+        way.places = ids * tokens + torch.arange(tokens, dtype=torch.int32, device=runtime.DEVICE)[:, None]
+
+        def put(way: Any = way, layout: Any = layout, x: torch.Tensor = x) -> None:
+            windows._put(way, layout, x, None)
+            way.windows.barrier()
+
+        call = _captured(put) if _on_gpu() else put
+        yield _row(
+            "put", "forward", "kernelbook", x.dtype, f"bytes={x.nbytes * ranks}", ("MiB", mib),
+            timing=_measure(call, 10, sizes.samples), gbytes=x.nbytes * (ranks - 1) / 1e9,
+        )  # fmt: skip
+        del call
 
 
 # --- the layer ------------------------------------------------------------------------------------------------------
@@ -425,6 +453,32 @@ def _exchanges(model: _Model, counts: Sequence[int], samples: int) -> Iterator[R
                     "exchange", "forward", provider, x.dtype, f"E={experts} H={hidden} k={slots}", ("T", count), timing=found,
                     gbytes=2 * model.sent(count),
                 )  # fmt: skip
+            yield from _exchanges_shared(model, x, ids, gates, samples)
+
+
+def _exchanges_shared(
+    model: _Model, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, samples: int
+) -> Iterator[Row]:
+    experts, hidden, _, slots = model.sizes
+    found_windows = windows.windows_of(model.mesh.get_group(), x.device)
+    if found_windows is None:
+        return
+
+    def call() -> torch.Tensor:
+        return windows.exchange_shared(
+            lambda rows, *_: rows, x, ids, gates, num_experts=experts, share=-(-experts // model.mesh.size()),
+            windows=found_windows,
+        )  # fmt: skip
+
+    for provider in ("kernelbook:shared", "kernelbook:graph"):
+        if provider.endswith("graph"):
+            if not _on_gpu():
+                continue
+            call = _captured(call)
+        yield _row(
+            "exchange", "forward", provider, x.dtype, f"E={experts} H={hidden} k={slots}", ("T", x.shape[0]),
+            timing=_measure(call, CALLS, samples), gbytes=2 * model.sent(x.shape[0]),
+        )  # fmt: skip
 
 
 class _Settled(torch.autograd.Function):
@@ -670,7 +724,7 @@ def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
     losses: dict[Any, list[float]] = {}
 
     def layers() -> Iterator[Row]:
-        for part in (_collectives, _layers, _sharded, _active_rows):
+        for part in (_collectives, _puts, _layers, _sharded, _active_rows):
             yield from part(sizes)
 
     return {

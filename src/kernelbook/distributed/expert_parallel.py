@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments
+from kernelbook import arguments, launching
 from kernelbook.distributed.exchange import exchange, exchange_all
 from kernelbook.distributed.packed import ExpertBytes, by_expert
 from kernelbook.distributed.windows import exchange_shared, windows_of
@@ -190,4 +190,4 @@ def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor,
             out = exchange_shared(experts, *given, **sizes, windows=windows)
         else:
             out = (exchange if share.waits else exchange_all)(experts, *given, **sizes, group=group)
-    return out.view(hidden_states.shape)
+    return out if hidden_states.ndim == 2 else launching.reshaped(out, *hidden_states.shape)
