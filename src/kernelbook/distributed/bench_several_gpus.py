@@ -470,14 +470,11 @@ def _exchanges_shared(
             windows=found_windows,
         )  # fmt: skip
 
-    for provider in ("kernelbook:shared", "kernelbook:graph"):
-        if provider.endswith("graph"):
-            if not _on_gpu():
-                continue
-            call = _captured(call)
+    for provider in ("kernelbook:shared", *(["kernelbook:graph"] if _on_gpu() else [])):
+        found = _measure(_captured(call) if provider.endswith("graph") else call, CALLS, samples)
         yield _row(
             "exchange", "forward", provider, x.dtype, f"E={experts} H={hidden} k={slots}", ("T", x.shape[0]),
-            timing=_measure(call, CALLS, samples), gbytes=2 * model.sent(x.shape[0]),
+            timing=found, gbytes=2 * model.sent(x.shape[0]),
         )  # fmt: skip
 
 

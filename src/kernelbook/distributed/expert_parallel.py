@@ -182,12 +182,13 @@ def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor,
             return 0 * rows + sum(p.sum() for p in module.parameters() if p.requires_grad)
         return type(module).forward(module, rows, ids, weights)
 
-    given = [part.reshape(-1, part.shape[-1]) for part in (hidden_states, expert_ids, gates)]
-    sizes, group = {"num_experts": share.num_experts, "share": share.size}, share.mesh.get_group()
-    windows = None if share.waits else windows_of(group, hidden_states.device)
+    x, ids, weights = (part.reshape(-1, part.shape[-1]) for part in (hidden_states, expert_ids, gates))
+    num_experts, size, group = share.num_experts, share.size, share.mesh.get_group()
+    windows = None if share.waits else windows_of(group, x.device)
     with _on_own_experts(module, share):
         if windows is not None:
-            out = exchange_shared(experts, *given, **sizes, windows=windows)
+            out = exchange_shared(experts, x, ids, weights, num_experts=num_experts, share=size, windows=windows)
         else:
-            out = (exchange if share.waits else exchange_all)(experts, *given, **sizes, group=group)
+            way = exchange if share.waits else exchange_all
+            out = way(experts, x, ids, weights, num_experts=num_experts, share=size, group=group)
     return out if hidden_states.ndim == 2 else launching.reshaped(out, *hidden_states.shape)

@@ -60,7 +60,8 @@ class Windows:
     captured graphs hold their addresses."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self.device = weakref.ref(group), device
+        self._group: Callable[[], Any] = weakref.ref(group)  # nobody's group lives longer for it
+        self.device = device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.size = 0
         self._before: list[Any] = []
@@ -91,7 +92,7 @@ class Windows:
         return [handle.get_buffer(r, (2 * self.size,), torch.uint8).data_ptr() for r in range(self.ranks)]
 
     def _on_cpus(self) -> list[int]:
-        group: Any = self._group()
+        group = self._group()
         names = [tempfile.mkdtemp(prefix="kernelbook-") if self.rank == 0 else ""]
         dist.broadcast_object_list(names, group=group, group_src=0)
         paths = [os.path.join(names[0], str(r)) for r in range(self.ranks)]
