@@ -38,9 +38,9 @@ from kernelbook.distributed import (
     keep_equal,
     reduce_active_rows,
     save_adapter,
+    windows,
 )
 from kernelbook.distributed import expert_parallel as expert_parallel_module
-from kernelbook.distributed import windows
 from kernelbook.distributed.exchange import exchange
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.bench_moe_block import block_reference
@@ -173,7 +173,7 @@ def windows_grow(folder: Path) -> None:
             both = (
                 exchange(lambda rows, _, w: factor * rows * w, x, ids, gates, **sizes, group=group),
                 windows.exchange_shared(
-                    lambda rows, local, w: factor * rows * (w * (local < own)).sum(1, keepdim=True), x, ids, gates, **sizes,
+                    lambda rows, local, w, own=own: factor * rows * (w * (local < own)).sum(1, keepdim=True), x, ids, gates, **sizes,
                     windows=found,
                 ),
             )  # fmt: skip
