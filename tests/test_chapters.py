@@ -1,7 +1,6 @@
 """What makes pages of notebooks: their ladders' programs, formulas, questions, executions that are kept."""
 
 import builtins
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,22 +10,14 @@ from typing import Any
 
 import nbformat
 import pytest
+from programs import program
 
 ROOT = Path(__file__).resolve().parents[1]
 WITH_STEPS = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if "record=RECORD_STEPS" in path.read_text()]
 
 
-def _tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_ladder_s_program_has_the_cells_that_it_needs() -> None:
-    tool = _tool("record_chapters")
+    tool = program("record_chapters")
     cells = [
         "import math\nsize = 3",
         "def area(r):\n    local = math.pi\n    return local * r * size",
@@ -40,15 +31,15 @@ def test_a_ladder_s_program_has_the_cells_that_it_needs() -> None:
 
 @pytest.mark.parametrize("name", WITH_STEPS)
 def test_a_ladder_s_program_is_complete(name: str) -> None:
-    tool = _tool("record_chapters")
-    program = tool.steps_program(ROOT / "notebooks" / f"{name}.ipynb")
-    assert program.count("RECORD_STEPS = True") == 1
-    binds, reads = tool.names(program)
+    tool = program("record_chapters")
+    source = tool.steps_program(ROOT / "notebooks" / f"{name}.ipynb")
+    assert source.count("RECORD_STEPS = True") == 1
+    binds, reads = tool.names(source)
     assert reads - binds <= set(dir(builtins))
 
 
 def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
-    tool = _tool("record_chapters")
+    tool = program("record_chapters")
     cell = {"cell_type": "code", "source": "time_steps(record=RECORD_STEPS)"}
     path = tmp_path / "chapter.ipynb"
     path.write_text(json.dumps({"cells": [cell]}))
@@ -57,7 +48,7 @@ def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
 
 
 def test_formulas() -> None:
-    mathml = _tool("formulas").mathml
+    mathml = program("formulas").mathml
     assert "<mtext>d</mtext><mi>Y</mi>" in mathml(r"\mathrm{d}Y", "inline")
     assert '<mtext class="tt">BLOCK_M</mtext>' in mathml(r"\mathtt{BLOCK\_M}", "block")
     two = mathml("\\begin{aligned}a &= b \\\\ c &= d\\end{aligned}", "block")
@@ -65,7 +56,7 @@ def test_formulas() -> None:
 
 
 def test_a_formula_that_is_not_understood_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = _tool("formulas")
+    tool = program("formulas")
     warnings: list[tuple[Any, ...]] = []
     monkeypatch.setattr(tool.LOGGER, "warning", lambda *args, **_: warnings.append(args))
     tool.mathml(r"\nosuchcommand x", "inline")
@@ -73,7 +64,7 @@ def test_a_formula_that_is_not_understood_is_a_warning(monkeypatch: pytest.Monke
 
 
 def test_a_step_shows_the_runs_of_lines_that_are_marked() -> None:
-    tool = _tool("pages")
+    tool = program("pages")
     source = "a = 1\nb = 2  # New:\nc = 3\nd = 4\ne = 5"
     assert tool.marked_runs(source, {2, 3, 5}) == [2, 3]
     assert tool.marked_runs("a\nb\nc", {1, 3}) == [1, 3]
@@ -90,7 +81,7 @@ def test_a_question_keeps_its_answer_folded(tmp_path: Path) -> None:
 
 
 def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = _tool("build_book")
+    tool = program("build_book")
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     monkeypatch.setattr(tool, "EXECUTED", tmp_path / "_build" / "executed")
     monkeypatch.setattr(tool, "DECIDING", ("src",))
