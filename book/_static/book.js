@@ -365,7 +365,7 @@
   /** Folds runs of lines that a step leaves as they were, and the tail of long listings. The text stays where it is, so that
       copying copies all of it. */
   function folds() {
-    for (const pre of document.querySelectorAll(".bd-article .highlight-python pre")) {
+    for (const pre of document.querySelectorAll(".bd-article :is(.highlight-python, .highlight-ipython3) pre")) {
       const lines = linesOf(pre);
       const changed = lines.map((nodes) => nodes.some((node) => node.classList && node.classList.contains("hll")));
       // What fits a screen is shown whole.
