@@ -1,14 +1,18 @@
 """What makes pages of notebooks: their ladders' programs, formulas, questions, executions that are kept."""
 
+import ast
 import builtins
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import pytest
 from programs import program
 
@@ -27,6 +31,9 @@ def test_a_ladder_s_program_has_the_cells_that_it_needs() -> None:
     ]
     assert tool.needed_cells(cells, 4) == [0, 1, 4]
     assert tool.needed_cells(cells, 3) == [0, 3]
+    cells += ["size = 4", "def wide(): return size", "size = wide()", "print(size)", "size = 5", "print(wide())"]
+    assert tool.needed_cells(cells, 8) == [5, 6, 7, 8]
+    assert tool.needed_cells(cells, 10) == [5, 6, 9, 10]
 
 
 @pytest.mark.parametrize("name", WITH_STEPS)
@@ -34,8 +41,8 @@ def test_a_ladder_s_program_is_complete(name: str) -> None:
     tool = program("record_chapters")
     source = tool.steps_program(ROOT / "notebooks" / f"{name}.ipynb")
     assert source.count("RECORD_STEPS = True") == 1
-    binds, reads = tool.names(source)
-    assert reads - binds <= set(dir(builtins))
+    binds, reads, later = tool.names(source)
+    assert (reads | later) - binds <= set(dir(builtins))
 
 
 def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
@@ -104,3 +111,37 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     tool.keep(tool.open_cache(), path, notebook, 1.0)
     (tmp_path / "src" / "a.py").write_text("2")
     assert not tool.is_kept(tool.open_cache(), path)
+
+
+def _kernels_of_steps(path: Path) -> str:
+    """The sources that ``time_steps`` ties a chapter's ladder to, read off the notebook."""
+    functions: dict[str, str] = {}
+    names: list[str] = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type != "code":
+            continue
+        lines = cell.source.splitlines(True)
+        for node in ast.parse(cell.source).body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                functions[node.name] = "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
+            elif isinstance(node, ast.Assign | ast.AugAssign) and isinstance(node.value, ast.Tuple):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if isinstance(target, ast.Name) and target.id == "step_kernels":
+                    names += [element.id for element in node.value.elts if isinstance(element, ast.Name)]
+    return "".join(functions[name].rstrip("\n") + "\n" for name in names)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_STEPS if name != "together"])  # whose steps are the package's
+def test_a_recorded_ladder_is_of_the_kernels_on_the_page(name: str) -> None:
+    sources = _kernels_of_steps(ROOT / "notebooks" / f"{name}.ipynb")
+    assert sources.count("@triton.jit") > 1
+    digest = hashlib.sha256(sources.encode()).hexdigest()[:8]
+    stem = re.search(
+        r'time_steps\(\s*"(\w+)"', program("record_chapters").steps_program(ROOT / "notebooks" / f"{name}.ipynb")
+    )
+    assert stem is not None
+    for path in (ROOT / "book" / "results").glob(f"*/{stem[1]}.csv"):
+        packages = set(pd.read_csv(path)["package"])
+        assert packages == {f"{stem[1]}+{digest}"}, (
+            f"{path.parent.name}: python tools/record_chapters.py --steps {name}"
+        )

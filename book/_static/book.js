@@ -438,7 +438,7 @@
           const size = part.to - part.from;
           if (part.kernel && (any(part.from, part.to) || (!step && part === kernels.at(-1)) || size < 5)) body(part);
           else if (part.kernel) fold(part.from, part.to, `of ${part.name}`);
-          else if (part.name && size >= 5 && !any(part.from, part.to)) fold(part.from, part.to, `of ${part.name}${launches(part) ? ", which launches it" : ""}`);
+          else if (part.name && size >= 6 && !any(part.from, part.to)) fold(part.from, part.to, `of ${part.name}${launches(part) ? ", which launches it" : ""}`);
           else if (!part.name && part === parts.at(-1) && size >= 4) fold(part.from, part.to, "that check it");
           else show(part.from, part.to);
         }
