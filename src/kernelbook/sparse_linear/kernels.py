@@ -574,7 +574,7 @@ PACK_CONFIG = triton.Config({"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}, num_wa
 PLACE_BLOCK_M = 128
 BLOCK_A = 256  # ids looked at in a step
 BLOCK_ZERO = 8192  # zeros written in a step
-ZERO_PIECE = 65536  # zeros that one program writes: about as long as a tile takes
+ZERO_PIECE = 262144  # zeros that one program writes: they take about as long as a tile
 ZERO_ROWS = 1024  # rows of Y whose zeros one program writes
 
 
