@@ -49,6 +49,15 @@ def _page_rows(
 
 
 @triton.jit
+def _listed(table_ptr, stride_tb, stride_tp, b, first, last, P, LISTED: tl.constexpr):
+    """The numbers of LISTED pages of sequence ``b`` from ``first`` on: -1 from ``last`` on, and of what is no page."""
+    offs_p = first + tl.arange(0, LISTED)
+    table_ptrs = table_ptr + b.to(tl.int64) * stride_tb + offs_p.to(tl.int64) * stride_tp
+    listed = tl.load(table_ptrs, mask=offs_p < last, other=-1)
+    return tl.where((listed >= 0) & (listed < P), listed, -1).to(tl.int32)
+
+
+@triton.jit
 def _decode_steps(
     acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D)
     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,
@@ -160,18 +169,21 @@ def _merged(
     if MERGED > 1:
         # The first shares are on their way while the logarithms of all are looked at.
         parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, D, ROWS, BLOCK_D, MERGED)
-        offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
-        every_lse = tl.load(
-            partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
-            mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
-        )  # (SHARES, ROWS)  # fmt: skip
+        every_lse = lse
+        if SHARES > MERGED:
+            offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
+            every_lse = tl.load(
+                partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
+                mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
+            )  # (SHARES, ROWS)  # fmt: skip
         m = tl.max(every_lse, axis=0)
         shift = tl.where(m == float("-inf"), 0.0, m)
         l = tl.sum(tl.math.exp2(every_lse - shift[None, :]), axis=0)
         acc = tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
-        for first in tl.range(MERGED, used, MERGED):
-            parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
-            acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+        if SHARES > MERGED:
+            for first in tl.range(MERGED, used, MERGED):
+                parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
+                acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
     else:
         offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         acc = tl.zeros((ROWS, BLOCK_D), ACC)
@@ -190,7 +202,7 @@ def _merged(
             m = m_new
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)
-    return acc / l[:, None], tl.where(seen, m + tl.math.log2(l), float("-inf"))
+    return acc * (1.0 / l)[:, None], tl.where(seen, m + tl.math.log2(l), float("-inf"))
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -211,13 +223,16 @@ def _flash_attention_decode_kernel(
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
     head, first_row = tile // blocks, tile % blocks * BLOCK_M
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
+    listed = 0
+    if WHOLE:
+        listed = _listed(table_ptr, stride_tb, stride_tp, b, 0, S // PAGE, P, LISTED)
     length = S
     if LENGTHS:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b.to(tl.int64) * stride_lb), 0), S).to(tl.int32)
@@ -245,14 +260,11 @@ def _flash_attention_decode_kernel(
         # Tiles of fewer than 64 rows lie across the warps, in which a row's sum is kept in parts.
         l = tl.zeros((BLOCK_M, BLOCK_N) if BLOCK_M < 64 else (BLOCK_M,), ACC)
         m = tl.full((BLOCK_M,), float("-inf"), ACC)
-        if PAGE:
+        if PAGE and not WHOLE:
             # A page's number loaded in the step that needs it would make the step wait for all copies that are under
             # way: numbers come LISTED at a time, and each step picks its own.
             for page in tl.range(low // PAGE, tl.cdiv(high, PAGE), LISTED, num_stages=1):
-                offs_p = page + tl.arange(0, LISTED)
-                table_ptrs = table_ptr + b.to(tl.int64) * stride_tb + offs_p.to(tl.int64) * stride_tp
-                listed = tl.load(table_ptrs, mask=offs_p * PAGE < high, other=-1)
-                listed = tl.where((listed >= 0) & (listed < P), listed, -1).to(tl.int32)
+                listed = _listed(table_ptr, stride_tb, stride_tp, b, page, tl.cdiv(high, PAGE), P, LISTED)
                 acc, l, m = _decode_steps(
                     acc, l, m, q,
                     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
@@ -264,22 +276,22 @@ def _flash_attention_decode_kernel(
             acc, l, m = _decode_steps(
                 acc, l, m, q,
                 k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-                b, h_kv, last_seen, 0, 0, low, high, window, scale,
+                b, h_kv, last_seen, listed, 0, low, high, window, scale,
                 D, CAUSAL, WINDOW, PAGE, LISTED, ACC, PRECISION, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
         if BLOCK_M < 64:
             l = tl.sum(l, axis=1)
         seen = l > 0.0
         l = tl.where(seen, l, 1.0)
-        acc = acc / l[:, None]
+        acc = acc * (1.0 / l)[:, None]
         lse = tl.where(seen, m + tl.math.log2(l), float("-inf"))
 
-        if used == 1:
+        if not SPLIT:
             _store_output(
                 o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, acc, lse, b, h_kv, first_row, H, N,
                 D, GROUP, LSE, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-        elif SPLIT:
+        else:
             partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * (ROWS * D)
             partial_ptr += tile.to(tl.int64) * splits * (ROWS * D)
             partial_lse_ptr += tile.to(tl.int64) * splits * ROWS
@@ -340,6 +352,7 @@ APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
 # Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and in which one alone does; a program's
 # start; a merge, a round of shares in registers, 64 kB of shares in a pipeline. Ratios decide, much the same on other GPUs.
 ALL_READ, ONE_READS, START, MERGE, ROUND, PIPED = 1.0, 0.65, 1.5, 2.0, 1.5, 1.0
+MAX_LISTED = 512  # pages whose numbers are held at a time
 MERGE_REGISTERS = 128  # of a thread, for shares on their way
 
 
@@ -456,9 +469,11 @@ def plan(
     config, splits = tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
     block_m = config.kwargs["BLOCK_M"]
     tiles, stored = heads * -(-rows // block_m), min(block_m, triton.next_power_of_2(rows))
-    listed = 1
-    if page:  # a share's pages at a time, if there are not too many
-        listed = min(512, max(128, triton.next_power_of_2(-(-keys // (splits * page)))))
+    listed, pages = 1, -(-keys // page) if page else 0
+    if page:  # all pages of a sequence, or a share's at a time, if there are not too many
+        listed = max(128, triton.next_power_of_2(pages))
+        if listed > MAX_LISTED:
+            listed = min(MAX_LISTED, max(128, triton.next_power_of_2(-(-pages // splits))))
     blocks = {
         **config.kwargs,
         "ROWS": stored,
@@ -466,6 +481,7 @@ def plan(
         "MERGED": min(triton.next_power_of_2(splits), _merged_at_a_time(rows, config)),
         "SPLIT": splits > 1,
         "LISTED": listed,
+        "WHOLE": 0 < pages <= listed,
     }
     whole = triton.Config(blocks, num_warps=config.num_warps, num_stages=config.num_stages)
     return Plan(whole, tiles, splits, stored)
