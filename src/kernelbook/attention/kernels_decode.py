@@ -59,15 +59,16 @@ def _listed(table_ptr, stride_tb, stride_tp, b, first, last, P, LISTED: tl.const
 
 @triton.jit
 def _decode_steps(
-    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D)
+    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D) unless Q_LATE
+    q_ptrs, q_mask,  # (BLOCK_M, BLOCK_D)
     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, last_seen,  # (BLOCK_M,) the last key that each row sees
     listed, first_page,  # (LISTED,) pages from ``first_page`` on, -1 where there is none, if PAGE
     low, high, window, scale,
     D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    Q_LATE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``low`` to ``high``."""
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
@@ -85,7 +86,13 @@ def _decode_steps(
                 k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, high,
                 D, True, False, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-        scores = _dot(q, k_tile.T, tl.zeros((q.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        if Q_LATE:
+            # The compiler would take a load that is the same in all steps out of the loop, and wait for it before it
+            # asks for the first keys. (No key has a negative index.)
+            q_tile = tl.load(q_ptrs + (start >> 31) * stride_kn, mask=q_mask, other=0.0)
+        else:
+            q_tile = q
+        scores = _dot(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
         seen = there[None, :]
         if CAUSAL:
             seen = seen & (offs_n[None, :] <= last_seen[:, None])
@@ -208,7 +215,7 @@ def _merged(
 # --- kernels --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["H", "N", "S", "P", "splits", "window"])
+@triton.jit(do_not_specialize=["H", "S", "P", "window"])  # N: one query needs no division
 def _flash_attention_decode_kernel(
     q_ptr, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys; (P, H / GROUP, PAGE, D) if PAGE
@@ -219,14 +226,14 @@ def _flash_attention_decode_kernel(
     table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
     partial_ptr,  # (tiles, splits, ROWS, D) and then (tiles, splits, ROWS), contiguous, if SPLIT
     tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
-    H, N, S, P, splits, window,
+    H, N, S, P, window,
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    Q_LATE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
     head, first_row = tile // blocks, tile % blocks * BLOCK_M
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
@@ -237,13 +244,16 @@ def _flash_attention_decode_kernel(
     if LENGTHS:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b.to(tl.int64) * stride_lb), 0), S).to(tl.int32)
 
-    # Asked for before anything waits for the length.
+    # Asked for before anything waits for the length; where nothing does, the keys would wait for it.
     offs_r = first_row + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     query = offs_r % N
     q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + (h_kv * GROUP + offs_r // N).to(tl.int64)[:, None] * stride_qh
     q_ptrs += query.to(tl.int64)[:, None] * stride_qn + offs_d.to(tl.int64)[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=(offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :], other=0.0)
+    q_mask = (offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :]
+    q = 0
+    if not Q_LATE:
+        q = tl.load(q_ptrs, mask=q_mask, other=0.0)
 
     # Tiles of keys from the first one that the first query sees; the same number to each share.
     first = 0
@@ -252,9 +262,8 @@ def _flash_attention_decode_kernel(
     share = tl.cdiv(tl.cdiv(length - first, BLOCK_N), splits) * BLOCK_N
     low = first + split * share
     high = tl.minimum(low + share, length)
-    used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
 
-    if split < used:
+    if (split == 0) | (low < length):
         last_seen = length - N + query
         acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
         # Tiles of fewer than 64 rows lie across the warps, in which a row's sum is kept in parts.
@@ -266,18 +275,18 @@ def _flash_attention_decode_kernel(
             for page in tl.range(low // PAGE, tl.cdiv(high, PAGE), LISTED, num_stages=1):
                 listed = _listed(table_ptr, stride_tb, stride_tp, b, page, tl.cdiv(high, PAGE), P, LISTED)
                 acc, l, m = _decode_steps(
-                    acc, l, m, q,
+                    acc, l, m, q, q_ptrs, q_mask,
                     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
                     b, h_kv, last_seen, listed, page,
                     tl.maximum(page * PAGE, low), tl.minimum((page + LISTED) * PAGE, high), window, scale,
-                    D, CAUSAL, WINDOW, PAGE, LISTED, ACC, PRECISION, BLOCK_N, BLOCK_D, STAGES,
+                    D, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
                 )  # fmt: skip
         else:
             acc, l, m = _decode_steps(
-                acc, l, m, q,
+                acc, l, m, q, q_ptrs, q_mask,
                 k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
                 b, h_kv, last_seen, listed, 0, low, high, window, scale,
-                D, CAUSAL, WINDOW, PAGE, LISTED, ACC, PRECISION, BLOCK_N, BLOCK_D, STAGES,
+                D, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
         if BLOCK_M < 64:
             l = tl.sum(l, axis=1)
@@ -292,11 +301,12 @@ def _flash_attention_decode_kernel(
                 D, GROUP, LSE, BLOCK_M, BLOCK_D,
             )  # fmt: skip
         else:
-            partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * (ROWS * D)
+            partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * splits * (ROWS * D)
             partial_ptr += tile.to(tl.int64) * splits * (ROWS * D)
             partial_lse_ptr += tile.to(tl.int64) * splits * ROWS
             rows = tl.arange(0, BLOCK_M)
             within = split * ROWS + rows
+            used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
             tl.store(partial_lse_ptr + within, lse, mask=rows < ROWS)
             tl.store(
                 partial_ptr + within[:, None] * D + offs_d[None, :], acc,
@@ -480,6 +490,7 @@ def plan(
         "SHARES": triton.next_power_of_2(splits) if _merged_at_a_time(rows, config) > 1 else 1,
         "MERGED": min(triton.next_power_of_2(splits), _merged_at_a_time(rows, config)),
         "SPLIT": splits > 1,
+        "Q_LATE": page == 0,
         "LISTED": listed,
         "WHOLE": 0 < pages <= listed,
     }

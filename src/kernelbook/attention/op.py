@@ -562,10 +562,11 @@ def _decode(
     partial, tickets = (make(q) for make in makers) if makers else (o, o)
     args = (
         *_strided(q), *_strided(k), *_strided(v), *_strided(o), o if lse is None else lse, *strided(lengths, 1, o),
-        *strided(table, 2, o), partial, tickets, h, n, s, pages, plan.splits, window or 0, scale2,
+        *strided(table, 2, o), partial, tickets, h, n, s, pages, window or 0, scale2,
     )  # fmt: skip
-    launch((plan.programs,), *args)
-    return Launched(launch, (plan.programs,), args, tuple(zip((partial, tickets), makers, strict=False)))
+    grid = (plan.tiles, plan.splits)
+    launch(grid, *args)
+    return Launched(launch, grid, args, tuple(zip((partial, tickets), makers, strict=False)))
 
 
 def _run_paged(
