@@ -681,7 +681,8 @@ class GatedExperts(LoRAModule):
             down_lora=pair(self.down_a, self.down_b),
             active=self.active,
         )
-        return out.view(x.shape)
+        # No view to autograd, since FSDP2 loses its hooks on one that is changed in place.
+        return out if x.ndim == 2 else launching.reshaped(out, *x.shape)
 
     def extra_repr(self) -> str:
         return (
