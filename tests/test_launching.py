@@ -396,7 +396,7 @@ class _Repeated:
 
     def __init__(self, fake: _FakeKernel) -> None:
         _Repeated.number += 1
-        self.launch, self.thought, self.extra = launching.Launch(fake, BLOCK=64), 0, False
+        self.launch, self.thought, self.extra, self.part = launching.Launch(fake, BLOCK=64), 0, False, False
         self.call = launching.operator(
             f"test_repeated_{_Repeated.number}(Tensor x, Tensor? w, float eps) -> (Tensor, Tensor)",
             outputs=lambda x, w, eps: (launching.empty(x.shape, x.dtype, x), launching.empty((3,), x.dtype, x)),
@@ -407,7 +407,7 @@ class _Repeated:
     def _run(self, results: Any, x: torch.Tensor, w: Any, eps: float) -> None:
         self.thought += 1
         between = launching.empty((64,), torch.float32, x)
-        self.launch((2,), x.view(-1) if w is None else w, 33)
+        self.launch((2,), x.view(-1) if w is None else w.view(-1) if self.part else w, 33)
         self.launch((x.shape[0], 5), between, 32)
         if self.extra:
             results[0].zero_()
@@ -438,12 +438,67 @@ def test_a_call_is_repeated_without_thinking(fake: _FakeKernel, repeated: _Repea
     assert fake.by_handle[-2][2][0] == x.data_ptr()
 
 
+def test_tensors_in_the_same_memory_are_told_apart_by_who_was_given(fake: _FakeKernel, repeated: _Repeated) -> None:
+    storage = torch.zeros(64)
+    for _ in range(3):
+        repeated.call(storage.view(4, 16), storage, 0.5)
+    x, w = torch.zeros(4, 16), torch.zeros(64)
+    repeated.call(x, w, 0.5)
+    assert repeated.thought == 2 and fake.by_handle[-2][2] == (w.data_ptr(), 33, 64)
+
+
+def test_a_public_function_is_repeated_with_its_checks(
+    fake: _FakeKernel, repeated: _Repeated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients nothing of it is called again; its counters and its tensors' maps are found anew."""
+    made, counted, settings, thought = [], [], [0], []
+
+    def make(descriptor: Any, meta: Any) -> list[Any]:
+        made.append(descriptor.base.data_ptr())
+        return ["map", descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides]
+
+    def counters(count: int, device: torch.device) -> torch.Tensor:
+        counted.append(count)
+        return zeros
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", make)
+    monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
+    monkeypatch.setattr(launching, "_counters_on", counters)
+    zeros = torch.zeros(8, dtype=torch.int32)
+
+    @launching.repeated(lambda: settings[0])
+    def public(x: torch.Tensor, w: torch.Tensor | None = None, *, causal: bool = False) -> torch.Tensor:
+        thought.append(causal)
+        launch, y = repeated.launch, launching.empty(x.shape, x.dtype, x)
+        launch((3,), launching.tickets(5, x.device), 33, launching.box(x, 4, 8))
+        launch((4,), y, 35)
+        return y
+
+    xs = [torch.zeros(4, 16) for _ in range(5)]
+    results = [public(x, causal=True) for x in xs]
+    assert thought == [True, True] and len(counted) == 5 and made == [x.data_ptr() for x in xs[1:]]
+    assert fake.by_handle[-2][2] == (zeros.data_ptr(), 33, "map", xs[-1].data_ptr(), 4, 16, 16, 1)
+    assert fake.by_handle[-1][2] == (results[-1].data_ptr(), 35, 64)
+    for _ in range(2):
+        assert [public(x, causal=True).shape for x in xs] == [(4, 16)] * 5 and len(made) == 6, "maps are kept"
+    for other in (
+        lambda: public(xs[0]), lambda: public(xs[0], causal=1), lambda: public(xs[0], xs[1], causal=True),
+        lambda: public(xs[0].requires_grad_(), causal=True), lambda: public(xs[1].half(), causal=True),
+        lambda: settings.__setitem__(0, 1) or public(xs[2], causal=True),
+    ):  # fmt: skip
+        before = len(thought)
+        other()
+        assert len(thought) == before + 1
+    assert inspect.signature(public).parameters["causal"].default is False
+
+
 def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
     storage = torch.zeros(64)
+    repeated.part = True
     for _ in range(6):  # whose address is it that the kernel is given?
         repeated.call(storage.view(4, 16), storage, 0.5)
     assert repeated.thought == 6
-    repeated.extra = True
+    repeated.part, repeated.extra = False, True
     for _ in range(6):  # an operator of PyTorch between the launches
         repeated.call(torch.zeros(5, 16), storage, 0.5)
     assert repeated.thought == 12

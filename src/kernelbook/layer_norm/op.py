@@ -17,6 +17,7 @@ __all__ = ["layer_norm", "rms_norm"]
 BACKWARDS = ("partials", "locks")
 
 
+@launching.repeated()
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -77,6 +78,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@launching.repeated()
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
