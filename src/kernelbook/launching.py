@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -41,9 +41,11 @@ __all__ = [
     "is_transformed",
     "matrix",
     "operator",
+    "poisonable",
     "precision",
     "repeated",
     "reshaped",
+    "settings",
     "strided",
     "tickets",
     "tl_accumulator",
@@ -492,7 +494,7 @@ class _Recording(TorchDispatchMode):
             same = [name for name, other in known.items() if other is tensor]
             # What is no tensor that was given, but a part of one, is found by its memory. Two may lie in the same: whose
             # address is it then?
-            owners = same or by_memory.get(tensor.untyped_storage().data_ptr() if tensor.numel() else 0, ())
+            owners = same or by_memory.get(tensor.untyped_storage().data_ptr() if tensor.numel() else 0, [])
             if len(owners) != 1:
                 raise _UnknownError
             [owner] = owners
@@ -503,7 +505,7 @@ class _Recording(TorchDispatchMode):
             maps.append(f" m{kept} = {kept}.get({where}) or keep({kept}, {where}, {make})")
             return f"*m{kept}"
 
-        fresh, maps, calls = [], [], []
+        fresh, maps, calls = list[str](), list[str](), list[str]()
         try:
             for kernel, handle, grid, args in self.launches:
                 fresh.append(
@@ -577,11 +579,13 @@ class _Repeats(dict[Any, Callable[..., Any]]):
 
     def learn(self, key: Any, *args: Any) -> Any:
         """Computes, and learns how if that seems possible."""
+        # Where not all begin on 16 bytes, the key does not say which do.
+        if key[-1] or _deterministic() or _poisoned or _is_watched() or is_observed():
+            return self.compute(*args)
         calls = self.seen[key] = self.seen.get(key, 0) + 1
         if len(self.seen) > 4096:
             self.cache_clear()
-        # Where not all begin on 16 bytes, the key does not say which do.
-        if key[-1] or not 1 < calls < 5 or _deterministic() or _is_watched() or is_observed():
+        if not 1 < calls < 5:
             return self.compute(*args)
         recording = _Recording()
         before, _of_thread.tracing = _of_thread.tracing, recording
@@ -614,7 +618,7 @@ class _Repeats(dict[Any, Callable[..., Any]]):
             f" key = ({', '.join(key)}, {'settings(), ' if settings else ''}"
             f"({' | '.join(f'p{i}' for i in range(len(tensors)))}) % 16)",
             " again = repeats.get(key)",
-            " if again is not None and not (deterministic() or watched()):",
+            " if again is not None and not (deterministic() or poisoned or watched()):",
             f"  results = again({', '.join(f'p{i}' for i in range(len(tensors)))})",
             "  if results is not stale:",
             "   return results",
@@ -622,7 +626,7 @@ class _Repeats(dict[Any, Callable[..., Any]]):
         ]
         return lines, {
             "of_thread": _of_thread, "plainly": self.compute, "settings": settings, "repeats": self, "stale": _STALE,
-            "deterministic": _deterministic, "watched": _is_watched,
+            "deterministic": _deterministic, "watched": _is_watched, "poisoned": _poisoned,
         }  # fmt: skip
 
 
@@ -681,6 +685,11 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
     return decorate
 
 
+def settings() -> tuple[bool, ...]:
+    """What may decide, beside its arguments, what a call launches: for :func:`repeated`."""
+    return allows_tf32(), runtime.debug_enabled()
+
+
 # --- one declaration an operator ------------------------------------------------------------------------------------
 
 NAMESPACE = "kernelbook"
@@ -695,8 +704,7 @@ def operator(
     backward: Callable[..., Any] | None = None,
     saved: int = 0,
     visible: bool = False,
-    repeated: bool = False,
-    settings: Callable[[], Any] | None = None,
+    repeated: Callable[[], Any] | None = None,
 ) -> Callable[..., Any]:
     """Declares the operator ``kernelbook::<name>`` and returns the function that calls it.
 
@@ -715,9 +723,8 @@ def operator(
             ``backward`` no gradients of them. To autograd each result costs as much as a small launch.
         visible: under ``torch.compile`` the graph holds the kernels themselves instead of the operator. ``run`` is then
             called with fake tensors: it does nothing but launch (:class:`Launch`, without :func:`box`) and allocate.
-        repeated: a call of a kind that was seen before launches what that one did. For a ``run`` that mostly does nothing
-            but launch and allocate; so does one that is ``visible``.
-        settings: for :func:`repeated`.
+        repeated: a call of a kind that was seen before launches what that one did, where that was all it did, see
+            :func:`repeated`, which takes this as its argument. An operator that is ``visible`` is repeated anyway.
     """
     qualified = f"{NAMESPACE}::{schema.partition('(')[0]}"
 
@@ -773,7 +780,7 @@ def operator(
     scope = {"outputs": outputs, "run": run, "implementation": implementation, "keep": keep, "registered": registered}
     names, lines = [name for _, name in parameters], list[str]()
     if (visible or repeated) and _HAS_HANDLES and _new is not None:
-        lines, more = _Repeats(compute, of_tensors).lines(names, str, settings)
+        lines, more = _Repeats(compute, of_tensors).lines(names, str, repeated)
         scope |= more
     forward, call = _written_out(
         names,
@@ -881,12 +888,25 @@ _deterministic = torch._C._get_deterministic_algorithms
 _new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what Inductor's programs allocate by
 
 
+_poisoned: list[None] = []  # while somebody fills new memory: every call thinks anew then, and asks torch.empty
+
+
+@contextlib.contextmanager
+def poisonable() -> Iterator[None]:
+    """Within the context all memory comes from ``torch.empty`` and its like, for :func:`check.poisoned_empty`."""
+    _poisoned.append(None)
+    try:
+        yield
+    finally:
+        _poisoned.pop()
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """``torch.empty(shape, dtype=dtype, device=like.device)``, on a GPU for less than half of its host time."""
     if (
         _HAS_HANDLES and _new is not None and type(like) in _PLAIN and like.get_device() == _current_device()
         and not _deterministic()  # PyTorch may fill new memory then
-        and not _dispatch_modes()
+        and not _dispatch_modes() and not _poisoned
     ):  # fmt: skip
         return _new(*_contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)

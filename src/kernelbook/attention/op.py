@@ -33,7 +33,7 @@ MAX_SCALE, MIN_SCALE = torch.finfo(torch.float32).max / LOG2_E, torch.finfo(torc
 
 def _settings() -> tuple[bool, ...]:
     """What decides what a call launches beside its arguments."""
-    return HAS_GLUON, launching.allows_tf32(), runtime.debug_enabled()
+    return HAS_GLUON, *launching.settings()
 
 
 @launching.repeated(_settings)
@@ -455,8 +455,7 @@ _backward = launching.operator(
     "Tensor? lengths, int? window) -> (Tensor, Tensor, Tensor)",
     outputs=_gradients,
     run=_run_backward,
-    repeated=True,
-    settings=_settings,
+    repeated=_settings,
 )
 
 
@@ -481,8 +480,7 @@ _flash = launching.operator(
     setup_context=_setup_context,
     backward=_autograd,
     saved=1,
-    repeated=True,
-    settings=_settings,
+    repeated=_settings,
 )
 
 _inference = launching.operator(

@@ -20,6 +20,7 @@ PRECISION = "ieee"  # of float32 in tiles, which only tests multiply so: it is l
 # --- public functions -----------------------------------------------------------------------------------------------
 
 
+@launching.repeated(launching.settings)
 def gather_matmul(
     x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, *, activation: str | None = None,
     bias: torch.Tensor | None = None,
@@ -49,6 +50,7 @@ def gather_matmul(
     return out
 
 
+@launching.repeated(launching.settings)
 def scatter_ffn(
     x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor | None, *,
     w_gate: torch.Tensor | None = None, activation: str = "relu", deterministic: bool = False,
