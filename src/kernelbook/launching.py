@@ -611,22 +611,22 @@ class _Repeats(dict[Any, Callable[..., Any]]):
             for name in names
         ]
         lines = [
-            f"def compute({args}):",
-            " if of_thread.tracing:",  # of a call that this one belongs to
-            f"  return plainly({args})",
-            *(f" p{i} = 0 if {name} is None else {name}.data_ptr()" for i, name in enumerate(tensors)),
-            f" key = ({', '.join(key)}, {'settings(), ' if settings else ''}"
-            f"({' | '.join(f'p{i}' for i in range(len(tensors)))}) % 16)",
-            " again = repeats.get(key)",
-            " if again is not None and not (deterministic() or poisoned or watched()):",
-            f"  results = again({', '.join(f'p{i}' for i in range(len(tensors)))})",
-            "  if results is not stale:",
-            "   return results",
-            f" return repeats.learn(key, {args})",
+            f"def _compute({args}):",
+            " if _of_thread.tracing:",  # of a call that this one belongs to
+            f"  return _plainly({args})",
+            *(f" _p{i} = 0 if {name} is None else {name}.data_ptr()" for i, name in enumerate(tensors)),
+            f" _key = ({', '.join(key)}, {'_settings(), ' if settings else ''}"
+            f"({' | '.join(f'_p{i}' for i in range(len(tensors)))}) % 16)",
+            " _again = _repeats.get(_key)",
+            " if _again is not None and not (_deterministic() or _poisoned or _watched()):",
+            f"  _results = _again({', '.join(f'_p{i}' for i in range(len(tensors)))})",
+            "  if _results is not _stale:",
+            "   return _results",
+            f" return _repeats.learn(_key, {args})",
         ]
         return lines, {
-            "of_thread": _of_thread, "plainly": self.compute, "settings": settings, "repeats": self, "stale": _STALE,
-            "deterministic": _deterministic, "watched": _is_watched, "poisoned": _poisoned,
+            "_of_thread": _of_thread, "_plainly": self.compute, "_settings": settings, "_repeats": self, "_stale": _STALE,
+            "_deterministic": _deterministic, "_watched": _is_watched, "_poisoned": _poisoned,
         }  # fmt: skip
 
 
@@ -649,38 +649,38 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
         of_tensors = [i for i, name in enumerate(names) if torch.Tensor in (hints[name], *typing.get_args(hints[name]))]
         by_name = [name for name in names if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
         given = ", ".join(f"{name}={name}" if name in by_name else name for name in names)
-        scope: dict[str, Any] = {"function": function}
-        exec(f"def plainly({', '.join(names)}):\n return function({given})", scope)  # noqa: S102
-        repeats = _Repeats(scope["plainly"], of_tensors)
+        scope: dict[str, Any] = {"_function": function}
+        exec(f"def _plainly({', '.join(names)}):\n return _function({given})", scope)  # noqa: S102
+        repeats = _Repeats(scope["_plainly"], of_tensors)
         lines, more = repeats.lines(names, lambda name: f"type({name}), {name}", settings)
-        scope |= more | {f"default_{name}": parameters[name].default for name in names}
+        scope |= more | {f"_default_{name}": parameters[name].default for name in names}
         scope |= {
-            "is_observed": is_observed, "is_grad_enabled": torch.is_grad_enabled, "plain": _PLAIN, "simple": _SIMPLE,
-            "is_autocast_enabled": torch.is_autocast_enabled,
+            "_is_observed": is_observed, "_is_grad_enabled": torch.is_grad_enabled, "_plain": _PLAIN, "_simple": _SIMPLE,
+            "_is_autocast_enabled": torch.is_autocast_enabled,
         }  # fmt: skip
         declared = []
         for name in names:
             if name in by_name[:1]:
                 declared.append("*")
             optional = parameters[name].default is not inspect.Parameter.empty
-            declared.append(f"{name}=default_{name}" if optional else name)
+            declared.append(f"{name}=_default_{name}" if optional else name)
         lines += [
-            f"def call({', '.join(declared)}):",
-            " if is_observed() or is_autocast_enabled('cuda'):",
-            f"  return function({given})",
-            " recorded = is_grad_enabled()",
+            f"def _call({', '.join(declared)}):",
+            " if _is_observed() or _is_autocast_enabled('cuda'):",
+            f"  return _function({given})",
+            " _recorded = _is_grad_enabled()",
         ]
         for i, name in enumerate(names):
             if i in of_tensors:
                 lines.append(
-                    f" if {name} is not None and (type({name}) not in plain or (recorded and {name}.requires_grad)):"
+                    f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad)):"
                 )
             else:
-                lines.append(f" if type({name}) not in simple:")
-            lines.append(f"  return function({given})")
-        lines.append(f" return compute({', '.join(names)})")
+                lines.append(f" if type({name}) not in _simple:")
+            lines.append(f"  return _function({given})")
+        lines.append(f" return _compute({', '.join(names)})")
         exec("\n".join(lines), scope)  # noqa: S102
-        return cast(Public, functools.wraps(function)(scope["call"]))
+        return cast(Public, functools.wraps(function)(scope["_call"]))
 
     return decorate
 
@@ -809,7 +809,7 @@ def _written_out(
     args = ", ".join(names)
     compute = (f"implementation({args})",) if runtime.INTERPRET else (f"outputs({args})", f"run(results, {args})")
     if lines:
-        compute = (f"compute({args})",)
+        compute = (f"_compute({args})",)
     lines += [
         f"def forward(ctx, {args}):",
         f" results = {compute[0]}",
@@ -874,11 +874,11 @@ def _decompose(qualified: str, compute: Callable[..., Any]) -> None:
 # --- tensors and dtypes as kernels take them ------------------------------------------------------------------------
 
 
-def is_aligned(*tensors: torch.Tensor) -> bool:
+def is_aligned(*tensors: torch.Tensor | None) -> bool:
     """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
     if _of_thread.tracing is not True:
         for tensor in tensors:
-            if tensor.data_ptr() % 16:
+            if tensor is not None and tensor.data_ptr() % 16:
                 return False
     return True
 
