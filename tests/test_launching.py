@@ -467,29 +467,29 @@ def test_a_public_function_is_repeated_with_its_checks(
     zeros = torch.zeros(8, dtype=torch.int32)
 
     @launching.repeated(lambda: settings[0])
-    def public(x: torch.Tensor, w: torch.Tensor | None = None, *, causal: bool = False) -> torch.Tensor:
-        thought.append(causal)
+    def public(x: torch.Tensor, w: torch.Tensor | None = None, *, deterministic: bool = False) -> torch.Tensor:
+        thought.append(deterministic)
         launch, y = repeated.launch, launching.empty(x.shape, x.dtype, x)
         launch((3,), launching.tickets(5, x.device), 33, launching.box(x, 4, 8))
         launch((4,), y, 35)
         return y
 
     xs = [torch.zeros(4, 16) for _ in range(5)]
-    results = [public(x, causal=True) for x in xs]
+    results = [public(x, deterministic=True) for x in xs]
     assert thought == [True, True] and len(counted) == 5 and made == [x.data_ptr() for x in xs[1:]]
     assert fake.by_handle[-2][2] == (zeros.data_ptr(), 33, "map", xs[-1].data_ptr(), 4, 16, 16, 1)
     assert fake.by_handle[-1][2] == (results[-1].data_ptr(), 35, 64)
     for _ in range(2):
-        assert [public(x, causal=True).shape for x in xs] == [(4, 16)] * 5 and len(made) == 6, "maps are kept"
+        assert [public(x, deterministic=True).shape for x in xs] == [(4, 16)] * 5 and len(made) == 6, "maps are kept"
     for other in (
-        lambda: public(xs[0]), lambda: public(xs[0], causal=1), lambda: public(xs[0], xs[1], causal=True),
-        lambda: public(xs[0].requires_grad_(), causal=True), lambda: public(xs[1].half(), causal=True),
-        lambda: settings.__setitem__(0, 1) or public(xs[2], causal=True),
+        lambda: public(xs[0]), lambda: public(xs[0], deterministic=1), lambda: public(xs[0], xs[1], deterministic=True),
+        lambda: public(xs[0].requires_grad_(), deterministic=True), lambda: public(xs[1].half(), deterministic=True),
+        lambda: settings.__setitem__(0, 1) or public(xs[2], deterministic=True),
     ):  # fmt: skip
         before = len(thought)
         other()
         assert len(thought) == before + 1
-    assert inspect.signature(public).parameters["causal"].default is False
+    assert inspect.signature(public).parameters["deterministic"].default is False
 
 
 def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
