@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -542,6 +543,69 @@ def test_constants_are_constexpr() -> None:
     kernel = JITFunction(_arguments_kernel)
     with pytest.raises(TypeError, match="constants of _arguments_kernel must be constexpr parameters, got n"):
         launching.Launch(kernel, n=3, BLOCK=64)
+
+
+def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]]:
+    """By name: what makes a function and arguments, other ones each time, whose calls do nothing but launch."""
+    how = {"device": runtime.DEVICE, "dtype": torch.bfloat16}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, **how)
+
+    def listed(count: int, rows: int) -> torch.Tensor:
+        return torch.randperm(rows, device=runtime.DEVICE)[:count]
+
+    def packed_attention() -> Any:  # three parts of one tensor
+        q, k, v = draw(2, 200, 12, 64).transpose(1, 2).split((8, 2, 2), 1)
+        return functools.partial(kb.flash_attention, causal=True), (q, k, v)
+
+    def pages() -> Any:
+        table = torch.arange(32, device=runtime.DEVICE).view(2, 16)
+        lengths = torch.tensor([1000, 37], device=runtime.DEVICE)
+        return kb.paged_attention, (draw(2, 8, 1, 128), draw(32, 2, 64, 128), draw(32, 2, 64, 128), table, lengths)
+
+    def routed(x: int, *others: tuple[int, ...]) -> Any:
+        ids = torch.rand(x, 16, device=runtime.DEVICE).argsort(1)[:, :2]
+        return lambda *tensors: kb.moe_lora(*tensors, kb.route(ids, 16)), (draw(x, 256), *(draw(*s) for s in others))
+
+    return {
+        "layer_norm": lambda: (kb.layer_norm, (draw(64, 512), draw(512), draw(512))),
+        "rms_norm": lambda: (kb.rms_norm, (draw(700, 512), draw(512))),
+        "flash_attention": lambda: (kb.flash_attention, tuple(draw(2, 4, 256, 128) for _ in range(3))),
+        "packed attention": packed_attention,
+        "decoding": lambda: (kb.flash_attention, (draw(2, 8, 1, 128), draw(2, 2, 3000, 128), draw(2, 2, 3000, 128))),
+        "paged_attention": pages,
+        "moe_lora": lambda: routed(300, (16, 256, 512), (16, 16, 256), (16, 512, 16)),
+        "scatter_ffn": lambda: (kb.scatter_ffn, (draw(1, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048))),
+        "scatter_ffn, 16 rows": lambda: (
+            kb.scatter_ffn, (draw(16, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
+        ),
+        "gather_matmul": lambda: (kb.gather_matmul, (draw(1, 512), draw(2048, 512), listed(200, 2048))),
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("name", _public_calls())
+def test_what_is_repeated_is_what_is_computed(name: str, gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, bit for bit, for other tensors each time: the calls that are repeated, and the same ones thought anew."""
+    if gradients and name not in ("layer_norm", "rms_norm", "flash_attention", "moe_lora"):
+        pytest.skip("no gradients, or not by launches alone")
+    autotune.forget()
+    thought, real = [], launching.Launch.__call__
+    monkeypatch.setattr(launching.Launch, "__call__", lambda *args: thought.append(args) or real(*args))
+    for i in range(6):
+        function, args = _public_calls()[name]()
+        leaves = [t.requires_grad_(gradients) for t in args if t.is_floating_point()]
+        outcomes = []
+        before = len(thought)
+        for anew in (contextlib.nullcontext, launching.poisonable):
+            with anew():
+                y = function(*args)
+                outcomes.append((y, *(torch.autograd.grad(y, leaves, torch.ones_like(y)) if gradients else ())))
+            if anew is contextlib.nullcontext and i > 4:
+                assert len(thought) == before, "repeated, without a thought"
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
 @pytest.mark.gpu
