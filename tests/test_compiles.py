@@ -154,6 +154,9 @@ for dtype in (bf16, torch.float32):
 x = torch.empty(100, 328, dtype=bf16)[:, :320].requires_grad_()  # rows and sums of no multiple of 16
 kb.scatter2scatter(x, packed(200, 320, 64), kb.route(torch.zeros(100, 2, dtype=torch.int64), 4)).sum().backward()
 kb.scatter2scatter(torch.empty(9, 36, dtype=bf16), packed(24, 36, 32), kb.route(torch.zeros(9, 2, dtype=torch.int64), 4))
+for tokens in FEW:  # of one matrix: what fills its tiles, and what does not
+    for n, k, block_size in ((2048, 2048, 64), (2100, 2112, 4096)):
+        kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
 """,
     "nf4": """
 import torch, kernelbook as kb
@@ -336,7 +339,10 @@ SETTINGS = {
         "(256, 6000, 1), (512, 6000, 0), (1024, 1000, 1), (1024, 6000, 0))",
     },
     # Ranks, and numbers of tokens that get smaller tiles.
-    "moe_lora": {"": "RANKS, TOKENS = (64,), ()", "sm_90": "RANKS, TOKENS = (8, 16, 32, 64, 100), (2, 16, 32)"},
+    "moe_lora": {
+        "": "RANKS, TOKENS, FEW = (64,), (), ()",
+        "sm_90": "RANKS, TOKENS, FEW = (8, 16, 32, 64, 100), (2, 16, 32), (1, 5, 16)",
+    },
     # Rows, inputs, features, active chunks, chunk size: the largest tiles; on the one target also the three smaller ones
     # (the smallest with a split reduction), and ordinary loads.
     "sparse_linear": {
