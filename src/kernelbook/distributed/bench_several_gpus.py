@@ -390,7 +390,7 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
         whole = _experts(model.sizes, kind, bench_moe_block.RANK)
         ExpertParallel(gradients="sum")._apply(layer, model.mesh)
         waiting: Any = layer._expert_parallel
-        ways = {"": waiting, "shared": waiting._replace(waits=False)}
+        ways = {"": waiting, "shared": dataclasses.replace(waiting, waits=False)}
         ratios = _error_ratios(whole, layer, ways, model.sizes)
         del whole
     yield _row("expert_weights", "forward", provider, torch.bfloat16, model.shape, ("T", 0), peak_mib=_kept_mib(layer))
