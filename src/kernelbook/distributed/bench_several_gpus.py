@@ -11,7 +11,7 @@ calls, as a training loop has them, unless a provider ends in ``graph``: that is
 - ``expert_parallel``: a layer's experts with LoRA, forward and backward, at the sizes of models, ``x`` tokens on each GPU.
   ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``shared`` is ``ExpertParallel(waits=False)``.
   ``grouped_mm`` is transformers' all-to-all, with its experts and PEFT's pairs. ``gbytes`` are those that a rank sends in a
-  step, ``peak_mib`` what a step needs beyond the weights.
+  step, ``peak_mib`` what a step needs beyond the weights, with windows.
 - ``expert_weights``: ``peak_mib`` is what a rank keeps of frozen experts.
 - ``exchange``: tokens there and back with experts that do nothing; ``kernelbook:known`` is told the counts and does not wait;
   ``kernelbook:shared`` and ``kernelbook:graph`` write into each other's memory.
@@ -405,6 +405,8 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
             "peak_mib": _slowest(_peak_mib(call)),
             "err_ratio": ratios[way],
         }
+        if way and _on_gpu():
+            found["peak_mib"] += _windows_mib(model.mesh)
         if ranks > 1:
             found["gbytes"] = 4 * model.sent(count)
         call = _captured(call) if graph else call
@@ -416,6 +418,12 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
         )  # fmt: skip
         del call
         _forget()
+
+
+def _windows_mib(mesh: DeviceMesh) -> float:
+    """What the windows take, once for all layers."""
+    found = windows.windows_of(mesh.get_group(), runtime.DEVICE)
+    return 0.0 if found is None else found.memory.nbytes / 2**20
 
 
 def _forget() -> None:
@@ -726,8 +734,8 @@ def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
 
     return {
         "layers": layers,
-        "train": functools.partial(_train, sizes, losses),
         "peers": functools.partial(_peers, sizes),
+        "train": functools.partial(_train, sizes, losses),
     }
 
 
