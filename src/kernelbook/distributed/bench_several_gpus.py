@@ -88,8 +88,8 @@ class Sizes:
     train: Sequence[str] = ("large", "huge")
     settings: tuple[tuple[str, Any], ...] = (("depth", 2),)
     sequences: tuple[int, int] = (8, 16)
-    steps: int = 3
-    samples: int = 6
+    steps: int = 2
+    samples: int = 5
 
 
 def _slowest(ms: float) -> float:
@@ -740,7 +740,11 @@ def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
 
 
 def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> int:
-    """Measures and writes ``folder/several_gpus.csv``; 2 where this process was not started by torchrun."""
+    """Measures and writes ``folder/several_gpus.csv``; 2 where this process was not started by torchrun.
+
+    Args:
+        select: parts by section and number of GPUs, with commas between them: ``"layers 2,train"``.
+    """
     if not dist.is_torchelastic_launched():
         print("bench several_gpus: start it by torchrun --nproc-per-node <GPUs> -m kernelbook bench several_gpus")
         return 2
@@ -748,12 +752,13 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
     device = torch.device("cuda", dist.get_node_local_rank(0))
     torch.cuda.set_device(device)
     about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
-    counts = [n for n in (1, 2, 4, 8) if n < world] + [world]
+    counts, names = [n for n in (1, 2, 4, 8) if n < world] + [world], itertools.count(0, 1000)
     for (name, section), count in itertools.product(sections(sizes).items(), counts):
-        if select is not None and select not in name:
+        if select is not None and not any(wanted in f"{name} {count}" for wanted in select.split(",")):
             continue
         part = PrefixStore(f"{name} {count}", store)
         if rank < count:
+            dist.distributed_c10d._world.group_count = next(names)  # a group of another name, see windows._named
             dist.init_process_group("nccl", store=part, rank=rank, world_size=count, device_id=device)
             for row in section():
                 if rank == 0:

@@ -121,17 +121,19 @@ def _place(
 def _send(
     message: _Message, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor, places: torch.Tensor,
     firsts: torch.Tensor, counts: torch.Tensor, num_experts: int, share: int,
-) -> None:  # fmt: skip
-    """Fills the message; ``places`` become its rows."""
+) -> torch.Tensor:  # fmt: skip
+    """Fills the message; the rows that tokens have in it, (T, n)."""
     (tokens, slots), hidden = ids.shape, x.shape[1]
+    of_message = torch.empty_like(places)
     if tokens == 0:
-        return
+        return of_message
     launch = _launch("_send_kernel", k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden))
     rows, weights, local = _bits(message.rows), _bits(message.weights), message.ids
     launch(
-        (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, rows, rows.stride(0), weights, weights.stride(0),
+        (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, of_message, rows, rows.stride(0), weights, weights.stride(0),
         local, local.stride(0), num_experts, share, counts.shape[0], hidden,
     )  # fmt: skip
+    return of_message
 
 
 def _arrive(message: _Message, counts: torch.Tensor, pairs: int) -> tuple[torch.Tensor, ...]:
@@ -237,14 +239,14 @@ class _There(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.way, ctx.gates = way, gates.dtype
         mine, theirs = way.counts.unbind(0)
-        way.places, firsts = _place(way.ids, way.num_experts, way.share, mine.shape[0], mine)
+        places, firsts = _place(way.ids, way.num_experts, way.share, mine.shape[0], mine)
         assert firsts is not None
         dist.all_to_all_single(theirs, mine, group=way.group)
         sent, received = wait_for_counts(way.counts)
         way.sent, way.received = ([rows for rows, _ in count] for count in (sent, received))
         way.pairs = sum(pairs for _, pairs in received)
         leaving = _Message.empty(sum(way.sent), x, gates)
-        _send(leaving, x, gates, way.ids, way.places, firsts, mine, way.num_experts, way.share)
+        way.places = _send(leaving, x, gates, way.ids, places, firsts, mine, way.num_experts, way.share)
         arrived = _Message.of(way.there(leaving.whole), x.shape[1], gates.shape[1], x.dtype, gates.dtype)
         out, weights, ids, way.slots = _arrive(arrived, theirs, way.pairs)
         ctx.mark_non_differentiable(ids)

@@ -126,6 +126,8 @@ class Windows:
 
 
 _found: "weakref.WeakKeyDictionary[dist.ProcessGroup, Windows | None]" = weakref.WeakKeyDictionary()
+# PyTorch knows groups of symmetric memory by their names, and keeps the first of a name: one that comes after it gets none.
+_named: dict[str, Callable[[], Any]] = {}
 
 
 def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None:
@@ -141,6 +143,7 @@ def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None
             reachable = len(devices) == len(all_of) and all(
                 torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b
             )
+        reachable = reachable and _named.setdefault(group.group_name, weakref.ref(group))() is group
         _found[group] = (
             Windows(group, torch.device("cuda", index) if device.type == "cuda" else device) if reachable else None
         )
