@@ -98,7 +98,7 @@ def main() -> None:
         fuzz = ["--examples", args.examples, "--seed", args.seed, "--out", parts / "fuzz.json"]
         if on_gpu:
             start("fuzz", "fuzz.py", *fuzz, "--processes", share + 1, "--seconds", seconds)
-            for room in ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4"):
+            for room in ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4", "modules"):
                 limits = ["--repeat", 250, "--seconds", max(2.0, seconds / 40)]
                 start(f"repeats_{room}", "calls.py", room, *limits, "--out", parts / f"repeats_{room}.json")
             start("largest", "calls.py", "--largest", "--out", parts / "largest.json")
