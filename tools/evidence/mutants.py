@@ -19,6 +19,7 @@ same. ``reasons.csv`` says of survivors which are none, as they leave what the k
 import argparse
 import ast
 import csv
+import gc
 import hashlib
 import importlib
 import json
@@ -384,6 +385,10 @@ def main() -> None:
             "no:cacheprovider",
             "-p",
             "no:faulthandler",
+            "-p",
+            "no:unraisableexception",
+            "-p",
+            "no:threadexception",
             "--tb=line",
             f"--basetemp={folder}/0_tmp",
         ]
@@ -427,6 +432,9 @@ class Campaign:
 
         assert not torch.cuda.is_initialized(), "a process that has a CUDA context cannot fork workers that use CUDA"
         items = {item.nodeid: item for item in session.items if not any(part in item.nodeid for part in LEFT_OUT)}
+        # A collection of garbage in a child would touch, and so copy, all that this process holds.
+        gc.collect()
+        gc.freeze()
         workers = Workers(self.args.processes, self.folder, items, self.watcher)
         known = self.args.baseline
         if known and known.exists():
