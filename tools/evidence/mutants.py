@@ -396,6 +396,16 @@ def main() -> None:
     sys.exit(code not in (0, 5))
 
 
+def varied(names: Sequence[str]) -> list[str]:
+    """One case of each test function, the fast ones first, then another of each, and so on."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for name in names:
+        ranks.append(seen[name.split("[")[0]])
+        seen[name.split("[")[0]] += 1
+    return [name for _, name in sorted(zip(ranks, names, strict=True), key=lambda pair: pair[0])]
+
+
 class Campaign:
     """What stands in the place of pytest's loop over the tests that it has collected."""
 
@@ -447,6 +457,8 @@ class Campaign:
         for name in sorted(tests, key=lambda n: tests[n]["seconds"]):
             for function in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
                 reaching[function].append(name)
+        for function, names in reaching.items():
+            reaching[function] = varied(names)
         print(
             f"\n{self.args.where}: {len(tests)} of {len(items)} tests without a fault in {self.passed():.0f} s;"
             f" {len(self.todo)} faults of {sum(self.total.values())} to try",
