@@ -445,14 +445,14 @@ def time_steps(
     Args:
         stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv``, and the ceilings beside them.
         cases: one for each ladder; the providers are its steps in their order, peers last.
-        kernels: the page's own kernels, whose sources tie a row to them.
+        kernels: the page's own kernels, or functions where it has none, whose sources tie a row to them.
         record: keep what was measured.
         rep_ms: how long to sample each call.
 
     Raises:
         RuntimeError: a case failed.
     """
-    sources = "".join(inspect.getsource(kernel.fn) for kernel in kernels)
+    sources = "".join(inspect.getsource(getattr(kernel, "fn", kernel)) for kernel in kernels)
     package = f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
     gpu = runtime.DEVICE.type == "cuda"
     rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
