@@ -193,6 +193,11 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     for inner in (768, 77):
         h = torch.empty(64, 2 * inner, dtype=dtype, requires_grad=True)
         moe._swiglu(h).backward(torch.empty(64, inner, dtype=dtype))
+from kernelbook.interop import rotary
+for dtype in (torch.bfloat16, torch.float32):
+    q, k = (torch.empty(2, 8, heads, 128, dtype=dtype, requires_grad=True).transpose(1, 2) for heads in (32, 4))
+    tables = torch.empty(2, 1, 8, 128, dtype=dtype)
+    torch.autograd.backward(rotary.rotate(q, k, *tables), (torch.empty_like(q), torch.empty_like(k)))
 """,
     "sparse_linear": """
 import torch, kernelbook as kb

@@ -16,58 +16,14 @@ import torch
 
 from kernelbook import launching  # before Triton, which it sets up
 from kernelbook.launching import Launch, cdiv
+from kernelbook.nn import kernels
 
 # isort: split
 import triton
-import triton.language as tl
 
 __all__ = ["attentions", "rotate"]
 
 FUNCTION = "apply_rotary_pos_emb"
-BLOCK_H = 16
-
-
-@triton.jit(do_not_specialize=["N"])
-def _rotate_kernel(
-    q_ptr, stride_qb, stride_qh, stride_qn,  # (B, HQ, N, D), features contiguous
-    k_ptr, stride_kb, stride_kh, stride_kn,  # (B, HK, N, D), likewise
-    cos_ptr, stride_cb, stride_cn,  # (B, N, D), likewise
-    sin_ptr, stride_sb, stride_sn,  # (B, N, D), likewise
-    q_out_ptr, stride_ob, stride_oh, stride_on,  # as q
-    k_out_ptr, stride_pb, stride_ph, stride_pn,  # as k
-    N, HQ, HK,
-    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_H heads of one token, the queries' first. BACK: the transposed rotation."""
-    token, block = tl.program_id(0), tl.program_id(1)
-    b, n = (token // N).to(tl.int64), (token % N).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = offs_d < HALF
-    cos_ptrs = cos_ptr + b * stride_cb + n * stride_cn + offs_d
-    sin_ptrs = sin_ptr + b * stride_sb + n * stride_sn + offs_d
-    c1 = tl.load(cos_ptrs, mask=inside, other=0.0).to(tl.float32)[None, :]
-    c2 = tl.load(cos_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
-    s1 = tl.load(sin_ptrs, mask=inside, other=0.0).to(tl.float32)[None, :]
-    s2 = tl.load(sin_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
-    blocks_q = tl.cdiv(HQ, BLOCK_H)
-    heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    x_ptr, out_ptr, count = q_ptr + b * stride_qb + n * stride_qn, q_out_ptr + b * stride_ob + n * stride_on, HQ
-    stride_xh, stride_yh = stride_qh, stride_oh
-    if block >= blocks_q:
-        heads -= blocks_q * BLOCK_H
-        x_ptr, out_ptr, count = k_ptr + b * stride_kb + n * stride_kn, k_out_ptr + b * stride_pb + n * stride_pn, HK
-        stride_xh, stride_yh = stride_kh, stride_ph
-    mask = (heads < count)[:, None] & inside[None, :]
-    x_ptrs = x_ptr + heads.to(tl.int64)[:, None] * stride_xh + offs_d[None, :]
-    x1 = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
-    if BACK:
-        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
-    else:
-        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-    out_ptrs = out_ptr + heads.to(tl.int64)[:, None] * stride_yh + offs_d[None, :]
-    tl.store(out_ptrs, y1.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptrs + HALF, y2.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 _launch = functools.cache(Launch)
@@ -83,10 +39,13 @@ def _run(results: tuple[torch.Tensor, ...], q: Any, k: Any, cos: Any, sin: Any, 
     batch, heads, n, size = q.shape
     cos, sin = (table.expand(batch, n, size) for table in (cos, sin))
     half = size // 2
-    launch = _launch(_rotate_kernel, HALF=half, BLOCK_D=triton.next_power_of_2(half), BLOCK_H=BLOCK_H, BACK=back, num_warps=4)
+    launch = _launch(
+        kernels._rotate_kernel, HALF=half, BLOCK_D=triton.next_power_of_2(half), BLOCK_H=kernels.HEADS, BACK=back,
+        num_warps=kernels.WARPS,
+    )  # fmt: skip
     if batch * n:
         launch(
-            (batch * n, cdiv(heads, BLOCK_H) + cdiv(k.shape[1], BLOCK_H)),
+            (batch * n, cdiv(heads, kernels.HEADS) + cdiv(k.shape[1], kernels.HEADS)),
             q, *q.stride()[:3], k, *k.stride()[:3], cos, *cos.stride()[:2], sin, *sin.stride()[:2],
             q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
             n, heads, k.shape[1],
@@ -152,7 +111,9 @@ def _with_kernel(kind: type[torch.nn.Module]) -> type[torch.nn.Module] | None:
     calls = inspect.getsource(forward).count(f"{FUNCTION}(query_states, key_states, cos, sin)")
     if calls != 1 or not _is_rotation(names[FUNCTION]):
         return None
-    own = types.FunctionType(forward.__code__, {**names, FUNCTION: rotate}, forward.__name__, forward.__defaults__, forward.__closure__)
+    own = types.FunctionType(
+        forward.__code__, {**names, FUNCTION: rotate}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     own.__kwdefaults__ = forward.__kwdefaults__
     return type(kind.__name__, (kind,), {"forward": own, "__module__": __name__})
 

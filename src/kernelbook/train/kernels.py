@@ -22,7 +22,7 @@ NORMS_CONFIG = triton.Config({"BLOCK_R": 64, "BLOCK_D": 128}, num_warps=4)  # sm
 KNN_TILE = 8192  # distances that one program of the neighbour kernel holds
 TOP_BLOCK = 64  # chunks that one program ranks, against as many at a time
 ADAMW_CONFIG = triton.Config({"BLOCK": 2048}, num_warps=8)
-ABOVE_BLOCK = 16384  # columns that the one program of the kernel for chosen columns looks at in a step
+ABOVE_BLOCK = 8192  # columns that the one program of the kernel for chosen columns looks at in a step
 BLOCK_A = 128  # ids looked at in a step
 
 

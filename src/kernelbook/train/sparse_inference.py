@@ -86,7 +86,7 @@ class Predictor(torch.nn.Module):
         scores = self.scores(x).flatten(0, -2)
         (rows, neurons), ids = scores.shape, x.new_empty(self.count, dtype=torch.int64)
         block = min(triton.next_power_of_2(neurons), kernels.ABOVE_BLOCK)
-        launch = _launch(kernels._columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 1024))
+        launch = _launch(kernels._columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 512))
         launch((1,), scores, scores.stride(0), self.threshold, ids, rows, neurons, self.count)
         return ids if ids.is_cuda else ids[ids < neurons]  # on the CPU an id that is no neuron's is an error
 
