@@ -75,12 +75,20 @@ _rotate = launching.operator(
 )
 
 
-def rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What transformers' function of the name :data:`FUNCTION` computes, for q (B, HQ, N, D), k (B, HK, N, D), tables (B or 1, N, D)."""
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, HQ, N, D) and k (B, HK, N, D) turned by cos and sin, (B or 1, N, D), in their own dtype (not float64)."""
     q, k = _rotate(q, k, cos, sin, False)
     return q, k
+
+
+def _or(theirs: Any) -> Any:
+    """:func:`rotate`, or ``theirs`` where a model turns a part of the features, or computes in float64."""
+
+    def either(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        whole = q.ndim == 4 and q.shape[-1] == cos.shape[-1] and q.shape[-1] % 2 == 0 and cos.ndim == 3
+        return (rotate if whole and q.dtype != torch.float64 else theirs)(q, k, cos, sin)
+
+    return either
 
 
 def _is_rotation(function: Any) -> bool:
@@ -103,16 +111,23 @@ def _is_rotation(function: Any) -> bool:
 
 
 def _with_kernel(kind: type[torch.nn.Module]) -> type[torch.nn.Module] | None:
-    """The attention class with :func:`rotate` in the place of its module's function; ``None`` where that cannot be."""
+    """The attention class that calls :func:`rotate` instead of its module's function; ``None`` where that cannot be."""
     forward: Any = kind.forward
     names = getattr(forward, "__globals__", {})
     if inspect.unwrap(forward) is not forward or FUNCTION not in forward.__code__.co_names or FUNCTION not in names:
         return None
-    calls = inspect.getsource(forward).count(f"{FUNCTION}(query_states, key_states, cos, sin)")
+    try:
+        calls = inspect.getsource(forward).count(f"{FUNCTION}(query_states, key_states, cos, sin)")
+    except OSError:  # there is no source to look into
+        return None
     if calls != 1 or not _is_rotation(names[FUNCTION]):
         return None
     own = types.FunctionType(
-        forward.__code__, {**names, FUNCTION: rotate}, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__,
+        {**names, FUNCTION: _or(names[FUNCTION])},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
     )
     own.__kwdefaults__ = forward.__kwdefaults__
     return type(kind.__name__, (kind,), {"forward": own, "__module__": __name__})
