@@ -49,16 +49,26 @@ def _page_rows(
 
 
 @triton.jit
+def _listed(table_ptr, stride_tb, stride_tp, b, first, last, P, LISTED: tl.constexpr):
+    """The numbers of LISTED pages of sequence ``b`` from ``first`` on: -1 from ``last`` on, and of what is no page."""
+    offs_p = first + tl.arange(0, LISTED)
+    table_ptrs = table_ptr + b.to(tl.int64) * stride_tb + offs_p.to(tl.int64) * stride_tp
+    listed = tl.load(table_ptrs, mask=offs_p < last, other=-1)
+    return tl.where((listed >= 0) & (listed < P), listed, -1).to(tl.int32)
+
+
+@triton.jit
 def _decode_steps(
-    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D)
+    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D) unless Q_LATE
+    q_ptrs, q_mask,  # (BLOCK_M, BLOCK_D)
     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, last_seen,  # (BLOCK_M,) the last key that each row sees
     listed, first_page,  # (LISTED,) pages from ``first_page`` on, -1 where there is none, if PAGE
     low, high, window, scale,
     D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    Q_LATE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``low`` to ``high``."""
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
@@ -76,7 +86,13 @@ def _decode_steps(
                 k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, high,
                 D, True, False, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-        scores = _dot(q, k_tile.T, tl.zeros((q.shape[0], BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        if Q_LATE:
+            # The compiler would take a load that is the same in all steps out of the loop, and wait for it before it
+            # asks for the first keys. (No key has a negative index.)
+            q_tile = tl.load(q_ptrs + (start >> 31) * stride_kn, mask=q_mask, other=0.0)
+        else:
+            q_tile = q
+        scores = _dot(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
         seen = there[None, :]
         if CAUSAL:
             seen = seen & (offs_n[None, :] <= last_seen[:, None])
@@ -160,18 +176,21 @@ def _merged(
     if MERGED > 1:
         # The first shares are on their way while the logarithms of all are looked at.
         parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, D, ROWS, BLOCK_D, MERGED)
-        offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
-        every_lse = tl.load(
-            partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
-            mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
-        )  # (SHARES, ROWS)  # fmt: skip
+        every_lse = lse
+        if SHARES > MERGED:
+            offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
+            every_lse = tl.load(
+                partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
+                mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
+            )  # (SHARES, ROWS)  # fmt: skip
         m = tl.max(every_lse, axis=0)
         shift = tl.where(m == float("-inf"), 0.0, m)
         l = tl.sum(tl.math.exp2(every_lse - shift[None, :]), axis=0)
         acc = tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
-        for first in tl.range(MERGED, used, MERGED):
-            parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
-            acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+        if SHARES > MERGED:
+            for first in tl.range(MERGED, used, MERGED):
+                parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
+                acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
     else:
         offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         acc = tl.zeros((ROWS, BLOCK_D), ACC)
@@ -190,13 +209,13 @@ def _merged(
             m = m_new
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)
-    return acc / l[:, None], tl.where(seen, m + tl.math.log2(l), float("-inf"))
+    return acc * (1.0 / l)[:, None], tl.where(seen, m + tl.math.log2(l), float("-inf"))
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["H", "N", "S", "P", "splits", "window"])
+@triton.jit(do_not_specialize=["H", "S", "P", "window"])  # N: one query needs no division
 def _flash_attention_decode_kernel(
     q_ptr, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys; (P, H / GROUP, PAGE, D) if PAGE
@@ -207,28 +226,34 @@ def _flash_attention_decode_kernel(
     table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
     partial_ptr,  # (tiles, splits, ROWS, D) and then (tiles, splits, ROWS), contiguous, if SPLIT
     tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
-    H, N, S, P, splits, window,
+    H, N, S, P, window,
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    Q_LATE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
     head, first_row = tile // blocks, tile % blocks * BLOCK_M
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
+    listed = 0
+    if WHOLE:
+        listed = _listed(table_ptr, stride_tb, stride_tp, b, 0, S // PAGE, P, LISTED)
     length = S
     if LENGTHS:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b.to(tl.int64) * stride_lb), 0), S).to(tl.int32)
 
-    # Asked for before anything waits for the length.
+    # Asked for before anything waits for the length; where nothing does, the keys would wait for it.
     offs_r = first_row + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     query = offs_r % N
     q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + (h_kv * GROUP + offs_r // N).to(tl.int64)[:, None] * stride_qh
     q_ptrs += query.to(tl.int64)[:, None] * stride_qn + offs_d.to(tl.int64)[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=(offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :], other=0.0)
+    q_mask = (offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :]
+    q = 0
+    if not Q_LATE:
+        q = tl.load(q_ptrs, mask=q_mask, other=0.0)
 
     # Tiles of keys from the first one that the first query sees; the same number to each share.
     first = 0
@@ -237,54 +262,51 @@ def _flash_attention_decode_kernel(
     share = tl.cdiv(tl.cdiv(length - first, BLOCK_N), splits) * BLOCK_N
     low = first + split * share
     high = tl.minimum(low + share, length)
-    used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
 
-    if split < used:
+    if (split == 0) | (low < length):
         last_seen = length - N + query
         acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
         # Tiles of fewer than 64 rows lie across the warps, in which a row's sum is kept in parts.
         l = tl.zeros((BLOCK_M, BLOCK_N) if BLOCK_M < 64 else (BLOCK_M,), ACC)
         m = tl.full((BLOCK_M,), float("-inf"), ACC)
-        if PAGE:
+        if PAGE and not WHOLE:
             # A page's number loaded in the step that needs it would make the step wait for all copies that are under
             # way: numbers come LISTED at a time, and each step picks its own.
             for page in tl.range(low // PAGE, tl.cdiv(high, PAGE), LISTED, num_stages=1):
-                offs_p = page + tl.arange(0, LISTED)
-                table_ptrs = table_ptr + b.to(tl.int64) * stride_tb + offs_p.to(tl.int64) * stride_tp
-                listed = tl.load(table_ptrs, mask=offs_p * PAGE < high, other=-1)
-                listed = tl.where((listed >= 0) & (listed < P), listed, -1).to(tl.int32)
+                listed = _listed(table_ptr, stride_tb, stride_tp, b, page, tl.cdiv(high, PAGE), P, LISTED)
                 acc, l, m = _decode_steps(
-                    acc, l, m, q,
+                    acc, l, m, q, q_ptrs, q_mask,
                     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
                     b, h_kv, last_seen, listed, page,
                     tl.maximum(page * PAGE, low), tl.minimum((page + LISTED) * PAGE, high), window, scale,
-                    D, CAUSAL, WINDOW, PAGE, LISTED, ACC, PRECISION, BLOCK_N, BLOCK_D, STAGES,
+                    D, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
                 )  # fmt: skip
         else:
             acc, l, m = _decode_steps(
-                acc, l, m, q,
+                acc, l, m, q, q_ptrs, q_mask,
                 k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-                b, h_kv, last_seen, 0, 0, low, high, window, scale,
-                D, CAUSAL, WINDOW, PAGE, LISTED, ACC, PRECISION, BLOCK_N, BLOCK_D, STAGES,
+                b, h_kv, last_seen, listed, 0, low, high, window, scale,
+                D, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
         if BLOCK_M < 64:
             l = tl.sum(l, axis=1)
         seen = l > 0.0
         l = tl.where(seen, l, 1.0)
-        acc = acc / l[:, None]
+        acc = acc * (1.0 / l)[:, None]
         lse = tl.where(seen, m + tl.math.log2(l), float("-inf"))
 
-        if used == 1:
+        if not SPLIT:
             _store_output(
                 o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, acc, lse, b, h_kv, first_row, H, N,
                 D, GROUP, LSE, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-        elif SPLIT:
-            partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * (ROWS * D)
+        else:
+            partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * splits * (ROWS * D)
             partial_ptr += tile.to(tl.int64) * splits * (ROWS * D)
             partial_lse_ptr += tile.to(tl.int64) * splits * ROWS
             rows = tl.arange(0, BLOCK_M)
             within = split * ROWS + rows
+            used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
             tl.store(partial_lse_ptr + within, lse, mask=rows < ROWS)
             tl.store(
                 partial_ptr + within[:, None] * D + offs_d[None, :], acc,
@@ -340,6 +362,7 @@ APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
 # Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and in which one alone does; a program's
 # start; a merge, a round of shares in registers, 64 kB of shares in a pipeline. Ratios decide, much the same on other GPUs.
 ALL_READ, ONE_READS, START, MERGE, ROUND, PIPED = 1.0, 0.65, 1.5, 2.0, 1.5, 1.0
+MAX_LISTED = 512  # pages whose numbers are held at a time
 MERGE_REGISTERS = 128  # of a thread, for shares on their way
 
 
@@ -456,16 +479,20 @@ def plan(
     config, splits = tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
     block_m = config.kwargs["BLOCK_M"]
     tiles, stored = heads * -(-rows // block_m), min(block_m, triton.next_power_of_2(rows))
-    listed = 1
-    if page:  # a share's pages at a time, if there are not too many
-        listed = min(512, max(128, triton.next_power_of_2(-(-keys // (splits * page)))))
+    listed, pages = 1, -(-keys // page) if page else 0
+    if page:  # all pages of a sequence, or a share's at a time, if there are not too many
+        listed = max(128, triton.next_power_of_2(pages))
+        if listed > MAX_LISTED:
+            listed = min(MAX_LISTED, max(128, triton.next_power_of_2(-(-pages // splits))))
     blocks = {
         **config.kwargs,
         "ROWS": stored,
         "SHARES": triton.next_power_of_2(splits) if _merged_at_a_time(rows, config) > 1 else 1,
         "MERGED": min(triton.next_power_of_2(splits), _merged_at_a_time(rows, config)),
         "SPLIT": splits > 1,
+        "Q_LATE": page == 0,
         "LISTED": listed,
+        "WHOLE": 0 < pages <= listed,
     }
     whole = triton.Config(blocks, num_warps=config.num_warps, num_stages=config.num_stages)
     return Plan(whole, tiles, splits, stored)

@@ -322,7 +322,10 @@ _launch = functools.cache(Launch)
 
 
 class _Plan(NamedTuple):
-    """A launch, how many rows a program of it owns, and tensors as it takes them: rows of queries, of keys, results, vectors."""
+    """A launch, how many rows a program of it owns, and tensors as it takes them: rows of queries, of keys, results, vectors.
+
+    ``parts``: so many programs share the query heads of one key head; each has dk and dv of its own.
+    """
 
     launch: Launch
     owned: int
@@ -331,24 +334,26 @@ class _Plan(NamedTuple):
     results: Callable[[torch.Tensor], tuple[Any, ...]]
     vectors: Callable[[torch.Tensor], Any]
     hopper: bool
+    parts: int = 1
 
 
 @derived
 def _plan(
     kernel: str, d: int, group: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool, s: int,
-    boxes: bool, boxed_results: bool, gluon: bool, precision: str, properties: runtime.DeviceProperties,
+    boxes: bool, boxed_results: bool, gluon: bool, precision: str, properties: runtime.DeviceProperties, parts: int = 1,
 ) -> _Plan:  # fmt: skip
-    """``boxes``: descriptors can read the arguments; ``boxed_results``: and write the results."""
+    """``boxes``: descriptors can read the arguments; ``boxed_results``: and write the results. ``parts``: see _Plan."""
     name, config = f"_flash_attention_{kernel if kernel == 'fwd' else f'bwd_{kernel}'}", None
-    kind: dict[str, Any] = {"GROUP": group, "CAUSAL": causal}
-    boxes = boxes and not lengths  # boxes would hold what lies beyond a length
-    if gluon and boxes and boxed_results and not window:
-        config = kernels_hopper.config(kernel, d, dtype.itemsize, s, causal, properties)
+    kind: dict[str, Any] = {"GROUP": group, "CAUSAL": causal, "LENGTHS": lengths, "WINDOW": window}
+    if gluon and boxes and boxed_results:
+        config = kernels_hopper.config(kernel, d, dtype.itemsize, s, causal, window, properties)
     if config is not None:
         blocks = config.kwargs
         walked = "BLOCK_M" if kernel == "dkdv" else "BLOCK_N"
-        function = getattr(kernels_hopper, f"{name}_hopper_kernel")
-        launch = _launch(function, **kind, **blocks, num_warps=config.num_warps)
+        wide = kernel == "dkdv" and blocks["BLOCK_D"] > 128
+        function = getattr(kernels_hopper, f"{name}{'_wide' if wide else ''}_hopper_kernel")
+        divided = {"PARTS": parts} if kernel == "dkdv" else {}
+        launch = _launch(function, **kind, **divided, **blocks, num_warps=config.num_warps)
         forms = [
             box_form(
                 1, 1, rows, blocks["BLOCK_D"], layout=NVMMASharedLayout(min(128, 2 * blocks["BLOCK_D"]), 16, rank=4)
@@ -356,14 +361,15 @@ def _plan(
             for rows in (blocks["ROWS"], blocks[walked])
         ]
         own, others = (lambda t, form=form: (form(t),) for form in forms)
-        owned = blocks["ROWS"] * blocks.get("WARPGROUPS", 2)
+        owned = blocks["ROWS"] * blocks.get("WARPGROUPS", 1 if wide else 2)
         if kernel != "dkdv":
             return _Plan(launch, owned, own, others, own, lambda t: t, True)
         vector = box_form(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1))
-        return _Plan(launch, owned, others, own, own, lambda t: vector(t.view(-1)), True)
+        return _Plan(launch, owned, others, own, own, lambda t: vector(t.view(-1)), True, parts)
+    boxes = boxes and not lengths  # boxes would hold what lies beyond a length
     config = kernels.config(kernel, d, dtype.itemsize, boxes, properties)
     launch = _launch(
-        getattr(kernels, f"{name}_kernel"), **kind, LENGTHS=lengths, WINDOW=window, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
+        getattr(kernels, f"{name}_kernel"), **kind, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     block_m, block_n, block_d = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
@@ -404,7 +410,9 @@ def _run(
     grid: tuple[int, ...] = (cdiv(n, plan.owned) * b * h,)
     paired: tuple[int, ...] = ()
     if plan.hopper:
-        programs, pairs = kernels_hopper.forward_grid(cdiv(n, plan.owned), b * h, d, causal, properties.num_sms)
+        programs, pairs = kernels_hopper.forward_grid(
+            cdiv(n, plan.owned), b * h, d, causal, lengths is not None, window is not None, properties.num_sms
+        )
         grid, paired = (programs,), (int(pairs),)
     make = functools.partial(launching.empty, q.shape[:3], accumulator(q.dtype))
     buffers: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
@@ -414,7 +422,7 @@ def _run(
     section = kernels.section(s, d, q.element_size(), causal, properties)
     args = (
         *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.results(o), lse, b, h, n, s, section, *paired,
-        *(() if plan.hopper else (*strided(lengths, 1, lse), window or 0)), scale2,
+        *strided(lengths, 1, lse), window or 0, scale2,
     )  # fmt: skip
     plan.launch(grid, *args)
     return Launched(plan.launch, grid, args, buffers)
@@ -443,19 +451,24 @@ def _run_backward(
         d, h // h_kv, q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v, do),
         _in_boxes(dq, dk, dv), HAS_GLUON, _precision(q.dtype, properties), properties,
     )  # fmt: skip
-    of_keys, of_queries = _plan("dkdv", *kind), _plan("dq", *kind)
+    wanted = kernels_hopper.parts(b * h_kv, s, h // h_kv, d, properties.num_sms) if HAS_GLUON else 1
+    of_keys, of_queries = _plan("dkdv", *kind, wanted), _plan("dq", *kind)
+    parts = of_keys.parts
     lse, delta = _delta(o, do, lse, kernels_hopper.PADDING if of_keys.hopper else 1)
-    seen = (*strided(lengths, 1, lse), window or 0)
+    seen = (*strided(lengths, 1, lse), window or 0, scale2, scale)
+    of_parts = (dk, dv) if parts == 1 else tuple(k.new_empty(b, h_kv * parts, s, d) for _ in range(2))
     for plan, rows, heads, walked, found in (
-        (of_keys, s, h_kv, n * (h // h_kv), (dk, dv)), (of_queries, n, h, s, (dq,)),
+        (of_keys, s, h_kv * parts, n, of_parts), (of_queries, n, h, s, (dq,)),
     ):  # fmt: skip
         section = kernels.section(walked, d, itemsize, causal, properties)
         plan.launch(
             (cdiv(rows, plan.owned) * b * heads,),
             *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.queries(do), plan.vectors(lse), plan.vectors(delta),
-            *(part for result in found for part in plan.results(result)), b, h, n, s, lse.shape[2], section,
-            *(() if plan.hopper else seen), scale2, scale,
+            *(part for result in found for part in plan.results(result)), b, h, n, s, lse.shape[2], section, *seen,
         )  # fmt: skip
+    if parts > 1:
+        for result, found in zip((dk, dv), of_parts, strict=True):
+            torch.sum(found.unflatten(1, (h_kv, parts)), 2, out=result)
     if dq_factor != 1:
         dq *= dq_factor
     if dk_factor != 1:
@@ -549,10 +562,11 @@ def _decode(
     partial, tickets = (make(q) for make in makers) if makers else (o, o)
     args = (
         *_strided(q), *_strided(k), *_strided(v), *_strided(o), o if lse is None else lse, *strided(lengths, 1, o),
-        *strided(table, 2, o), partial, tickets, h, n, s, pages, plan.splits, window or 0, scale2,
+        *strided(table, 2, o), partial, tickets, h, n, s, pages, window or 0, scale2,
     )  # fmt: skip
-    launch((plan.programs,), *args)
-    return Launched(launch, (plan.programs,), args, tuple(zip((partial, tickets), makers, strict=False)))
+    grid = (plan.tiles, plan.splits)
+    launch(grid, *args)
+    return Launched(launch, grid, args, tuple(zip((partial, tickets), makers, strict=False)))
 
 
 def _run_paged(
