@@ -113,9 +113,7 @@ def scatter2scatter(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    return _product(
-        "scatter2scatter", x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out, transposed
-    )
+    return _product("scatter2scatter", x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out, transposed)
 
 
 def moe_lora(
@@ -191,20 +189,7 @@ def _product(
         raise ValueError(f"{op}: transposed must be False for a dense w, whose strides say it, got {transposed!r}")
     expert_ids, lists, experts = routing
     n = _check(
-        op,
-        x,
-        w,
-        *shape,
-        lora_a,
-        lora_b,
-        bias,
-        gates,
-        expert_ids,
-        experts,
-        strategy,
-        grouped_in,
-        grouped_out,
-        transposed,
+        op, x, w, *shape, lora_a, lora_b, bias, gates, expert_ids, experts, strategy, grouped_in, grouped_out, transposed
     )
     given = (
         x, w, lora_a, lora_b, bias, gates, expert_ids, lists, *packed,
