@@ -12,7 +12,7 @@ from kernelbook import runtime  # noqa: F401  first: it sets up Triton
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK_I", "ROWS", "WARPS"]
+__all__ = ["BLOCK_I", "HEADS", "ROWS", "WARPS"]
 
 # 8 elements a thread: one 16-byte access each for the 16-bit types.
 ROWS, BLOCK_I, WARPS = 4, 256, 4
