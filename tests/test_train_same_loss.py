@@ -43,9 +43,12 @@ def test_a_way_that_is_not_there() -> None:
 
 
 def test_the_command_writes_a_line_a_run(tmp_path: Path) -> None:
-    how = ["--out", str(tmp_path), "--tiny", "--pretrain-steps", "1", "--steps", "1", "--seeds", "1", "--ways", "eager"]
+    base, out = tmp_path / "base.pt", tmp_path / "out"
+    how = ["--out", str(out), "--tiny", "--pretrain-steps", "1", "--steps", "1", "--seeds", "1", "--base", str(base)]
+    how += ["--ways", "eager"]
     for _ in range(2):  # the second run's lines take the place of the first one's
         assert same_loss.main(how) == 0
-    (line,) = map(json.loads, (tmp_path / "same_loss_curves.jsonl").read_text().splitlines())
+        assert base.exists()
+    (line,) = map(json.loads, (out / "same_loss_curves.jsonl").read_text().splitlines())
     assert line["way"] == "eager" and line["seed"] == 1 and {"run", "gpu", "package"} <= line.keys()
-    assert [path.name for path in tmp_path.iterdir()] == ["same_loss_curves.jsonl"]
+    assert [path.name for path in out.iterdir()] == ["same_loss_curves.jsonl"]

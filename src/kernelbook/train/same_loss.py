@@ -229,13 +229,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pretrain-steps", type=int, default=300, help="steps from scratch (default: 300)")
     parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="ways (default: all)")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="ways (default: all)")
+    parser.add_argument(
+        "--base", type=Path, help="the trained model: read from this file, or written to it where it is not there"
+    )
     parser.add_argument("--tiny", action="store_true", help="a model for the interpreter")
     given = parser.parse_args(arguments)
     sizes = TINY if given.tiny else SIZES
     began = time.perf_counter()
-    base, loss = pretrain(sizes, given.pretrain_steps, small=given.tiny)
-    print(f"from scratch: validation loss {loss:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
+    if given.base is not None and given.base.exists():
+        base = torch.load(given.base, map_location=runtime.DEVICE, weights_only=True)
+    else:
+        base, loss = pretrain(sizes, given.pretrain_steps, small=given.tiny)
+        print(f"from scratch: validation loss {loss:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
+        if given.base is not None:
+            with replacing(given.base) as file:
+                torch.save(base, file)
     about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
     failed = 0
     for seed in given.seeds:
