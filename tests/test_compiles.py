@@ -213,6 +213,11 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     for inner in (768, 77):
         h = torch.empty(64, 2 * inner, dtype=dtype, requires_grad=True)
         moe._swiglu(h).backward(torch.empty(64, inner, dtype=dtype))
+from kernelbook.interop import rotary
+for dtype in (torch.bfloat16, torch.float32):
+    q, k = (torch.empty(2, 8, heads, 128, dtype=dtype, requires_grad=True).transpose(1, 2) for heads in (32, 4))
+    tables = torch.empty(2, 1, 8, 128, dtype=dtype)
+    torch.autograd.backward(rotary.rotate(q, k, *tables), (torch.empty_like(q), torch.empty_like(k)))
 """,
     "sparse_linear": """
 import torch, kernelbook as kb
@@ -240,6 +245,11 @@ for counts in ((96, 32, 128, 32), (4096,)):
     layout = train.Layout.of_fraction(counts, 0.1, torch.device("cpu"))
     for name in ("random", "ema_topk", "knn"):
         train.make_scheduler(name, layout).select()
+from kernelbook.train.sparse_inference import Predictor
+for neurons in (4096, 16384):
+    predictor = Predictor(64, neurons, 16, count=600).to(torch.bfloat16)
+    for tokens in (1, 8):
+        predictor(torch.empty(tokens, 1, 64, dtype=torch.bfloat16))
 rows = torch.arange(64)
 for inactive in ("skip", "decay"):
     for shape in ((8192, 2048), (2048,), (96, 40)):

@@ -403,7 +403,10 @@ def _run_route(lists: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> N
     place((programs,), *given, counts, lists, *sizes)
 
 
-_route = launching.operator("route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route)
+_route = launching.operator(
+    "route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route,
+    repeated=launching.settings,
+)  # fmt: skip
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
@@ -572,16 +575,19 @@ def _autograd(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tupl
 
 
 _inference = launching.operator(
-    f"moe_lora_inference({_ARGUMENTS}) -> Tensor", outputs=_output, run=lambda y, *args: _run((y, None), *args)
-)
+    f"moe_lora_inference({_ARGUMENTS}) -> Tensor", outputs=_output, run=lambda y, *args: _run((y, None), *args),
+    repeated=launching.settings,
+)  # fmt: skip
 _forward = launching.operator(
-    f"moe_lora({_ARGUMENTS}) -> (Tensor, Tensor)", outputs=_outputs, run=_run, setup_context=_setup, backward=_autograd
-)
+    f"moe_lora({_ARGUMENTS}) -> (Tensor, Tensor)", outputs=_outputs, run=_run, setup_context=_setup, backward=_autograd,
+    repeated=launching.settings,
+)  # fmt: skip
 _backward = launching.operator(
     f"moe_lora_backward(Tensor dy, Tensor u, {_ARGUMENTS}, {', '.join(f'bool needs_{name}' for name in _GRADIENTS)}) "
     f"-> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     outputs=_empty_gradients,
     run=_run_backward,
+    repeated=launching.settings,
 )
 
 

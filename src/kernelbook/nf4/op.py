@@ -138,6 +138,7 @@ _dequantize = launching.operator(
     "-> Tensor",
     outputs=_dequantized,
     run=_run_dequantize,
+    repeated=launching.settings,
 )
 
 
@@ -387,6 +388,7 @@ _matmul = launching.operator(
     f"nf4_matmul(Tensor x, {_PARTS}, Tensor? experts, SymInt? expert, SymInt[] shape, SymInt block_size) -> Tensor",
     outputs=lambda x, *rest: x.new_empty((*x.shape[:-1], rest[-2][1])),
     run=_run_matmul,
+    repeated=launching.settings,
     setup_context=_setup_context,
     backward=_autograd,
 )
