@@ -253,7 +253,7 @@ class Workers:
 def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
     """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
-    began, each = time.monotonic(), 8
+    began, each = time.monotonic(), max(1, min(8, len(tests) // len(workers.free)))
     shuffled = random.Random(0).sample(tests, len(tests))
     shuffled.sort(key=lambda name: "test_evidence" not in name)
     broken: list[Any] = []
