@@ -1089,7 +1089,7 @@ TILES: dict[tuple[int, bool], tuple[tuple[int, tuple[int, int, int, bool] | None
 BACKWARD_TILES: dict[int, "_Backward"] = {
     64: (64, 2, False, None),
     128: (64, 3, False, (64, 4, 4, False)),
-    256: (64, 2, False, (64, 2, 1, False)),
+    256: (64, 2, False, (32, 3, 3, False)),
 }
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 

@@ -419,7 +419,7 @@ def _run(
     if lse is None:
         lse = make(q)
         buffers = ((lse, make),)
-    section = kernels.section(s, d, q.element_size(), causal, properties)
+    section = kernels.section(s, b * h, d, q.element_size(), causal, properties)
     args = (
         *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.results(o), lse, b, h, n, s, section, *paired,
         *strided(lengths, 1, lse), window or 0, scale2,
@@ -460,7 +460,7 @@ def _run_backward(
     for plan, rows, heads, walked, found in (
         (of_keys, s, h_kv * parts, n, of_parts), (of_queries, n, h, s, (dq,)),
     ):  # fmt: skip
-        section = kernels.section(walked, d, itemsize, causal, properties)
+        section = kernels.section(walked, b * heads, d, itemsize, causal, properties)
         plan.launch(
             (cdiv(rows, plan.owned) * b * heads,),
             *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.queries(do), plan.vectors(lse), plan.vectors(delta),
