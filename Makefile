@@ -15,12 +15,13 @@ export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
-# Building the book executes every notebook, whose cells check what they claim.
+# Building the book executes every notebook, whose cells check what they claim; then every page is opened.
 test: lint
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
 	$(MAKE) book
+	$(MAKE) test-pages
 
-# Opens every page of the built book in Chromium, if there is one. By hand, until the longest chapters are short enough for it.
+# Opens every page of the built book in Chromium, if there is one.
 test-pages: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist worksteal -rs tests/test_pages.py
 
@@ -50,6 +51,7 @@ compiled: $(ENVIRONMENT)
 evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/faults.py
 	$(PY) tools/evidence/error_rule.py
+	$(PY) tools/evidence/fused_attention.py
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
 

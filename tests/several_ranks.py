@@ -38,7 +38,10 @@ from kernelbook.distributed import (
     keep_equal,
     reduce_active_rows,
     save_adapter,
+    windows,
 )
+from kernelbook.distributed import expert_parallel as expert_parallel_module
+from kernelbook.distributed.exchange import exchange
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.bench_moe_block import block_reference
 from kernelbook.nn.moe import LoRAPair, quantize_parameter
@@ -140,10 +143,45 @@ def expert_parallel_four_bits(folder: Path) -> None:
 
 
 def expert_parallel_without_waiting(folder: Path) -> None:
-    """Every token to every rank; experts that do not divide evenly, some ranks without any, all tokens to one expert."""
-    for experts in (5, 2):
-        _expert_parallel(experts, "mean", lora=False, waits=False)
-    _expert_parallel(4, "sum", nf4=True, all_to=1, waits=False)
+    """Ranks that share memory, and every token to every rank where they don't; experts that do not divide evenly, some ranks
+    without any, all tokens to one expert."""
+    shared = expert_parallel_module.windows_of
+    assert shared(dist.group.WORLD, DEVICE) is not None  # type: ignore[arg-type]
+    for windows_of in (shared, lambda *_: None):
+        expert_parallel_module.windows_of = windows_of  # type: ignore[assignment]
+        for experts in (5, 2):
+            _expert_parallel(experts, "mean", lora=False, waits=False)
+        _expert_parallel(4, "sum", nf4=True, all_to=1, waits=False)
+    expert_parallel_module.windows_of = shared
+
+
+def windows_grow(folder: Path) -> None:
+    """More tokens, wider ones, then few again; gradients of the experts alone, call after call, which leave one window unused."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+    found = windows.windows_of(group, DEVICE)
+    assert found is not None and found is windows.windows_of(group, DEVICE)
+    factor = torch.ones((), device=DEVICE, requires_grad=True)
+    for count, hidden in ((3, 8), (40, 8), (7, 130), (2, 8)):
+        before = found.size
+        torch.manual_seed(rank)
+        x, gates = torch.randn(count, hidden, device=DEVICE), torch.rand(count, 3, device=DEVICE)
+        ids = torch.rand(count, 2 * ranks + 1, device=DEVICE).topk(3).indices
+        sizes = {"num_experts": 2 * ranks + 1, "share": 3}
+        own = max(min(3, 2 * ranks + 1 - 3 * rank), 0)
+        for _ in range(3):
+            both = (
+                exchange(lambda rows, _, w: factor * rows * w, x, ids, gates, **sizes, group=group),
+                windows.exchange_shared(
+                    lambda rows, local, w, own=own: factor * rows * (w * (local < own)).sum(1, keepdim=True), x, ids, gates, **sizes,
+                    windows=found,
+                ),
+            )  # fmt: skip
+            grads = [torch.autograd.grad(out.square().sum(), factor)[0] for out in both]
+            torch.testing.assert_close(both[1], both[0])
+            torch.testing.assert_close(grads[1], grads[0])
+        assert found.size >= before
+    assert found.size >= ranks * 7 * 130 * 4
 
 
 def in_a_graph(folder: Path) -> None:
@@ -186,7 +224,7 @@ def two_dimensions(folder: Path) -> None:
         torch.manual_seed(rank)
         layer = _layer(4, seed=rank, nf4=True)
         keep_equal(layer.router.parameters())  # over all four ranks
-        parallelize_module(layer, mesh["expert"], {"experts": ExpertParallel()})
+        parallelize_module(layer, mesh["expert"], {"experts": ExpertParallel(waits=wrap == "fsdp")})
         if wrap == "fsdp":
             fully_shard(layer.experts, mesh=mesh["data"])
         else:
@@ -566,7 +604,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
         transformers_experts, adapters_are_safe, adapters_stay_equal, bytes_stay_bytes, expert_parallel,
-        expert_parallel_four_bits, expert_parallel_without_waiting, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere,
+        expert_parallel_four_bits, expert_parallel_without_waiting, windows_grow, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere,
         active_rows, active_rows_fsdp, kept_equal, trains_ddp, trains_fsdp, resumes_fsdp, measures, dies,
     )
 }  # fmt: skip

@@ -1,32 +1,27 @@
 """What makes pages of notebooks: their ladders' programs, formulas, questions, executions that are kept."""
 
+import ast
 import builtins
-import importlib.util
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import pytest
+from programs import program
 
 ROOT = Path(__file__).resolve().parents[1]
 WITH_STEPS = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if "record=RECORD_STEPS" in path.read_text()]
 
 
-def _tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_ladder_s_program_has_the_cells_that_it_needs() -> None:
-    tool = _tool("record_chapters")
+    tool = program("record_chapters")
     cells = [
         "import math\nsize = 3",
         "def area(r):\n    local = math.pi\n    return local * r * size",
@@ -36,19 +31,22 @@ def test_a_ladder_s_program_has_the_cells_that_it_needs() -> None:
     ]
     assert tool.needed_cells(cells, 4) == [0, 1, 4]
     assert tool.needed_cells(cells, 3) == [0, 3]
+    cells += ["size = 4", "def wide(): return size", "size = wide()", "print(size)", "size = 5", "print(wide())"]
+    assert tool.needed_cells(cells, 8) == [5, 6, 7, 8]
+    assert tool.needed_cells(cells, 10) == [5, 6, 9, 10]
 
 
 @pytest.mark.parametrize("name", WITH_STEPS)
 def test_a_ladder_s_program_is_complete(name: str) -> None:
-    tool = _tool("record_chapters")
-    program = tool.steps_program(ROOT / "notebooks" / f"{name}.ipynb")
-    assert program.count("RECORD_STEPS = True") == 1
-    binds, reads = tool.names(program)
-    assert reads - binds <= set(dir(builtins))
+    tool = program("record_chapters")
+    source = tool.steps_program(ROOT / "notebooks" / f"{name}.ipynb")
+    assert source.count("RECORD_STEPS = True") == 1
+    binds, reads, later = tool.names(source)
+    assert (reads | later) - binds <= set(dir(builtins))
 
 
 def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
-    tool = _tool("record_chapters")
+    tool = program("record_chapters")
     cell = {"cell_type": "code", "source": "time_steps(record=RECORD_STEPS)"}
     path = tmp_path / "chapter.ipynb"
     path.write_text(json.dumps({"cells": [cell]}))
@@ -57,7 +55,7 @@ def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
 
 
 def test_formulas() -> None:
-    mathml = _tool("formulas").mathml
+    mathml = program("formulas").mathml
     assert "<mtext>d</mtext><mi>Y</mi>" in mathml(r"\mathrm{d}Y", "inline")
     assert '<mtext class="tt">BLOCK_M</mtext>' in mathml(r"\mathtt{BLOCK\_M}", "block")
     two = mathml("\\begin{aligned}a &= b \\\\ c &= d\\end{aligned}", "block")
@@ -65,7 +63,7 @@ def test_formulas() -> None:
 
 
 def test_a_formula_that_is_not_understood_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = _tool("formulas")
+    tool = program("formulas")
     warnings: list[tuple[Any, ...]] = []
     monkeypatch.setattr(tool.LOGGER, "warning", lambda *args, **_: warnings.append(args))
     tool.mathml(r"\nosuchcommand x", "inline")
@@ -73,7 +71,7 @@ def test_a_formula_that_is_not_understood_is_a_warning(monkeypatch: pytest.Monke
 
 
 def test_a_step_shows_the_runs_of_lines_that_are_marked() -> None:
-    tool = _tool("pages")
+    tool = program("pages")
     source = "a = 1\nb = 2  # New:\nc = 3\nd = 4\ne = 5"
     assert tool.marked_runs(source, {2, 3, 5}) == [2, 3]
     assert tool.marked_runs("a\nb\nc", {1, 3}) == [1, 3]
@@ -90,7 +88,7 @@ def test_a_question_keeps_its_answer_folded(tmp_path: Path) -> None:
 
 
 def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = _tool("build_book")
+    tool = program("build_book")
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     monkeypatch.setattr(tool, "EXECUTED", tmp_path / "_build" / "executed")
     monkeypatch.setattr(tool, "DECIDING", ("src",))
@@ -113,3 +111,37 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     tool.keep(tool.open_cache(), path, notebook, 1.0)
     (tmp_path / "src" / "a.py").write_text("2")
     assert not tool.is_kept(tool.open_cache(), path)
+
+
+def _kernels_of_steps(path: Path) -> str:
+    """The sources that ``time_steps`` ties a chapter's ladder to, read off the notebook."""
+    functions: dict[str, str] = {}
+    names: list[str] = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type != "code":
+            continue
+        lines = cell.source.splitlines(True)
+        for node in ast.parse(cell.source).body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                functions[node.name] = "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
+            elif isinstance(node, ast.Assign | ast.AugAssign) and isinstance(node.value, ast.Tuple):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if isinstance(target, ast.Name) and target.id == "step_kernels":
+                    names += [element.id for element in node.value.elts if isinstance(element, ast.Name)]
+    return "".join(functions[name].rstrip("\n") + "\n" for name in names)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_STEPS if name != "together"])  # whose steps are the package's
+def test_a_recorded_ladder_is_of_the_kernels_on_the_page(name: str) -> None:
+    sources = _kernels_of_steps(ROOT / "notebooks" / f"{name}.ipynb")
+    assert sources.count("@triton.jit") > 1
+    digest = hashlib.sha256(sources.encode()).hexdigest()[:8]
+    stem = re.search(
+        r'time_steps\(\s*"(\w+)"', program("record_chapters").steps_program(ROOT / "notebooks" / f"{name}.ipynb")
+    )
+    assert stem is not None
+    for path in (ROOT / "book" / "results").glob(f"*/{stem[1]}.csv"):
+        packages = set(pd.read_csv(path)["package"])
+        assert packages == {f"{stem[1]}+{digest}"}, (
+            f"{path.parent.name}: python tools/record_chapters.py --steps {name}"
+        )

@@ -55,11 +55,26 @@ kb.append_to_pages(k[:, :, :1], v[:, :, :1], pages, pages, table, lengths)
 """,
     "distributed": """
 import torch, kernelbook
-from kernelbook.distributed import exchange
+from types import SimpleNamespace
+from kernelbook.distributed import exchange, windows
+def shared(hidden, slots, dtype, gates_dtype):
+    x, gates = torch.empty(64, hidden, dtype=dtype), torch.empty(64, slots, dtype=gates_dtype)
+    ids, addresses = torch.zeros(64, slots, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    view = lambda window, at, shape, dtype: torch.empty(shape, dtype=dtype)
+    space = SimpleNamespace(rank=2, ranks=4, addresses=(addresses, addresses), ensure=lambda size: None, view=view)
+    way = windows._Way(space, ids, 128, 32)
+    layout = way.layout(x, gates)
+    way.places, _ = exchange._place(ids, 128, 32, 4, None, addresses, 2, layout.capacity)
+    windows._put(way, layout, x, gates)
+    rows, weights, _ = windows._take(way, layout, x, gates)
+    windows._give(way, layout, rows, None)
+    windows._give(way, layout, rows, weights)
+    windows._put(way, layout, x, None)
+    windows._take(way, layout, x, None)
 def there_and_back(hidden, slots, dtype, gates_dtype):
     x, gates = torch.empty(64, hidden, dtype=dtype), torch.empty(64, slots, dtype=gates_dtype)
     ids, counts = torch.zeros(64, slots, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int32)
-    places, firsts = exchange._place(ids, 128, 32, counts)
+    places, firsts = exchange._place(ids, 128, 32, 4, counts)
     message = exchange._Message.empty(96, x, gates)
     exchange._send(message, x, gates, ids, places, firsts, counts, 128, 32)
     pairs, weights, _, of_slots = exchange._arrive(message, counts, 256)
@@ -72,6 +87,8 @@ there_and_back(2048, 8, torch.bfloat16, torch.float32)
 there_and_back(5120, 1, torch.bfloat16, torch.bfloat16)
 there_and_back(100, 6, torch.float32, torch.float32)
 there_and_back(64, 2, torch.float64, torch.float64)
+shared(2048, 8, torch.bfloat16, torch.float32)
+shared(100, 1, torch.float32, torch.bfloat16)
 """,
     "layer_norm": """
 import torch, kernelbook as kb

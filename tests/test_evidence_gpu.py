@@ -44,7 +44,7 @@ def test_attention(d: int, causal: bool) -> None:
 def test_few_rows_of_packed_weights(m: int) -> None:
     for n, k in ((200, 256), (1024, 512)):
         q = kb.nf4_quantize(randn(2, n, k))
-        w = kb.nf4_dequantize(q, dtype=torch.float64)[1]
+        w = kb.nf4_dequantize(q, dtype=torch.float32)[1]
         x = randn(m, k, dtype=BF16)
         check.check_op(lambda x, q=q: kb.nf4_matmul(x, q, 1), lambda x, w=w: x @ w.to(x.dtype).t(), {"x": x})
         _repeats(lambda x=x, q=q: (kb.nf4_matmul(x, q, 1),))
@@ -55,7 +55,7 @@ def test_packed_experts(tokens: int) -> None:
     experts, n, k, rank = 6, 256, 512, 16
     ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :2]
     q = kb.nf4_quantize(randn(experts, n, k) / k**0.5)
-    w = kb.nf4_dequantize(q, dtype=torch.float64).transpose(1, 2)
+    w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     inputs = {
         "x": randn(tokens, k, dtype=BF16),
         "lora_a": randn(experts, rank, k, dtype=BF16) / k**0.5,

@@ -1,9 +1,10 @@
-"""Why compute-sanitizer's racecheck reports races at the definitions of the Hopper attention kernels, and why they are none.
+"""What compute-sanitizer's racecheck reports at the definitions of the Hopper attention kernels is in order.
 
 Lines of a definition stand for code that is the compiler's own. There it hands each warp its part of the program, and the
 parts their arguments, through shared memory. Every such store is followed by a barrier of all warps before anything else
-happens to shared memory, every such load comes right behind one and is followed by the next. The sanitizer does not count
-these barriers (``barrier.sync 1``), because warps reach them at different places of the program.
+happens to shared memory, every such load comes right behind one and is followed by the next. Why the sanitizer reports them
+all the same is inferred, not read here: warps reach these barriers (``barrier.sync 1``) at different places of the program
+(``tools/evidence/handshake.py`` asks the sanitizer about a program that does nothing else).
 """
 
 import inspect

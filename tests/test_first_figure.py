@@ -1,24 +1,18 @@
 """The figure with which README and book begin: drawn from the rows that are recorded now."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from programs import program
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("first_figure", ROOT / "tools" / "first_figure.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["first_figure"] = module
-    spec.loader.exec_module(module)
-    return module
+    return program("first_figure")
 
 
 def test_it_is_not_older_than_the_results(tool: Any) -> None:

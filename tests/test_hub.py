@@ -1,7 +1,6 @@
 """``make hub``: the kernel repository is whole, depends on nothing but PyTorch and Triton, and the library loads it offline."""
 
 import ast
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from programs import program
 from tensors import randn
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -23,20 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 BACKEND = "cpu" if torch.version.cuda is None else "cuda"
 
 
-def _tool() -> Any:
-    spec = importlib.util.spec_from_file_location("build_hub", ROOT / "tools" / "build_hub.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two versions of the repository."""
     folders = [tmp_path_factory.mktemp("hub") / str(version) for version in (1, 2)]
     for version, folder in enumerate(folders, 1):
-        _tool().build(folder, BACKEND, version)
+        program("build_hub").build(folder, BACKEND, version)
     return folders
 
 
@@ -86,7 +78,7 @@ def test_what_is_in_it(repositories: list[Path]) -> None:
 
 def test_an_import_that_cannot_be_relative_is_an_error() -> None:
     with pytest.raises(ValueError, match="imports kernelbook as a whole"):
-        _tool().relative_imports("import kernelbook\n", Path("room/op.py"))
+        program("build_hub").relative_imports("import kernelbook\n", Path("room/op.py"))
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """What the book's instruments show is what the kernels do: every recording can be made again, and is the same."""
 
 import gzip
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
+from programs import program
 
 from kernelbook import runtime
 
@@ -17,18 +17,14 @@ NAMES = sorted(path.stem for path in (STATIC / "instruments").glob("*.json"))
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("record_instruments", ROOT / "tools" / "record_instruments.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool() -> Any:
+    return program("record_instruments")
 
 
 @pytest.mark.unwatched
 @pytest.mark.skipif(not runtime.INTERPRET, reason="recordings are made by the interpreter")
 @pytest.mark.parametrize("name", NAMES)
-def test_recording_again_gives_the_same(tool: ModuleType, name: str) -> None:
+def test_recording_again_gives_the_same(tool: Any, name: str) -> None:
     assert tool.written(tool.RECORDINGS[name]()) == (STATIC / "instruments" / f"{name}.json").read_text(
         encoding="utf-8"
     )

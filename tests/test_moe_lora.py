@@ -577,13 +577,16 @@ def test_packed_experts_of_few_rows_bit_for_bit(kind: str) -> None:
 def test_packed_outputs_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     experts, n, k, block_size = shape
     ids = _experts(9, experts, 2, 0.2)
-    for double_quant, strategy, gated in ((True, "fused", True), (False, "split", False)):
+    for double_quant, strategy, gated, transposed in ((True, "fused", True, False), (False, "split", False, True)):
         inputs = _inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype if gated else None)
         del inputs["w"]
-        q = kb.nf4_quantize(randn(experts, n, k) / k**0.5, block_size=block_size, double_quant=double_quant)
-        w = kb.nf4_dequantize(q, dtype=dtype).transpose(1, 2)
+        stored = (k, n) if transposed else (n, k)
+        q = kb.nf4_quantize(randn(experts, *stored) / k**0.5, block_size=block_size, double_quant=double_quant)
+        w = kb.nf4_dequantize(q, dtype=dtype)
+        w = w if transposed else w.transpose(1, 2)
+        how = {"strategy": strategy, "scaling": 0.5, "transposed": transposed}
         check.check_op(
-            functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), strategy=strategy, scaling=0.5),
+            functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), **how),
             lambda w=w, ids=ids, **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t),
             inputs,
             grads=tuple(inputs),
@@ -609,7 +612,7 @@ def test_packed_experts_in_pytorchs_machinery() -> None:
     q = kb.nf4_quantize(randn(3, 16, 32), double_quant=True)
     x = randn(5, 32).requires_grad_()
     parts = (q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset, 3, 16, 64)
-    given = (x, q.packed, *(None,) * 4, ids, routing.lists, *parts, 1.0, "auto", False, False)
+    given = (x, q.packed, *(None,) * 4, ids, routing.lists, *parts, 1.0, "auto", False, False, False)
     torch.library.opcheck(torch.ops.kernelbook.moe_lora.default, given)
     compiled = torch.compile(lambda x: kb.scatter2scatter(x * 2, q, routing), fullgraph=True, backend="aot_eager")
     expected = kb.scatter2scatter(x * 2, q, routing)
@@ -706,17 +709,17 @@ def test_opcheck(dtype: torch.dtype) -> None:
     leaves = [t.requires_grad_() for t in inputs.values()]
     given = [t.detach() for t in leaves]
     if dtype == torch.float32:
-        torch.library.opcheck(ops.moe_lora.default, (*leaves, *rest, 0.5, "split", False, False))
-        torch.library.opcheck(ops.moe_lora_inference.default, (*given, *rest, 0.5, "auto", False, False))
+        torch.library.opcheck(ops.moe_lora.default, (*leaves, *rest, 0.5, "split", False, False, False))
+        torch.library.opcheck(ops.moe_lora_inference.default, (*given, *rest, 0.5, "auto", False, False, False))
     else:
-        torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True))
-        torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False))
+        torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True, False))
+        torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False, False))
         base = (*leaves[:2], None, None, *leaves[4:])
-        torch.library.opcheck(ops.moe_lora.default, (*base, *rest, 1.0, "auto", False, False))
+        torch.library.opcheck(ops.moe_lora.default, (*base, *rest, 1.0, "auto", False, False, False))
     u = torch.zeros(10, 16, dtype=dtype, device=ids.device)
     needs = (True, True, False, True, False, True)
     dy = randn(5, 16, dtype=dtype)
-    torch.library.opcheck(ops.moe_lora_backward.default, (dy, u, *given, *rest, 0.5, "split", False, False, *needs))
+    torch.library.opcheck(ops.moe_lora_backward.default, (dy, u, *given, *rest, 0.5, "split", False, False, False, *needs))
 
 
 @pytest.mark.parametrize("dynamic", (False, True))

@@ -1,23 +1,14 @@
 """The page of the package: its snippets run in their order, and its table knows every public function."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
+
+from programs import program
 
 from kernelbook import runtime
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def _tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_snippets_run() -> None:
@@ -38,13 +29,13 @@ def test_the_first_pages_snippet_runs() -> None:
 
 
 def test_the_table_knows_every_function() -> None:
-    tool = _tool("support_matrix")
+    tool = program("support_matrix")
     assert set(tool.functions()) == set(tool.cases())
 
 
 def test_a_line_of_the_table() -> None:
     """What is known of two functions is what the table finds out."""
-    tool = _tool("support_matrix")
+    tool = program("support_matrix")
     found = tool.row(tool.cases()["rms_norm"])
     assert found["dtypes"] == "all" and found["launches"] == "1 + 1"
     assert [found[name] for name in ("torch.compile", "autocast", "gradients")] == ["yes"] * 3
@@ -66,7 +57,7 @@ Returns:
 
 
 def test_entries_in_one_line_are_taken_apart() -> None:
-    tool = _tool("docstrings")
+    tool = program("docstrings")
     lines = tool.apart(LINES.splitlines(), {"x", "weight", "bias", "scale", "mode"})
     assert lines[2:9] == [
         "Args:",

@@ -1,30 +1,20 @@
 """What a published book has beside its pages: Colab's cell, the site's own files, the workflow."""
 
-import importlib.util
 import json
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from programs import program
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_notebooks_have_colabs_cell_where_there_is_an_address() -> None:
-    tool = _tool("colab")
+    tool = program("colab")
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         text = path.read_text()
         expected = tool.with_cell(json.loads(text), **tool.repository())
@@ -32,7 +22,7 @@ def test_notebooks_have_colabs_cell_where_there_is_an_address() -> None:
 
 
 def test_colabs_cell_comes_goes_and_does_nothing_elsewhere() -> None:
-    tool = _tool("colab")
+    tool = program("colab")
     before = json.loads((ROOT / "notebooks" / "layer_norm.ipynb").read_text())
     with_cell = tool.with_cell(before, "https://example.org/book", "main")
     first = with_cell["cells"][0]

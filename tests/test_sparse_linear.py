@@ -243,9 +243,11 @@ def test_zero_sizes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
-@pytest.mark.parametrize(("chunk", "d_out"), ((16, 90), (64, 300)))
-def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, dtype: torch.dtype) -> None:
-    x, weight, dy = randn(37, 24, dtype=dtype), randn(d_out, 24, dtype=dtype), randn(37, d_out, dtype=dtype)
+@pytest.mark.parametrize(("chunk", "d_out", "d_in"), ((16, 90, 24), (64, 300, 24), (64, 150, 4104)))
+def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, d_in: int, dtype: torch.dtype) -> None:
+    # At 4104 inputs the zeros of a chunk are more than one program writes.
+    assert (chunk * d_in > kernels.ZERO_PIECE) == (d_in == 4104)
+    x, weight, dy = randn(37, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(37, d_out, dtype=dtype)
     ids = _chunks(d_out, chunk, 2)
     mask = torch.zeros(-(-d_out // chunk), dtype=torch.bool, device=x.device).index_fill_(0, ids, True)
     mask = mask.repeat_interleave(chunk)[:d_out]

@@ -264,7 +264,9 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     assert again["package"].iloc[0] != rows["package"].iloc[0] and len(pd.read_csv(ceilings)) == 1
     monkeypatch.setattr(timing, "run_cases", lambda *_, **__: (_one_row("x"), ["square: wrong"]))
     with pytest.raises(RuntimeError, match="time_steps: square: wrong"):
-        timing.time_steps("square_steps", [], [], record=True)
+        timing.time_steps("square_steps", [], [Path(timing.__file__)], record=True)
+    with pytest.raises(ValueError, match="page_version: kernels must name what a row measures, got none"):
+        timing.time_steps("square_steps", [], [])
 
 
 def _one_row(package: str) -> pd.DataFrame:

@@ -29,6 +29,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ACQUIRES = (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 _RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
+_FOLLOWED = (
+    "get_int32",
+    "get_null_value",
+    "create_make_range",
+    "create_mul",
+    "create_add",
+    "create_sub",
+    "create_splat",
+    "create_broadcast",
+    "create_expand_dims",
+)
 _LARGEST = 2**26  # bytes of a tensor whose stores are remembered
 
 
@@ -209,9 +220,45 @@ def watched() -> Iterator[None]:
             "create_atomic_rmw",
             "create_barrier",
             "set_grid_idx",
+            "create_addptr",
+            *_FOLLOWED,
         )
     }
-    init = executor._init_args_hst
+    init, convert = executor._init_args_hst, interpreter._implicit_cvt
+
+    def converted(arg: Any) -> Any:
+        result = convert(arg)
+        if isinstance(arg, int) and -(2**31) <= arg < 2**31:
+            result.handle.narrow = "argument"
+        return result
+
+    def narrow(handle: Any) -> str:
+        """Of 32 bits: an argument of the launch, a product with one, or small, as constants and the offsets in a tile are."""
+        return getattr(handle, "narrow", "")
+
+    def follow(name: str) -> Any:
+        """The operation, whose result is remembered to be what comes of its operands."""
+
+        def operation(self: Any, *args: Any) -> Any:
+            result = real[name](self, *args)
+            kinds = {narrow(a) for a in args if isinstance(a, interpreter.TensorHandle)}
+            if result.data.dtype.itemsize == 4:
+                if name in ("get_int32", "get_null_value", "create_make_range"):
+                    result.narrow = "small"
+                elif "product" in kinds or (name == "create_mul" and "argument" in kinds and "small" not in kinds):
+                    result.narrow = "product"
+                elif len(kinds) == 1 and (name not in ("create_mul", "create_add", "create_sub") or kinds == {"small"}):
+                    result.narrow = kinds.pop()
+            return result
+
+        return operation
+
+    def addptr(self: Any, ptr: Any, offset: Any) -> Any:
+        if narrow(offset) == "product":
+            raise WrongAccessError(
+                "watched: an offset is a product with an argument of the launch in 32 bits, which may overflow"
+            )
+        return real["create_addptr"](self, ptr, offset)
 
     def init_args(self: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = init(self, args, kwargs)
@@ -255,6 +302,9 @@ def watched() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "_init_args_hst", init_args)
+        patch.setattr(interpreter, "_implicit_cvt", converted)
+        for name in _FOLLOWED:
+            patch.setattr(builder, name, follow(name))
         for name, function in (
             ("set_grid_idx", set_grid_idx),
             ("create_masked_load", load),
@@ -262,6 +312,7 @@ def watched() -> Iterator[None]:
             ("create_atomic_cas", compare_and_swap),
             ("create_atomic_rmw", modify),
             ("create_barrier", barrier),
+            ("create_addptr", addptr),
         ):
             patch.setattr(builder, name, function)
         yield

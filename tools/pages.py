@@ -35,20 +35,26 @@ def _source(node: nodes.literal_block) -> bool:
     return isinstance(parent, nodes.container) and parent.get("nb_element") == "cell_code_source"
 
 
-def changed_lines(before: str, after: str) -> list[int]:
-    """The lines of ``after``, from 1 on, that ``before`` does not have at their place."""
-    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
-    return [line + 1 for kind, _, _, low, high in matcher.get_opcodes() if kind != "equal" for line in range(low, high)]
+def _code(source: str) -> list[str]:
+    """The lines without their indentation and remarks: a line that moved into a loop is no other line."""
+    return [re.sub(r"\s*#.*", "", line).strip() for line in source.splitlines()]
 
 
-def _unmarked(source: str) -> set[int]:
-    """The lines of a cell that belong to no kernel and to no function with a line marked as new."""
-    lines, found = source.splitlines(), set()
+def changed_lines(before: str, after: str) -> set[int]:
+    """The lines of ``after``, from 1 on, that ``before`` does not have at their place, or that are marked as new."""
+    matcher = difflib.SequenceMatcher(None, _code(before), _code(after), autojunk=False)
+    found = [range(low, high) for kind, _, _, low, high in matcher.get_opcodes() if kind != "equal"]
+    marked = {i + 1 for i, line in enumerate(after.splitlines()) if "# New" in line}
+    return marked | {line + 1 for lines in found for line in lines}
+
+
+def functions(source: str) -> list[tuple[int, str]]:
+    """The functions at the top of a cell, each with its first line, from 1 on, and its source with decorators."""
+    lines, found = source.splitlines(), []
     for node in ast.parse(source).body:
-        decorators = getattr(node, "decorator_list", [])
-        own = range(min([node.lineno, *(d.lineno for d in decorators)]), (node.end_lineno or node.lineno) + 1)
-        if not decorators and not any("# New" in lines[i - 1] for i in own):
-            found |= set(own)
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found.append((first, "\n".join(lines[first - 1 : node.end_lineno])))
     return found
 
 
@@ -63,8 +69,28 @@ def marked_runs(source: str, changed: set[int]) -> list[int]:
     return [line for run in marked or runs for line in run]
 
 
+def highlighted(source: str, earlier: list[str]) -> list[int]:
+    """The lines of a cell by which its functions differ from the most similar of the ``earlier`` ones, where lines are marked as
+    new."""
+    found = []
+    for first, text in functions(source):
+        if "# New" not in text:
+            continue
+        if not text.startswith("@"):  # a launcher
+            found += [first + i for i, line in enumerate(text.splitlines()) if "# New" in line]
+            continue
+        if not earlier:
+            continue
+        ratios = [difflib.SequenceMatcher(None, _code(old), _code(text)).ratio() for old in earlier]
+        best = max(range(len(ratios)), key=lambda i: (ratios[i], i))
+        if ratios[best] >= SIMILAR:
+            changed = marked_runs(text, changed_lines(earlier[best], text))
+            found += [first - 1 + line for line in changed]
+    return found
+
+
 def mark_changes(doctree: nodes.document) -> None:
-    """Highlights, in cells that mark lines as new, what the most similar kernel before does not have.
+    """Highlights, in functions that mark lines as new, what the most similar kernel before does not have.
 
     Lines that hand a number to the text of the page are no part of the lesson, and are left out.
     """
@@ -78,15 +104,10 @@ def mark_changes(doctree: nodes.document) -> None:
             block.children[:] = [nodes.Text(text)]
         if "@triton.jit" not in text:
             continue
-        if "# New" in text and earlier:
-            ratios = [difflib.SequenceMatcher(None, old.splitlines(), text.splitlines()).ratio() for old in earlier]
-            best = max(range(len(ratios)), key=lambda i: (ratios[i], i))
-            if ratios[best] >= SIMILAR:
-                changed = set(changed_lines(earlier[best], text))
-                block.setdefault("highlight_args", {})["hl_lines"] = marked_runs(
-                    text, changed - _unmarked(text) or changed
-                )
-        earlier.append(text)
+        lines = highlighted(text, earlier)
+        if lines:
+            block.setdefault("highlight_args", {})["hl_lines"] = lines
+        earlier += [source for _, source in functions(text) if "@triton.jit" in source]
 
 
 def _definitions(app: Any) -> dict[str, str]:

@@ -6,6 +6,7 @@ With --steps only the ladder is recorded, by RECORD_STEPS, and only the cells ru
 The notebooks themselves stay as they are.
 """
 
+import ast
 import json
 import os
 import re
@@ -19,43 +20,111 @@ from pathlib import Path
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
 
-def names(source: str) -> tuple[set[str], set[str]]:
-    """The global names that a cell binds, and those that it or its functions read."""
+def names(source: str) -> tuple[set[str], set[str], set[str]]:
+    """The global names that a cell binds, those that it reads before, and those that its functions read once they are called."""
     binds: set[str] = set()
-    reads: set[str] = set()
+    later: set[str] = set()
 
     def visit(table: symtable.SymbolTable, top: bool) -> None:
         for symbol in table.get_symbols():
             if top and (symbol.is_assigned() or symbol.is_imported()):
                 binds.add(symbol.get_name())
-            # What a class's body binds and reads may be read from outside before it is bound.
-            if symbol.is_referenced() and (top or symbol.is_global() or table.get_type() == "class"):
-                reads.add(symbol.get_name())
+            if not top and symbol.is_referenced() and (symbol.is_global() or table.get_type() == "class"):
+                later.add(symbol.get_name())
         for child in table.get_children():
             visit(child, False)
 
     visit(symtable.symtable(source, "<cell>", "exec"), True)
-    return binds, reads
+    reads: set[str] = set()
+    bound: set[str] = set()
+
+    def note(node: ast.AST, stored: bool = True) -> None:
+        """The names in an expression: those that it reads, then those that it binds."""
+        parts = list(ast.walk(node))
+        own = {part.arg for part in parts if isinstance(part, ast.arg)}  # of a lambda
+        for part in parts:
+            if isinstance(part, ast.comprehension):
+                own |= {name.id for name in ast.walk(part.target) if isinstance(name, ast.Name)}
+        found = [part for part in parts if isinstance(part, ast.Name) and part.id not in own]
+        reads.update({name.id for name in found if isinstance(name.ctx, ast.Load)} - bound)
+        if stored:
+            bound.update(name.id for name in found if isinstance(name.ctx, ast.Store))
+
+    def run(body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                for part in (
+                    *node.decorator_list,
+                    *(node.args.defaults if isinstance(node, ast.FunctionDef) else node.bases),
+                ):
+                    note(part)
+                bound.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                bound.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.If):
+                note(node.test)
+                before = set(bound)
+                run(node.body)
+                after = set(bound)
+                bound.intersection_update(before)
+                run(node.orelse)
+                bound.intersection_update(after)  # what only one branch binds may still be from before
+            elif isinstance(node, ast.AugAssign):
+                reads.update({name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)} - bound)
+                note(node)
+            else:
+                for _, value in ast.iter_fields(node):
+                    parts = value if isinstance(value, list) else [value]
+                    expressions = [
+                        part for part in parts if isinstance(part, ast.AST) and not isinstance(part, ast.stmt)
+                    ]
+                    # What is assigned is read first: the right side, the iterable.
+                    for part in expressions:
+                        note(part, stored=False)
+                    for part in expressions:
+                        note(part)
+                run(
+                    [
+                        part
+                        for _, value in ast.iter_fields(node)
+                        if isinstance(value, list)
+                        for part in value
+                        if isinstance(part, ast.stmt)
+                    ]
+                )
+
+    run(ast.parse(source).body)
+    return binds, reads, later
 
 
 def needed_cells(cells: list[str], last: int) -> list[int]:
-    """The cells, in order, that bind what cell ``last`` reads, or what those read."""
-    kept = {last}
-    wanted = set(names(cells[last])[1])
-    for i in range(last - 1, -1, -1):
-        binds, reads = names(cells[i])
-        if binds & wanted:
-            kept.add(i)
-            wanted |= reads
+    """The cells, in order, that bind what cell ``last`` reads, or what those read.
+
+    A cell finds a name as the nearest cell before it left it. A function finds it so, too, if it is called there, and as the nearest
+    cell before ``last`` left it.
+    """
+    known = [names(cell) for cell in cells[: last + 1]]
+    kept: set[int] = set()
+    open_cells = [last]
+    while open_cells:
+        i = open_cells.pop()
+        if i in kept:
+            continue
+        kept.add(i)
+        _, reads, later = known[i]
+        for name, before in [*((name, i) for name in reads | later), *((name, last) for name in later)]:
+            binders = [j for j in range(before) if name in known[j][0]]
+            if binders:
+                open_cells.append(binders[-1])
     return sorted(kept)
 
 
 def steps_program(path: Path) -> str:
-    """What the notebook's last cell with RECORD_STEPS needs, and the cell, as a program."""
+    """What the notebook's cells with RECORD_STEPS need, and these cells, as a program."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    last = max(i for i, source in enumerate(code) if "record=RECORD_STEPS" in source)
-    program = "\n\n".join(code[i] for i in needed_cells(code, last))
+    ends = [i for i, source in enumerate(code) if "record=RECORD_STEPS" in source]
+    program = "\n\n".join(code[i] for i in sorted({i for end in ends for i in needed_cells(code, end)}))
     program, count = re.subn(r"^RECORD_STEPS = False$", "RECORD_STEPS = True", program, flags=re.MULTILINE)
     if count != 1:
         raise ValueError(f"{path.name}: expected one line 'RECORD_STEPS = False', found {count}")

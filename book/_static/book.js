@@ -348,10 +348,10 @@
   }
 
   /** A line that, where it has to be wrapped, goes on further in than it began. */
-  function line(nodes) {
+  function line(nodes, narrow = false) {
     const text = nodes.map((node) => node.textContent).join("");
     const indent = text.match(/^ */)[0].length + 4;
-    const element = make("span", { class: "line", style: `--indent:${indent}ch` });
+    const element = make("span", { class: narrow ? "line narrow" : "line", style: `--indent:${indent}ch` });
     element.append(...nodes);
     return element;
   }
@@ -362,60 +362,91 @@
     return button;
   }
 
-  /** Folds runs of lines that a step leaves as they were, and the tail of long listings. The text stays where it is, so that
-      copying copies all of it. */
+  /** The functions at the top of a listing and what lies between them, as {from, to, name, kernel}: to is behind the last line. */
+  function blocks(texts) {
+    const found = [];
+    let i = 0;
+    while (i < texts.length) {
+      const from = i;
+      while (i < texts.length && texts[i].startsWith("@")) i++;
+      const head = i < texts.length && texts[i].match(/^def (\w+)/);
+      if (head) {
+        i++;
+        while (i < texts.length && /^([\s)]|$)/.test(texts[i])) i++;
+        found.push({ from, to: i, name: head[1], kernel: texts[from].startsWith("@triton") });
+      } else {
+        i = Math.max(i, from + 1);
+        const last = found.at(-1);
+        if (last && !last.name) last.to = i;
+        else found.push({ from, to: i, name: "", kernel: false });
+      }
+    }
+    return found;
+  }
+
+  /** Folds what is not the lesson: lines that a step leaves as they were, helpers, launchers, checks, the tail of long listings.
+      The text stays where it is, so that copying copies all of it. */
   function folds() {
-    for (const pre of document.querySelectorAll(".bd-article .highlight-python pre")) {
+    let kernelCells = 0;
+    for (const pre of document.querySelectorAll(".bd-article :is(.highlight-python, .highlight-ipython3) pre")) {
       const lines = linesOf(pre);
       const changed = lines.map((nodes) => nodes.some((node) => node.classList && node.classList.contains("hll")));
-      // What fits a screen is shown whole.
-      const step = changed.some(Boolean) && lines.length > 24;
-      const near = (i) => changed.slice(Math.max(0, i - 1), i + 2).some(Boolean);
       const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
-      const kernels = texts.some((text) => text.startsWith("@triton.jit"));
       const cell = pre.closest(".cell_input");
-      const most = !cell ? 9 : kernels ? 44 : 7; // lines that show at first
-      const last = texts.findLastIndex((text) => text.startsWith("@triton"));
+      const parts = blocks(texts);
+      const kernels = cell ? parts.filter((part) => part.kernel) : [];
+      kernelCells += kernels.length > 0;
+      // What fits a screen is shown whole.
+      const step = kernels.length > 0 && changed.some(Boolean) && lines.length > 24;
+      const any = (from, to) => changed.slice(from, to).some(Boolean);
       const pieces = [];
+      const show = (from, to) => {
+        for (let i = from; i < to; i++) {
+          const blank = texts[i].trim() === "" && i > 0 && texts[i - 1].trim() === "";
+          pieces.push(line(lines[i], blank));
+        }
+      };
       const fold = (from, to, label) => {
         const run = make("span", { class: "same", hidden: true });
-        run.append(...lines.slice(from, to).map(line));
-        const show = () => !(run.hidden = !run.hidden);
-        pieces.push(unfolding(`${to - from} ${label}`, `show ${to - from} ${label}`, show), run);
+        run.append(...lines.slice(from, to).map((nodes) => line(nodes)));
+        const toggle = () => !(run.hidden = !run.hidden);
+        let count = to - from;
+        while (texts[from + count - 1].trim() === "") count--;
+        const said = `${count} ${count === 1 ? "line" : "lines"} ${label}`;
+        pieces.push(unfolding(said, `show ${said}`, toggle), run);
       };
-      /** Where the function ends that begins at line i. */
-      const body = (i) => {
-        let end = i + 1;
-        while (end < lines.length && /^([\s)]|$)/.test(texts[end])) end++;
-        return end;
-      };
-      let i = 0;
-      while (i < lines.length) {
-        let end = i;
-        while (step && end < lines.length && !near(end)) end++;
-        const name = texts[i].match(/^def (\w+)/);
-        const launcher = kernels && name && !(i && texts[i - 1].startsWith("@")) ? body(i) : i;
-        // Of several kernels and their helpers in a cell the last is what the text is about.
-        const helper = !step && cell && i < last && /^@triton/.test(texts[i]) ? body(i + 1) : i;
-        if (launcher - i >= 5 && !changed.slice(i, launcher).some(Boolean)) {
-          fold(i, launcher, `lines of ${name[1]}, which launches it`);
-          i = launcher;
-        } else if (helper - i >= 5) {
-          fold(i, helper, `lines of ${texts[i + 1].match(/\w+(?=\()/)[0]}`);
-          i = helper;
-        } else if (end - i >= 4) {
-          // A launcher behind the lines that stayed keeps its own fold.
-          const next = texts.findIndex((text, j) => j > i && j < end && /^def /.test(text) && !texts[j - 1].startsWith("@"));
-          end = next > i ? next : end;
-          fold(i, end, "lines as before");
+      const launches = (part) => texts.slice(part.from, part.to).some((text) => /_kernel\[/.test(text));
+      /** A kernel: its lines, without those that stay as before, and without its arguments if there are many. */
+      const body = (part) => {
+        const near = (i) => any(Math.max(0, i - 1), i + 2);
+        const most = step ? Infinity : 36; // lines that show at first
+        let i = part.from;
+        const close = texts.findIndex((text, j) => j > part.from && j < part.to && text.startsWith(")"));
+        const first = texts.findIndex((text, j) => j >= part.from && text.startsWith("def ")) + 1;
+        while (i < part.to) {
+          let end = i;
+          while (step && end < part.to && !near(end)) end++;
+          if (i - part.from > most && part.to - i > 4) fold(i, (end = part.to), "more");
+          else if (end - i >= 4) fold(i, end, "as before");
+          else if (!step && kernelCells > 1 && i === first && close - i >= 6) fold(i, (end = close), "of arguments");
+          else show(i, (end = i + 1));
           i = end;
-        } else if (!step && i === most && lines.length > most + 3) {
-          fold(i, lines.length, "more lines");
-          break;
-        } else {
-          pieces.push(line(lines[i]));
-          i++;
         }
+      };
+      if (kernels.length) {
+        for (const part of parts) {
+          const size = part.to - part.from;
+          if (part.kernel && (any(part.from, part.to) || (!step && part === kernels.at(-1)) || size < 5)) body(part);
+          else if (part.kernel) fold(part.from, part.to, `of ${part.name}`);
+          else if (part.name && size >= 6 && !any(part.from, part.to)) fold(part.from, part.to, `of ${part.name}${launches(part) ? ", which launches it" : ""}`);
+          else if (!part.name && part === parts.at(-1) && size >= 4) fold(part.from, part.to, "that check it");
+          else show(part.from, part.to);
+        }
+      } else {
+        const most = cell ? 7 : 9; // lines that show at first
+        const end = lines.length > most + 3 ? most : lines.length;
+        show(0, end);
+        if (end < lines.length) fold(end, lines.length, "more");
       }
       pre.replaceChildren(...pieces);
     }

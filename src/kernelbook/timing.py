@@ -445,15 +445,15 @@ def time_steps(
     Args:
         stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv``, and the ceilings beside them.
         cases: one for each ladder; the providers are its steps in their order, peers last.
-        kernels: the page's own kernels, whose sources tie a row to them.
+        kernels: the page's own kernels and, where operators of the package are steps, the paths of their sources, which tie
+            a row to them.
         record: keep what was measured.
         rep_ms: how long to sample each call.
 
     Raises:
         RuntimeError: a case failed.
     """
-    sources = "".join(inspect.getsource(kernel.fn) for kernel in kernels)
-    package = f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
+    package = page_version(stem, kernels)
     gpu = runtime.DEVICE.type == "cuda"
     rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
     if failures:
@@ -483,6 +483,14 @@ def source_digest(*places: Path) -> str:
         for path in [place] if place.is_file() else sorted([*place.glob("*.py"), *place.glob("*.json")]):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
+
+
+def page_version(stem: str, kernels: Iterable[Any]) -> str:
+    """``<stem>+<digest>`` of the sources of a page's own kernels, and of the package where its files or folders are given."""
+    sources = "".join(source_digest(k) if isinstance(k, Path) else inspect.getsource(k.fn) for k in kernels)
+    if not sources:
+        raise ValueError("page_version: kernels must name what a row measures, got none")
+    return f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
 
 
 def package_version(*places: Path) -> str:

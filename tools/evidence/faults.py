@@ -29,6 +29,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("packed/kernels.py", "packed/kernels_nvidia.py", "packed/kernels_hopper.py", "tiles.py"),
         ("test_nf4.py", "test_moe_lora.py"),
     ),
+    "nn": (("nn/kernels.py",), ("test_moe_block.py",)),
+    "train": (("train/kernels.py",), ("test_train_optimizer.py", "test_train_schedulers.py")),
+    "distributed": (("distributed/kernels.py",), ("test_distributed.py",)),
 }
 # Calls that keep threads, warps or kernels in order.
 ORDER = ("debug_barrier", "gdc_wait", "fence_async_shared", "wait", "arrive", "store_wait", "barrier", "thread_barrier")
@@ -139,6 +142,7 @@ def _of_call(node: ast.Call, stored: bool) -> Iterator[tuple[str, ast.AST]]:
         if (
             isinstance(test, ast.Compare)
             and type(test.ops[0]) in _OPPOSITE
+            and "tl.int32" not in ast.unparse(test)  # no NaN there
             and isinstance(test.comparators[0], ast.Constant)
         ):
             other = copy.deepcopy(node)

@@ -13,11 +13,13 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -477,6 +479,39 @@ def moe_lora(
     )  # fmt: skip
 
 
+@target(
+    tokens=sizes(257, zero=True), experts=st.sampled_from((1, 4, 7)), slots=st.integers(1, 3), k=st.sampled_from((1, 2, 3, 4, 8)), n=sizes(257), rank=st.sampled_from((0, 1, 8, 16)),
+    format=st.sampled_from(("32", "64", "128 double", "mxfp4", "nvfp4")), gates=st.booleans(), bias=st.booleans(),
+    strategy=st.sampled_from(("auto", "fused", "split")), skipped=st.sampled_from((0.0, 0.3)),
+)  # fmt: skip
+def packed_experts(
+    tokens: int, experts: int, slots: int, k: int, n: int, rank: int, format: str, gates: bool, bias: bool, strategy: str, skipped: float,
+    dtype: torch.dtype, layout: str, scale: float, wants: int,
+) -> Verdicts:  # fmt: skip
+    """Weights in 4 bits, of NF4 and FP4."""
+    k, slots = 64 * k, min(slots, experts)
+    dense = rand(experts, n, k, dtype=torch.float32, scale=k**-0.5)
+    if "fp4" in format:
+        q = kb.fp4_quantize(dense, format=format)
+    else:
+        q = kb.nf4_quantize(dense, block_size=int(format.split()[0]), double_quant="double" in format)
+    w = kb.nf4_dequantize(q, dtype=dtype).transpose(1, 2)
+    chosen = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
+    chosen = chosen.masked_fill(torch.rand(chosen.shape, device=chosen.device) < skipped, experts)
+    inputs: dict[str, Any] = {"x": rand(tokens, k, dtype=dtype, layout=layout, scale=scale)}
+    inputs["lora_a"] = rand(experts, rank, k, dtype=dtype, layout=layout, scale=k**-0.5) if rank else None
+    inputs["lora_b"] = rand(experts, n, rank, dtype=dtype, layout=layout) if rank else None
+    if bias:
+        inputs["bias"] = rand(experts, n, dtype=dtype)
+    if gates:
+        inputs["gates"] = torch.rand(chosen.shape, device=chosen.device).to(dtype)
+    return check.check_op(
+        functools.partial(kb.moe_lora, w=q, routing=kb.route(chosen, experts), strategy=strategy, scaling=0.5),
+        lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=chosen, scaling=0.5, **t),
+        inputs, grads=wanted(inputs, wants), require=False,
+    )  # fmt: skip
+
+
 # --- modules, with and without autocast -----------------------------------------------------------------------------
 
 
@@ -540,11 +575,15 @@ class WrongResultError(Exception):
     """A result that is not correct."""
 
 
-def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any]:
-    """-> how many examples ran, the worst ratio and where, and what failed first, shrunk."""
+def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: float, save: Callable[[], None]) -> None:
+    """Tells how many examples ran, the worst ratio and where, and what failed first, shrunk."""
     strategies, function = TARGETS[name]
-    told: dict[str, Any] = {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
-    last: dict[str, Any] = {}
+    told |= {"examples": 0, "shapes": [], "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
+    shapes: set[int] = set()
+
+    def wrong(text: str, error: str) -> WrongResultError:
+        told["failure"] = f"{name}({text}): {error}"  # the last is the smallest
+        return WrongResultError(text)
 
     @hypothesis.settings(
         max_examples=examples, database=None, deadline=None, print_blob=False, suppress_health_check=list(hypothesis.HealthCheck),
@@ -563,31 +602,27 @@ def campaign(name: str, examples: int, seed: int, until: float) -> dict[str, Any
             except check.CheckError as error:
                 if "nothing to compare with" in str(error):
                     return
-                last.update(text=text, error=str(error))
-                raise WrongResultError(text) from error
+                raise wrong(text, str(error)) from error
             except Exception as error:
-                last.update(
-                    text=text,
-                    error=f"{type(error).__name__}: {error}"[:400]
-                    + "".join(traceback.format_tb(error.__traceback__)[-2:]),
-                )
-                raise WrongResultError(text) from error
+                trace = "".join(traceback.format_tb(error.__traceback__)[-2:])
+                raise wrong(text, f"{type(error).__name__}: {error}"[:400] + trace) from error
         told["examples"] += 1
+        sizes = [v for k, v in drawn.items() if type(v) is int and k not in ("wants", "biases")]
+        if (number := zlib.crc32(str((drawn["dtype"], sizes)).encode())) not in shapes:
+            shapes.add(number)
+            told["shapes"].append(number)
+        save()
         for verdict in verdicts:
             if not verdict.passed:
-                last.update(text=text, error=str(verdict))
-                raise WrongResultError(text)
+                raise wrong(text, str(verdict))
             told["element"] = max(told["element"], verdict.element)
             if verdict.ratio > told["worst"]:
                 told["worst"], told["where"] = verdict.ratio, f"{verdict.name}: {text}"
 
     try:
         run()
-    except WrongResultError:
-        told["failure"] = f"{name}({last['text']}): {last['error']}"
-    except hypothesis.errors.HypothesisException as error:
-        told["failure"] = f"{name}: {type(error).__name__}: {last.get('text', '')}: {last.get('error', '')}"
-    return told
+    except (WrongResultError, hypothesis.errors.HypothesisException) as error:
+        told["failure"] = told["failure"] or f"{name}: {type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -601,9 +636,42 @@ def watched() -> Iterator[None]:
 def _work(jobs: list[tuple[str, int, int]], until: float, out: Path) -> None:
     torch.set_num_threads(1)
     results: dict[str, list[dict[str, Any]]] = {}
+    saved = time.monotonic()
+
+    def save(after: float = 3.0) -> None:
+        """A process may be stopped at any time; what it saw counts."""
+        nonlocal saved
+        if time.monotonic() - saved >= after:
+            out.with_suffix(".part").write_text(json.dumps(results))
+            out.with_suffix(".part").replace(out)
+            saved = time.monotonic()
+
     for name, examples, seed in jobs:
-        results.setdefault(name, []).append(campaign(name, examples, seed, until))
-        out.write_text(json.dumps(results))
+        told: dict[str, Any] = {}
+        results.setdefault(name, []).append(told)
+        campaign(told, name, examples, seed, until, save)
+        save(after=0.0)
+
+
+def summed_up(folder: Path) -> dict[str, dict[str, Any]]:
+    """What all processes saw, by function. ``shapes`` counts the sizes and dtypes that differ."""
+    summary: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, set[int]] = defaultdict(set)
+    for path in sorted(folder.glob("*.json")):
+        for name, parts in json.loads(path.read_text()).items():
+            s = summary.setdefault(
+                name, {"examples": 0, "shapes": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []}
+            )
+            for part in parts:
+                s["examples"] += part["examples"]
+                shapes[name] |= set(part["shapes"])
+                s["shapes"] = len(shapes[name])
+                s["element"] = max(s["element"], part["element"])
+                if part["worst"] > s["worst"]:
+                    s["worst"], s["where"] = part["worst"], part["where"]
+                if part["failure"]:
+                    s["failures"].append(part["failure"])
+    return summary
 
 
 def main() -> None:
@@ -621,7 +689,7 @@ def main() -> None:
     until, folder = time.monotonic() + args.seconds, args.out.with_suffix(".parts")
     folder.mkdir(parents=True, exist_ok=True)
     # Small campaigns, dealt out: each begins with the simplest examples anew, so they are not too small.
-    each = max(10, min(100, args.examples // (len(args.only) * args.processes)))
+    each = max(10, min(50, args.examples // (len(args.only) * args.processes)))
     jobs = [
         (name, each, args.seed + i) for i in range(-(-args.examples // (each * len(args.only)))) for name in args.only
     ]
@@ -639,29 +707,21 @@ def main() -> None:
                 sys.stdout.flush()
                 os._exit(code)
         pids.append(pid)
-    ended = []
+    ended, saved = [], time.monotonic()
     for pid in pids:
         # Who is still compiling or shrinking then is stopped; the campaigns that it finished count.
         while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < until + 3:
             time.sleep(0.05)
+            if time.monotonic() - saved > 5:
+                args.out.write_text(json.dumps(summed_up(folder), indent=1))
+                saved = time.monotonic()
         if found == (0, 0):
             os.kill(pid, signal.SIGKILL)
             found = os.waitpid(pid, 0)
         ended.append(found[1] not in (0, signal.SIGKILL))
-    summary: dict[str, dict[str, Any]] = {}
-    for path in folder.glob("*.json"):
-        for name, parts in json.loads(path.read_text()).items():
-            s = summary.setdefault(name, {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []})
-            for part in parts:
-                s["examples"] += part["examples"]
-                s["element"] = max(s["element"], part["element"])
-                if part["worst"] > s["worst"]:
-                    s["worst"], s["where"] = part["worst"], part["where"]
-                if part["failure"]:
-                    s["failures"].append(part["failure"])
-        path.unlink()
-    folder.rmdir()
+    summary = summed_up(folder)
     args.out.write_text(json.dumps(summary, indent=1))
+    shutil.rmtree(folder)
     total = sum(s["examples"] for s in summary.values())
     print(
         f"{total} examples, {sum(len(s['failures']) for s in summary.values())} failures, {sum(map(bool, ended))} processes ended badly"

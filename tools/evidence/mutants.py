@@ -3,11 +3,11 @@
     python tools/evidence/mutants.py --seconds 600                         every room, as many faults as the time allows
     python tools/evidence/mutants.py --rooms layer_norm --processes 2      one room
 
-Each fault is planted in a copy of the package, in a process of its own: forked from one that has imported PyTorch, Triton
-and pytest, but not yet kernelbook. First every test is run without a fault, to see which kernels it launches and how long it
+Each fault is planted in a process of its own, forked from one that has collected the tests and run none. First every test is run without a fault, to see which kernels it launches and how long it
 takes. A fault is then shown only to tests that reach its function, the fast ones first, until one fails.
 
-    killed      a test failed, or the kernel never ended
+    killed      a test failed
+    timed out   no test failed, but they did not end in their time, four times what they take without a fault. Counted apart
     stillborn   the changed kernel is no program: it does not compile. Not counted
     survived    all tests that ran passed
     untested    no test reaches the function here: the interpreter has no Gluon
@@ -20,14 +20,15 @@ import argparse
 import ast
 import csv
 import hashlib
+import importlib
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,11 +53,13 @@ COLUMNS = (
     "why",
     "seconds",
 )
+DECIDED = ("killed", "timed out", "stillborn")
 EQUIVALENT = ROOT / "book" / "evidence" / "equivalent.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, or start other processes, whose kernels are not seen.
+WRITTEN = ("test_evidence_kernels.py", "test_evidence_gpu.py")  # for faults
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck")
 RARE = (
     "barrier removed",
@@ -81,22 +84,35 @@ def digests(file: str) -> dict[str, str]:
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-class Plugin:
-    """What one run of pytest tells: the tests that failed and why, what each launched, and how long it took."""
+def plant(fault: Fault, folder: Path) -> None:
+    """Gives this process the faulty kernel, whoever holds it."""
+    source = fault.planted((PACKAGE / fault.file).read_bytes())
+    node = next(n for n in ast.parse(source).body if getattr(n, "name", "") == fault.function)
+    text = "\n".join(source.decode().split("\n")[node.lineno - 1 : node.end_lineno]) + "\n"  # without its decorators
+    module = importlib.import_module("kernelbook." + fault.file.removesuffix(".py").replace("/", "."))
+    kernel = vars(module)[fault.function]
+    if hasattr(kernel, "_unsafe_update_src"):
+        kernel._unsafe_update_src(text)  # nothing has been compiled in this process
+        return
+    path = folder / f"{fault.function}_{os.getpid()}.py"  # the interpreter reads the source again
+    path.write_text(text)
+    exec(compile(text, path, "exec"), vars(module))  # noqa: S102
+    kernel.fn, vars(module)[fault.function] = vars(module)[fault.function], kernel
+    kernel.rewriter = type(kernel.rewriter)(kernel.fn, **kernel.kwargs)
 
-    def __init__(self, longest: float) -> None:
-        self.longest, self.failed, self.tests = longest, [], {}  # type: ignore[var-annotated]
+
+class TooSlow(BaseException):
+    """A test that takes too long to be shown to every fault."""
+
+
+class Watcher:
+    """What a process tells of its tests: those that failed and why, what each launched, and how long it took."""
+
+    def __init__(self) -> None:
+        self.failed: list[tuple[str, str, str]] = []
+        self.tests: dict[str, dict[str, Any]] = {}
         self._launched: set[str] = set()
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._launched.clear()
-
-    def pytest_runtest_call(self, item: Any) -> None:
-        if self.longest:
-            signal.setitimer(signal.ITIMER_REAL, self.longest)
-
-    def pytest_runtest_teardown(self, item: Any) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.failure: Callable[[], None] = lambda: None
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         if call.excinfo is not None and call.excinfo.type.__name__ not in ("Skipped", "XFailed"):
@@ -105,6 +121,7 @@ class Plugin:
                 names.append(type(error).__name__)
                 error = error.__cause__
             self.failed.append((item.nodeid, " < ".join(names), str(call.excinfo.value)[:200]))
+            self.failure()
         if call.when == "call" and call.excinfo is None:
             self.tests[item.nodeid] = {"seconds": call.duration, "kernels": sorted(self._launched)}
 
@@ -128,53 +145,32 @@ class Plugin:
 
         KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
 
+    def run(self, items: Sequence[Any], longest: float) -> None:
+        """All items, each no longer than ``longest``, if that is not zero."""
 
-class TooSlow(BaseException):
-    """A test that takes too long to be shown to every fault."""
+        def too_slow(*_: Any) -> None:
+            raise TooSlow
 
-
-def _too_slow(*_: Any) -> None:
-    raise TooSlow
-
-
-def _child(tree: Path, work: Path, tests: Sequence[str], longest: float) -> None:
-    """In the forked process: runs pytest against the package in ``tree`` and leaves ``result.json`` in ``work``."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    log = os.open(work / "log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.path.insert(0, str(tree))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
-    import pytest
-
-    import kernelbook
-
-    assert Path(kernelbook.__file__).is_relative_to(tree), kernelbook.__file__
-    mend_interpreter()
-    plugin = Plugin(longest)
-    arguments = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", f"--basetemp={work / 'tmp'}"]
-    if longest:
-        signal.signal(signal.SIGALRM, _too_slow)
-        plugin.watch_launches()
-    else:
-        arguments.append("-x")
-    code = pytest.main([*arguments, *tests], plugins=[plugin])
-    (work / "result.json").write_text(json.dumps({"code": int(code), "failed": plugin.failed, "tests": plugin.tests}))
+        if longest:
+            signal.signal(signal.SIGALRM, too_slow)
+            self.watch_launches()
+        for item in items:
+            self._launched.clear()
+            signal.setitimer(signal.ITIMER_REAL, longest)
+            try:
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            except TooSlow:
+                self.failed.append((item.nodeid, "TooSlow", ""))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Workers:
-    """At most ``count`` forked processes at a time."""
+    """At most ``count`` processes at a time, forked from this one, which has collected the tests and run none."""
 
-    def __init__(self, count: int, folder: Path) -> None:
-        self.folder, self.count = folder, count
+    def __init__(self, count: int, folder: Path, items: dict[str, Any], watcher: Watcher) -> None:
+        self.folder, self.free, self.items, self.watcher = folder, list(range(count)), items, watcher
         self.running: dict[int, tuple[int, float, Callable[[dict[str, Any] | None, float], None], float]] = {}
-        self.free = list(range(count))
-        for i in self.free:
-            (folder / str(i)).mkdir()
-            shutil.copytree(
-                PACKAGE, folder / str(i) / "src" / "kernelbook", ignore=shutil.ignore_patterns("__pycache__")
-            )
 
     def start(
         self,
@@ -187,27 +183,43 @@ class Workers:
         while not self.free:
             self.wait()
         slot = self.free.pop()
-        work = self.folder / str(slot)
-        (work / "result.json").unlink(missing_ok=True)
-        restore: Callable[[], None] = lambda: None  # noqa: E731
-        if fault is not None:
-            path, source = work / "src" / "kernelbook" / fault.file, (PACKAGE / fault.file).read_bytes()
-            path.write_bytes(fault.planted(source))
-            restore = lambda: (path.write_bytes(source), None)[1]  # noqa: E731
+        (self.folder / f"{slot}.json").unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
             try:
-                _child(work / "src", work, tests, longest)
+                self._child(slot, tests, fault, longest)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 os._exit(0)
-        began = time.monotonic()
+        self.running[pid] = slot, time.monotonic(), done, limit
 
-        def finish(result: dict[str, Any] | None, seconds: float) -> None:
-            restore()
-            done(result, seconds)
+    def _child(self, slot: int, tests: Sequence[str], fault: Fault | None, longest: float) -> None:
+        """In the forked process: leaves what its tests told in the slot's file."""
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        log = os.open(self.folder / f"{slot}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        items = [self.items[name] for name in tests]
+        temporary = items[0].config._tmp_path_factory
+        temporary._given_basetemp, temporary._basetemp = self.folder / f"{slot}_tmp", None
+        if fault is not None:
+            plant(fault, self.folder)
 
-        self.running[pid] = (slot, began, finish, limit)
+        def tell() -> None:
+            told = {"failed": self.watcher.failed, "tests": self.watcher.tests}
+            (self.folder / f"{slot}.json").write_text(json.dumps(told))
+
+        def first_failure() -> None:
+            tell()
+            os._exit(0)  # pytest would take its time to say why
+
+        if not longest:
+            self.watcher.failure = first_failure
+        self.watcher.run(items, longest)
+        tell()
 
     def wait(self) -> None:
         """Until a process has ended."""
@@ -223,96 +235,58 @@ class Workers:
                 if ended:
                     del self.running[pid]
                     self.free.append(slot)
-                    path = self.folder / str(slot) / "result.json"
-                    result = json.loads(path.read_text()) if path.exists() else {"code": -1, "failed": [], "tests": {}}
+                    path = self.folder / f"{slot}.json"
+                    result = (
+                        json.loads(path.read_text()) if path.exists() else {"failed": [], "tests": {}, "died": True}
+                    )
                     done(None if over else result, time.monotonic() - began)
                     return
-            time.sleep(0.02)
+            time.sleep(0.01)
 
     def wait_for_all(self) -> None:
         while self.running:
             self.wait()
 
 
-# --- tests ----------------------------------------------------------------------------------------------------------
-
-
-def collect(rooms: Sequence[str], workers: Workers, files: Sequence[str]) -> list[str]:
-    """The tests of the rooms, by name: those of their files, and those that were written for faults."""
-    written = {"test_evidence_kernels.py", "test_evidence_gpu.py"}
-    files = files or sorted({name for room in rooms for name in ROOMS[room][1]} | written)
-    found = workers.folder / "collected"
-    pid = os.fork()
-    if pid == 0:
-        sys.path.insert(0, str(ROOT / "src"))
-        import contextlib
-        import io
-
-        import pytest
-
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text):
-            pytest.main(
-                ["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f) for f in files)]
-            )
-        found.write_text(text.getvalue())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    names = [
-        line for line in found.read_text().splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))
-    ]
-    return [n for n in names if not any(part in n for part in LEFT_OUT)]
-
-
-def quick(tests: list[str], known: dict[str, dict[str, Any]], each: int = 10) -> list[str]:
-    """The fastest tests that between them launch each kernel ``each`` times, by what an earlier run saw."""
-    counts: Counter[str] = Counter()
-    chosen = [name for name in tests if "test_evidence" in name]
-    for name in sorted(set(tests) & known.keys() - set(chosen), key=lambda n: known[n]["seconds"]):
-        if any(counts[kernel] < each for kernel in known[name]["kernels"]):
-            chosen.append(name)
-            counts.update(known[name]["kernels"])
-    return chosen
-
-
 def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
     """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
-    began, shares = time.monotonic(), max(1, len(tests) // 10, min(len(tests), workers.count))
+    began, each = time.monotonic(), 8
     shuffled = random.Random(0).sample(tests, len(tests))
+    shuffled.sort(key=lambda name: "test_evidence" not in name)
     broken: list[Any] = []
 
     def done(result: dict[str, Any] | None, _: float) -> None:
-        if result is None:
+        if result is None or "died" in result:
+            print("  a process ended early", flush=True)
             return
         known.update(result["tests"])
         broken.extend(result["failed"])
-        if result["code"] < 0:
-            print("  a process ended early", flush=True)
 
-    for i in range(shares):
+    for i in range(0, len(shuffled), each):
         if time.monotonic() - began > seconds:
-            print(f"  {shares - i} of {shares} shares of the tests were left out: no time", flush=True)
+            print(f"  {len(shuffled) - i} of {len(shuffled)} tests were left out: no time", flush=True)
             break
-        workers.start(shuffled[i::shares], done, longest=longest, limit=60.0)
+        workers.start(shuffled[i : i + each], done, longest=longest, limit=20.0 + each * longest)
     workers.wait_for_all()
     for name, kind, message in broken:
         known.pop(name, None)
-        if "TooSlow" in kind:
-            continue
-        print(f"  left out, fails without a fault: {name}: {kind}: {message[:150]}".replace("\n", " "), flush=True)
+        if "TooSlow" not in kind:
+            print(f"  left out, fails without a fault: {name}: {kind}: {message[:150]}".replace("\n", " "), flush=True)
     return known
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------
 
 
-def read_results(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """By name, function's digest and place."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(row["name"], row["function_digest"], row["where"]): row for row in csv.DictReader(file)}
+def read_results(*paths: Path) -> dict[tuple[str, str, str], dict[str, str]]:
+    """By name, function's digest and place; of several files, the last that has a row."""
+    results = {}
+    for path in paths:
+        if path.exists():
+            with path.open(newline="") as file:
+                results |= {(row["name"], row["function_digest"], row["where"]): row for row in csv.DictReader(file)}
+    return results
 
 
 def read_equivalent() -> dict[str, str]:
@@ -342,132 +316,197 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="no fault is planted after so many")
     parser.add_argument("--each", type=int, default=10**6, help="at most so many faults a room")
     parser.add_argument(
-        "--tests-seconds", type=float, default=8.0, help="of tests shown to one fault, by their time without one"
+        "--tests-seconds",
+        type=float,
+        nargs="+",
+        default=[4.0, 60.0],
+        help="of tests shown to one fault, by their time without one: at first, then to those that survived",
+    )
+    parser.add_argument(
+        "--longest", type=float, default=6.0, help="seconds of a test; slower ones are shown to no fault"
     )
     parser.add_argument("--results", type=Path, default=ROOT / "book" / "evidence" / "mutants.csv")
-    parser.add_argument("--quick", type=Path, help="a file of --baseline: only a quick choice of its tests")
+    parser.add_argument("--patience", type=float, default=15.0, help="seconds that are added to the tests' own")
     parser.add_argument("--files", nargs="*", default=[], help="files in tests/ (default: those of the rooms)")
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
+    parser.add_argument("--slice", default="0/1", help="K/N: every N-th fault from the K-th on, for several machines")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")
     parser.add_argument(
-        "--survivors", action="store_true", help="only what survived, was untested or not tried elsewhere"
+        "--merge", type=Path, nargs="*", default=[], help="adds what these files know, and tries nothing"
     )
+    parser.add_argument("--elsewhere", action="store_true", help="only what survived or was untested elsewhere")
+    parser.add_argument("--again", action="store_true", help="what survived here is tried again: there are new tests")
     args = parser.parse_args()
-    began = time.monotonic()
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", KERNELBOOK_PLANS="shipped")
+    os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    os.environ.setdefault("TRITON_INTERPRET", str(int(args.where == "interpreter")))
     if args.where == "interpreter":
-        os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(ROOT)
-    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT / "src"]
-    sys.path.append(str(ROOT / "tools" / "evidence"))
-    # What every process needs is imported before they are forked. None of it may touch CUDA.
-    import hypothesis  # noqa: F401
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
+    sys.path.insert(0, str(ROOT / "src"))
+    import pytest
 
-    if args.where is None:
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        args.where = "gpu" if torch.cuda.is_available() else "interpreter"
-    os.environ["TRITON_INTERPRET"] = "1" if args.where == "interpreter" else "0"
-    import torch._dynamo
-    import triton  # noqa: F401
+    from kernelbook import runtime
 
-    faults = planting.faults(tuple(args.rooms))
-    total = Counter(f.room for f in faults)
-    digest = {file: digests(file) for file in {f.file for f in faults}}
-    results, equivalent = read_results(args.results), read_equivalent()
-    key = lambda f: (f.name, digest[f.file][f.function], args.where)  # noqa: E731
-    decided = {(name, d) for (name, d, _), row in results.items() if row["verdict"] in ("killed", "stillborn")}
-    todo = [f for f in chosen(faults, args.each) if key(f) not in results and key(f)[:2] not in decided]
-    if args.survivors:
-        seen = {(name, d) for name, d, _ in results}
-        todo = [f for f in todo if key(f)[:2] in seen]
-    todo = [f for f in todo if f.name not in equivalent]
-    if args.only:
-        todo = [f for f in todo if any(part in f"{f.name} {f.kind} {f.statement}" for part in args.only)]
+    args.where = "interpreter" if runtime.INTERPRET else "gpu"
+    mend_interpreter()
+    campaign = Campaign(args)
+    if args.merge:
+        campaign.finish()
+        return
+    files = args.files or sorted({name for room in args.rooms for name in ROOMS[room][1]} | set(WRITTEN))
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
-        workers = Workers(args.processes, Path(folder))
-        if args.baseline and args.baseline.exists():
-            tests = json.loads(args.baseline.read_text())
+        campaign.folder = Path(folder)
+        options = [
+            "-q",
+            "-s",
+            "-m",
+            "",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:faulthandler",
+            "--tb=line",
+            f"--basetemp={folder}/0_tmp",
+        ]
+        code = pytest.main([*options, *(str(ROOT / "tests" / f) for f in files)], plugins=[campaign, campaign.watcher])
+    sys.exit(code not in (0, 5))
+
+
+class Campaign:
+    """What stands in the place of pytest's loop over the tests that it has collected."""
+
+    folder: Path
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.began, self.watcher = args, time.monotonic(), Watcher()
+        faults = planting.faults(tuple(args.rooms))
+        self.total, self.equivalent = Counter(f.room for f in faults), read_equivalent()
+        self.digest = {file: digests(file) for file in {f.file for f in faults}}
+        self.results = read_results(args.results, *args.merge)
+        for known, row in list(self.results.items()):
+            now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
+            if now != row["function_digest"]:
+                del self.results[known]  # the function is another now
+        decided = {k[:2] for k, row in self.results.items() if row["verdict"] in DECIDED}
+        tried = set() if args.again else self.results.keys()
+        todo = [f for f in chosen(faults, args.each) if self.key(f) not in tried and self.key(f)[:2] not in decided]
+        if args.elsewhere:
+            seen = {k[:2] for k in self.results}
+            todo = [f for f in todo if self.key(f)[:2] in seen]
+        todo = [f for f in todo if f.name not in self.equivalent]
+        todo = [f for f in todo if any(part in f"{f.name} {f.kind} {f.statement}" for part in args.only or [""])]
+        share, shares = map(int, args.slice.split("/"))
+        self.todo = todo[share::shares]
+
+    def key(self, fault: Fault) -> tuple[str, str, str]:
+        return fault.name, self.digest[fault.file][fault.function], self.args.where
+
+    def passed(self) -> float:
+        return time.monotonic() - self.began
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        import torch
+
+        assert not torch.cuda.is_initialized(), "a process that has a CUDA context cannot fork workers that use CUDA"
+        items = {item.nodeid: item for item in session.items if not any(part in item.nodeid for part in LEFT_OUT)}
+        workers = Workers(self.args.processes, self.folder, items, self.watcher)
+        known = self.args.baseline
+        if known and known.exists():
+            tests = {name: told for name, told in json.loads(known.read_text()).items() if name in items}
         else:
-            tests = baseline(
-                collect(args.rooms, workers, args.files), workers, args.seconds / 2, args.tests_seconds / 3
-            )
-            if args.baseline:
-                args.baseline.write_text(json.dumps(tests))
-        inside = planting.reachable()
-        reaching: dict[str, list[str]] = defaultdict(list)
+            tests = baseline(list(items), workers, self.args.seconds / 2, self.args.longest)
+            if known:
+                known.write_text(json.dumps(tests))
+        inside, reaching = planting.reachable(), defaultdict(list)
         for name in sorted(tests, key=lambda n: tests[n]["seconds"]):
             for function in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
                 reaching[function].append(name)
         print(
-            f"{args.where}: {len(tests)} tests without a fault in {time.monotonic() - began:.0f} s; {len(todo)} faults of {len(faults)} to try",
+            f"\n{self.args.where}: {len(tests)} of {len(items)} tests without a fault in {self.passed():.0f} s;"
+            f" {len(self.todo)} faults of {sum(self.total.values())} to try",
             flush=True,
         )
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-
-        def finished(fault: Fault, shown: int) -> Callable[[dict[str, Any] | None, float], None]:
-            def done(result: dict[str, Any] | None, seconds: float) -> None:
-                by = why = ""
-                if result is None:
-                    verdict, why = "killed", "never ended"
-                elif result["failed"]:
-                    by, kind, message = result["failed"][0]
-                    no_program = any(k in kind for k in NO_PROGRAM) and kind.split(" < ")[-1] in CAUSES
-                    verdict = "stillborn" if no_program else "killed"
-                    why = f"{kind}: {message}".replace("\n", " ")[:160]
-                elif result["code"] == 0:
-                    verdict, why = "survived", f"{shown} tests"
-                else:
-                    verdict, why = "killed", f"ended with {result['code']}"
-                record(fault, verdict, by, why, seconds)
-
-            return done
-
-        def record(fault: Fault, verdict: str, by: str, why: str, seconds: float) -> None:
-            row = (
-                fault.room, fault.name, fault.file, fault.line, fault.kind, fault.statement, fault.text,
-                digest[fault.file][fault.function], args.where, verdict, by.split("/")[-1], why, f"{seconds:.1f}",
-            )  # fmt: skip
-            results[key(fault)] = dict(zip(COLUMNS, map(str, row), strict=True))
-
-        for fault in todo:
-            if time.monotonic() - began > args.seconds:
-                break
-            shown, spent = [], 0.0
-            for name in reaching[fault.function]:
-                spent += tests[name]["seconds"]
-                if spent > args.tests_seconds and shown:
+        self.args.results.parent.mkdir(parents=True, exist_ok=True)
+        # First a few tests for each fault, the fast ones; then for what survived them the slower ones too.
+        before: dict[str, int] = defaultdict(int)
+        written = time.monotonic()
+        for budget in self.args.tests_seconds:
+            for fault in self.todo:
+                if self.passed() > self.args.seconds:
                     break
-                shown.append(name)
-            if not shown:
-                record(fault, "untested", "", "", 0.0)
-                continue
-            workers.start(shown, finished(fault, len(shown)), fault, limit=20 + 5 * min(spent, 2 * args.tests_seconds))
-            if len(results) % 20 == 0:
-                write(args.results, results)  # what is known so far
-        workers.wait_for_all()
-        write(args.results, results)
-    report(results, total, equivalent, args.where)
-    print(f"{time.monotonic() - began:.0f} s", flush=True)
+                if before[fault.name] and self.results.get(self.key(fault), {}).get("verdict") != "survived":
+                    continue
+                names, shown, spent = reaching[fault.function], [], 0.0
+                for i, name in enumerate(names):
+                    spent += tests[name]["seconds"]
+                    if spent > budget and i:
+                        break
+                    if i >= before[fault.name]:
+                        shown.append(name)
+                if not names:
+                    self.record(fault, "untested", "", "", 0.0)
+                if not shown:
+                    continue
+                limit = self.args.patience + 4 * sum(tests[name]["seconds"] for name in shown)
+                before[fault.name] += len(shown)
+                workers.start(shown, self.finished(fault, before[fault.name]), fault, limit=limit)
+                if time.monotonic() - written > 5:
+                    write(self.args.results, self.results)  # what is known so far
+                    written = time.monotonic()
+            workers.wait_for_all()
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        write(self.args.results, self.results)
+        report(self.results, self.total, self.equivalent)
+        print(f"{self.passed():.0f} s", flush=True)
+
+    def finished(self, fault: Fault, shown: int) -> Callable[[dict[str, Any] | None, float], None]:
+        def done(result: dict[str, Any] | None, seconds: float) -> None:
+            by = why = ""
+            if result is None:
+                verdict, why = "timed out", f"after {seconds:.0f} s"
+            elif result["failed"]:
+                by, kind, message = result["failed"][0]
+                no_program = any(k in kind for k in NO_PROGRAM) and kind.split(" < ")[-1] in CAUSES
+                verdict = "stillborn" if no_program else "killed"
+                why = f"{kind}: {message}".replace("\n", " ")[:160]
+            elif "died" in result:
+                verdict, why = "killed", "the process ended"
+            else:
+                verdict, why = "survived", f"{shown} tests"
+            self.record(fault, verdict, by, why, seconds)
+
+        return done
+
+    def record(self, fault: Fault, verdict: str, by: str, why: str, seconds: float) -> None:
+        key = self.key(fault)
+        row = (
+            fault.room, fault.name, fault.file, fault.line, fault.kind, fault.statement, fault.text,
+            key[1], key[2], verdict, by.split("/")[-1], why, f"{seconds:.1f}",
+        )  # fmt: skip
+        self.results[key] = dict(zip(COLUMNS, map(str, row), strict=True))
 
 
 def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> None:
-    with path.open("w", newline="") as file:
+    partly = path.with_suffix(".part")
+    with partly.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(
             sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"]))
         )
+    partly.replace(path)
 
 
 def verdicts(
     results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]
 ) -> Iterator[tuple[dict[str, str], str]]:
     """Each fault once: killed anywhere is killed."""
-    ranks = ("killed", "stillborn", "equivalent", "survived", "untested")
+    ranks = ("killed", "stillborn", "timed out", "equivalent", "survived", "untested")
     best: dict[str, tuple[dict[str, str], str]] = {}
     for row in results.values():
         verdict = row["verdict"]
@@ -479,14 +518,14 @@ def verdicts(
 
 
 def report(
-    results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str], where: str
+    results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str]
 ) -> None:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for row, verdict in verdicts(results, equivalent):
         counts[row["room"]][verdict] += 1
     for room, c in counts.items():
-        counted = c["killed"] + c["survived"]
-        rate = f"{100 * c['killed'] / counted:.1f}%" if counted else "-"
+        counted = c["killed"] + c["timed out"] + c["survived"]
+        rate = f"{100 * (counted - c['survived']) / counted:.1f}%" if counted else "-"
         print(f"{room:14} {rate:>6} killed; {dict(c)} of {total[room]}")
     for row, verdict in verdicts(results, equivalent):
         if verdict == "survived":

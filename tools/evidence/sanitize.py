@@ -19,21 +19,48 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / "src" / "kernelbook"
 ROOMS = ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4")  # the slow ones first
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 
 
-def summary(tool: str, text: str, ended: bool) -> dict[str, Any]:
-    """What the tool said, by kernel."""
-    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text)
-    reports = re.findall(r"========= (?!COMPUTE|ERROR|RACECHECK|Host|Target|Saved|\s)(.*)", text)
-    at = re.findall(r"=========\s+at (\w+)", text)
+def kernels() -> list[str]:
+    """The names of all kernels of the package."""
+    return sorted(
+        {n for path in PACKAGE.rglob("*.py") for n in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
+    )
+
+
+def parts(text: str) -> tuple[list[str], bool]:
+    """-> the names of the calls that were begun, and whether the sanitizer itself ended the process."""
+    died = "Internal Sanitizer Error" in text or "process didn't terminate successfully" in text
+    return re.findall(r"^call \d+: (.*)", text, re.M), died
+
+
+def summary(tool: str, logs: list[str], ended: bool) -> dict[str, Any]:
+    """What the tool said, by kernel. A call in which the tool itself died is named, and those after it had a new process."""
+    found = [m.group(1) for log in logs for m in [re.search(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", log)] if m]
+    text = "\n".join(logs)
+    # What is said of PyTorch's kernels is not ours. A report is a line, and the next says where.
+    found_at = re.findall(r"========= (?!COMPUTE|ERROR|RACECHECK|Internal|\s)(.*)\n=========\s+(?:at )?(.*)", text)
+    reports = [f"{what} {where}" for what, where in found_at if re.search(r"\b_\w+_kernel\b", f"{what} {where}")]
+    names = [re.search(r"\b_\w+_kernel\b", report).group() for report in reports]  # type: ignore[union-attr]
+    died = [begun[-1] for begun, died in map(parts, logs) if died and begun]
+    begun = sum(len(parts(log)[0]) for log in logs)
+    clean = (
+        bool(found)
+        and ended
+        and not died
+        and (all(f.startswith("0 ") for f in found) or (tool == "initcheck" and not reports))
+    )
     return {
         "tool": tool,
-        "summary": found.group(1) if found else ("no summary" if ended else "ran out of time"),
-        "clean": bool(found) and found.group(1).startswith("0 "),
-        "kernels": Counter(at).most_common(),
-        "reports": Counter(re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d{4,}", "#", r)[:160] for r in reports).most_common(6),
+        "summary": ("; ".join(found) or "no summary") + ("" if ended else ", ran out of time"),
+        "clean": clean,
+        "calls": begun,
+        "tool died in": died,
+        "kernels": Counter(names).most_common(),
+        "reports": Counter(re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d{4,}", "#", r)[:200] for r in reports).most_common(6),
     }
 
 
@@ -49,66 +76,51 @@ def main() -> None:
     if not Path(sanitizer).exists():
         raise SystemExit("sanitize: compute-sanitizer must be in PATH, it comes with CUDA's toolkit")
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout.split()
-    began, told = time.monotonic(), {}
-    waiting = [(room, tool) for tool in args.tools for room in args.rooms]
-    running: dict[tuple[str, str], tuple[subprocess.Popen[bytes], Path, float]] = {}
+    began, told = time.monotonic(), dict[str, dict[str, Any]]()
+    only = [text for name in kernels() for text in ("--kernel-name", f"kne={name}")]
+    probe = subprocess.run([sanitizer, *only, "/bin/true"], capture_output=True, text=True, check=False)
+    if re.search(r"more than once|unrecogni[sz]ed|invalid", probe.stdout + probe.stderr):
+        print(f"all kernels are watched: {(probe.stdout + probe.stderr)[:200]}", flush=True)
+        only = []
+    waiting = [(room, tool, 0) for tool in args.tools for room in args.rooms]
+    running: dict[tuple[str, str, int], tuple[subprocess.Popen[bytes], float]] = {}
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-    logs = args.out.with_suffix(".logs")
-    logs.mkdir(parents=True, exist_ok=True)
+    folder = args.out.with_suffix(".logs")
+    folder.mkdir(parents=True, exist_ok=True)
+    log_of = lambda room, tool, first: folder / f"{room}_{tool}_{first:02}.log"  # noqa: E731
     while waiting or running:
         over = time.monotonic() - began > args.seconds
         while waiting and len(running) < args.processes and not over:
-            room, tool = waiting.pop(0)
-            log = logs / f"{room}_{tool}.log"
-            command = [
-                sanitizer,
-                "--tool",
-                tool,
-                "--kernel-regex",
-                "kns=_kernel",
-                "--print-limit",
-                "40",
-                sys.executable,
-                str(HERE / "calls.py"),
-                room,
-            ]
-            with log.open("w") as file:
-                running[room, tool] = (
-                    subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True),
-                    log,
-                    time.monotonic(),
-                )
-        for key, (process, log, since) in list(running.items()):
+            room, tool, first = key = waiting.pop(0)
+            # initcheck has to see who writes memory, so it watches PyTorch's kernels too.
+            watch = [sanitizer, "--tool", tool, "--print-limit", "2000", "--show-backtrace", "no"]
+            watch += only if tool != "initcheck" else []
+            command = [*watch, sys.executable, str(HERE / "calls.py"), room, "--first", str(first)]
+            with log_of(*key).open("w") as file:
+                process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+            running[key] = process, time.monotonic()
+        for key, (process, since) in list(running.items()):
             ended = process.poll() is not None
             if ended or over:
                 if not ended:
                     os.killpg(process.pid, 9)
                     process.wait()
-                text = log.read_text(errors="replace")
-                told[f"{key[0]} {key[1]}"] = {
-                    **summary(key[1], text, ended),
-                    "seconds": round(time.monotonic() - since),
-                }
+                room, tool, first = key
+                begun, died = parts(log_of(*key).read_text(errors="replace"))
+                if died and begun and not over:
+                    waiting.insert(0, (room, tool, first + len(begun)))
+                logs = [p.read_text(errors="replace") for p in sorted(folder.glob(f"{room}_{tool}_*.log"))]
+                seconds = told.get(f"{room} {tool}", {}).get("seconds", 0) + round(time.monotonic() - since)
+                told[f"{room} {tool}"] = {**summary(tool, logs, ended), "seconds": seconds}
                 del running[key]
-                print(key, told[f"{key[0]} {key[1]}"], flush=True)
+                print(key, told[f"{room} {tool}"], flush=True)
         if over:
-            for room, tool in waiting:
-                told[f"{room} {tool}"] = {
-                    "tool": tool,
-                    "summary": "not run: no time",
-                    "clean": False,
-                    "kernels": [],
-                    "reports": [],
-                    "seconds": 0,
-                }
+            nothing = {"summary": "not run: no time", "clean": False, "kernels": [], "reports": [], "seconds": 0}
+            told = {f"{room} {tool}": {"tool": tool, **nothing} for room, tool, first in waiting if not first} | told
             waiting = []
         time.sleep(0.1)
-        args.out.write_text(
-            json.dumps(
-                {"version": version[version.index("Version") + 1] if "Version" in version else "", "runs": told},
-                indent=1,
-            )
-        )
+        known = version[version.index("Version") + 1] if "Version" in version else ""
+        args.out.write_text(json.dumps({"version": known, "runs": told}, indent=1))
 
 
 if __name__ == "__main__":

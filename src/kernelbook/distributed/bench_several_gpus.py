@@ -5,13 +5,16 @@ writes ``several_gpus.csv``. Columns as everywhere; ``gpus`` says on how many. T
 calls, as a training loop has them, unless a provider ends in ``graph``: that is the replay of a CUDA graph.
 
 - ``all_to_all``, ``all_reduce``, ``all_gather``, ``reduce_scatter``: PyTorch's collectives, ``x`` MiB a rank puts in or gets
-  out, whichever is more; ``gbytes`` are those that it sends. They are the constants of the chapter's cost model.
+  out, whichever is more; ``gbytes`` are those that it sends.
+- ``put``: the same by the kernel that writes tokens into other GPUs' memory, and a barrier, in a graph. It gives the constants
+  of the chapter's cost model.
 - ``expert_parallel``: a layer's experts with LoRA, forward and backward, at the sizes of models, ``x`` tokens on each GPU.
-  ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``all`` is ``ExpertParallel(waits=False)``.
+  ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``shared`` is ``ExpertParallel(waits=False)``.
   ``grouped_mm`` is transformers' all-to-all, with its experts and PEFT's pairs. ``gbytes`` are those that a rank sends in a
   step, ``peak_mib`` what a step needs beyond the weights.
 - ``expert_weights``: ``peak_mib`` is what a rank keeps of frozen experts.
-- ``exchange``: tokens there and back with experts that do nothing; ``kernelbook:known`` is told the counts and does not wait.
+- ``exchange``: tokens there and back with experts that do nothing; ``kernelbook:known`` is told the counts and does not wait;
+  ``kernelbook:shared`` and ``kernelbook:graph`` write into each other's memory.
 - ``sharded_experts``: a stack of such layers, 4-bit under :func:`kernelbook.distributed.fully_shard`, and bfloat16 under
   PyTorch's (``fsdp2``); ``peak_mib`` with weights.
 - ``reduce_active_rows``: the gradient of a chunk-sparse layer, ``x`` its active share; ``dense`` is one all-reduce of all.
@@ -46,7 +49,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from kernelbook import check, runtime, timing
 from kernelbook.distributed import exchange as exchanging
-from kernelbook.distributed import gradients
+from kernelbook.distributed import gradients, windows
 from kernelbook.distributed.expert_parallel import ExpertParallel
 from kernelbook.distributed.sharding import fully_shard
 from kernelbook.nn import GatedExperts, SparseLinear, bench_moe_block, moe
@@ -203,6 +206,31 @@ def _collectives(sizes: Sizes) -> Iterator[Row]:
                        gbytes=sent)  # fmt: skip
 
 
+def _puts(sizes: Sizes) -> Iterator[Row]:
+    ranks, hidden = dist.get_world_size(), 2048
+    for mib in sizes.mib if ranks > 1 else ():
+        found_windows = windows.windows_of(dist.group.WORLD, runtime.DEVICE)  # type: ignore[arg-type]
+        if found_windows is None:
+            return
+        tokens = max(int(mib * 2**20) // (2 * hidden * ranks), 1)
+        x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=runtime.DEVICE)
+        ids = torch.arange(ranks, dtype=torch.int32, device=runtime.DEVICE).expand(tokens, ranks)
+        way = windows._Way(found_windows, ids, ranks, 1)
+        layout = way.layout(x, x[:, :0])
+        way.places = ids * tokens + torch.arange(tokens, dtype=torch.int32, device=runtime.DEVICE)[:, None]
+
+        def put(way: Any = way, layout: Any = layout, x: torch.Tensor = x) -> None:
+            windows._put(way, layout, x, None)
+            way.windows.barrier()
+
+        call = _captured(put) if _on_gpu() else put
+        yield _row(
+            "put", "forward", "kernelbook", x.dtype, f"bytes={x.nbytes * ranks}", ("MiB", mib),
+            timing=_measure(call, 10, sizes.samples), gbytes=x.nbytes * (ranks - 1) / 1e9,
+        )  # fmt: skip
+        del call
+
+
 # --- the layer ------------------------------------------------------------------------------------------------------
 
 
@@ -319,12 +347,10 @@ class _Model:
         lora = rank * (2 * hidden + 3 * inner)
         return (4 * (3 * hidden * inner + lora) + 2 * lora) * count * slots / 1e9
 
-    def sent(self, count: int, everywhere: bool) -> float:
+    def sent(self, count: int) -> float:
         """GB of rows that leave this rank, there or back, for ``count`` tokens."""
         experts, hidden, _, _ = self.sizes
         ranks, own = self.mesh.size(), self.mesh.get_local_rank()
-        if everywhere:
-            return count * (ranks - 1) * hidden * 2 / 1e9
         goes = _tokens(count, self.sizes)[1] // -(-experts // ranks)
         visits = torch.zeros(count, ranks, device=goes.device).scatter_(1, goes, 1).sum(0)
         return float(visits.sum() - visits[own]) * hidden * 2 / 1e9
@@ -359,16 +385,16 @@ def _counts(tokens: Sequence[int], strong: int) -> list[int]:
 def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Iterator[Row]:
     provider, joint = ("kernelbook", ":") if kind == "nf4" else ("kernelbook:dense", "_")
     layer, ranks = _experts(model.sizes, kind, bench_moe_block.RANK), model.mesh.size()
-    ratios = {"": math.nan, "all": math.nan}
+    ratios = {"": math.nan, "shared": math.nan}
     if ranks > 1:
         whole = _experts(model.sizes, kind, bench_moe_block.RANK)
         ExpertParallel(gradients="sum")._apply(layer, model.mesh)
         waiting: Any = layer._expert_parallel
-        ways = {"": waiting, "all": waiting._replace(waits=False)}
+        ways = {"": waiting, "shared": waiting._replace(waits=False)}
         ratios = _error_ratios(whole, layer, ways, model.sizes)
         del whole
     yield _row("expert_weights", "forward", provider, torch.bfloat16, model.shape, ("T", 0), peak_mib=_kept_mib(layer))
-    for count, way, graph in itertools.product(counts, ("", "all"), (False, True)):
+    for count, way, graph in itertools.product(counts, ("", "shared"), (False, True)):
         if (ranks == 1 and way) or (graph and (not _on_gpu() or (ranks > 1 and not way))):
             continue
         if ranks > 1:
@@ -380,7 +406,7 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
             "err_ratio": ratios[way],
         }
         if ranks > 1:
-            found["gbytes"] = 4 * model.sent(count, bool(way))
+            found["gbytes"] = 4 * model.sent(count)
         call = _captured(call) if graph else call
         found |= {"timing": _measure(call, CALLS, samples), "host_us": _host_us(call)}
         variant = "graph" if graph else way
@@ -425,8 +451,31 @@ def _exchanges(model: _Model, counts: Sequence[int], samples: int) -> Iterator[R
                     found = _measure(call, CALLS, samples)
                 yield _row(
                     "exchange", "forward", provider, x.dtype, f"E={experts} H={hidden} k={slots}", ("T", count), timing=found,
-                    gbytes=2 * model.sent(count, False),
+                    gbytes=2 * model.sent(count),
                 )  # fmt: skip
+            yield from _exchanges_shared(model, x, ids, gates, samples)
+
+
+def _exchanges_shared(
+    model: _Model, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, samples: int
+) -> Iterator[Row]:
+    experts, hidden, _, slots = model.sizes
+    found_windows = windows.windows_of(model.mesh.get_group(), x.device)
+    if found_windows is None:
+        return
+
+    def call() -> torch.Tensor:
+        return windows.exchange_shared(
+            lambda rows, *_: rows, x, ids, gates, num_experts=experts, share=-(-experts // model.mesh.size()),
+            windows=found_windows,
+        )  # fmt: skip
+
+    for provider in ("kernelbook:shared", *(["kernelbook:graph"] if _on_gpu() else [])):
+        found = _measure(_captured(call) if provider.endswith("graph") else call, CALLS, samples)
+        yield _row(
+            "exchange", "forward", provider, x.dtype, f"E={experts} H={hidden} k={slots}", ("T", x.shape[0]),
+            timing=found, gbytes=2 * model.sent(x.shape[0]),
+        )  # fmt: skip
 
 
 class _Settled(torch.autograd.Function):
@@ -672,7 +721,7 @@ def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
     losses: dict[Any, list[float]] = {}
 
     def layers() -> Iterator[Row]:
-        for part in (_collectives, _layers, _sharded, _active_rows):
+        for part in (_collectives, _puts, _layers, _sharded, _active_rows):
             yield from part(sizes)
 
     return {

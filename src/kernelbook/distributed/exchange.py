@@ -30,7 +30,7 @@ __all__ = ["all_gather", "exchange", "exchange_all", "reduce_scatter", "wait_for
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-ALIGNED = 16  # bytes, for each part of a message
+ALIGNED = 128  # bytes, for each part of a message: its strides are multiples of 16 elements of whatever dtype
 
 
 class _Message(NamedTuple):
@@ -96,13 +96,23 @@ def _block(hidden: int) -> int:
     return min(kernels.BLOCK_H, max(_power(hidden), 16))
 
 
-def _place(ids: torch.Tensor, num_experts: int, share: int, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """places and firsts (T, n); writes counts (n, 2)."""
-    (tokens, slots), ranks = ids.shape, counts.shape[0]
-    places, firsts = (torch.empty(tokens, ranks, dtype=torch.int32, device=ids.device) for _ in range(2))
+def _place(
+    ids: torch.Tensor, num_experts: int, share: int, ranks: int, counts: torch.Tensor | None = None,
+    windows: torch.Tensor | None = None, own: int = 0, capacity: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """places and firsts (T, n); writes ``counts`` (n, 2), or without them into the ranks' ``windows``."""
+    tokens, slots = ids.shape
+    places = torch.empty(tokens, ranks, dtype=torch.int32, device=ids.device)
+    firsts = None if counts is None else torch.empty_like(places)
     block_k = _power(slots)
-    launch = _launch(kernels._places_kernel, k=slots, BLOCK_T=max(1024 // block_k, 16), BLOCK_K=block_k)
-    launch((ranks,), ids, places, firsts, counts, tokens, num_experts, share)
+    launch = _launch(
+        kernels._places_kernel,
+        SHARED=counts is None,
+        k=slots,
+        BLOCK_T=max(min(4096 // block_k, 1024), 16),
+        BLOCK_K=block_k,
+    )
+    launch((ranks,), ids, places, firsts, counts, windows, tokens, num_experts, share, own, capacity)
     return places, firsts
 
 
@@ -225,7 +235,8 @@ class _There(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.way, ctx.gates = way, gates.dtype
         mine, theirs = way.counts.unbind(0)
-        way.places, firsts = _place(way.ids, way.num_experts, way.share, mine)
+        way.places, firsts = _place(way.ids, way.num_experts, way.share, mine.shape[0], mine)
+        assert firsts is not None
         dist.all_to_all_single(theirs, mine, group=way.group)
         sent, received = wait_for_counts(way.counts)
         way.sent, way.received = ([rows for rows, _ in count] for count in (sent, received))

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils import parametrize
 
-from kernelbook import arguments
+from kernelbook import arguments, launching
 from kernelbook.distributed.exchange import exchange, exchange_all
 from kernelbook.distributed.packed import ExpertBytes, by_expert
+from kernelbook.distributed.windows import exchange_shared, windows_of
 from kernelbook.nn.moe import GatedExperts, LoRAPair
 
 __all__ = ["ExpertParallel"]
@@ -63,9 +64,10 @@ class ExpertParallel(ParallelStyle):
             belong to the mean of the ranks' losses, as ``fully_shard`` and DDP have it for all other parameters.
             ``"sum"``: to the sum of the losses, as autograd has it.
         waits: a token travels to the ranks that have experts for it, in buffers of just the size that is needed, for which the
-            host waits once in each forward pass. ``False``: every token travels to every rank, see
-            ``exchange.exchange_all``. The host never waits, and a CUDA graph can hold the layer;
-            buffers are as many times larger as there are ranks. For few ranks, all with the same number of tokens.
+            host waits once in each forward pass. ``False``: the host never waits, and a CUDA graph can hold the layer;
+            buffers have space for whatever a router may say, as many times more as there are ranks. For few ranks, all with
+            the same number of tokens. Where they can write to each other's memory (the GPUs of one machine) tokens travel as
+            before, see ``windows.exchange_shared``; elsewhere to every rank, see ``exchange.exchange_all``.
 
     Raises:
         TypeError: the module is no experts module of ours or of transformers.
@@ -180,14 +182,13 @@ def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor,
             return 0 * rows + sum(p.sum() for p in module.parameters() if p.requires_grad)
         return type(module).forward(module, rows, ids, weights)
 
+    x, ids, weights = (part.reshape(-1, part.shape[-1]) for part in (hidden_states, expert_ids, gates))
+    num_experts, size, group = share.num_experts, share.size, share.mesh.get_group()
+    windows = None if share.waits else windows_of(group, x.device)
     with _on_own_experts(module, share):
-        out = (exchange if share.waits else exchange_all)(
-            experts,
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            expert_ids.reshape(-1, expert_ids.shape[-1]),
-            gates.reshape(-1, gates.shape[-1]),
-            num_experts=share.num_experts,
-            share=share.size,
-            group=share.mesh.get_group(),
-        )
-    return out.view(hidden_states.shape)
+        if windows is not None:
+            out = exchange_shared(experts, x, ids, weights, num_experts=num_experts, share=size, windows=windows)
+        else:
+            way = exchange if share.waits else exchange_all
+            out = way(experts, x, ids, weights, num_experts=num_experts, share=size, group=group)
+    return out if hidden_states.ndim == 2 else launching.reshaped(out, *hidden_states.shape)

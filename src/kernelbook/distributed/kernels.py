@@ -11,6 +11,12 @@ experts there, a *pair*.
     spread    one program an item: its row to each of its places
     own       elementwise: which slots of everybody's tokens are for this rank's experts
 
+and between ranks that share memory (:mod:`kernelbook.distributed.windows`), where a row's place is known to its sender:
+
+    put       one program a token: its row, weights and ids, into the memory of each rank that it visits
+    take      one program for each row that may have come: out of this rank's memory; nothing came: zeros, and no expert
+    give      one program for each row that may have come: a result, into the memory of the rank that it came from
+
 Copies are of integers, whatever they stand for. Sums are in the order of places, the same bits every time.
 Not handled: rows that are not contiguous.
 """
@@ -26,14 +32,15 @@ __all__ = ["BLOCK_H", "WARPS"]
 BLOCK_H, WARPS = 2048, 4
 
 
-@triton.jit(do_not_specialize=["T", "E", "share"])
+@triton.jit(do_not_specialize=["T", "E", "share", "own", "capacity"])
 def _places_kernel(
     ids_ptr,  # (T, k) expert ids, contiguous
-    places_ptr,  # (T, n) out: which row for that rank the token is, or -1
+    places_ptr,  # (T, n) out: rank * capacity + which row for that rank the token is, or -1
     firsts_ptr,  # (T, n) out: how many pairs come before its own there
     counts_ptr,  # (n, 2) out: rows and pairs for each rank
-    T, E, share,
-    k: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    windows_ptr,  # (n,) int64, if SHARED: where the ranks' windows begin, with counts by source, which this rank is as own
+    T, E, share, own, capacity,
+    SHARED: tl.constexpr, k: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rank, ranks = tl.program_id(0), tl.num_programs(0)
     low = rank * share
@@ -50,12 +57,16 @@ def _places_kernel(
         place = rows + tl.cumsum(goes, axis=0) - goes
         first = pairs + tl.cumsum(here, axis=0) - here
         out = offs_t * ranks + rank
-        tl.store(places_ptr + out, tl.where(goes > 0, place, -1), mask=offs_t < T)
-        tl.store(firsts_ptr + out, first, mask=offs_t < T)
+        tl.store(places_ptr + out, tl.where(goes > 0, rank * capacity + place, -1), mask=offs_t < T)
+        if not SHARED:
+            tl.store(firsts_ptr + out, first, mask=offs_t < T)
         rows += tl.sum(goes, axis=0)
         pairs += tl.sum(here, axis=0)
-    tl.store(counts_ptr + rank * 2, rows)
-    tl.store(counts_ptr + rank * 2 + 1, pairs)
+    if SHARED:
+        tl.store(tl.load(windows_ptr + rank).to(tl.pointer_type(tl.int32)) + own, rows)
+    else:
+        tl.store(counts_ptr + rank * 2, rows)
+        tl.store(counts_ptr + rank * 2 + 1, pairs)
 
 
 @triton.jit(do_not_specialize=["E", "share", "ranks"])
@@ -189,3 +200,103 @@ def _own_kernel(
     tl.store(own_ids_ptr + offs, tl.where(mine, local, own), mask=mask)
     weights = tl.load(weights_ptr + row * stride_w + slot, mask=mask, other=0)
     tl.store(own_weights_ptr + offs, weights, mask=mask)
+
+
+@triton.jit
+def _at(address, element: tl.constexpr):
+    """Addresses of memory that begins on 16 bytes."""
+    return tl.multiple_of(address.to(tl.pointer_type(element)), 16)
+
+
+@triton.jit(do_not_specialize=["own", "capacity", "share", "ranks", "E"])
+def _put_kernel(
+    x_ptr,  # (T, H)
+    gates_ptr,  # (T, k)
+    ids_ptr,  # (T, k)
+    places_ptr,  # (T, n): rank * capacity + row there, or -1
+    windows_ptr,  # (n,) int64
+    own, capacity, share, ranks, E, H, at_rows, at_weights, at_ids,
+    HAS_IDS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < k
+    element: tl.constexpr = x_ptr.dtype.element_ty
+    if HAS_IDS:
+        ids = tl.load(ids_ptr + token * k + offs_k, mask=mask_k, other=-1)
+        gates = tl.load(gates_ptr + token * k + offs_k, mask=mask_k, other=0)
+        for rank in range(ranks):
+            place = tl.load(places_ptr + token * ranks + rank)
+            if place >= 0:
+                slot = (place + (own - rank) * capacity).to(tl.int64) * k + offs_k
+                local = ids - rank * share
+                mine = (local >= 0) & (local < share) & (ids < E)
+                window = tl.load(windows_ptr + rank)
+                tl.store(_at(window + at_ids, tl.int32) + slot, tl.where(mine, local, -1).to(tl.int32), mask=mask_k)
+                tl.store(_at(window + at_weights, gates_ptr.dtype.element_ty) + slot, gates, mask=mask_k)
+    for start in range(0, H, BLOCK_H):
+        offs_h = start + tl.arange(0, BLOCK_H)
+        values = tl.load(x_ptr + token * H + offs_h, mask=offs_h < H, other=0)
+        for rank in range(ranks):
+            place = tl.load(places_ptr + token * ranks + rank)
+            if place >= 0:
+                row = (place + (own - rank) * capacity).to(tl.int64)
+                window = tl.load(windows_ptr + rank)
+                tl.store(_at(window + at_rows, element) + row * H + offs_h, values, mask=offs_h < H)
+
+
+@triton.jit(do_not_specialize=["capacity", "own"])
+def _take_kernel(
+    rows_ptr,  # (n capacity, H), in this rank's window
+    counts_ptr,  # (n,) rows from each rank
+    out_ptr,  # (n T, H)
+    out_counts_ptr,  # (n,), with ids
+    weights_ptr, ids_ptr,  # (n capacity, k), in the window
+    out_weights_ptr, out_ids_ptr,  # (n T, k)
+    T, capacity, own, H,
+    HAS_IDS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    out = tl.program_id(0).to(tl.int64)
+    source, i = out // T, out % T
+    row = source * capacity + i
+    count = tl.load(counts_ptr + source)
+    came = i < count
+    for start in range(0, H, BLOCK_H):
+        offs_h = start + tl.arange(0, BLOCK_H)
+        values = tl.load(rows_ptr + row * H + offs_h, mask=(offs_h < H) & came, other=0)
+        tl.store(out_ptr + out * H + offs_h, values, mask=offs_h < H)
+    if HAS_IDS:
+        offs_k = tl.arange(0, BLOCK_K)
+        mask_k = offs_k < k
+        ids = tl.load(ids_ptr + row * k + offs_k, mask=mask_k & came, other=-1)
+        tl.store(out_ids_ptr + out * k + offs_k, tl.where(ids >= 0, ids, own), mask=mask_k)
+        weights = tl.load(weights_ptr + row * k + offs_k, mask=mask_k & came, other=0)
+        tl.store(out_weights_ptr + out * k + offs_k, weights, mask=mask_k)
+        if i == 0:
+            tl.store(out_counts_ptr + source, count)
+
+
+@triton.jit(do_not_specialize=["own", "capacity"])
+def _give_kernel(
+    rows_ptr,  # (n T, H)
+    weights_ptr,  # (n T, k)
+    counts_ptr,  # (n,) rows that came from each rank
+    windows_ptr,  # (n,) int64
+    own, T, capacity, H, at_rows, at_weights,
+    HAS_WEIGHTS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    given = tl.program_id(0).to(tl.int64)
+    source, i = given // T, given % T
+    if i < tl.load(counts_ptr + source):
+        row = own.to(tl.int64) * capacity + i
+        window = tl.load(windows_ptr + source)
+        for start in range(0, H, BLOCK_H):
+            offs_h = start + tl.arange(0, BLOCK_H)
+            values = tl.load(rows_ptr + given * H + offs_h, mask=offs_h < H, other=0)
+            tl.store(_at(window + at_rows, rows_ptr.dtype.element_ty) + row * H + offs_h, values, mask=offs_h < H)
+        if HAS_WEIGHTS:
+            offs_k = tl.arange(0, BLOCK_K)
+            weights = tl.load(weights_ptr + given * k + offs_k, mask=offs_k < k, other=0)
+            tl.store(
+                _at(window + at_weights, weights_ptr.dtype.element_ty) + row * k + offs_k, weights, mask=offs_k < k
+            )

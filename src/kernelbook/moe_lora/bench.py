@@ -174,7 +174,7 @@ def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     needs = (True, False, False, False, False, False)
 
     def ours(strategy: str) -> Callable[[], Tensors]:
-        return lambda: [op._backward(*given, *sizes, 1.0, strategy, shape.grouped, False, *needs)[0]]
+        return lambda: [op._backward(*given, *sizes, 1.0, strategy, shape.grouped, False, False, *needs)[0]]
 
     def grouped_mm() -> Tensors:
         rows, ends = t.dy[t.order], t.ends

@@ -93,6 +93,7 @@ def scatter2scatter(
     *,
     grouped_in: bool = False,
     grouped_out: bool = False,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """The product of each row with the matrix of the expert it is routed to; differentiable.
 
@@ -102,6 +103,7 @@ def scatter2scatter(
             into the product and never becomes dense.
         routing: of T tokens to k of E experts, from :func:`route`.
         grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
+        transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
 
     Returns:
         (T*k, N) in the dtype of ``x``: row t*k + j is ``x[t] @ w[expert_ids[t, j]]``, zero for a slot to skip; in expert
@@ -111,7 +113,7 @@ def scatter2scatter(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    return _product("scatter2scatter", x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
+    return _product("scatter2scatter", x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out, transposed)
 
 
 def moe_lora(
@@ -127,6 +129,7 @@ def moe_lora(
     strategy: str = "auto",
     grouped_in: bool = False,
     grouped_out: bool = False,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """A linear layer for each expert with a low-rank update: ``x W[e] + scaling (x A[e]^T) B[e]^T + bias[e]``.
 
@@ -147,6 +150,7 @@ def moe_lora(
             ``"split"``: x A^T comes from a kernel of its own, and its product with B^T is the last step of the base's
             kernel; so are ranks above 64 in any case. ``"auto"``: by shape, see :func:`kernels.choose_strategy`.
         grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
+        transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
 
     Returns:
         (T*k, N) in the dtype of ``x``, row t*k + j for slot j of token t, in expert order if ``grouped_out``; with
@@ -156,12 +160,14 @@ def moe_lora(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device or ``strategy`` is not as above, or ``gates`` come with ``grouped_out``.
     """
-    return _product("moe_lora", x, w, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out)
+    return _product(
+        "moe_lora", x, w, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out, transposed
+    )
 
 
 def _product(
     op: str, x: torch.Tensor, w: Any, lora_a: Any, lora_b: Any, bias: Any, gates: Any,
-    routing: Routing, scaling: Any, strategy: str, grouped_in: bool, grouped_out: bool,
+    routing: Routing, scaling: Any, strategy: str, grouped_in: bool, grouped_out: bool, transposed: bool,
 ) -> torch.Tensor:  # fmt: skip
     x, w, lora_a, lora_b, bias = arguments.in_autocast_dtype(x, w, lora_a, lora_b, bias)
     if not isinstance(routing, Routing):
@@ -179,11 +185,15 @@ def _product(
             raise ValueError(f"{op}: w must have three dimensions, got shape {w.shape}")
         packed = (w.absmax, w.code, w.nested_absmax, w.nested_code, w.nested_offset)
         shape, block_size, w = w.shape, w.block_size, w.packed
+    elif transposed:
+        raise ValueError(f"{op}: transposed must be False for a dense w, whose strides say it, got {transposed!r}")
     expert_ids, lists, experts = routing
-    n = _check(op, x, w, *shape, lora_a, lora_b, bias, gates, expert_ids, experts, strategy, grouped_in, grouped_out)
+    n = _check(
+        op, x, w, *shape, lora_a, lora_b, bias, gates, expert_ids, experts, strategy, grouped_in, grouped_out, transposed
+    )
     given = (
         x, w, lora_a, lora_b, bias, gates, expert_ids, lists, *packed,
-        experts, n, block_size, scaling, strategy, grouped_in, grouped_out,
+        experts, n, block_size, scaling, strategy, grouped_in, grouped_out, transposed,
     )  # fmt: skip
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given[:6]):
         y: torch.Tensor = _forward(*given)[0]
@@ -272,8 +282,9 @@ def _check_ids(expert_ids: torch.Tensor, num_experts: Any) -> None:
 def _check(
     op: str, x: torch.Tensor, w: torch.Tensor, stored: int | None, n: Any, k: Any, lora_a: Any, lora_b: Any, bias: Any,
     gates: Any, expert_ids: torch.Tensor, experts: int, strategy: str, grouped_in: bool, grouped_out: bool,
+    transposed: bool,
 ) -> int:  # fmt: skip
-    """-> N. If ``w`` is packed it stands for (stored, n, k); otherwise these are ``None``."""
+    """-> N. If ``w`` is packed it has shape (stored, n, k), or n and k change places; otherwise these are ``None``."""
     arguments.check_tensor(op, "x", x)
     if stored is None:
         arguments.check_tensor(op, "w", w)
@@ -286,6 +297,8 @@ def _check(
         arguments.check_tensor(op, "w", w, dtypes=(torch.uint8,))
         if stored != experts:
             raise ValueError(f"{op}: w must have shape {(experts, n, k)}, got {(stored, n, k)}")
+        if transposed:
+            n, k = k, n
     tokens, slots = expert_ids.shape
     arguments.check_shape(op, "x", x, (tokens * slots if grouped_in else tokens, k))
     arguments.check_same_device(op, x=x, w=w, routing=expert_ids)
@@ -401,6 +414,7 @@ class _Given(NamedTuple):
     strategy: str
     grouped_in: bool
     grouped_out: bool
+    transposed: bool
 
     @property
     def weight(self) -> torch.Tensor | Matrices:
@@ -408,14 +422,15 @@ class _Given(NamedTuple):
             return self.w
         nested = (self.nested_absmax, self.nested_code, self.nested_offset)
         shape = (self.experts, self.x.shape[1], self.n)
-        return Matrices(self.w, self.absmax, self.code, nested, self.block_size, shape)
+        return Matrices(self.w, self.absmax, self.code, nested, self.block_size, shape, self.transposed)
 
 
 _TENSORS = 13  # of those, the first ones
 _ARGUMENTS = (
     "Tensor x, Tensor w, Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor expert_ids, Tensor lists, "
     "Tensor? absmax, Tensor? code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset, "
-    "SymInt experts, SymInt n, int block_size, float scaling, str strategy, bool grouped_in, bool grouped_out"
+    "SymInt experts, SymInt n, int block_size, float scaling, str strategy, bool grouped_in, bool grouped_out, "
+    "bool transposed"
 )
 _GRADIENTS = ("dx", "dw", "da", "db", "dbias", "dgates")
 

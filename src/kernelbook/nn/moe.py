@@ -356,7 +356,7 @@ def gated_experts(
     if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
         arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
     packed = all(isinstance(weight, torch.Tensor | NF4Tensor) for weight in (gate_up, down))
-    decoded = active == "auto" and packed and not transposed and decodes_on_the_way(expert_ids.numel(), num_experts)
+    decoded = active == "auto" and packed and decodes_on_the_way(expert_ids.numel(), num_experts)
     dense = compressed and not decoded
     chosen, ids = choose_experts(expert_ids, num_experts, active) if dense else (None, expert_ids)
     routing = route(ids, num_experts if chosen is None else chosen.shape[0])
@@ -403,7 +403,7 @@ def _product(
         bias = chosen_of(bias).to(rows.dtype)
 
     if decoded and isinstance(weight, NF4Tensor):
-        return moe_lora(rows, weight, a, b, routing, scaling=scaling, bias=bias, **how)
+        return moe_lora(rows, weight, a, b, routing, scaling=scaling, bias=bias, transposed=transposed, **how)
     if isinstance(weight, torch.Tensor):
         # Beside a compressed weight a dense one has to follow the same renaming.
         w = chosen_of(weight).to(rows.dtype) if torch.is_autocast_enabled(rows.device.type) else chosen_of(weight)
@@ -681,7 +681,8 @@ class GatedExperts(LoRAModule):
             down_lora=pair(self.down_a, self.down_b),
             active=self.active,
         )
-        return out.view(x.shape)
+        # No view to autograd, since FSDP2 loses its hooks on one that is changed in place.
+        return out if x.ndim == 2 else launching.reshaped(out, *x.shape)
 
     def extra_repr(self) -> str:
         return (

@@ -66,7 +66,7 @@ def _slope(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
         slope = tl.where(z <= 0, 0.0, 1.0).to(z.dtype)
     elif ACTIVATION == "leaky_relu":
-        slope = tl.where(z <= 0, 0.01, 1.0).to(z.dtype)
+        slope = tl.where(z > 0, 1.0, 0.01).to(z.dtype)  # PyTorch's at NaN is the small one, and relu's is 1
     elif ACTIVATION == "gelu":
         density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
         slope = 0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * density

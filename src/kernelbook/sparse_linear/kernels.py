@@ -314,23 +314,28 @@ def _dx_tile(
 
 
 @triton.jit
-def _zero_chunk(
-    chunk, ids_ptr, dw_ptr, db_ptr,
+def _zero_piece(
+    piece, ids_ptr, dw_ptr, db_ptr,
     d_in, d_out, A,
     CHUNK: tl.constexpr, WITH_DB: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr, ZERO_PIECE: tl.constexpr,
 ):  # fmt: skip
+    """Writes zeros into a piece of an inactive chunk of dW, and with the first into db."""
+    pieces = tl.cdiv(tl.full((), CHUNK, tl.int64) * d_in, ZERO_PIECE)
+    chunk = piece // pieces
+    piece = piece % pieces
     if _slot_of(ids_ptr, chunk, A, BLOCK_A) < 0:
         first = chunk * CHUNK
         last = tl.minimum(first + CHUNK, d_out)
         start = first.to(tl.int64) * d_in
         count = (last - first).to(tl.int64) * d_in
         zeros = tl.zeros((BLOCK_ZERO,), dw_ptr.dtype.element_ty)
-        for offset in range(0, count, BLOCK_ZERO):
+        low = piece * ZERO_PIECE
+        for offset in range(low, tl.minimum(low + ZERO_PIECE, count), BLOCK_ZERO):
             offs = offset + tl.arange(0, BLOCK_ZERO)
             # ".cs": the zeros are not read soon, so they should not push operands out of the L2 cache.
             tl.store(dw_ptr + start + offs, zeros, mask=offs < count, cache_modifier=".cs")
-        if WITH_DB:
+        if WITH_DB and piece == 0:
             offs = first + tl.arange(0, triton.next_power_of_2(CHUNK))
             tl.store(db_ptr + offs, tl.zeros(offs.shape, db_ptr.dtype.element_ty), mask=offs < last)
 
@@ -345,7 +350,7 @@ def _sparse_linear_bwd_tiles_kernel(
     dw_ptr, db_ptr,  # (d_out, d_in) and (d_out,); A * CHUNK rows if DW_COMPACT, SPLIT times those if SPLIT > 1
     x_box, dy_dw_box, dy_dx_box, w_box,  # tensor descriptors of x, dy (for dW and for dX) and W, if DW_BOXES, DX_BOXES
     M, d_in, d_out, A,
-    num_dw, num_dx, num_zero,  # tiles of dW and of dX, chunks to look at for zeros
+    num_dw, num_dx, num_zero,  # tiles of dW and of dX, pieces of chunks to look at for zeros
     zero_every,  # one program in so many of the later ones writes zeros
     CHUNK: tl.constexpr, ALIGN: tl.constexpr,
     DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr,
@@ -353,7 +358,7 @@ def _sparse_linear_bwd_tiles_kernel(
     DX_FIRST: tl.constexpr, SPLIT: tl.constexpr, DW_BOXES: tl.constexpr, DX_BOXES: tl.constexpr, BOX: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr, ZERO_PIECE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     num_first = num_dx if DX_FIRST else num_dw
@@ -366,9 +371,9 @@ def _sparse_linear_bwd_tiles_kernel(
             else:
                 tile -= tl.minimum(later // zero_every + 1, num_zero)
     if WITH_ZERO and zero >= 0:
-        _zero_chunk(
+        _zero_piece(
             zero, ids_ptr, dw_ptr, db_ptr, d_in, d_out, A,
-            CHUNK, WITH_DB, BLOCK_A, BLOCK_ZERO,
+            CHUNK, WITH_DB, BLOCK_A, BLOCK_ZERO, ZERO_PIECE,
         )  # fmt: skip
     else:
         dw_tile = tile - (num_dx if DX_FIRST else 0)
@@ -569,6 +574,7 @@ PACK_CONFIG = triton.Config({"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}, num_wa
 PLACE_BLOCK_M = 128
 BLOCK_A = 256  # ids looked at in a step
 BLOCK_ZERO = 8192  # zeros written in a step
+ZERO_PIECE = 262144  # zeros that one program writes: they take about as long as a tile
 ZERO_ROWS = 1024  # rows of Y whose zeros one program writes
 
 

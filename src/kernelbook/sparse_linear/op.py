@@ -430,7 +430,7 @@ def _tiles(
     num_dw = cdiv(chunks.active, r) * columns * split if with_dw else 0
     num_dx = cdiv(m, r) * columns if with_dx else 0
     with_zero = with_dw and not chunks.dw_compact and split == 1
-    num_zero = chunks.total if with_zero else 0
+    num_zero = chunks.total * cdiv(chunks.size * d_in, kernels.ZERO_PIECE) if with_zero else 0
     dx_first = num_dw > 0 and num_dx > 0 and chunks.active > cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
     dw_boxes = plan.boxes and with_dw and r % BOX == 0
@@ -443,6 +443,7 @@ def _tiles(
         DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_boxes, DX_BOXES=dx_boxes, BOX=BOX,
         ACC=launching.tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO,
+        ZERO_PIECE=kernels.ZERO_PIECE,
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
     boxes = (

@@ -1,0 +1,340 @@
+"""Memory that the ranks of one machine share: kernels write where the others read, and nobody's host has to know how much.
+
+A *window* is a part of every rank's memory that all ranks can write to (PyTorch's symmetric memory; on a CPU a mapped file).
+It holds what comes from each rank: how many rows, the rows, their weights and their expert ids, with space for as many rows
+as a rank has tokens. So a sender knows where to write before anybody has counted anything.
+
+====================  ======================================================================================
+forward               tokens into window 0, *barrier*, out of it; experts; results into window 1, *barrier*
+backward              their gradients into window 0, *barrier*, out, *barrier*; tokens' into window 1, *barrier*
+====================  ======================================================================================
+
+A barrier is a kernel: streams wait for each other, hosts do not. Between two uses of a window there is always one that all
+ranks have passed since they read it. (The second one of the backward pass stands for window 1, which is not used where no
+gradient of the tokens is wanted.)
+"""
+
+import os
+import socket
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from kernelbook import runtime
+from kernelbook.distributed import kernels
+from kernelbook.distributed.exchange import _bits, _block, _collect, _launch, _place, _power
+
+__all__ = ["Windows", "exchange_shared", "windows_of"]
+
+ALIGNED = 256  # bytes
+
+
+def _up(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+class _Layout(NamedTuple):
+    """Where the parts of a window begin, in bytes: counts of rows, rows (n, capacity, H), weights and ids (n, capacity, k)."""
+
+    capacity: int
+    rows: int
+    weights: int
+    ids: int
+    size: int
+
+    @classmethod
+    def of(cls, ranks: int, capacity: int, row: int, weights: int, ids: int) -> "_Layout":
+        """For rows, weights and ids of so many bytes each."""
+        at_rows = _up(4 * ranks)
+        at_weights = at_rows + _up(ranks * capacity * row)
+        at_ids = at_weights + _up(ranks * capacity * weights)
+        return cls(capacity, at_rows, at_weights, at_ids, at_ids + _up(ranks * capacity * ids))
+
+
+class Windows:
+    """Two windows of each rank of a group, and a barrier. They grow, by all ranks together, and are never given back:
+    captured graphs hold their addresses."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group: Callable[[], Any] = weakref.ref(group)  # nobody's group lives longer for it
+        self.device = device
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.size = 0
+        self._before: list[Any] = []
+        self.memory: torch.Tensor
+        self.addresses: tuple[torch.Tensor, torch.Tensor]  # (n,) int64, by window
+        self.barrier: Callable[[], None]
+
+    def ensure(self, size: int) -> None:
+        """Windows of at least ``size`` bytes."""
+        if size <= self.size:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "ExpertParallel(waits=False): call the layer once with as many tokens before a graph is captured"
+            )
+        self.size = 1 << (size - 1).bit_length()
+        begin = self._on_gpus() if self.device.type == "cuda" else self._on_cpus()
+        table = torch.tensor([begin, [at + self.size for at in begin]], dtype=torch.int64, device=self.device)
+        self.addresses = table[0], table[1]
+
+    def _on_gpus(self) -> list[int]:
+        import torch.distributed._symmetric_memory as symmetric
+
+        memory = symmetric.empty(2 * self.size, dtype=torch.uint8, device=self.device)
+        handle = symmetric.rendezvous(memory, self._group())
+        self._before.append((memory, handle))
+        self.memory, self.barrier = memory, lambda: handle.barrier(channel=0)
+        return [handle.get_buffer(r, (2 * self.size,), torch.uint8).data_ptr() for r in range(self.ranks)]
+
+    def _on_cpus(self) -> list[int]:
+        group = self._group()
+        names = [tempfile.mkdtemp(prefix="kernelbook-") if self.rank == 0 else ""]
+        dist.broadcast_object_list(names, group=group, group_src=0)
+        paths = [os.path.join(names[0], str(r)) for r in range(self.ranks)]
+        with open(paths[self.rank], "wb") as file:
+            file.truncate(2 * self.size)
+        dist.barrier(group)
+        mapped = [torch.from_file(p, shared=True, size=2 * self.size, dtype=torch.uint8) for p in paths]
+        dist.barrier(group)
+        os.remove(paths[self.rank])
+        dist.barrier(group)
+        if self.rank == 0:
+            os.rmdir(names[0])
+        self._before.append(mapped)
+        self.memory, self.barrier = mapped[self.rank], lambda: dist.barrier(group)
+        return [part.data_ptr() for part in mapped]
+
+    def view(self, window: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A part of this rank's own window."""
+        count = dtype.itemsize
+        for n in shape:
+            count *= n
+        begin = window * self.size + at
+        return self.memory[begin : begin + count].view(dtype).view(shape)
+
+
+_found: "weakref.WeakKeyDictionary[dist.ProcessGroup, Windows | None]" = weakref.WeakKeyDictionary()
+
+
+def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None:
+    """The windows of the group; ``None`` where its ranks cannot reach each other's memory. A collective, the first time."""
+    if group not in _found:
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
+        about = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
+        all_of: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(all_of, (about, index), group=group)
+        reachable = len({about for about, _ in all_of}) == 1
+        if reachable and device.type == "cuda":
+            devices = {i for _, i in all_of}
+            reachable = len(devices) == len(all_of) and all(
+                torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b
+            )
+        _found[group] = (
+            Windows(group, torch.device("cuda", index) if device.type == "cuda" else device) if reachable else None
+        )
+    return _found[group]
+
+
+def _boot() -> str:
+    """Containers of one machine can have one name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+# --- launches -------------------------------------------------------------------------------------------------------
+
+
+class _Way:
+    """Where tokens go: what the forward pass finds, and the backward pass follows."""
+
+    places: torch.Tensor  # (T, n): rank * capacity + row there, or -1
+    counts: torch.Tensor  # (n,) int32, rows from each rank
+
+    def __init__(self, windows: Windows, ids: torch.Tensor, num_experts: int, share: int) -> None:
+        self.windows, self.ids, self.num_experts, self.share = windows, ids, num_experts, share
+        self.own = max(min(share, num_experts - windows.rank * share), 0)
+
+    def layout(self, x: torch.Tensor, gates: torch.Tensor) -> _Layout:
+        tokens, slots = self.ids.shape
+        found = _Layout.of(
+            self.windows.ranks, tokens, x.shape[1] * x.element_size(), slots * gates.element_size(), slots * 4
+        )
+        self.windows.ensure(found.size)
+        return found
+
+
+def _put(way: _Way, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None) -> None:
+    """Rows, and with ``gates`` weights and ids, into window 0 of the ranks that they visit."""
+    (tokens, slots), hidden, windows = way.ids.shape, x.shape[1], way.windows
+    if tokens:
+        launch = _launch(
+            kernels._put_kernel, HAS_IDS=gates is not None, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden)
+        )
+        launch(
+            (tokens,), _bits(x), None if gates is None else _bits(gates), way.ids, way.places, windows.addresses[0],
+            windows.rank, layout.capacity, way.share, windows.ranks, way.num_experts, hidden, layout.rows, layout.weights,
+            layout.ids,
+        )  # fmt: skip
+
+
+def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """(n T, H) rows, and with ``gates`` (n T, k) weights and ids, out of this rank's window 0: zeros, and ids to skip, where
+    nothing came."""
+    (tokens, slots), hidden, windows = way.ids.shape, like.shape[1], way.windows
+    count = windows.ranks * tokens
+    out = torch.empty(count, hidden, dtype=like.dtype, device=like.device)
+    if gates is None:
+        weights = ids = None
+        counts = way.counts
+    else:
+        weights = torch.empty(count, slots, dtype=gates.dtype, device=like.device)
+        ids = torch.empty(count, slots, dtype=torch.int32, device=like.device)
+        way.counts = torch.empty(windows.ranks, dtype=torch.int32, device=like.device)
+        counts = windows.view(0, 0, (windows.ranks,), torch.int32)
+    if count:
+        launch = _launch(
+            kernels._take_kernel, HAS_IDS=gates is not None, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden)
+        )
+        given: tuple[Any, ...] = (None, None, None, None)
+        if gates is not None and weights is not None:
+            shape = (windows.ranks * layout.capacity, slots)
+            given = (
+                _bits(windows.view(0, layout.weights, shape, gates.dtype)), windows.view(0, layout.ids, shape, torch.int32),
+                _bits(weights), ids,
+            )  # fmt: skip
+        rows = windows.view(0, layout.rows, (windows.ranks * layout.capacity, hidden), like.dtype)
+        launch((count,), _bits(rows), counts, _bits(out), way.counts, *given, tokens, layout.capacity, way.own, hidden)
+    return (out,) if weights is None or ids is None else (out, weights, ids)
+
+
+def _give(way: _Way, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Rows (n T, H), and weights (n T, k), into window 1 of the ranks where their tokens came from."""
+    (tokens, slots), hidden, windows = way.ids.shape, rows.shape[1], way.windows
+    if tokens:
+        launch = _launch(
+            kernels._give_kernel,
+            HAS_WEIGHTS=weights is not None,
+            k=slots,
+            BLOCK_K=_power(slots),
+            BLOCK_H=_block(hidden),
+        )
+        launch(
+            (windows.ranks * tokens,), _bits(rows), None if weights is None else _bits(weights), way.counts,
+            windows.addresses[1], windows.rank, tokens, layout.capacity, hidden, layout.rows, layout.weights,
+        )  # fmt: skip
+
+
+def _sums(way: _Way, layout: _Layout, out: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Out of this rank's window 1: out (T, H), sums of the rows that came back; and (T, k) weights."""
+    windows, slots = way.windows, way.ids.shape[1]
+    count = windows.ranks * layout.capacity
+    rows = windows.view(1, layout.rows, (count, out.shape[1]), out.dtype)
+    theirs = None if weights is None else windows.view(1, layout.weights, (count, slots), weights.dtype)
+    _collect(
+        rows, way.places, out, theirs, weights, way.ids if weights is not None else None, way.share, way.num_experts
+    )
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+
+class _There(torch.autograd.Function):
+    """Tokens (T, H) and gates (T, k) -> rows (n T, H), their weights and ids (n T, k), on the ranks of their experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gates: torch.Tensor, way: _Way
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.way, windows = way, way.windows
+        layout = way.layout(x, gates)
+        way.places, _ = _place(
+            way.ids,
+            way.num_experts,
+            way.share,
+            windows.ranks,
+            None,
+            windows.addresses[0],
+            windows.rank,
+            layout.capacity,
+        )
+        _put(way, layout, x, gates)
+        windows.barrier()
+        rows, weights, ids = _take(way, layout, x, gates)
+        ctx.mark_non_differentiable(ids)
+        return rows, weights, ids
+
+    @staticmethod
+    def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        way: _Way = ctx.way
+        layout, (tokens, slots) = way.layout(drows, dweights), way.ids.shape
+        _give(way, layout, drows.contiguous(), dweights.contiguous())
+        way.windows.barrier()
+        dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, slots)
+        _sums(way, layout, dx, dgates)
+        return dx, dgates, None
+
+
+class _Back(torch.autograd.Function):
+    """Results of the rows (n T, H) -> their sums (T, H), where the tokens came from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, way: _Way) -> torch.Tensor:
+        ctx.way, ctx.weights = way, weights
+        layout = way.layout(rows, weights)
+        _give(way, layout, rows.contiguous(), None)
+        way.windows.barrier()
+        out = rows.new_empty(way.ids.shape[0], rows.shape[1])
+        _sums(way, layout, out, None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        way: _Way = ctx.way
+        layout = way.layout(grad, ctx.weights)
+        _put(way, layout, grad.contiguous(), None)
+        way.windows.barrier()
+        (rows,) = _take(way, layout, grad, None)
+        way.windows.barrier()
+        return rows, None, None
+
+
+def exchange_shared(
+    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    num_experts: int,
+    share: int,
+    windows: Windows,
+) -> torch.Tensor:
+    """As ``exchange.exchange``, between ranks that share memory: a token travels to the ranks that have experts for it, and no
+    host waits for anything, so that a CUDA graph can hold it. What goes over the wire is what the router says.
+
+    Experts get a row for each token of each rank, ``k`` slots a row of which those are skipped that are not theirs: the host
+    does not know how many came, so their buffers have the size that no batch exceeds.
+
+    Args: as ``exchange.exchange``; all ranks must bring as many tokens, and ``experts`` is called with k slots a row, of which
+        ids equal to this rank's number of experts are to be skipped.
+
+    Raises:
+        ValueError: ``KERNELBOOK_DEBUG=1`` and the ranks bring different numbers of tokens.
+    """
+    if runtime.debug_enabled():
+        counts: list[Any] = [None] * windows.ranks
+        dist.all_gather_object(counts, x.shape[0], group=windows._group())
+        if len(set(counts)) > 1:
+            raise ValueError(f"exchange_shared: all ranks must bring as many tokens, got {counts}")
+    way = _Way(windows, expert_ids.contiguous(), num_experts, share)
+    gates = gates.contiguous()
+    rows, weights, ids = _There.apply(x.contiguous(), gates, way)
+    result: torch.Tensor = _Back.apply(experts(rows, ids, weights), weights.detach(), way)
+    return result

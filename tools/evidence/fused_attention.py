@@ -1,0 +1,56 @@
+"""How far PyTorch's own fused attention is from a reference that keeps its probabilities: ``book/evidence/fused_attention.csv``.
+
+In float32, on a CPU. It is why the fuzz of float32 attention has the fused one as its baseline: by the other PyTorch's own
+kernel would not be correct.
+"""
+
+import csv
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+import kernelbook  # noqa: E402, F401
+
+# isort: split
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402, N812
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from kernelbook import check  # noqa: E402
+from kernelbook.attention import flash_attention_reference  # noqa: E402
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def gradients(attention: Attention, inputs: list[torch.Tensor], do: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    return torch.autograd.grad(attention(*leaves), leaves, do)
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "book" / "evidence" / "fused_attention.csv"
+    torch.manual_seed(0)
+    rows: dict[str, tuple[str, float, str, str, str]] = {}
+    for n, s, d, size in itertools.product((1, 5, 33, 128), (1, 7, 64, 257), (8, 64), (1.0, 3.0)):
+        inputs = [size * torch.randn(1, 2, m, d) for m in (n, s, s)]
+        do = torch.randn(1, 2, n, d)
+        exact = gradients(flash_attention_reference, [t.double() for t in inputs], do.double())
+        plain = gradients(flash_attention_reference, inputs, do)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            fused = gradients(F.scaled_dot_product_attention, inputs, do)
+        for name, ours, truth, base in zip(("dq", "dk", "dv"), fused, exact, plain, strict=True):
+            verdict = check.compare(name, ours, truth, base, factor=check.GRADIENT_FACTOR)
+            if name not in rows or verdict.ratio > rows[name][1]:
+                errors = (f"{verdict.error:.1e}", f"{verdict.baseline_error:.1e}")
+                rows[name] = (name, verdict.ratio, *errors, f"{n} queries, {s} keys, {d} features, scale {size}")
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("gradient", "ratio", "error", "error_with_probabilities", "where"))
+        writer.writerows((name, f"{ratio:.1f}", *rest) for name, ratio, *rest in rows.values())
+
+
+if __name__ == "__main__":
+    main()
