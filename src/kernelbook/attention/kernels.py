@@ -644,9 +644,7 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
     return triton.Config(blocks, num_warps=tiles.warps, num_stages=stages)
 
 
-def section(
-    length: int, heads: int, d: int, itemsize: int, causal: bool, properties: runtime.DeviceProperties
-) -> int:
+def section(length: int, heads: int, d: int, itemsize: int, causal: bool, properties: runtime.DeviceProperties) -> int:
     """How many of ``heads`` heads to work on at a time.
 
     Where programs differ in length, many, so that all long programs come first: about as many as have two (length, d)

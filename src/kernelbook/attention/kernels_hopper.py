@@ -1157,7 +1157,12 @@ _Backward = tuple[int, int, bool, tuple[int, int, int, bool] | None]
 def _backward_tiles(width: int, tiles: _Backward) -> tuple[triton.Config, triton.Config | None]:
     block_m, stages, kept, for_dq = tiles
     blocks = {"BLOCK_D": width, "ROWS": ROWS}
-    dkdv_blocks = {**blocks, "BLOCK_M": block_m, "STAGES": stages, **({"KEPT": kept} if width <= 128 else {"P_STAGES": 1 + kept})}
+    dkdv_blocks = {
+        **blocks,
+        "BLOCK_M": block_m,
+        "STAGES": stages,
+        **({"KEPT": kept} if width <= 128 else {"P_STAGES": 1 + kept}),
+    }
     dkdv = triton.Config(dkdv_blocks, num_warps=4)
     if for_dq is None:
         return dkdv, None

@@ -467,8 +467,8 @@ def _run_backward(
             *(part for result in found for part in plan.results(result)), b, h, n, s, lse.shape[2], section, *seen,
         )  # fmt: skip
     if parts > 1:
-        for result, found in zip((dk, dv), of_parts, strict=True):
-            torch.sum(found.unflatten(1, (h_kv, parts)), 2, out=result)
+        for result, several in zip((dk, dv), of_parts, strict=True):
+            torch.sum(several.unflatten(1, (h_kv, parts)), 2, out=result)
     if dq_factor != 1:
         dq *= dq_factor
     if dk_factor != 1:
