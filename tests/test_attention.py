@@ -607,21 +607,21 @@ def test_every_head_size_has_tiles_that_fit(target: str) -> None:
 
 def test_causal_programs_stay_only_where_they_are_equally_long() -> None:
     hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
-    assert hopper.forward_grid(32, 64, 128, False, False, False, 132) == (132, False)
-    assert hopper.forward_grid(32, 64, 128, True, False, False, 132) == (
+    assert hopper.forward_grid(32, 64, 128, False, 132) == (132, False)
+    assert hopper.forward_grid(32, 64, 128, True, 132) == (
         132,
         True,
     )  # 1024 pairs: 8 rounds, the last almost full
-    assert hopper.forward_grid(32, 9, 128, True, False, False, 132) == (
+    assert hopper.forward_grid(32, 9, 128, True, 132) == (
         288,
         False,
     )  # 144 pairs: 12 programs would have twice the work
-    assert hopper.forward_grid(33, 64, 128, True, False, False, 132) == (
+    assert hopper.forward_grid(33, 64, 128, True, 132) == (
         33 * 64,
         False,
     )  # one block of each head would be left over
-    assert hopper.forward_grid(4, 20, 128, False, False, False, 132) == (80, False)  # fewer blocks than multiprocessors
-    assert hopper.forward_grid(32, 64, 256, False, False, False, 132) == (32 * 64, False)
+    assert hopper.forward_grid(4, 20, 128, False, 132) == (80, False)  # fewer blocks than multiprocessors
+    assert hopper.forward_grid(32, 64, 256, False, 132) == (32 * 64, False)
 
 
 def test_sections_are_equally_large() -> None:
