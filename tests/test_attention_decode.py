@@ -33,7 +33,8 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
         monkeypatch.setattr(kernels_decode, "_pieces", lambda *_: [pieces])
 
         def tiles(heads: int, rows: int, d: int, *_: Any) -> tuple[Any, int]:
-            blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": kernels_decode.block_d(d), "PIECES": 1, "STAGES": 2}
+            blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": kernels_decode.block_d(d), "PIECES": 1, "Q_LATE": True}
+            blocks["STAGES"] = 2
             return kernels_decode.triton.Config(blocks, num_warps=4, num_stages=2), 1
 
         monkeypatch.setattr(kernels_decode, "_tiles", tiles)

@@ -14,6 +14,8 @@ that are not in the pool count as keys that nobody sees; they are never read.
 
 Bytes: the visible keys and values once; q, o, and twice 4 (D + 1) a row and share.
 
+Where that leaves multiprocessors idle, two programs share a share: both take its scores, and each half of the values' columns.
+
 Not handled: more rows than fit one tile read the keys again (from the L2 cache, if all goes well); no gradients.
 """
 
@@ -372,8 +374,9 @@ def _append_to_pages_kernel(
 MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
 # Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and in which one alone does; a program's
-# start; a merge, a round of shares in registers, 64 kB of shares in a pipeline. Ratios decide, much the same on other GPUs.
-ALL_READ, ONE_READS, START, MERGE, ROUND, PIPED = 1.0, 0.65, 1.5, 2.0, 1.5, 1.0
+# start; a merge, and what it costs more for 64 kB of shares, in registers and in a pipeline. Ratios decide, much the same
+# on other GPUs.
+ALL_READ, ONE_READS, START, MERGE, HELD, PIPED = 1.0, 0.8, 1.5, 2.0, 3.5, 1.0
 MAX_LISTED = 512  # pages whose numbers are held at a time
 MERGE_REGISTERS = 128  # of a thread, for shares on their way
 
@@ -397,7 +400,8 @@ def _tiles(
 ) -> tuple[triton.Config, int]:
     """-> the tiles, and how many programs a multiprocessor is given.
 
-    Memory decides, so that what counts is the bytes under way: the best of some seven tiles a shape on an H200.
+    Memory decides, so that what counts is the bytes under way: the best of some seven tiles a shape on an H200. Few
+    queries are asked for with the keys, where there is shared memory for a copy of them beside each tile that is under way.
     """
     width = block_d(d)
     if itemsize > 2:  # takes each operand into registers three times over
@@ -411,8 +415,10 @@ def _tiles(
     # wgmma, for tiles of 64 rows, reads a stage where it lies; mma.sync has its operands in registers by then.
     spare = 0 if block_m == 64 else 1
 
+    late = not paged and itemsize == 2 and block_m == 16 and width <= 128
+
     def shared() -> int:
-        return (2 * block_n * (stages - spare) + block_m) * width * itemsize
+        return (2 * block_n * (stages - spare) + block_m * (stages - 1 if late else 1)) * width * itemsize
 
     while stages > 1 and shared() > properties.shared_memory_per_program - 2048:
         if stages == 3 and block_n > 16:
@@ -420,16 +426,16 @@ def _tiles(
         else:
             stages -= 1
     warps = 8 if block_m * width * (itemsize // 2) ** 2 > 8192 else 4
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": width, "PIECES": 1, "STAGES": stages}
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": width, "PIECES": 1, "Q_LATE": late, "STAGES": stages}
     per_sm = 2 if 2 * (shared() + 1024) <= properties.shared_memory_per_sm else 1
     return triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm
 
 
 @functools.lru_cache(maxsize=4096)
 def _splits(
-    tiles: int, steps: int, step_bytes: int, share_bytes: int, merged: int, per_sm: int, num_sms: int
+    tiles: int, steps: int, step_bytes: int, share_bytes: int, in_registers: bool, per_sm: int, num_sms: int
 ) -> tuple[float, int]:
-    """-> microseconds, and the number of shares that ends first, of which ``merged`` are merged at a time."""
+    """-> microseconds, and the number of shares that ends first; they are merged in registers or in a pipeline."""
     slots = num_sms * per_sm
 
     def time(splits: int) -> float:
@@ -440,7 +446,8 @@ def _splits(
             spent += each * max(ONE_READS, rest / num_sms * ALL_READ) + START
         if splits == 1:
             return spent
-        return spent + MERGE + (-(-splits // merged) * ROUND if merged > 1 else splits * share_bytes / 65536 * PIPED)
+        merged = triton.next_power_of_2(splits) * HELD if in_registers else splits * PIPED
+        return spent + MERGE + merged * share_bytes / 65536
 
     return min((time(splits), splits) for splits in range(1, max(1, min(steps, slots)) + 1))
 
@@ -475,7 +482,7 @@ def _pieces(tiles: int, stored: int, width: int, d: int, num_sms: int) -> list[i
     less for a program to read, and much less to merge.
     """
     cut = width == d and stored <= 8
-    return [n for n in (1, 2, 4) if n == 1 or (cut and width // n >= 32 and 2 * n * tiles <= num_sms)]
+    return [1, 2] if cut and width >= 64 and 4 * tiles <= num_sms else [1]
 
 
 def _tiles_and_shares(
@@ -488,9 +495,8 @@ def _tiles_and_shares(
     for pieces in _pieces(tiles, stored, width, d, properties.num_sms):
         divided = triton.Config({**config.kwargs, "PIECES": pieces}, config.num_warps, config.num_stages)
         step_bytes, share_bytes = (1 + pieces) * block_n * width * itemsize // pieces, stored * width * max(4, itemsize)
-        merged = _merged_at_a_time(rows, divided)
         time, splits = _splits(
-            tiles * pieces, -(-keys // block_n), step_bytes, share_bytes // pieces, merged, per_sm, properties.num_sms
+            tiles * pieces, -(-keys // block_n), step_bytes, share_bytes // pieces, stored <= 8, per_sm, properties.num_sms
         )  # fmt: skip
         found.append((time, pieces, divided, splits))
     _, _, divided, splits = min(found, key=lambda choice: choice[:2])
@@ -523,7 +529,6 @@ def plan(
         "SHARES": triton.next_power_of_2(splits) if _merged_at_a_time(rows, config) > 1 else 1,
         "MERGED": min(triton.next_power_of_2(splits), _merged_at_a_time(rows, config)),
         "SPLIT": splits > 1,
-        "Q_LATE": page == 0,
         "LISTED": listed,
         "WHOLE": 0 < pages <= listed,
     }
