@@ -34,7 +34,7 @@ def _produce(
     routing_ptr, tiles_at, x_ptr, stride_xm, packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
     E, N, K, slots, num_m,
     X_GROUPED: gl.constexpr, BY_ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    TOKENS: gl.constexpr, OUT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, OUT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, FENCE: gl.constexpr,
 ):
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ROWS: gl.constexpr = DEPTH if BY_ROW else OUT
@@ -102,7 +102,8 @@ def _produce(
                 async_copy.mbarrier_arrive(x_full.index(slot), increment_count=False)
                 scale = _scale((stored0, nested0), nested_code_ptr, offset, SCALE)
                 _decode(words0, scale, code, w_smem.index(slot), dtype, ROWS, COLS)
-                fence_async_shared()
+                if FENCE % 2 == 1:
+                    fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(w_full.index(slot), count=1)
                 words0 = words1
@@ -130,7 +131,7 @@ def _finish(acc, first, rows, n0, order_ptr, y_ptr, width, Y_GROUPED: gl.constex
 @gluon.jit
 def _multiply(
     w_smem, x_smem, w_full, x_full, free, before, steps, first, rows, n0, order_ptr, y_ptr, width,
-    W: gl.constexpr, BY_ROW: gl.constexpr, Y_GROUPED: gl.constexpr, TOKENS: gl.constexpr, EXTRA: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, BY_ROW: gl.constexpr, Y_GROUPED: gl.constexpr, TOKENS: gl.constexpr, EXTRA: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, FENCE: gl.constexpr,
 ):
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     mma2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(EXTRA, 8), 16])
@@ -144,7 +145,8 @@ def _multiply(
         phase = (at // STAGES) & 1
         mbarrier.wait(x_full.index(slot), phase)
         mbarrier.wait(w_full.index(slot), phase)
-        fence_async_shared()
+        if FENCE // 2 == 1:
+            fence_async_shared()
         w = w_smem.index(slot)
         if BY_ROW:
             w = w.slice(W * HALF, HALF, 1).permute((1, 0))
@@ -173,7 +175,7 @@ def _multiply(
 def _consume(
     w_smem, x_smem, w_full, x_full, free, routing_ptr, tiles_at, y_ptr, E, N, K, num_m,
     W: gl.constexpr, BY_ROW: gl.constexpr, Y_GROUPED: gl.constexpr, TOKENS: gl.constexpr, OUT: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, FENCE: gl.constexpr,
 ):
     HALF: gl.constexpr = OUT // 2
     length = N if BY_ROW else K
@@ -189,13 +191,13 @@ def _consume(
             n0 = pid_n * OUT + W * HALF
             if rows <= TOKENS // 2:
                 _multiply(w_smem, x_smem, w_full, x_full, free, before, steps, first, rows, n0, routing_ptr, y_ptr, width,
-                          W, BY_ROW, Y_GROUPED, TOKENS // 2, 0, HALF, STAGES)
+                          W, BY_ROW, Y_GROUPED, TOKENS // 2, 0, HALF, STAGES, FENCE)
             elif rows <= TOKENS // 4 * 3:
                 _multiply(w_smem, x_smem, w_full, x_full, free, before, steps, first, rows, n0, routing_ptr, y_ptr, width,
-                          W, BY_ROW, Y_GROUPED, TOKENS // 2, TOKENS // 4, HALF, STAGES)
+                          W, BY_ROW, Y_GROUPED, TOKENS // 2, TOKENS // 4, HALF, STAGES, FENCE)
             else:
                 _multiply(w_smem, x_smem, w_full, x_full, free, before, steps, first, rows, n0, routing_ptr, y_ptr, width,
-                          W, BY_ROW, Y_GROUPED, TOKENS, 0, HALF, STAGES)
+                          W, BY_ROW, Y_GROUPED, TOKENS, 0, HALF, STAGES, FENCE)
             before += steps
 
 
@@ -205,7 +207,7 @@ def _spec_kernel(
     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, y_ptr, E, N, K, slots, num_m,
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, BY_ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
     TOKENS: gl.constexpr, OUT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
-    REGS: gl.constexpr, REGS_P: gl.constexpr,
+    REGS: gl.constexpr, REGS_P: gl.constexpr, FENCE: gl.constexpr,
 ):
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ROWS: gl.constexpr = DEPTH if BY_ROW else OUT
@@ -224,13 +226,13 @@ def _spec_kernel(
     gl.warp_specialize(
         [
             (_consume, (w_smem, x_smem, w_full, x_full, free, routing_ptr, tiles_at, y_ptr, E, N, K, num_m,
-                        0, BY_ROW, Y_GROUPED, TOKENS, OUT, DEPTH, STAGES, GROUP)),
+                        0, BY_ROW, Y_GROUPED, TOKENS, OUT, DEPTH, STAGES, GROUP, FENCE)),
             (_consume, (w_smem, x_smem, w_full, x_full, free, routing_ptr, tiles_at, y_ptr, E, N, K, num_m,
-                        1, BY_ROW, Y_GROUPED, TOKENS, OUT, DEPTH, STAGES, GROUP)),
+                        1, BY_ROW, Y_GROUPED, TOKENS, OUT, DEPTH, STAGES, GROUP, FENCE)),
             (_produce, (w_smem, x_smem, w_full, x_full, free, routing_ptr, tiles_at, x_ptr, stride_xm,
                         packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
                         E, N, K, slots, num_m, X_GROUPED, BY_ROW, BLOCK_SIZE, SCALE, NESTED_BLOCK,
-                        TOKENS, OUT, DEPTH, STAGES, WARPS, GROUP)),
+                        TOKENS, OUT, DEPTH, STAGES, WARPS, GROUP, FENCE)),
         ],
         [4, WARPS],
         [REGS, REGS_P],

@@ -3,7 +3,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 import kernelbook as kb
 import triton, triton.language as tl
-import one, few, many, spec
+import one, few, many, ring, spec
 from kernelbook.moe_lora import op as mop
 from kernelbook.moe_lora.op import _section
 
@@ -97,8 +97,7 @@ def run_many(x, q, routing, slots, by_row, TOK, HALVES, BETWEEN, OUT, DEPTH, STA
         BETWEEN=bool(BETWEEN), SKIP=SKIP, num_warps=W, maxnreg=NREG or None)
     return y
 
-MANY = [(256, 2, 0, 128, 64, 4, 4, 8), (256, 2, 1, 128, 64, 4, 4, 8), (128, 2, 0, 128, 64, 3, 3, 8, 128), (128, 2, 1, 128, 64, 3, 3, 8, 128),
-        (128, 2, 0, 128, 64, 3, 3, 8), (128, 2, 1, 64, 64, 4, 3, 4), (256, 2, 1, 64, 64, 3, 3, 4), (256, 2, 1, 128, 64, 3, 3, 8), (256, 2, 1, 128, 64, 4, 6, 8)]
+MANY = [(256, 2, 0, 128, 64, 4, 6, 8), (256, 2, 1, 128, 64, 4, 6, 8)]
 SKIPS = [(256, 2, 0, 128, 64, 4, 4, 8, 0, 8, s) for s in (1, 2, 4, 5, 6)]
 def part_many():
     for E, N, K, T, k in ((128, 1536, 2048, 2048, 8), (128, 2048, 768, 2048, 8), (8, 28672, 4096, 2048, 2)):
@@ -125,7 +124,7 @@ def part_many():
         del q, w, x, dy, wt, true_y, true_dx
         torch.cuda.empty_cache()
 
-def run_spec(x, q, routing, slots, by_row, TOK, OUT, STAGES, GROUP, mult=1):
+def run_spec(x, q, routing, slots, by_row, TOK, OUT, STAGES, GROUP, mult=1, FENCE=3):
     E, N, K = q.shape
     width = K if by_row else N
     tiles_at, num_m = _section(routing.rows, routing.num_experts, TOK)
@@ -135,12 +134,12 @@ def run_spec(x, q, routing, slots, by_row, TOK, OUT, STAGES, GROUP, mult=1):
         routing.lists, tiles_at, x, x.stride(0), q.packed.view(torch.int32), q.absmax, q.absmax, q.absmax, q.absmax, q.code,
         y, E, N, K, slots, num_m,
         X_GROUPED=False, Y_GROUPED=False, BY_ROW=by_row, BLOCK_SIZE=q.block_size, SCALE="float32",
-        NESTED_BLOCK=256, TOKENS=TOK, OUT=OUT, DEPTH=64, STAGES=STAGES, WARPS=4, GROUP=GROUP, REGS=168, REGS_P=168, num_warps=4)
+        NESTED_BLOCK=256, TOKENS=TOK, OUT=OUT, DEPTH=64, STAGES=STAGES, WARPS=4, GROUP=GROUP, REGS=168, REGS_P=168, FENCE=FENCE, num_warps=4)
     return y
 
-SPEC = [(256, 128, 4, 8), (256, 128, 3, 8), (256, 128, 4, 1), (256, 128, 4, 32), (256, 128, 4, 8, 100)]
+SPEC = [(256, 128, 4, 8, 1, f) for f in (3, 2, 1, 0)]
 def part_spec():
-    for E, N, K, T, k in ((16, 256, 512, 2048, 1), (16, 256, 512, 1500, 2), (128, 1536, 2048, 2048, 8), (128, 2048, 768, 2048, 8), (8, 28672, 4096, 2048, 2)):
+    for E, N, K, T, k in ((128, 1536, 2048, 2048, 8),):
         print(f"--- spec E={E} N={N} K={K} T={T} k={k}", flush=True)
         q = kb.nf4_quantize(torch.randn(E, N, K, device=DEV, dtype=torch.bfloat16) / K**.5)
         w = kb.nf4_dequantize(q)
@@ -152,12 +151,90 @@ def part_spec():
         true_dx = kb.scatter2scatter(dy, w, r1).double()
         show("dense fwd", lambda: kb.scatter2scatter(x, wt, routing))
         show("dense dX", lambda: kb.scatter2scatter(dy, w, r1))
-        for v in SPEC if N == 1536 else SPEC[:1]:
+        for v in SPEC:
             show(f"spec fwd {v}", lambda: run_spec(x, q, routing, k, False, *v), true_y)
-        for v in SPEC if N == 1536 else SPEC[:1]:
+        for v in MANY + SKIPS:
+            show(f"many fwd {v}", lambda: run_many(x, q, routing, k, False, *v), true_y)
+        for v in SPEC:
             show(f"spec dX {v}", lambda: run_spec(dy, q, r1, 1, True, *v), true_dx)
-        del q, w, x, dy, wt, true_y, true_dx
-        torch.cuda.empty_cache()
+        for v in MANY:
+            show(f"many dX {v}", lambda: run_many(dy, q, r1, 1, True, *v), true_dx)
+
+def run_ring(x, q, TOK, SPLIT, ROWS, W, AHEAD, mult):
+    E, N, K = q.shape
+    M = x.shape[0]
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    programs = min(triton.cdiv(N, ROWS), SMS * mult)
+    nested = (q.absmax,) * 3 if q.nested_absmax is None else (q.nested_absmax, q.nested_code, q.nested_offset)
+    ring._ring_kernel[(programs,)](
+        None, 0, x, x.stride(0), q.packed.view(torch.int32), q.absmax, *nested, q.code, y, E, M, N, K,
+        EVEN=K % (128 * W) == 0 and N % ROWS == 0, BLOCK_SIZE=q.block_size, SCALE="float32" if q.nested_absmax is None else "nested", NESTED_BLOCK=256,
+        TOKENS=TOK, SPLIT=SPLIT, ROWS=ROWS, WARPS=W, AHEAD=AHEAD, num_warps=W,
+        maxnreg=min(255, 65536 // (32 * W * mult) // 8 * 8))
+    return y
+
+R4 = [(4, 2, 32, 8, 4, 2), (4, 2, 16, 16, 8, 1), (4, 2, 64, 8, 4, 1), (4, 2, 16, 8, 8, 2), (4, 2, 32, 16, 5, 1), (4, 2, 32, 8, 3, 2), (4, 2, 16, 16, 4, 1)]
+R8 = [(8, 1, 32, 8, 4, 2), (8, 1, 16, 16, 8, 1), (8, 1, 64, 8, 4, 1), (8, 1, 16, 8, 8, 2), (8, 1, 32, 16, 5, 1)]
+R16 = [(16, 1, 32, 8, 4, 2), (16, 1, 32, 8, 5, 1), (16, 1, 64, 8, 4, 1), (16, 1, 16, 8, 8, 2), (16, 1, 16, 16, 8, 1)]
+R32 = [(32, 1, 32, 8, 5, 1), (32, 1, 16, 8, 8, 2), (32, 1, 64, 8, 4, 1)]
+O32 = [(16, 0, 64, 128, 6, 6, 4), (16, 0, 128, 64, 4, 6, 8), (16, 0, 128, 128, 4, 4, 8)]
+def run_one_many(x, q, TOK, HALVES, OUT, DEPTH, STAGES, AHEAD, W):
+    E, N, K = q.shape
+    y = torch.empty(x.shape[0], N, dtype=x.dtype, device=x.device)
+    num_m = triton.cdiv(x.shape[0], TOK)
+    many._many_rows_kernel[(num_m * triton.cdiv(N, OUT),)](
+        None, 0, None, 0, x, x.stride(0), q.packed.view(torch.int32), q.absmax, q.absmax, q.absmax, q.absmax, q.code,
+        None, 0, 0, 0, None, None, 0, 0, y, E, x.shape[0], N, K, 1, num_m,
+        X_GROUPED=True, Y_GROUPED=True, BY_ROW=False, r=0, RANK=0, HAS_BIAS=False, BLOCK_SIZE=q.block_size, SCALE="float32",
+        NESTED_BLOCK=256, TOKENS=TOK, HALVES=HALVES, OUT=OUT, DEPTH=DEPTH, STAGES=STAGES, AHEAD=AHEAD, WARPS=W, GROUP=8,
+        BETWEEN=False, SKIP=0, num_warps=W)
+    return y
+
+def part_right():
+    for N, K, bs, double in ((1000, 2112, 64, False), (72, 320, 64, True), (520, 4096, 128, True), (48, 64, 64, False), (4096, 14336, 4096, False)):
+        q = kb.nf4_quantize(torch.randn(1, N, K, device=DEV, dtype=torch.bfloat16) / K**.5, block_size=bs, double_quant=double)
+        w = kb.nf4_dequantize(q, dtype=torch.float32)[0]
+        for M in (1, 3, 4, 7, 16, 25):
+            for v in R4[:3] if M <= 4 else R8[:2] if M <= 8 else R16[:2] if M <= 16 else R32[:1]:
+                x = torch.randn(M, K, device=DEV).bfloat16()
+                show(f"right {N, K, bs, double, M} {v}", lambda: run_ring(x, q, *v), x.double() @ w.double().t())
+
+from kernelbook.nf4 import kernels as nk
+from kernelbook.packed import products
+def as_it_was(x, q, expert):
+    kept, nk.PACKED_ELEMENTS = nk.PACKED_ELEMENTS, 0
+    few, products.FEW_TOKENS = products.FEW_TOKENS, 0
+    products.plan.cache_clear()
+    try:
+        return kb.nf4_matmul(x, q, expert)
+    finally:
+        nk.PACKED_ELEMENTS, products.FEW_TOKENS = kept, few
+        products.plan.cache_clear()
+
+def part_ring():
+    for N, K in ((14336, 4096), (4096, 14336), (1024, 2048), (4096, 4096), (28672, 4096)):
+        if mode == "compile" and N != 14336: continue
+        q = kb.nf4_quantize(torch.randn(1, N, K, device=DEV, dtype=torch.bfloat16) / K**.5)
+        w = kb.nf4_dequantize(q)[0]
+        expert = torch.zeros(1, dtype=torch.int64, device=DEV)
+        out = torch.empty(1, dtype=torch.int32, device=DEV)
+        n = q.packed.numel() // 4
+        show(f"read bytes {N}x{K}", lambda: _read[(triton.cdiv(n, 4096),)](q.packed.view(torch.int32), n, q.absmax.view(torch.int32), q.absmax.numel(), out, BLOCK=4096, num_warps=8))
+        for M in (1, 4, 8, 16, 32, 64):
+            if mode == "compile" and M == 1: continue
+            if N in (4096, 28672) and K == 4096 and M in (1, 8, 32, 64): continue
+            x = torch.randn(M, K, device=DEV).bfloat16()
+            truth = x.double() @ w.double().t()
+            print(f"--- ring {N}x{K} tokens {M}", flush=True)
+            show("dense", lambda: x @ w.t(), truth)
+            show("nf4_matmul as it is", lambda: kb.nf4_matmul(x, q, expert), truth)
+            show("nf4_matmul as it was", lambda: as_it_was(x, q, expert), truth)
+            for v in R4 if M <= 4 else R8 if M == 8 else R16 if M == 16 else R32 if M == 32 else []:
+                show(f"ring {v}", lambda: run_ring(x, q, *v), truth)
+            for v in T4[3:4] if M <= 4 else T8[3:5] if M == 8 else T16[1:2] if M == 16 else []:
+                show(f"one {v}", lambda: run_one(x, q, *v), truth)
+            for v in O32 if M >= 16 else []:
+                show(f"many {(M, *v[1:])}", lambda: run_one_many(x, q, M, *v[1:]), truth)
 
 T4 = [(4, 2, 16, 2, 16, 1, 1, 1), (4, 2, 16, 2, 16, 1, 1, 0), (4, 2, 16, 2, 16, 1, 0, 1), (4, 2, 32, 1, 8, 0, 1, 1), (4, 2, 32, 2, 8, 0, 1, 1), (4, 2, 16, 2, 8, 0, 1, 1),
       (4, 2, 32, 1, 16, 0, 1, 1), (4, 2, 16, 1, 16, 0, 1, 1), (4, 2, 32, 1, 8, 0, 0, 1), (4, 2, 16, 2, 4, 0, 1, 1), (4, 2, 16, 4, 8, 1, 1, 1), (4, 2, 16, 1, 8, 0, 1, 1, 3), (4, 2, 32, 2, 8, 0, 1, 1, 1), (4, 2, 64, 1, 8, 0, 1, 1, 1)]

@@ -154,6 +154,9 @@ for dtype in (bf16, torch.float32):
 x = torch.empty(100, 328, dtype=bf16)[:, :320].requires_grad_()  # rows and sums of no multiple of 16
 kb.scatter2scatter(x, packed(200, 320, 64), kb.route(torch.zeros(100, 2, dtype=torch.int64), 4)).sum().backward()
 kb.scatter2scatter(torch.empty(9, 36, dtype=bf16), packed(24, 36, 32), kb.route(torch.zeros(9, 2, dtype=torch.int64), 4))
+for tokens in FEW:  # of one matrix: what fills its tiles, and what does not
+    for n, k, block_size in ((2048, 2048, 64), (2100, 2112, 4096)):
+        kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
 """,
     "nf4": """
 import torch, kernelbook as kb
@@ -210,6 +213,11 @@ for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     for inner in (768, 77):
         h = torch.empty(64, 2 * inner, dtype=dtype, requires_grad=True)
         moe._swiglu(h).backward(torch.empty(64, inner, dtype=dtype))
+from kernelbook.interop import rotary
+for dtype in (torch.bfloat16, torch.float32):
+    q, k = (torch.empty(2, 8, heads, 128, dtype=dtype, requires_grad=True).transpose(1, 2) for heads in (32, 4))
+    tables = torch.empty(2, 1, 8, 128, dtype=dtype)
+    torch.autograd.backward(rotary.rotate(q, k, *tables), (torch.empty_like(q), torch.empty_like(k)))
 """,
     "sparse_linear": """
 import torch, kernelbook as kb
@@ -237,6 +245,11 @@ for counts in ((96, 32, 128, 32), (4096,)):
     layout = train.Layout.of_fraction(counts, 0.1, torch.device("cpu"))
     for name in ("random", "ema_topk", "knn"):
         train.make_scheduler(name, layout).select()
+from kernelbook.train.sparse_inference import Predictor
+for neurons in (4096, 16384):
+    predictor = Predictor(64, neurons, 16, count=600).to(torch.bfloat16)
+    for tokens in (1, 8):
+        predictor(torch.empty(tokens, 1, 64, dtype=torch.bfloat16))
 rows = torch.arange(64)
 for inactive in ("skip", "decay"):
     for shape in ((8192, 2048), (2048,), (96, 40)):
@@ -336,7 +349,10 @@ SETTINGS = {
         "(256, 6000, 1), (512, 6000, 0), (1024, 1000, 1), (1024, 6000, 0))",
     },
     # Ranks, and numbers of tokens that get smaller tiles.
-    "moe_lora": {"": "RANKS, TOKENS = (64,), ()", "sm_90": "RANKS, TOKENS = (8, 16, 32, 64, 100), (2, 16, 32)"},
+    "moe_lora": {
+        "": "RANKS, TOKENS, FEW = (64,), (), ()",
+        "sm_90": "RANKS, TOKENS, FEW = (8, 16, 32, 64, 100), (2, 16, 32), (1, 5, 16)",
+    },
     # Rows, inputs, features, active chunks, chunk size: the largest tiles; on the one target also the three smaller ones
     # (the smallest with a split reduction), and ordinary loads.
     "sparse_linear": {

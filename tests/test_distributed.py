@@ -1,5 +1,6 @@
 """Several ranks, each a process, over gloo: torchrun starts them, ``several_ranks.py`` says what they check."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kernelbook import cli, runtime
-from kernelbook.distributed import ExpertParallel, by_expert, keep_equal, reduce_active_rows
+from kernelbook.distributed import ExpertParallel, by_expert, exchange, keep_equal, reduce_active_rows
 from kernelbook.nn import GatedExperts
 from kernelbook.nn.moe import quantize_parameter, stored_weight
 
@@ -92,6 +93,26 @@ def test_several_gpus(tmp_path: Path, ranks: int) -> None:
         "adapters_are_safe", "adapters_stay_equal", "bytes_stay_bytes", "transformers_experts", *(("two_dimensions",) if ranks == 4 else ()),
     )  # fmt: skip
     _run(ranks, tmp_path, *checks, cpu=False)
+
+
+def test_messages_do_not_write_what_they_read() -> None:
+    """Warps of a program that sends read its token's places at different times."""
+    torch.manual_seed(0)
+    tokens, hidden, slots, ranks, share = 6, 16, 2, 3, 2
+    x, gates = torch.randn(tokens, hidden, device=runtime.DEVICE), torch.rand(tokens, slots, device=runtime.DEVICE)
+    ids = torch.rand(tokens, ranks * share, device=runtime.DEVICE).topk(slots).indices
+    counts = torch.empty(ranks, 2, dtype=torch.int32, device=runtime.DEVICE)
+    places, firsts = exchange._place(ids, ranks * share, share, ranks, counts)
+    assert firsts is not None
+    given = [part.clone() for part in (places, firsts, counts)]
+    message = exchange._Message.empty(int(counts[:, 0].sum()), x, gates)
+    rows = exchange._send(message, x, gates, ids, places, firsts, counts, ranks * share, share)
+    assert all(torch.equal(one, other) for one, other in zip(given, (places, firsts, counts), strict=True))
+    before = [0, *counts[:, 0].cumsum(0).tolist()]
+    for token, rank in itertools.product(range(tokens), range(ranks)):
+        goes = bool((ids[token] // share == rank).any())
+        assert int(rows[token, rank]) == (before[rank] + int(places[token, rank]) if goes else -1)
+        assert not goes or torch.equal(message.rows[rows[token, rank]], x[token])
 
 
 @pytest.mark.parametrize("double_quant", (False, True))

@@ -26,18 +26,22 @@ def _repeats(call, times: int = 40) -> None:
         assert all(torch.equal(a, b) for a, b in zip(call(), first, strict=True))
 
 
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("d", (64, 128))
-def test_attention(d: int, causal: bool) -> None:
-    for n in (300, 1000):
-        q, k, v = (randn(2, h, n, d, dtype=BF16).requires_grad_() for h in (4, 2, 2))
+@pytest.mark.parametrize("kind", ("full", "causal", "lengths", "window"))
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_attention(d: int, kind: str) -> None:
+    """Fewer blocks of queries than multiprocessors, and more: programs stay for several, causal ones for pairs of them."""
+    for batch, n in ((2, 300), (4, 1990)) if d <= 128 and kind in ("full", "causal") else ((3, 700),):
+        q, k, v = (randn(batch, h, n, d, dtype=BF16).requires_grad_() for h in (4, 2, 2))
+        given = {"causal": kind != "full"}
+        if kind in ("lengths", "window"):
+            given["lengths"] = torch.tensor([n, 0, 130], device=q.device)
+        if kind == "window":
+            given["window"] = 150
         inputs = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
-        call = functools.partial(kb.flash_attention, causal=causal)
-        check.check_op(call, functools.partial(flash_attention_reference, causal=causal), inputs, grads=("q", "k", "v"))
-        do = randn(2, 4, n, d, dtype=BF16)
-        _repeats(
-            lambda q=q, k=k, v=v, do=do: torch.autograd.grad(kb.flash_attention(q, k, v, causal=causal), (q, k, v), do)
-        )
+        call = functools.partial(kb.flash_attention, **given)
+        check.check_op(call, functools.partial(flash_attention_reference, **given), inputs, grads=("q", "k", "v"))
+        do = randn(batch, 4, n, d, dtype=BF16)
+        _repeats(lambda call=call, q=q, k=k, v=v, do=do: torch.autograd.grad(call(q, k, v), (q, k, v), do), times=15)
 
 
 @pytest.mark.parametrize("m", (1, 4, 8))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -396,7 +397,7 @@ class _Repeated:
 
     def __init__(self, fake: _FakeKernel) -> None:
         _Repeated.number += 1
-        self.launch, self.thought, self.extra = launching.Launch(fake, BLOCK=64), 0, False
+        self.launch, self.thought, self.extra, self.part = launching.Launch(fake, BLOCK=64), 0, False, False
         self.call = launching.operator(
             f"test_repeated_{_Repeated.number}(Tensor x, Tensor? w, float eps) -> (Tensor, Tensor)",
             outputs=lambda x, w, eps: (launching.empty(x.shape, x.dtype, x), launching.empty((3,), x.dtype, x)),
@@ -407,7 +408,7 @@ class _Repeated:
     def _run(self, results: Any, x: torch.Tensor, w: Any, eps: float) -> None:
         self.thought += 1
         between = launching.empty((64,), torch.float32, x)
-        self.launch((2,), x.view(-1) if w is None else w, 33)
+        self.launch((2,), x.view(-1) if w is None else w.view(-1) if self.part else w, 33)
         self.launch((x.shape[0], 5), between, 32)
         if self.extra:
             results[0].zero_()
@@ -438,12 +439,67 @@ def test_a_call_is_repeated_without_thinking(fake: _FakeKernel, repeated: _Repea
     assert fake.by_handle[-2][2][0] == x.data_ptr()
 
 
+def test_tensors_in_the_same_memory_are_told_apart_by_who_was_given(fake: _FakeKernel, repeated: _Repeated) -> None:
+    storage = torch.zeros(64)
+    for _ in range(3):
+        repeated.call(storage.view(4, 16), storage, 0.5)
+    x, w = torch.zeros(4, 16), torch.zeros(64)
+    repeated.call(x, w, 0.5)
+    assert repeated.thought == 2 and fake.by_handle[-2][2] == (w.data_ptr(), 33, 64)
+
+
+def test_a_public_function_is_repeated_with_its_checks(
+    fake: _FakeKernel, repeated: _Repeated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients nothing of it is called again; its counters and its tensors' maps are found anew."""
+    made, counted, settings, thought = [], [], [0], []
+
+    def make(descriptor: Any, meta: Any) -> list[Any]:
+        made.append(descriptor.base.data_ptr())
+        return ["map", descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides]
+
+    def counters(count: int, device: torch.device) -> torch.Tensor:
+        counted.append(count)
+        return zeros
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", make)
+    monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
+    monkeypatch.setattr(launching, "_counters_on", counters)
+    zeros = torch.zeros(8, dtype=torch.int32)
+
+    @launching.repeated(lambda: settings[0])
+    def public(x: torch.Tensor, w: torch.Tensor | None = None, *, deterministic: bool = False) -> torch.Tensor:
+        thought.append(deterministic)
+        launch, y = repeated.launch, launching.empty(x.shape, x.dtype, x)
+        launch((3,), launching.tickets(5, x.device), 33, launching.box(x, 4, 8))
+        launch((4,), y, 35)
+        return y
+
+    xs = [torch.zeros(4, 16) for _ in range(5)]
+    results = [public(x, deterministic=True) for x in xs]
+    assert thought == [True, True] and len(counted) == 5 and made == [x.data_ptr() for x in xs[1:]]
+    assert fake.by_handle[-2][2] == (zeros.data_ptr(), 33, "map", xs[-1].data_ptr(), 4, 16, 16, 1)
+    assert fake.by_handle[-1][2] == (results[-1].data_ptr(), 35, 64)
+    for _ in range(2):
+        assert [public(x, deterministic=True).shape for x in xs] == [(4, 16)] * 5 and len(made) == 6, "maps are kept"
+    for other in (
+        lambda: public(xs[0]), lambda: public(xs[0], deterministic=1), lambda: public(xs[0], xs[1], deterministic=True),
+        lambda: public(xs[0].requires_grad_(), deterministic=True), lambda: public(xs[1].half(), deterministic=True),
+        lambda: settings.__setitem__(0, 1) or public(xs[2], deterministic=True),
+    ):  # fmt: skip
+        before = len(thought)
+        other()
+        assert len(thought) == before + 1
+    assert inspect.signature(public).parameters["deterministic"].default is False
+
+
 def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
     storage = torch.zeros(64)
+    repeated.part = True
     for _ in range(6):  # whose address is it that the kernel is given?
         repeated.call(storage.view(4, 16), storage, 0.5)
     assert repeated.thought == 6
-    repeated.extra = True
+    repeated.part, repeated.extra = False, True
     for _ in range(6):  # an operator of PyTorch between the launches
         repeated.call(torch.zeros(5, 16), storage, 0.5)
     assert repeated.thought == 12
@@ -487,6 +543,69 @@ def test_constants_are_constexpr() -> None:
     kernel = JITFunction(_arguments_kernel)
     with pytest.raises(TypeError, match="constants of _arguments_kernel must be constexpr parameters, got n"):
         launching.Launch(kernel, n=3, BLOCK=64)
+
+
+def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]]:
+    """By name: what makes a function and arguments, other ones each time, whose calls do nothing but launch."""
+    how = {"device": runtime.DEVICE, "dtype": torch.bfloat16}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, **how)
+
+    def listed(count: int, rows: int) -> torch.Tensor:
+        return torch.randperm(rows, device=runtime.DEVICE)[:count]
+
+    def packed_attention() -> Any:  # three parts of one tensor
+        q, k, v = draw(2, 200, 12, 64).transpose(1, 2).split((8, 2, 2), 1)
+        return functools.partial(kb.flash_attention, causal=True), (q, k, v)
+
+    def pages() -> Any:
+        table = torch.arange(32, device=runtime.DEVICE).view(2, 16)
+        lengths = torch.tensor([1000, 37], device=runtime.DEVICE)
+        return kb.paged_attention, (draw(2, 8, 1, 128), draw(32, 2, 64, 128), draw(32, 2, 64, 128), table, lengths)
+
+    def routed(x: int, *others: tuple[int, ...]) -> Any:
+        ids = torch.rand(x, 16, device=runtime.DEVICE).argsort(1)[:, :2]
+        return lambda *tensors: kb.moe_lora(*tensors, kb.route(ids, 16)), (draw(x, 256), *(draw(*s) for s in others))
+
+    return {
+        "layer_norm": lambda: (kb.layer_norm, (draw(64, 512), draw(512), draw(512))),
+        "rms_norm": lambda: (kb.rms_norm, (draw(700, 512), draw(512))),
+        "flash_attention": lambda: (kb.flash_attention, tuple(draw(2, 4, 256, 128) for _ in range(3))),
+        "packed attention": packed_attention,
+        "decoding": lambda: (kb.flash_attention, (draw(2, 8, 1, 128), draw(2, 2, 3000, 128), draw(2, 2, 3000, 128))),
+        "paged_attention": pages,
+        "moe_lora": lambda: routed(300, (16, 256, 512), (16, 16, 256), (16, 512, 16)),
+        "scatter_ffn": lambda: (kb.scatter_ffn, (draw(1, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048))),
+        "scatter_ffn, 16 rows": lambda: (
+            kb.scatter_ffn, (draw(16, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
+        ),
+        "gather_matmul": lambda: (kb.gather_matmul, (draw(1, 512), draw(2048, 512), listed(200, 2048))),
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("name", _public_calls())
+def test_what_is_repeated_is_what_is_computed(name: str, gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, bit for bit, for other tensors each time: the calls that are repeated, and the same ones thought anew."""
+    if gradients and name not in ("layer_norm", "rms_norm", "flash_attention", "moe_lora"):
+        pytest.skip("no gradients, or not by launches alone")
+    autotune.forget()
+    thought, real = [], launching.Launch.__call__
+    monkeypatch.setattr(launching.Launch, "__call__", lambda *args: thought.append(args) or real(*args))
+    for i in range(6):
+        function, args = _public_calls()[name]()
+        leaves = [t.requires_grad_(gradients) for t in args if t.is_floating_point()]
+        outcomes = []
+        before = len(thought)
+        for anew in (contextlib.nullcontext, launching.poisonable):
+            with anew():
+                y = function(*args)
+                outcomes.append((y, *(torch.autograd.grad(y, leaves, torch.ones_like(y)) if gradients else ())))
+            if anew is contextlib.nullcontext and i > 4:
+                assert len(thought) == before, "repeated, without a thought"
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
 @pytest.mark.gpu

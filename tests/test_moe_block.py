@@ -154,6 +154,10 @@ def test_transposed_storage_and_post_expert() -> None:
     double = {**inputs, "gate_up": inputs["gate_up"].mT.contiguous(), "down": inputs["down"].mT.contiguous()}
     expected = reference(**inputs, ids=ids)
     torch.testing.assert_close(_call(ids, transposed=True)(**double), expected, rtol=1e-4, atol=1e-5)
+    packed = {name: nf4_quantize(double[name]) for name in ("gate_up", "down")}
+    dense = {name: nf4_dequantize(q, dtype=torch.float32) for name, q in packed.items()}
+    both = (_call(ids, transposed=True)(**{**double, **weights}) for weights in (packed, dense))
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
     tripled = _call(ids, post_expert=lambda rows: 3 * rows)(**inputs)
     torch.testing.assert_close(tripled, 3 * expected, rtol=1e-4, atol=1e-5)
 
@@ -584,6 +588,7 @@ def test_nf4_linear(dtype: torch.dtype, lora: bool) -> None:
     (
         ("_nf4_dequantize_fwd_words_kernel", "dequantize"),
         ("_moe_lora_fwd_rows_kernel", "products"),
+        ("_many_rows_kernel", "products"),
         ("_moe_lora_bwd_gram_kernel", "gradients of A and B"),
         ("_route_fwd_place_kernel", "routing"),
         ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...", "products"),

@@ -24,6 +24,7 @@ from kernelbook.moe_lora import (
     scatter2scatter_reference,
     thin_products,
 )
+from kernelbook.nf4 import kernels as nf4_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LORA = ("lora_a", "lora_b")
@@ -558,8 +559,10 @@ def test_packed_tiles_by_tensor_cores(tokens: int, kind: str) -> None:
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("kind", ("64", "64 double", "mxfp4"))
-def test_packed_experts_of_few_rows_bit_for_bit(kind: str) -> None:
+def test_packed_experts_of_few_rows_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the table is rounded before the scale multiplies it, in float32: every element is what that gives."""
+    for name in ("PACKED_ROWS", "PACKED_ELEMENTS"):  # from which nf4_matmul takes these kernels
+        monkeypatch.setattr(nf4_kernels, name, 0)
     experts, n, k = 3, 72, 128
     q = _packed_tensor(kind, experts, n, k)
     for dtype in (torch.bfloat16, torch.float16):
@@ -713,13 +716,17 @@ def test_opcheck(dtype: torch.dtype) -> None:
         torch.library.opcheck(ops.moe_lora_inference.default, (*given, *rest, 0.5, "auto", False, False, False))
     else:
         torch.library.opcheck(ops.moe_lora.default, (*leaves[:4], None, None, *rest, 0.5, "fused", False, True, False))
-        torch.library.opcheck(ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False, False))
+        torch.library.opcheck(
+            ops.moe_lora.default, (*leaves[:2], *(None,) * 4, *rest, 1.0, "split", False, False, False)
+        )
         base = (*leaves[:2], None, None, *leaves[4:])
         torch.library.opcheck(ops.moe_lora.default, (*base, *rest, 1.0, "auto", False, False, False))
     u = torch.zeros(10, 16, dtype=dtype, device=ids.device)
     needs = (True, True, False, True, False, True)
     dy = randn(5, 16, dtype=dtype)
-    torch.library.opcheck(ops.moe_lora_backward.default, (dy, u, *given, *rest, 0.5, "split", False, False, False, *needs))
+    torch.library.opcheck(
+        ops.moe_lora_backward.default, (dy, u, *given, *rest, 0.5, "split", False, False, False, *needs)
+    )
 
 
 @pytest.mark.parametrize("dynamic", (False, True))

@@ -20,6 +20,7 @@ from kernelbook.nf4 import (
     NF4Tensor,
     bench,
     dynamic_code_reference,
+    kernels,
     nested_absmax_reference,
     nf4_code_reference,
     nf4_dequantize,
@@ -283,6 +284,43 @@ def test_matmul(shape, dtype):
                 {"x": x},
                 grads=["x"],
             )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    runtime.INTERPRET or not runtime.HAS_GPU or runtime.properties(runtime.DEVICE).arch != "sm_90",
+    reason="kernels of Hopper GPUs",
+)
+@pytest.mark.parametrize(
+    ("shape", "block_size", "double_quant"),
+    [
+        ((2, 1000, 2112), 64, True),
+        ((3, 72, 320), 64, False),
+        ((1, 520, 4096), 128, True),
+        ((2, 4096, 1088), 4096, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, dtype, monkeypatch):
+    """The kernel whose programs stay for several tiles: rows and sums that fill neither, and what lies beside y."""
+    monkeypatch.setattr(kernels, "PACKED_ELEMENTS", 0)
+    q = nf4_quantize(torch.randn(shape, device=DEV), block_size=block_size, double_quant=double_quant)
+    w = nf4_dequantize(q, dtype=torch.float32)
+    for tokens in (1, 3, 4, 5, 8, 11, 16):
+        with check.poisoned_empty():
+            check.check_op(
+                lambda x, q=q: nf4_matmul(x, q, torch.tensor([shape[0] - 1], device=DEV)),
+                lambda x, w=w: x @ w[-1].to(x.dtype).t(),
+                {"x": torch.randn(tokens, shape[2], device=DEV).to(dtype)},
+            )
+        assert (
+            nf4_matmul(torch.ones(tokens, shape[2], dtype=dtype, device=DEV), q, torch.tensor([99], device=DEV)) == 0
+        ).all()
+    eye = torch.eye(shape[2], dtype=dtype, device=DEV)
+    rounded = nf4_dequantize(dataclasses.replace(q, code=q.code.to(dtype).float()), dtype=dtype)[0].t()
+    for start in (0, 60, 128, shape[2] - 16):
+        for tokens in (4, 8, 16):
+            assert torch.equal(nf4_matmul(eye[start : start + tokens], q, 0), rounded[start : start + tokens])
 
 
 def test_matmul_takes_batches_and_nothing():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, launches, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, runtime, timing
+from kernelbook import arguments, autotune, check, runtime, timing
 from kernelbook.nn import SparseFFN
 from kernelbook.scatter_ffn import (
     ACTIVATIONS,
@@ -113,7 +113,9 @@ def _planned(plan: kernels.Plan) -> Iterator[None]:
     """Within the context every call takes this plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "plan", lambda *args: plan)
+        autotune.forget()  # a call of another plan is not repeated
         yield
+    autotune.forget()
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,20 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5")
 
+import torch
+
 from kernelbook.train import same_loss
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base") / "base.pt"
-    first = same_loss.pretrain(same_loss.TINY, 0, path, small=True)
-    second = same_loss.pretrain(same_loss.TINY, 12, path, lr=1e-2, small=True)
+def base() -> dict[str, torch.Tensor]:
+    _, first = same_loss.pretrain(same_loss.TINY, 0, small=True)
+    weights, second = same_loss.pretrain(same_loss.TINY, 12, lr=1e-2, small=True)
     assert second < first
-    return path
+    return weights
 
 
-def test_all_ways_begin_and_go_alike(base: Path) -> None:
+def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
     lines = {
         way: same_loss.finetune(way, 3, same_loss.TINY, 3, base, lr=1e-2, small=True) for way in same_loss.WAYS
     }  # fmt: skip
@@ -36,16 +37,18 @@ def test_all_ways_begin_and_go_alike(base: Path) -> None:
     assert other["validation_loss"][0] == eager[0] and other["train_loss"] != line["train_loss"]
 
 
-def test_a_way_that_is_not_there(tmp_path: Path) -> None:
+def test_a_way_that_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"finetune: way must be one of eager, grouped_mm, .*, got 'fast'"):
-        same_loss.finetune("fast", 0, same_loss.TINY, 1, tmp_path)
+        same_loss.finetune("fast", 0, same_loss.TINY, 1, {})
 
 
-def test_the_command_writes_a_line_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_loss, "WAYS", ("eager",))
-    how = ["--out", str(tmp_path), "--tiny", "--pretrain-steps", "1", "--steps", "1", "--seeds", "1"]
+def test_the_command_writes_a_line_a_run(tmp_path: Path) -> None:
+    base, out = tmp_path / "base.pt", tmp_path / "out"
+    how = ["--out", str(out), "--tiny", "--pretrain-steps", "1", "--steps", "1", "--seeds", "1", "--base", str(base)]
+    how += ["--ways", "eager"]
     for _ in range(2):  # the second run's lines take the place of the first one's
         assert same_loss.main(how) == 0
-    (line,) = map(json.loads, (tmp_path / "same_loss_curves.jsonl").read_text().splitlines())
-    assert line["way"] == "eager" and line["seed"] == 0 and {"run", "gpu", "package"} <= line.keys()
-    assert [path.name for path in tmp_path.iterdir()] == ["same_loss_curves.jsonl"]
+        assert base.exists()
+    (line,) = map(json.loads, (out / "same_loss_curves.jsonl").read_text().splitlines())
+    assert line["way"] == "eager" and line["seed"] == 1 and {"run", "gpu", "package"} <= line.keys()
+    assert [path.name for path in out.iterdir()] == ["same_loss_curves.jsonl"]

@@ -10,7 +10,7 @@ import torch
 
 from kernelbook import check, runtime, timing
 from kernelbook.nn import GPT
-from kernelbook.train import CONFIGS, Trainer, sparse_inference
+from kernelbook.train import CONFIGS, Trainer, kernels, sparse_inference
 
 CONFIG = dataclasses.replace(
     CONFIGS["tiny"], activation="relu", mode="dense", scheduler="all", steps=6, eval_every=0, checkpoint_every=0
@@ -88,6 +88,22 @@ def test_a_router_takes_what_any_token_needs() -> None:
     assert len(ids) == (3 if runtime.DEVICE.type == "cuda" else 2)  # on a GPU the list is always as long
     predictor.count = 1
     assert predictor(x).tolist() == [3]
+
+
+def test_a_router_of_more_columns_than_one_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against what PyTorch finds; the list is full, just full, and not full."""
+    monkeypatch.setattr(kernels, "ABOVE_BLOCK", 64)
+    predictor = sparse_inference.Predictor(8, 200, 4)
+    with torch.no_grad():
+        predictor.b.normal_()
+    x = torch.randn(3, 1, 8, device=runtime.DEVICE)
+    expected = (predictor.scores(x).amax((0, 1)) > 0).nonzero()[:, 0].tolist()
+    assert 64 < len(expected) < 200
+    for count in (5, len(expected), 200):
+        predictor.count = count
+        found = predictor(x).tolist()
+        assert [i for i in found if i < 200] == expected[:count]
+        assert len(found) == (count if runtime.DEVICE.type == "cuda" else min(count, len(expected)))
 
 
 def test_the_files(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tiny_models import tiny_model, tokens
 
 from kernelbook import check, cli, nn, runtime, timing
-from kernelbook.interop import arithmetic, transformers_norms
+from kernelbook.interop import arithmetic, rotary, transformers_norms
 from kernelbook.interop import bench_whole_model as bench
 from kernelbook.interop import transformers as interop
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
@@ -231,3 +231,49 @@ def test_a_norm_that_computes_something_else_is_left_alone() -> None:
 
 def test_figures_without_a_known_model_are_not_numbers() -> None:
     assert all(math.isnan(value) for value in bench._figures(bench.Plan("GPT-2", "torch", "prefill"), None, 8))
+
+
+# --- rotation of queries and keys -----------------------------------------------------------------------------------
+
+
+def test_rotation_and_its_gradient() -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
+
+    cos, sin = torch.randn(2, 5, 12, device=runtime.DEVICE), torch.randn(1, 5, 12, device=runtime.DEVICE)
+    queries = torch.randn(2, 5, 18, 12, device=runtime.DEVICE).transpose(1, 2)  # as a model has them
+    keys = torch.randn(2, 3, 5, 24, device=runtime.DEVICE)[..., ::2]
+
+    def call(function: Any) -> Any:
+        return lambda q, k: function(q, k, cos.to(q.dtype), sin.to(q.dtype).expand(2, -1, -1))
+
+    check.check_op(call(rotary.rotate), call(apply_rotary_pos_emb), {"q": queries, "k": keys}, grads=("q", "k"))
+    q, k = rotary.rotate(queries, keys, cos, sin)
+    assert q.stride() == queries.stride() and k.stride(-1) == 1
+
+
+def test_swap_turns_queries_and_keys_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model("qwen3_moe"), tokens()
+    calls = []
+    real = rotary._rotate
+    monkeypatch.setattr(rotary, "_rotate", lambda *given: calls.append(given[0].shape) or real(*given))
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert not calls
+        with nn.swap(model, rms_norm=False, quiet=True) as done:
+            assert list(done.changed.values()).count("rotary embedding") == model.config.num_hidden_layers
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+            assert len(calls) == model.config.num_hidden_layers
+            assert not list(rotary.attentions(model))  # not twice
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_another_rotation_is_left_alone() -> None:
+    """One that turns neighbouring features; no attention at all; a part of the features, or float64."""
+    from transformers.models.cohere.modeling_cohere import CohereAttention
+
+    assert rotary._with_kernel(CohereAttention) is None
+    assert rotary._with_kernel(torch.nn.Linear) is None
+    given = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    assert rotary._or(lambda *others: others)(*given)[2] is given[2]
+    doubles = tuple(torch.randn(1, 2, 3, 8, dtype=torch.float64) for _ in range(2))
+    assert rotary._or(lambda *others: others)(*doubles, *torch.randn(2, 1, 3, 8))[0] is doubles[0]

@@ -24,6 +24,8 @@ from unittest import mock
 
 import torch
 
+from kernelbook import launching
+
 __all__ = [
     "ELEMENT_FACTOR",
     "ELEMENT_FLOOR",
@@ -177,6 +179,7 @@ def poisoned_empty() -> Iterator[None]:
         return lambda *args, **kwargs: _fill(allocate(*args, **kwargs))
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(launching.poisonable())
         for owner, name in (
             (torch, "empty"),
             (torch, "empty_like"),

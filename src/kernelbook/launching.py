@@ -7,15 +7,15 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernelbook import autotune, runtime  # before Triton, which it sets up
-from kernelbook.autotune import derived
 
 # isort: split
 import triton
@@ -27,9 +27,7 @@ __all__ = [
     "NAMESPACE",
     "Box",
     "Launch",
-    "Launched",
     "accumulator",
-    "again",
     "allows_tf32",
     "box",
     "box_form",
@@ -39,13 +37,15 @@ __all__ = [
     "in_kernel_dtype",
     "is_aligned",
     "is_observed",
+    "is_recorded",
     "is_transformed",
-    "kind_of_call",
     "matrix",
     "operator",
+    "poisonable",
     "precision",
-    "remember",
+    "repeated",
     "reshaped",
+    "settings",
     "strided",
     "tickets",
     "tl_accumulator",
@@ -71,9 +71,15 @@ def is_transformed() -> bool:
 def is_observed() -> bool:
     """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
     return (
-        torch.compiler.is_compiling() or _dispatch_modes() > 0 or _function_modes() > 0 or _profiling()
-        or _trace() is not None or forward_ad._current_level >= 0 or _transform() is not None
+        torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
+        or forward_ad._current_level >= 0 or _transform() is not None
+        or (_dispatch_modes() > 0 and not is_recorded())  # which only notes what is done
     )  # fmt: skip
+
+
+def is_recorded() -> bool:
+    """Whether a call is noted to be repeated, so that it has to launch what it launches itself."""
+    return isinstance(_of_thread.tracing, _Recording)
 
 
 # --- one launcher ---------------------------------------------------------------------------------------------------
@@ -101,6 +107,14 @@ class BoxForm:
     def __call__(self, tensor: torch.Tensor) -> "Box":
         return Box(tensor, self)
 
+    def descriptor(self, base: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+        """The descriptor as Triton (without a layout) or Gluon (with one) knows it."""
+        if self.layout is None:
+            return TensorDescriptor(base, list(shape), list(strides), list(self.sides))
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        return GluonDescriptor(base, list(shape), list(strides), list(self.sides), self.layout)
+
 
 class Box:
     """A tensor that a kernel reads or writes through a tensor descriptor; made by :func:`box`."""
@@ -111,13 +125,17 @@ class Box:
         self.tensor, self.form = tensor, form
 
     def descriptor(self) -> Any:
-        """The descriptor as Triton (without a layout) or Gluon (with one) knows it."""
-        shape, strides, sides = list(self.tensor.shape), list(self.tensor.stride()), list(self.form.sides)
-        if self.form.layout is None:
-            return TensorDescriptor(self.tensor, shape, strides, sides)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+        return self.form.descriptor(self.tensor, self.tensor.shape, self.tensor.stride())
 
-        return GluonDescriptor(self.tensor, shape, strides, sides, self.form.layout)
+
+class _At(NamedTuple):
+    """Stands for a tensor of which a descriptor has to know no more than where it begins and what it holds."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 @functools.cache
@@ -163,18 +181,28 @@ class _Handle:
             )  # fmt: skip
 
     def expanded(self, index: int, box: Box, address: int) -> list[Any]:
-        """What the C launcher takes for a descriptor: the map of the tensor, its shape and its strides."""
+        """What the C launcher takes for the descriptor of the kernel's box ``index``: the map, the shape and the strides."""
         key = (index, address, box.tensor.shape, box.tensor.stride())
         found = self.maps.get(key)
         if found is None:
             if len(self.maps) >= 4096:
                 self.maps.clear()
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
-            runtime.ensure_context(box.tensor.device)
-            meta = self.boxes[index] if self.boxes else None
-            found = self.maps[key] = make_tensordesc_arg(box.descriptor(), meta)
+            found = self.maps[key] = self.maker(index, box)(address)
         return found
+
+    def maker(self, index: int, box: Box) -> Callable[[int], list[Any]]:
+        """:meth:`expanded` for boxes like this one, by their addresses; it holds no tensor."""
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        tensor, meta = box.tensor, self.boxes[index] if self.boxes else None
+        form, dtype, device, shape, strides = box.form, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+        def make(address: int) -> list[Any]:
+            runtime.ensure_context(device)
+            expanded: list[Any] = make_tensordesc_arg(form.descriptor(_At(address, dtype), shape, strides), meta)
+            return expanded
+
+        return make
 
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -276,22 +304,6 @@ class Launch:
             handles.clear()
         handles[_key(args, device)] = handle
 
-    def settled(
-        self, grid: tuple[int, ...], args: tuple[Any, ...], given: tuple[torch.Tensor, ...]
-    ) -> Callable[..., bool] | None:
-        """``launch(*tensors)``, for ``self(grid, *args)`` with other tensors in the places of those ``given``.
-
-        For calls that cost the host more than the device: make it after such a call, and numbers are looked at no more. The
-        tensors have to have the dtypes, shapes, strides and device of those given. It returns whether it has launched: not
-        where a tensor does not begin on 16 bytes, something watches, or the kernel is another by now. ``None``: nobody
-        can, as this launch did not go through a handle either.
-        """
-        variant, device = self._variants.get(tuple(map(type, args))), given[0].get_device()
-        handle = variant[1].get(_key(args, device)) if variant and _HAS_HANDLES else None
-        if handle is None or any(tensor.data_ptr() % 16 for tensor in given):
-            return None
-        return _settled(self.kernel, handle, grid, args, given, device)
-
 
 def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
     for arg in args:
@@ -371,133 +383,7 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
     return cast(Callable[..., bool], scope["launch"])
 
 
-def _settled(
-    kernel: Any, handle: _Handle, grid: tuple[int, ...], args: tuple[Any, ...], given: tuple[torch.Tensor, ...],
-    device: int,
-) -> Callable[..., bool] | None:  # fmt: skip
-    """The launch of these numbers written out, see :meth:`Launch.settled`."""
-    scope: dict[str, Any] = {
-        "kernel": kernel, "handle": handle, "watched": _is_watched, "of_thread": _of_thread,
-        "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream,
-    }  # fmt: skip
-
-    def maps(index: int, form: BoxForm) -> Callable[[torch.Tensor, int], list[Any]]:
-        found: dict[int, list[Any]] = {}
-
-        def of(tensor: torch.Tensor, address: int) -> list[Any]:
-            expanded = found.get(address)
-            if expanded is None:
-                if len(found) >= 4096:
-                    found.clear()
-                expanded = found[address] = handle.expanded(index, Box(tensor, form), address)
-            return expanded
-
-        return of
-
-    places: dict[int, list[int]] = {}  # the same tensor may be given twice, and takes its places in their order then
-    for i, tensor in enumerate(given):
-        places.setdefault(id(tensor), []).append(i)
-    values, boxes = [], 0
-    for i, arg in enumerate(args):
-        if isinstance(arg, Box | torch.Tensor):
-            found = places.get(id(arg.tensor if isinstance(arg, Box) else arg))
-            if found is None:
-                return None  # a copy that was made for this launch
-            place = found.pop(0) if len(found) > 1 else found[0]
-        if isinstance(arg, Box):
-            scope[f"maps{i}"] = maps(boxes, arg.form)
-            values.append(f"*maps{i}(t{place}, p{place})")
-            boxes += 1
-        elif isinstance(arg, torch.Tensor):
-            values.append(f"p{place}")
-        else:
-            scope[f"c{i}"] = arg
-            values.append(f"c{i}")
-    arguments = ", ".join([*values, "*handle.tail"])
-    programs = ", ".join(map(str, (*grid, 1, 1)[:3]))
-    names = [f"t{i}" for i in range(len(given))]
-    lines = [
-        f"def launch({', '.join(names)}):",
-        *(f" p{t[1:]} = {t}.data_ptr()" for t in names),
-        f" if ({' | '.join(f'p{t[1:]}' for t in names)}) % 16 or current_device() != {device} or of_thread.tracing:",
-        "  return False",
-        f" if kernel.device_caches[{device}][0].get(handle.key) is not handle.compiled or kernel.pre_run_hooks or watched():",
-        "  return False",
-        " for found, name, value in handle.globals:",
-        "  if found.get(name) is not value:",
-        "   return False",
-        f" handle.launch({programs}, stream({device}), handle.function, *handle.before, "
-        f"{arguments if _TRITON == (3, 6) else f'({arguments},)'})",
-        " return True",
-    ]
-    exec("\n".join(lines), scope)  # noqa: S102
-    return cast(Callable[..., bool], scope["launch"])
-
-
-# --- calls that were made before ------------------------------------------------------------------------------------
-
-
-class Launched(NamedTuple):
-    """A launch, and the buffers that it used beside arguments and results, each with what makes another one."""
-
-    launch: Launch
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    buffers: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
-
-
-@derived
-def _calls() -> dict[tuple[Any, ...], Callable[..., torch.Tensor | None]]:
-    return {}
-
-
-def kind_of_call(name: str, given: tuple[Any, ...], *numbers: Any) -> tuple[Any, ...] | None:
-    """What decides what a call launches, but for addresses: for calls that cost the host more than the device.
-
-    ``None`` where somebody looks on, wants gradients, has to be told what is wrong, or waits for values to be checked.
-    """
-    if not _HAS_HANDLES or is_observed() or torch.is_autocast_enabled("cuda") or runtime.debug_enabled():
-        return None
-    found, recording = [name, allows_tf32()], torch.is_grad_enabled()
-    for tensor in given:
-        if type(tensor) is not torch.Tensor or (recording and tensor.requires_grad):
-            return None
-        found += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    for number in numbers:
-        if number is not None and type(number) not in (bool, int, float):
-            return None
-        found += (type(number), number)
-    return tuple(found)
-
-
-def again(kind: tuple[Any, ...] | None, given: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """The result, where a call of this kind was made before and its launch fits; the first tensor, if there is no result."""
-    call = None if kind is None else _calls().get(kind)
-    return None if call is None else call(*given)
-
-
-def remember(
-    kind: tuple[Any, ...], launched: Launched | None, given: tuple[torch.Tensor, ...], result: torch.Tensor | None
-) -> None:
-    """Has :func:`again` repeat what was launched for the tensors ``given``; a result is a tensor like the first of them."""
-    if launched is None:
-        return
-    results = () if result is None else (result,)
-    tensors = (*given, *results, *(buffer for buffer, _ in launched.buffers))
-    launch, makers = launched.launch.settled(launched.grid, launched.args, tensors), [m for _, m in launched.buffers]
-    if launch is None:
-        return
-    dense = given[0].is_contiguous()
-
-    def call(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
-        if result is None:
-            return first if launch(first, *others) else None
-        out = empty(first.shape, first.dtype, first) if dense else torch.empty_like(first)
-        return out if launch(first, *others, out, *[make(first) for make in makers]) else None
-
-    if len(_calls()) >= 4096:
-        _calls().clear()
-    _calls()[kind] = call
+# --- counters ---------------------------------------------------------------------------------------------------------
 
 
 # Counters that are zero, as each launch leaves them: by device and stream, and (without a stream) for captured graphs.
@@ -505,15 +391,19 @@ _counters: dict[tuple[int, int | None], torch.Tensor] = {}
 COUNTERS, CAPTURED_COUNTERS = 2**12, 2**18
 
 
-def tickets(count: int, like: torch.Tensor) -> torch.Tensor:
-    """``count`` counters (int32) on the device of ``like``, which are zero and which no other stream uses.
-
-    For kernels that leave them zero.
+def tickets(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` counters (int32), or more, which are zero and which no other stream uses: for kernels that leave them zero.
 
     A captured graph may run beside anything, so that each call in it gets counters of its own, of memory that was zeroed
     before; where there is none left, zeroing them becomes part of the graph.
     """
-    device = like.device
+    found = _counters_on(count, device)
+    if isinstance(_of_thread.tracing, _Recording):
+        _of_thread.tracing.counters.append((found, count))
+    return found
+
+
+def _counters_on(count: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = device.index
@@ -533,6 +423,9 @@ def tickets(count: int, like: torch.Tensor) -> torch.Tensor:
 
 # --- calls that are repeated --------------------------------------------------------------------------------------
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_SIMPLE = frozenset((bool, float, int, str, type(None)))
+Public = TypeVar("Public", bound=Callable[..., Any])
 _NEW = {
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
@@ -547,6 +440,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.new: list[torch.Tensor] = []
+        self.counters: list[tuple[torch.Tensor, int]] = []
         self.launches: list[tuple[Any, _Handle, tuple[int, ...], tuple[Any, ...]]] = []
         self.complete = True
 
@@ -566,7 +460,7 @@ class _Recording(TorchDispatchMode):
             _of_thread.tracing = self
         variant = launch._variants.get(tuple(map(type, args)))
         handle = variant[1].get(_key(args, _first_tensor(args).get_device())) if variant else None
-        if handle is None or handle.boxes or any(type(arg) is Box for arg in args):
+        if handle is None:
             self.complete = False
         else:
             self.launches.append((launch.kernel, handle, grid, args))
@@ -574,20 +468,21 @@ class _Recording(TorchDispatchMode):
     def written_out(self, given: Sequence[torch.Tensor | None], results: Any) -> Callable[..., Any] | None:
         """A function of the addresses of the tensors that were ``given`` (0: ``None``) that does the same again.
 
-        It returns ``None``, and has done nothing, where a kernel is not the one any more that Triton would launch.
+        It returns whether it has done so, and the results: not where a kernel is another by now than Triton would launch.
         """
-        outputs = results if isinstance(results, tuple) else (results,)
-        places = {(new.data_ptr(), new.shape, new.stride(), new.dtype): i for i, new in enumerate(self.new)}
-        found = [places.get((out.data_ptr(), out.shape, out.stride(), out.dtype)) for out in outputs]
+        if not (self.complete and self.launches):
+            return None
         known = {f"p{i}": tensor for i, tensor in enumerate(given) if tensor is not None}
         known |= {f"q{i}": tensor for i, tensor in enumerate(self.new)}
-        owners = {tensor.untyped_storage().data_ptr(): name for name, tensor in known.items() if tensor.numel()}
-        told_apart = len(owners) == sum(tensor.numel() > 0 for tensor in known.values())
-        if not (self.complete and self.launches and told_apart and None not in found):
-            return None
-        device = _first_tensor(self.launches[0][3]).get_device()
+        known |= {f"r{i}": tensor for i, (tensor, _) in enumerate(self.counters)}
+        by_memory: dict[int, list[str]] = {}
+        for name, tensor in known.items():
+            by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+        first = _first_tensor(self.launches[0][3])
+        device = first.get_device()
         scope: dict[str, Any] = {
             "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream, "new": _new,
+            "counters": _counters_on, "device": first.device, "keep": _kept, "stale": _STALE,
         }  # fmt: skip
 
         def constant(value: Any) -> str:
@@ -596,33 +491,79 @@ class _Recording(TorchDispatchMode):
             return name
 
         def address(tensor: torch.Tensor) -> str:
-            owner = owners[tensor.untyped_storage().data_ptr()]
-            return f"{owner} + {tensor.data_ptr() - known[owner].data_ptr()}"
+            same = [name for name, other in known.items() if other is tensor]
+            # What is no tensor that was given, but a part of one, is found by its memory. Two may lie in the same: whose
+            # address is it then?
+            owners = same or by_memory.get(tensor.untyped_storage().data_ptr() if tensor.numel() else 0, [])
+            if len(owners) != 1:
+                raise _UnknownError
+            [owner] = owners
+            return owner if same else f"{owner} + {tensor.data_ptr() - known[owner].data_ptr()}"
 
-        fresh, calls = [], []
-        for kernel, handle, grid, args in self.launches:
-            fresh.append(
-                f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) is {constant(handle.compiled)}"
-            )
-            fresh += [f"{constant(scope)}.get({name!r}) is {constant(value)}" for scope, name, value in handle.globals]
-            values = [address(arg) if isinstance(arg, torch.Tensor) else constant(arg) for arg in args]
-            listed = ", ".join([*values, *map(constant, handle.tail)])
-            head = [*map(str, (*grid, 1, 1)[:3]), "s", constant(handle.function), *map(constant, handle.before)]
-            listed = listed if _TRITON == (3, 6) else f"({listed},)"
-            calls.append(f"{constant(handle.launch)}({', '.join(head)}, {listed})")
+        def boxed(handle: _Handle, index: int, box: Box) -> str:
+            kept, make, where = constant({}), constant(handle.maker(index, box)), address(box.tensor)
+            maps.append(f" m{kept} = {kept}.get({where}) or keep({kept}, {where}, {make})")
+            return f"*m{kept}"
+
+        fresh, maps, calls = list[str](), list[str](), list[str]()
+        try:
+            for kernel, handle, grid, args in self.launches:
+                fresh.append(
+                    f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) "
+                    f"is {constant(handle.compiled)}"
+                )
+                fresh += [f"{constant(names)}.get({name!r}) is {constant(v)}" for names, name, v in handle.globals]
+                boxes = iter(range(len(args)))
+                values = [
+                    boxed(handle, next(boxes), arg) if type(arg) is Box
+                    else address(arg) if isinstance(arg, torch.Tensor)
+                    else constant(arg)
+                    for arg in args
+                ]  # fmt: skip
+                listed = ", ".join([*values, *map(constant, handle.tail)])
+                head = [*map(str, (*grid, 1, 1)[:3]), "s", constant(handle.function), *map(constant, handle.before)]
+                listed = listed if _TRITON == (3, 6) else f"({listed},)"
+                calls.append(f" {constant(handle.launch)}({', '.join(head)}, {listed})")
+        except _UnknownError:
+            return None
+        places = {(new.data_ptr(), new.shape, new.stride(), new.dtype): i for i, new in enumerate(self.new)}
+        outputs = results if isinstance(results, tuple) else () if results is None else (results,)
+        found = [places.get((out.data_ptr(), out.shape, out.stride(), out.dtype)) for out in outputs]
+        if None in found:
+            return None
+        memory = []
+        for i, tensor in enumerate(self.new):
+            shape_and_strides = ", ".join(constant(tuple(part)) for part in (tensor.shape, tensor.stride()))
+            memory.append(f" t{i} = new({shape_and_strides}, {constant(tensor.dtype)}); q{i} = t{i}.data_ptr()")
+        for i, (_, count) in enumerate(self.counters):
+            memory.append(f" u{i} = counters({count}, device); r{i} = u{i}.data_ptr()")
+        listed = ", ".join(f"t{i}" for i in found)
         lines = [
             f"def again({', '.join(f'p{i}' for i in range(len(given)))}):",
             f" if not (current_device() == {device} and {' and '.join(fresh)}):",
-            "  return None",
+            "  return stale",
+            *memory,
+            *maps,
+            f" s = stream({device})",
+            *calls,
+            f" return {'None' if results is None else f'({listed},)' if isinstance(results, tuple) else listed}",
         ]
-        for i, tensor in enumerate(self.new):
-            shape_and_strides = ", ".join(constant(tuple(part)) for part in (tensor.shape, tensor.stride()))
-            lines.append(f" t{i} = new({shape_and_strides}, {constant(tensor.dtype)}); q{i} = t{i}.data_ptr()")
-        lines += [f" s = stream({device})", *(f" {call}" for call in calls)]
-        names = [f"t{i}" for i in found]
-        lines.append(f" return {', '.join(names)}{',' if isinstance(results, tuple) and len(names) == 1 else ''}")
         exec("\n".join(lines), scope)  # noqa: S102
         return cast(Callable[..., Any], scope["again"])
+
+
+class _UnknownError(Exception):
+    """A kernel was given memory of which nobody knows where the next call will have it."""
+
+
+_STALE = object()
+
+
+def _kept(maps: dict[int, list[Any]], address: int, make: Callable[[int], list[Any]]) -> list[Any]:
+    if len(maps) >= 4096:
+        maps.clear()
+    found = maps[address] = make(address)
+    return found
 
 
 class _Repeats(dict[Any, Callable[..., Any]]):
@@ -638,11 +579,13 @@ class _Repeats(dict[Any, Callable[..., Any]]):
 
     def learn(self, key: Any, *args: Any) -> Any:
         """Computes, and learns how if that seems possible."""
+        # Where not all begin on 16 bytes, the key does not say which do.
+        if key[-1] or _deterministic() or _poisoned or _is_watched() or is_observed():
+            return self.compute(*args)
         calls = self.seen[key] = self.seen.get(key, 0) + 1
         if len(self.seen) > 4096:
             self.cache_clear()
-        # Where not all begin on 16 bytes, the key does not say which do.
-        if key[-1] or not 1 < calls < 5 or _deterministic() or _is_watched() or is_observed():
+        if not 1 < calls < 5:
             return self.compute(*args)
         recording = _Recording()
         before, _of_thread.tracing = _of_thread.tracing, recording
@@ -655,6 +598,96 @@ class _Repeats(dict[Any, Callable[..., Any]]):
         if again is not None:
             self[key] = again
         return results
+
+    def lines(
+        self, names: Sequence[str], numbers: Callable[[str], str], settings: Callable[[], Any] | None
+    ) -> tuple[list[str], dict[str, Any]]:
+        """``compute(<names>)`` written out, which repeats what it can, and what its lines refer to."""
+        tensors, args = [names[i] for i in self.tensors], ", ".join(names)
+        key = [
+            f"None if {name} is None else ({name}.shape, {name}.stride(), {name}.dtype, {name}.device)"
+            if name in tensors
+            else numbers(name)
+            for name in names
+        ]
+        lines = [
+            f"def _compute({args}):",
+            " if _of_thread.tracing:",  # of a call that this one belongs to
+            f"  return _plainly({args})",
+            *(f" _p{i} = 0 if {name} is None else {name}.data_ptr()" for i, name in enumerate(tensors)),
+            f" _key = ({', '.join(key)}, {'_settings(), ' if settings else ''}"
+            f"({' | '.join(f'_p{i}' for i in range(len(tensors)))}) % 16)",
+            " _again = _repeats.get(_key)",
+            " if _again is not None and not (_deterministic() or _poisoned or _watched()):",
+            f"  _results = _again({', '.join(f'_p{i}' for i in range(len(tensors)))})",
+            "  if _results is not _stale:",
+            "   return _results",
+            f" return _repeats.learn(_key, {args})",
+        ]
+        return lines, {
+            "_of_thread": _of_thread, "_plainly": self.compute, "_settings": settings, "_repeats": self, "_stale": _STALE,
+            "_deterministic": _deterministic, "_watched": _is_watched, "_poisoned": _poisoned,
+        }  # fmt: skip
+
+
+def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Public]:
+    """For a public function: a call that only launches kernels is repeated without what led to them, checks included.
+
+    That is where no gradients are wanted and nobody looks on, from the third call of a kind on: with tensors of the same
+    shapes, strides, dtypes and devices, and numbers that are equal. Small calls cost the host more than the device.
+
+    Args:
+        settings: what else decides what is launched, as a value that can be compared.
+    """
+
+    def decorate(function: Public) -> Public:
+        if not _HAS_HANDLES or _new is None:
+            return function
+        parameters = inspect.signature(function).parameters
+        hints = typing.get_type_hints(function)
+        names = list(parameters)
+        of_tensors = [i for i, name in enumerate(names) if torch.Tensor in (hints[name], *typing.get_args(hints[name]))]
+        by_name = [name for name in names if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
+        given = ", ".join(f"{name}={name}" if name in by_name else name for name in names)
+        scope: dict[str, Any] = {"_function": function}
+        exec(f"def _plainly({', '.join(names)}):\n return _function({given})", scope)  # noqa: S102
+        repeats = _Repeats(scope["_plainly"], of_tensors)
+        lines, more = repeats.lines(names, lambda name: f"type({name}), {name}", settings)
+        scope |= more | {f"_default_{name}": parameters[name].default for name in names}
+        scope |= {
+            "_is_observed": is_observed, "_is_grad_enabled": torch.is_grad_enabled, "_plain": _PLAIN, "_simple": _SIMPLE,
+            "_is_autocast_enabled": torch.is_autocast_enabled,
+        }  # fmt: skip
+        declared = []
+        for name in names:
+            if name in by_name[:1]:
+                declared.append("*")
+            optional = parameters[name].default is not inspect.Parameter.empty
+            declared.append(f"{name}=_default_{name}" if optional else name)
+        lines += [
+            f"def _call({', '.join(declared)}):",
+            " if _is_observed() or _is_autocast_enabled('cuda'):",
+            f"  return _function({given})",
+            " _recorded = _is_grad_enabled()",
+        ]
+        for i, name in enumerate(names):
+            if i in of_tensors:
+                lines.append(
+                    f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad)):"
+                )
+            else:
+                lines.append(f" if type({name}) not in _simple:")
+            lines.append(f"  return _function({given})")
+        lines.append(f" return _compute({', '.join(names)})")
+        exec("\n".join(lines), scope)  # noqa: S102
+        return cast(Public, functools.wraps(function)(scope["_call"]))
+
+    return decorate
+
+
+def settings() -> tuple[bool, ...]:
+    """What may decide, beside its arguments, what a call launches: for :func:`repeated`."""
+    return allows_tf32(), runtime.debug_enabled()
 
 
 # --- one declaration an operator ------------------------------------------------------------------------------------
@@ -671,6 +704,7 @@ def operator(
     backward: Callable[..., Any] | None = None,
     saved: int = 0,
     visible: bool = False,
+    repeated: Callable[[], Any] | None = None,
 ) -> Callable[..., Any]:
     """Declares the operator ``kernelbook::<name>`` and returns the function that calls it.
 
@@ -689,6 +723,8 @@ def operator(
             ``backward`` no gradients of them. To autograd each result costs as much as a small launch.
         visible: under ``torch.compile`` the graph holds the kernels themselves instead of the operator. ``run`` is then
             called with fake tensors: it does nothing but launch (:class:`Launch`, without :func:`box`) and allocate.
+        repeated: a call of a kind that was seen before launches what that one did, where that was all it did, see
+            :func:`repeated`, which takes this as its argument. An operator that is ``visible`` is repeated anyway.
     """
     qualified = f"{NAMESPACE}::{schema.partition('(')[0]}"
 
@@ -742,11 +778,14 @@ def operator(
     ]
     of_tensors = [i for i, (kind, _) in enumerate(parameters) if re.fullmatch(r"Tensor(\(\w+!?\))?\??", kind)]
     scope = {"outputs": outputs, "run": run, "implementation": implementation, "keep": keep, "registered": registered}
-    if visible and _HAS_HANDLES and _new is not None:
-        scope["repeats"] = _Repeats(compute, of_tensors)
+    names, lines = [name for _, name in parameters], list[str]()
+    if (visible or repeated) and _HAS_HANDLES and _new is not None:
+        lines, more = _Repeats(compute, of_tensors).lines(names, str, repeated)
+        scope |= more
     forward, call = _written_out(
-        [name for _, name in parameters],
-        [parameters[i][1] for i in of_tensors],
+        names,
+        [names[i] for i in of_tensors],
+        lines,
         f"[:-{saved}]" if saved and schema.rpartition("->")[2].count(",") > saved else "[0]" if saved else "",
         scope,
     )
@@ -761,7 +800,7 @@ def operator(
 
 
 def _written_out(
-    names: list[str], tensors: list[str], given: str, scope: dict[str, Any]
+    names: list[str], tensors: list[str], lines: list[str], given: str, scope: dict[str, Any]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """An operator's eager call, and ``forward`` of its ``autograd.Function``, with its arguments' names written out.
 
@@ -769,27 +808,8 @@ def _written_out(
     """
     args = ", ".join(names)
     compute = (f"implementation({args})",) if runtime.INTERPRET else (f"outputs({args})", f"run(results, {args})")
-    lines = []
-    if "repeats" in scope:
-        compute = (f"compute({args})",)
-        key = [
-            f"None if {name} is None else ({name}.shape, {name}.stride(), {name}.dtype, {name}.device)"
-            if name in tensors
-            else name
-            for name in names
-        ]
-        lines = [
-            f"def compute({args}):",
-            *(f" p{i} = 0 if {name} is None else {name}.data_ptr()" for i, name in enumerate(tensors)),
-            f" key = ({', '.join(key)}, ({' | '.join(f'p{i}' for i in range(len(tensors)))}) % 16)",
-            " again = repeats.get(key)",
-            " if again is not None and not (deterministic() or watched()):",
-            f"  results = again({', '.join(f'p{i}' for i in range(len(tensors)))})",
-            "  if results is not None:",
-            "   return results",
-            f" return repeats.learn(key, {args})",
-        ]
-        scope |= {"deterministic": _deterministic, "watched": _is_watched}
+    if lines:
+        compute = (f"_compute({args})",)
     lines += [
         f"def forward(ctx, {args}):",
         f" results = {compute[0]}",
@@ -819,9 +839,6 @@ def _written_out(
     scope |= {"is_observed": is_observed, "is_grad_enabled": torch.is_grad_enabled, "plain": _PLAIN}
     exec("\n".join(lines), scope)  # noqa: S102
     return scope["forward"], scope["call"]
-
-
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _widened(value: Any) -> Any:
@@ -857,11 +874,11 @@ def _decompose(qualified: str, compute: Callable[..., Any]) -> None:
 # --- tensors and dtypes as kernels take them ------------------------------------------------------------------------
 
 
-def is_aligned(*tensors: torch.Tensor) -> bool:
+def is_aligned(*tensors: torch.Tensor | None) -> bool:
     """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
     if _of_thread.tracing is not True:
         for tensor in tensors:
-            if tensor.data_ptr() % 16:
+            if tensor is not None and tensor.data_ptr() % 16:
                 return False
     return True
 
@@ -871,12 +888,25 @@ _deterministic = torch._C._get_deterministic_algorithms
 _new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what Inductor's programs allocate by
 
 
+_poisoned: list[None] = []  # while somebody fills new memory: every call thinks anew then, and asks torch.empty
+
+
+@contextlib.contextmanager
+def poisonable() -> Iterator[None]:
+    """Within the context all memory comes from ``torch.empty`` and its like, for :func:`check.poisoned_empty`."""
+    _poisoned.append(None)
+    try:
+        yield
+    finally:
+        _poisoned.pop()
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """``torch.empty(shape, dtype=dtype, device=like.device)``, on a GPU for less than half of its host time."""
     if (
         _HAS_HANDLES and _new is not None and type(like) in _PLAIN and like.get_device() == _current_device()
         and not _deterministic()  # PyTorch may fill new memory then
-        and not _dispatch_modes()
+        and not _dispatch_modes() and not _poisoned
     ):  # fmt: skip
         return _new(*_contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
@@ -898,13 +928,18 @@ def tl_accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+_fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # what the switch itself asks
+
+
 def allows_tf32() -> bool:
     """Whether PyTorch is set to multiply float32 matrices in tf32, by any of its switches.
 
     ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
     can be read either way.
     """
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return (
+        _fp32_precision("cuda", "matmul") if _fp32_precision else torch.backends.cuda.matmul.fp32_precision
+    ) == "tf32"
 
 
 def precision() -> str:

@@ -404,7 +404,7 @@ def run_cases(
 
 
 def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
-    problem = case.build()
+    problem, on_gpu = case.build(), runtime.DEVICE.type == "cuda"
     gpus = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     ratios = error_ratios(problem) if isinstance(problem, Problem) else {}
     rows = []
@@ -430,7 +430,7 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
                 "gflop": f"{case.gflop:.6g}",
                 "peak_mib": f"{peak:.5g}",
                 "err_ratio": f"{ratios.get(provider, math.nan):.3g}",
-                "host_us": f"{math.nan if isinstance(call, str) else host_us(call):.4g}",
+                "host_us": f"{math.nan if isinstance(call, str) or not on_gpu else host_us(call):.4g}",
                 "gpus": str(gpus),
             }
         )

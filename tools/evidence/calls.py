@@ -16,8 +16,9 @@ import kernelbook as kb
 # isort: split
 import torch
 
-from kernelbook import runtime
+from kernelbook import nn, runtime
 from kernelbook.attention import op as attention_op
+from kernelbook.train.chunks import chunk_norms
 
 Call = Callable[[], Any]
 BF16 = torch.bfloat16
@@ -230,8 +231,17 @@ def attention() -> Iterator[tuple[str, Call]]:
     yield "append_to_pages", append
 
 
+def modules() -> Iterator[tuple[str, Call]]:
+    """What modules and training add to the rooms' kernels."""
+    layer = nn.MoELayer(6, 64, 96, 2, device=runtime.DEVICE, dtype=BF16)
+    yield "MoELayer", with_gradients(layer, rand(60, 64))
+    for shape in ((200, 96), (70, 33), (1000,)):
+        grad = rand(*shape)
+        yield f"chunk_norms {shape}", lambda grad=grad: chunk_norms(grad)
+
+
 ROOMS: dict[str, Callable[[], Iterator[tuple[str, Call]]]] = {
-    f.__name__: f for f in (layer_norm, sparse_linear, scatter_ffn, nf4, moe_lora, attention)
+    f.__name__: f for f in (layer_norm, sparse_linear, scatter_ffn, nf4, moe_lora, attention, modules)
 }
 
 

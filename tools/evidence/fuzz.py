@@ -339,11 +339,13 @@ def flash_attention(
         given["lengths"] = torch.randint(0, s + 1, (b,), device=runtime.DEVICE)
     if causal and window:
         given["window"] = window
+    seen = _seen(n, s, causal, given.get("lengths"), given.get("window"), runtime.DEVICE)
+    # Where each query sees one key at most, the gradients of q and k are zero, and the rule's floor is absolute.
+    size = min(scale, 3.0 if n and int(seen.sum(-1).max()) > 1 else 1.0)
     inputs = {
-        name: rand(b, heads, m, d, dtype=dtype, layout=layout, scale=min(scale, 3.0))
+        name: rand(b, heads, m, d, dtype=dtype, layout=layout, scale=size)
         for name, heads, m in (("q", h_kv * group, n), ("k", h_kv, s), ("v", h_kv, s))
     }
-    seen = _seen(n, s, causal, given.get("lengths"), given.get("window"), runtime.DEVICE)
     some = seen.any(-1, keepdim=True)
 
     def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

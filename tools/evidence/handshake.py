@@ -1,10 +1,9 @@
-"""Does racecheck count a barrier that warps reach at different places of the program?
+"""What does racecheck make of the ways in which Triton's compiler hands words to its partitions of warps?
 
     python tools/evidence/handshake.py --out handshake.json
 
-Three programs of a few lines of PTX. A thread of one warp stores a word in shared memory, another warp loads it. Between the
-two lies a barrier of all threads: one instruction that both warps reach, or one instruction for each warp (which is what
-Triton's compiler makes of partitions of warps), or none. Only the last has a race. What racecheck says of the second tells
+Programs of a few lines of PTX: four warps store a word in shared memory, four others load it. Between the two lies a barrier
+of all threads, or none. Only in the last is a word read that may not be there yet. What racecheck says of the others tells
 what its reports on partitions of warps are worth.
 """
 
@@ -19,17 +18,17 @@ import sys
 from pathlib import Path
 
 BODIES = {
-    "one barrier for both": """
-    @!%writes bra MEET;
+    "one barrier that both reach": """
+    @!%first bra MEET;
     st.shared.b32 [word], 42;
 MEET:
     barrier.sync 1;
     @!%reads bra END;
     ld.shared.b32 %r1, [word];
     st.global.b32 [%rd0], %r1;""",
-    "a barrier for each": """
+    "a barrier for each side": """
     @%reads bra READER;
-    @!%writes bra MEET;
+    @!%first bra MEET;
     st.shared.b32 [word], 42;
 MEET:
     barrier.sync 1;
@@ -38,9 +37,42 @@ READER:
     barrier.sync 1;
     ld.shared.b32 %r1, [word];
     st.global.b32 [%rd0], %r1;""",
+    "a barrier for each side, and four warps store the same word": """
+    @%reads bra READER;
+    st.shared.b32 [word], 42;
+    barrier.sync 1;
+    bra END;
+READER:
+    barrier.sync 1;
+    ld.shared.b32 %r1, [word];
+    st.global.b32 [%rd0], %r1;""",
+    "as the compiler does it: the readers wait in a loop for what to do, and for the end": """
+    @%reads bra READER;
+    st.shared.b32 [state], 0;
+    st.shared.b32 [word], 42;
+    barrier.sync 1;
+    barrier.sync 1;
+    barrier.sync 1;
+    st.shared.b32 [state], 67372036;
+    barrier.sync 1;
+    bra END;
+READER:
+    barrier.sync 1;
+    shr.u32 %r2, %r0, 5;
+    and.b32 %r2, %r2, 3;
+    mov.u32 %r3, state;
+    add.u32 %r2, %r2, %r3;
+    ld.shared.u8 %r1, [%r2];
+    setp.eq.u32 %ends, %r1, 4;
+    @%ends bra END;
+    ld.shared.b32 %r1, [word];
+    barrier.sync 1;
+    st.global.b32 [%rd0], %r1;
+    barrier.sync 1;
+    bra READER;""",
     "no barrier": """
     @%reads bra READER;
-    @!%writes bra END;
+    @!%first bra END;
     st.shared.b32 [word], 42;
     bra END;
 READER:
@@ -53,14 +85,15 @@ PTX = """
 .address_size 64
 .visible .entry handshake_kernel(.param .u64 out)
 {{
-    .reg .pred %writes, %reads;
-    .reg .b32 %r<2>;
+    .reg .pred %first, %reads, %ends;
+    .reg .b32 %r<4>;
     .reg .b64 %rd<1>;
     .shared .align 4 .b32 word;
+    .shared .align 4 .b32 state;
     ld.param.u64 %rd0, [out];
     mov.u32 %r0, %tid.x;
-    setp.eq.u32 %writes, %r0, 0;
-    setp.ge.u32 %reads, %r0, 32;{body}
+    setp.eq.u32 %first, %r0, 0;
+    setp.ge.u32 %reads, %r0, 128;{body}
 END:
     ret;
 }}
@@ -68,7 +101,7 @@ END:
 
 
 def launch(name: str) -> None:
-    """Runs one program on 64 threads, and waits for it."""
+    """Runs one program on eight warps, and waits for it."""
     import torch
 
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -84,7 +117,7 @@ def launch(name: str) -> None:
     call("cuModuleGetFunction", ctypes.byref(function), module, b"handshake_kernel")
     pointer = ctypes.c_uint64(out.data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.byref(pointer), ctypes.c_void_p))
-    call("cuLaunchKernel", function, 1, 1, 1, 64, 1, 1, 0, None, arguments, None)
+    call("cuLaunchKernel", function, 1, 1, 1, 256, 1, 1, 0, None, arguments, None)
     torch.cuda.synchronize()
     print("word", int(out))
 

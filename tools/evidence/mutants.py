@@ -13,12 +13,13 @@ takes. A fault is then shown only to tests that reach its function, the fast one
     untested    no test reaches the function here: the interpreter has no Gluon
 
 What is known already (``--results``, a file that this command writes) is not tried again, as long as the function is the
-same. ``equivalent.csv`` lists, with reasons, the faults that are none: those that leave what the kernel promises.
+same. ``reasons.csv`` says of survivors which are none, as they leave what the kernel promises, and why others live.
 """
 
 import argparse
 import ast
 import csv
+import gc
 import hashlib
 import importlib
 import json
@@ -30,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ COLUMNS = (
     "verdict",
     "by",
     "why",
-    "seconds",
+    "counts_as",
+    "reason",
 )
 DECIDED = ("killed", "timed out", "stillborn")
-EQUIVALENT = ROOT / "book" / "evidence" / "equivalent.csv"
+REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
@@ -289,10 +291,26 @@ def read_results(*paths: Path) -> dict[tuple[str, str, str], dict[str, str]]:
     return results
 
 
-def read_equivalent() -> dict[str, str]:
-    """The faults that are none, by name, with the reason."""
-    with EQUIVALENT.open(newline="") as file:
-        return {row["name"]: row["reason"] for row in csv.DictReader(file)}
+def explain(rows: Sequence[dict[str, str]]) -> None:
+    """Notes of each fault what it counts as, and of those that survived the reason, if somebody has written one.
+
+    A line of ``reasons.csv`` holds for faults of this function, this kind, and with these parts of the statement and of what
+    stands there instead; empty is any. It calls them ``equivalent``, if no promise of the kernel is broken, or ``survived``.
+    """
+    with REASONS.open(newline="") as file:
+        reasons = list(csv.DictReader(file))
+    for row in rows:
+        row["counts_as"], row["reason"] = row["verdict"], ""
+        if row["verdict"] not in ("survived", "untested"):
+            continue
+        function = row["name"].split(":")[0]
+        for r in reasons:
+            same = (
+                r["function"] in ("", function) and r["kind"] in ("", row["kind"]) and r["where"] in ("", row["where"])
+            )
+            if same and r["statement"] in row["statement"] and r["text"] in ("", row["text"]):
+                row["counts_as"], row["reason"] = r["counts_as"], r["reason"]
+                break
 
 
 def chosen(faults: Sequence[Fault], each: int) -> list[Fault]:
@@ -367,11 +385,25 @@ def main() -> None:
             "no:cacheprovider",
             "-p",
             "no:faulthandler",
+            "-p",
+            "no:unraisableexception",
+            "-p",
+            "no:threadexception",
             "--tb=line",
             f"--basetemp={folder}/0_tmp",
         ]
         code = pytest.main([*options, *(str(ROOT / "tests" / f) for f in files)], plugins=[campaign, campaign.watcher])
     sys.exit(code not in (0, 5))
+
+
+def varied(names: Sequence[str]) -> list[str]:
+    """One case of each test function, the fast ones first, then another of each, and so on."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for name in names:
+        ranks.append(seen[name.split("[")[0]])
+        seen[name.split("[")[0]] += 1
+    return [name for _, name in sorted(zip(ranks, names, strict=True), key=lambda pair: pair[0])]
 
 
 class Campaign:
@@ -382,7 +414,7 @@ class Campaign:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.began, self.watcher = args, time.monotonic(), Watcher()
         faults = planting.faults(tuple(args.rooms))
-        self.total, self.equivalent = Counter(f.room for f in faults), read_equivalent()
+        self.total = Counter(f.room for f in faults)
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
         self.results = read_results(args.results, *args.merge)
         for known, row in list(self.results.items()):
@@ -395,7 +427,6 @@ class Campaign:
         if args.elsewhere:
             seen = {k[:2] for k in self.results}
             todo = [f for f in todo if self.key(f)[:2] in seen]
-        todo = [f for f in todo if f.name not in self.equivalent]
         todo = [f for f in todo if any(part in f"{f.name} {f.kind} {f.statement}" for part in args.only or [""])]
         share, shares = map(int, args.slice.split("/"))
         self.todo = todo[share::shares]
@@ -411,6 +442,9 @@ class Campaign:
 
         assert not torch.cuda.is_initialized(), "a process that has a CUDA context cannot fork workers that use CUDA"
         items = {item.nodeid: item for item in session.items if not any(part in item.nodeid for part in LEFT_OUT)}
+        # A collection of garbage in a child would touch, and so copy, all that this process holds.
+        gc.collect()
+        gc.freeze()
         workers = Workers(self.args.processes, self.folder, items, self.watcher)
         known = self.args.baseline
         if known and known.exists():
@@ -423,6 +457,8 @@ class Campaign:
         for name in sorted(tests, key=lambda n: tests[n]["seconds"]):
             for function in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
                 reaching[function].append(name)
+        for function, names in reaching.items():
+            reaching[function] = varied(names)
         print(
             f"\n{self.args.where}: {len(tests)} of {len(items)} tests without a fault in {self.passed():.0f} s;"
             f" {len(self.todo)} faults of {sum(self.total.values())} to try",
@@ -446,7 +482,7 @@ class Campaign:
                     if i >= before[fault.name]:
                         shown.append(name)
                 if not names:
-                    self.record(fault, "untested", "", "", 0.0)
+                    self.record(fault, "untested", "", "")
                 if not shown:
                     continue
                 limit = self.args.patience + 4 * sum(tests[name]["seconds"] for name in shown)
@@ -461,7 +497,7 @@ class Campaign:
 
     def finish(self) -> None:
         write(self.args.results, self.results)
-        report(self.results, self.total, self.equivalent)
+        report(self.results, self.total)
         print(f"{self.passed():.0f} s", flush=True)
 
     def finished(self, fault: Fault, shown: int) -> Callable[[dict[str, Any] | None, float], None]:
@@ -473,28 +509,29 @@ class Campaign:
                 by, kind, message = result["failed"][0]
                 no_program = any(k in kind for k in NO_PROGRAM) and kind.split(" < ")[-1] in CAUSES
                 verdict = "stillborn" if no_program else "killed"
-                why = f"{kind}: {message}".replace("\n", " ")[:160]
+                why = f"{kind}: {message}".replace("\n", " ")[:100]
             elif "died" in result:
                 verdict, why = "killed", "the process ended"
             else:
                 verdict, why = "survived", f"{shown} tests"
-            self.record(fault, verdict, by, why, seconds)
+            self.record(fault, verdict, by, why)
 
         return done
 
-    def record(self, fault: Fault, verdict: str, by: str, why: str, seconds: float) -> None:
+    def record(self, fault: Fault, verdict: str, by: str, why: str) -> None:
         key = self.key(fault)
         row = (
             fault.room, fault.name, fault.file, fault.line, fault.kind, fault.statement, fault.text,
-            key[1], key[2], verdict, by.split("/")[-1], why, f"{seconds:.1f}",
+            key[1], key[2], verdict, by.split("/")[-1], why, "", "",
         )  # fmt: skip
         self.results[key] = dict(zip(COLUMNS, map(str, row), strict=True))
 
 
 def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> None:
+    explain(list(results.values()))
     partly = path.with_suffix(".part")
     with partly.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(
             sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"]))
@@ -502,36 +539,25 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
     partly.replace(path)
 
 
-def verdicts(
-    results: dict[tuple[str, str, str], dict[str, str]], equivalent: dict[str, str]
-) -> Iterator[tuple[dict[str, str], str]]:
-    """Each fault once: killed anywhere is killed."""
-    ranks = ("killed", "stillborn", "timed out", "equivalent", "survived", "untested")
-    best: dict[str, tuple[dict[str, str], str]] = {}
+def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str]) -> None:
+    """Each fault counts once: killed anywhere is killed."""
+    ranks = (*DECIDED, "equivalent", "survived", "untested")
+    best: dict[str, dict[str, str]] = {}
     for row in results.values():
-        verdict = row["verdict"]
-        if row["name"] in equivalent and verdict in ("survived", "untested"):
-            verdict = "equivalent"
-        if row["name"] not in best or ranks.index(verdict) < ranks.index(best[row["name"]][1]):
-            best[row["name"]] = row, verdict
-    yield from best.values()
-
-
-def report(
-    results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str], equivalent: dict[str, str]
-) -> None:
+        known = best.setdefault(row["name"], row)
+        if ranks.index(row["counts_as"]) < ranks.index(known["counts_as"]):
+            best[row["name"]] = row
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for row, verdict in verdicts(results, equivalent):
-        counts[row["room"]][verdict] += 1
+    for row in best.values():
+        counts[row["room"]][row["counts_as"]] += 1
     for room, c in counts.items():
         counted = c["killed"] + c["timed out"] + c["survived"]
         rate = f"{100 * (counted - c['survived']) / counted:.1f}%" if counted else "-"
-        print(f"{room:14} {rate:>6} killed; {dict(c)} of {total[room]}")
-    for row, verdict in verdicts(results, equivalent):
-        if verdict == "survived":
-            print(
-                f"  survived {row['room']} {row['file']}:{row['line']} {row['kind']}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}"
-            )
+        print(f"{room:14} {rate:>6} noticed; {dict(c)} of {total[room]}")
+    for row in best.values():
+        if row["counts_as"] == "survived":
+            place = f"{row['room']} {row['file']}:{row['line']} {row['kind']}"
+            print(f"  survived {place}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python tools/evidence/record.py --seconds 3600     all of it, on the GPU at hand; without a GPU, what the CPU can tell
     python tools/evidence/record.py --seconds 110 --out folder
+    python tools/evidence/record.py --parts a b --out folder         of what earlier runs on the same GPU left in their folders
 
-Fuzz, repeats under load, sanitizers and faults run beside each other, each until its time is over. What was not reached is
-written as not reached.
+Fuzz, repeats under load, sanitizers and faults run beside each other, each until its time is over, and leave what they saw
+in files of their own. What was not reached is written as not reached.
 """
 
 import argparse
@@ -31,12 +32,30 @@ import triton  # noqa: E402
 from kernelbook import runtime  # noqa: E402
 
 
+def add(fuzz: dict[str, dict[str, Any]], target: str, more: dict[str, Any]) -> None:
+    """One campaign more. Of the sizes and dtypes of several nobody knows which are the same: those of the largest count."""
+    known = fuzz.setdefault(target, more)
+    if known is not more:
+        worst = max(known, more, key=lambda c: c["worst"])
+        fuzz[target] = worst | {
+            "examples": known["examples"] + more["examples"],
+            "shapes": max(known["shapes"], more["shapes"]),
+            "element": max(known["element"], more["element"]),
+            "failures": known["failures"] + more["failures"],
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--examples", type=int, default=20000 if runtime.DEVICE.type == "cuda" else 2000)
-    parser.add_argument("--only", nargs="*", default=[], help="of fuzz, repeats, largest, sanitizers, mutants, soak")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="of fuzz, repeats, largest, sanitizers, handshake, mutants, soak"
+    )
+    parser.add_argument(
+        "--parts", type=Path, nargs="*", default=[], help="folders with such files; then nothing is run"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "book" / "evidence")
     args = parser.parse_args()
@@ -56,11 +75,12 @@ def main() -> None:
         "package": kernelbook.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+    told["late"] = []
     with tempfile.TemporaryDirectory() as folder:
         parts, jobs = Path(folder), {}
 
         def start(name: str, script: str, *arguments: Any) -> None:
-            if args.only and name.split("_")[0] not in args.only:
+            if args.parts or (args.only and name.split("_")[0] not in args.only):
                 return
             with (args.out / f"{name}.log").open("w") as log:
                 jobs[name] = subprocess.Popen(
@@ -78,37 +98,43 @@ def main() -> None:
         fuzz = ["--examples", args.examples, "--seed", args.seed, "--out", parts / "fuzz.json"]
         if on_gpu:
             start("fuzz", "fuzz.py", *fuzz, "--processes", share + 1, "--seconds", seconds)
-            for room in ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4"):
+            for room in ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4", "modules"):
                 limits = ["--repeat", 250, "--seconds", max(2.0, seconds / 40)]
                 start(f"repeats_{room}", "calls.py", room, *limits, "--out", parts / f"repeats_{room}.json")
             start("largest", "calls.py", "--largest", "--out", parts / "largest.json")
+            start("handshake", "handshake.py", "--out", parts / "handshake.json")
             limits = ["--processes", share, "--seconds", seconds - 4]
             start("sanitizers", "sanitize.py", *limits, "--out", parts / "sanitizers.json")
             # What the interpreter cannot run or tell.
             what = ["--rooms", "attention", "packed", "scatter_ffn", "--where", "gpu"]
             what += ["--files", "test_evidence_gpu.py"]
-            limits = ["--processes", share + 1, "--seconds", seconds - 15, "--tests-seconds", 90]
+            limits = ["--processes", share + 1, "--seconds", seconds - 15, "--tests-seconds", 90, "--longest", 60]
             start("mutants", "mutants.py", *what, *results, *limits)
         else:
             start("fuzz", "fuzz.py", *fuzz, "--processes", max(1, n // 3), "--seconds", seconds)
             start("soak", "soak.py", "--seconds", seconds / 2, "--steps", 8, "--out", parts / "soak.json")
-            limits = ["--processes", max(1, n - n // 3 - 1), "--seconds", seconds - 20, "--tests-seconds", 5]
+            limits = ["--processes", max(1, n - n // 3 - 1), "--seconds", seconds - 20]
             where = ["--where", "interpreter", "--baseline", args.out / "baseline.json"]
             start("mutants", "mutants.py", *where, *limits, *results)
-        late = []
         for name, job in jobs.items():
             try:
                 job.wait(max(1.0, args.seconds - 4 - (time.monotonic() - began)))
             except subprocess.TimeoutExpired:  # noqa: PERF203
                 os.killpg(job.pid, signal.SIGKILL)
-                late.append(name)
-        told["late"] = late
-        for name in ("fuzz", "sanitizers", "soak", "largest"):
-            path = parts / f"{name}.json"
-            told[name] = json.loads(path.read_text()) if path.exists() else {}
-        told["repeats"] = {}
-        for path in sorted(parts.glob("repeats_*.json")):
-            told["repeats"] |= json.loads(path.read_text())
+                told["late"].append(name)
+        told |= {"fuzz": {}, "sanitizers": {}, "soak": {}, "largest": {}, "handshake": {}, "repeats": {}}
+        for path in sorted(path for parts_ in args.parts or [parts] for path in parts_.glob("*.json")):
+            name, found = path.stem.split("_")[0], json.loads(path.read_text())
+            if name == "fuzz":
+                for target, campaign in found.items():
+                    add(told["fuzz"], target, campaign)
+            elif name == "sanitizers":
+                told[name] = {"version": found["version"], "runs": told[name].get("runs", {}) | found["runs"]}
+            elif "gpu" in found:  # the record of a run, which says on what it was
+                told |= {key: found[key] for key in ("gpu", "torch", "triton", "package", "date")}
+                slug = path.stem
+            elif name in told:
+                told[name] |= found
     told["seconds"] = round(time.monotonic() - began)
     (args.out / f"{slug}.json").write_text(json.dumps(told, indent=1) + "\n")
     print(json.dumps({k: v for k, v in told.items() if k not in ("fuzz", "sanitizers", "repeats", "soak")}), flush=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "src" / "kernelbook"
-ROOMS = ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4")  # the slow ones first
+ROOMS = ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4", "modules")  # the slow ones first
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 
 

@@ -11,16 +11,7 @@ import torch
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
 from kernelbook.autotune import derived
-from kernelbook.launching import (
-    Launch,
-    Launched,
-    accumulator,
-    box_form,
-    cdiv,
-    has_aligned_rows,
-    strided,
-    tl_accumulator,
-)
+from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, strided, tl_accumulator
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -40,6 +31,12 @@ LOG2_E = math.log2(math.e)
 MAX_SCALE, MIN_SCALE = torch.finfo(torch.float32).max / LOG2_E, torch.finfo(torch.float32).tiny
 
 
+def _settings() -> tuple[bool, ...]:
+    """What decides what a call launches beside its arguments."""
+    return HAS_GLUON, *launching.settings()
+
+
+@launching.repeated(_settings)
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
     lengths: torch.Tensor | None = None, window: int | None = None,
@@ -72,20 +69,13 @@ def flash_attention(
             a number, or ``window`` not an integer.
         ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
     """
-    given = (q, k, v) if lengths is None else (q, k, v, lengths)
-    kind = launching.kind_of_call("flash_attention", given, causal, scale, window, HAS_GLUON)
-    found = launching.again(kind, given)
-    if found is not None:
-        return found
     q, k, v = arguments.in_autocast_dtype(q, k, v)
-    args = q, k, v, causal, _check_flash(q, k, v, causal, scale, lengths, window), lengths, window
-    if kind is None:
-        return cast(torch.Tensor, _flash(*args))
-    found = torch.empty_like(q)
-    launching.remember(kind, _run((found, None), *args), given, found)
-    return found
+    scale = _check_flash(q, k, v, causal, scale, lengths, window)
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return cast(torch.Tensor, (_flash if wanted else _inference)(q, k, v, causal, scale, lengths, window))
 
 
+@launching.repeated(_settings)
 def paged_attention(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, *,
     scale: float | None = None,
@@ -114,20 +104,12 @@ def paged_attention(
         TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``scale`` is not a number.
         ValueError: a shape, a device or ``scale`` is not as above; on the CPU also an entry out of range.
     """
-    given = q, k_pages, v_pages, block_table, lengths
-    kind = launching.kind_of_call("paged_attention", given, scale)
-    found = launching.again(kind, given)
-    if found is not None:
-        return found
     q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    args = q, k_pages, v_pages, block_table, lengths, _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
-    if kind is None:
-        return cast(torch.Tensor, _paged(*args))
-    found = torch.empty_like(q)
-    launching.remember(kind, _run_paged(found, *args), given, found)
-    return found
+    scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
+    return cast(torch.Tensor, _paged(q, k_pages, v_pages, block_table, lengths, scale))
 
 
+@launching.repeated(_settings)
 def append_to_pages(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor,
@@ -146,16 +128,11 @@ def append_to_pages(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    given: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages, block_table, lengths)
-    kind = launching.kind_of_call("append_to_pages", given)
-    if launching.again(kind, given) is None:
-        _check_append(*given)
-        if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
-            given = (*(t.view(torch.int16) for t in given[:4]), block_table, lengths)
-        if kind is None:
-            torch.ops.kernelbook.append_to_pages(*given)
-        else:
-            launching.remember(kind, _run_append(*given), given, None)
+    _check_append(k, v, k_pages, v_pages, block_table, lengths)
+    if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
+        k, v, k_pages, v_pages = (t.view(torch.int16) for t in (k, v, k_pages, v_pages))
+    append = _run_append if launching.is_recorded() else torch.ops.kernelbook.append_to_pages
+    append(k, v, k_pages, v_pages, block_table, lengths)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -391,17 +368,18 @@ def _outputs(q: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor
 def _run(
     results: tuple[torch.Tensor, torch.Tensor | None], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     causal: bool, scale: float, lengths: torch.Tensor | None, window: int | None,
-) -> Launched | None:  # fmt: skip
+) -> None:  # fmt: skip
     o, lse = results
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
     if k.numel() == 0 or o.numel() == 0:
         o.zero_(), None if lse is None else lse.fill_(math.inf)
-        return None
+        return
     q, k, v = _launchable(q), _launchable(k), _launchable(v)
     q, scale2, _, _, _ = _scaled(q, scale)
     if q.shape[2] <= kernels_decode.MAX_QUERIES:
-        return _decode(q, k, v, o, lse, causal, scale2, lengths, window, None)
+        _decode(q, k, v, o, lse, causal, scale2, lengths, window, None)
+        return
     (b, h, n, d), s, properties = q.shape, k.shape[2], runtime.properties(q.device)
     plan = _plan(
         "fwd", d, h // k.shape[1], q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v),
@@ -412,18 +390,13 @@ def _run(
     if plan.hopper:
         programs, pairs = kernels_hopper.forward_grid(cdiv(n, plan.owned), b * h, d, causal, properties.num_sms)
         grid, paired = (programs,), (int(pairs),)
-    make = functools.partial(launching.empty, q.shape[:3], accumulator(q.dtype))
-    buffers: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
-    if lse is None:
-        lse = make(q)
-        buffers = ((lse, make),)
+    lse = launching.empty(q.shape[:3], accumulator(q.dtype), q) if lse is None else lse
     section = kernels.section(s, b * h, d, q.element_size(), causal, properties)
-    args = (
+    plan.launch(
+        grid,
         *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.results(o), lse, b, h, n, s, section, *paired,
         *(() if plan.hopper else (*strided(lengths, 1, lse), window or 0)), scale2,
     )  # fmt: skip
-    plan.launch(grid, *args)
-    return Launched(plan.launch, grid, args, buffers)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -466,8 +439,8 @@ def _run_backward(
             *(() if plan.hopper else seen), scale2, scale,
         )  # fmt: skip
     if parts > 1:
-        for result, several in zip((dk, dv), of_parts, strict=True):
-            torch.sum(several.unflatten(1, (h_kv, parts)), 2, out=result)
+        for result, shares in zip((dk, dv), of_parts, strict=True):
+            torch.sum(shares.unflatten(1, (h_kv, parts)), 2, out=result)
     if dq_factor != 1:
         dq *= dq_factor
     if dk_factor != 1:
@@ -494,6 +467,7 @@ _backward = launching.operator(
     "Tensor? lengths, int? window) -> (Tensor, Tensor, Tensor)",
     outputs=_gradients,
     run=_run_backward,
+    repeated=_settings,
 )
 
 
@@ -518,6 +492,14 @@ _flash = launching.operator(
     setup_context=_setup_context,
     backward=_autograd,
     saved=1,
+    repeated=_settings,
+)
+
+_inference = launching.operator(
+    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
+    "-> Tensor",
+    outputs=lambda q, *_others: torch.empty_like(q),
+    run=lambda o, *args: _run((o, None), *args),
 )
 
 
@@ -542,7 +524,7 @@ def _decode_plan(
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor | None,
     causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None, table: torch.Tensor | None,
-) -> Launched:  # fmt: skip
+) -> None:  # fmt: skip
     (b, h, n, d), (pages, h_kv, s, _), properties = q.shape, k.shape, runtime.properties(q.device)
     page = 0
     if table is not None:
@@ -551,34 +533,28 @@ def _decode(
         b, h, h_kv, n, cdiv(s, 64), d, q.dtype, causal and n > 1, lengths is not None, window is not None, page,
         lse is not None, _precision(q.dtype, properties), properties,
     )  # fmt: skip
-    makers: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+    partial, tickets = o, o
     if plan.splits > 1:
-        size = plan.programs * plan.rows * (d + 1)
-        makers = (
-            functools.partial(launching.empty, (size,), accumulator(q.dtype)),
-            functools.partial(launching.tickets, plan.tiles),
-        )
-    partial, tickets = (make(q) for make in makers) if makers else (o, o)
-    args = (
+        partial = launching.empty((plan.programs * plan.rows * (d + 1),), accumulator(q.dtype), q)
+        tickets = launching.tickets(plan.tiles, q.device)
+    launch(
+        (plan.tiles, plan.splits),
         *_strided(q), *_strided(k), *_strided(v), *_strided(o), o if lse is None else lse, *strided(lengths, 1, o),
         *strided(table, 2, o), partial, tickets, h, n, s, pages, window or 0, scale2,
     )  # fmt: skip
-    grid = (plan.tiles, plan.splits)
-    launch(grid, *args)
-    return Launched(launch, grid, args, tuple(zip((partial, tickets), makers, strict=False)))
 
 
 def _run_paged(
     o: torch.Tensor, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor, scale: float,
-) -> Launched | None:  # fmt: skip
+) -> None:  # fmt: skip
     room = block_table.shape[1] * k_pages.shape[2]
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
     if o.numel() == 0 or room == 0 or k_pages.shape[0] == 0:
         o.zero_()
-        return None
+        return
     q, scale2, _, _, _ = _scaled(_launchable(q), scale)
-    return _decode(q, k_pages, v_pages, o, None, True, scale2, lengths, None, block_table)
+    _decode(q, k_pages, v_pages, o, None, True, scale2, lengths, None, block_table)
 
 
 _paged = launching.operator(
@@ -591,23 +567,21 @@ _paged = launching.operator(
 def _run_append(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor,
-) -> Launched | None:  # fmt: skip
+) -> None:  # fmt: skip
     b, h_kv, n, d = k.shape
     pages, _, page, _ = k_pages.shape
     if k.numel() == 0 or block_table.numel() == 0 or pages == 0:
-        return None
+        return
     config = kernels_decode.APPEND_CONFIG
     launch = _launch(
         kernels_decode._append_to_pages_kernel, PAGE=page, D=d, BLOCK_D=kernels.block_d(d), **config.kwargs,
         num_warps=config.num_warps,
     )  # fmt: skip
-    grid = (b * cdiv(h_kv * n, config.kwargs["BLOCK_R"]),)
-    args = (
+    launch(
+        (b * cdiv(h_kv * n, config.kwargs["BLOCK_R"]),),
         *_strided(k), *_strided(v), *_strided(k_pages), *_strided(v_pages), *_strided(block_table), *_strided(lengths),
         h_kv, n, page * block_table.shape[1], pages,
     )  # fmt: skip
-    launch(grid, *args)
-    return Launched(launch, grid, args)
 
 
 # launching.operator() is for operators that return what they compute; this one writes into its arguments.
@@ -616,7 +590,5 @@ torch.library.define(
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.impl(
-    f"{launching.NAMESPACE}::append_to_pages", "default", lambda *tensors: _run_append(*tensors) and None
-)
+torch.library.impl(f"{launching.NAMESPACE}::append_to_pages", "default", _run_append)
 torch.library.register_fake(f"{launching.NAMESPACE}::append_to_pages", lambda *_tensors: None)

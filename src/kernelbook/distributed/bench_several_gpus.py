@@ -11,7 +11,7 @@ calls, as a training loop has them, unless a provider ends in ``graph``: that is
 - ``expert_parallel``: a layer's experts with LoRA, forward and backward, at the sizes of models, ``x`` tokens on each GPU.
   ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``shared`` is ``ExpertParallel(waits=False)``.
   ``grouped_mm`` is transformers' all-to-all, with its experts and PEFT's pairs. ``gbytes`` are those that a rank sends in a
-  step, ``peak_mib`` what a step needs beyond the weights.
+  step, ``peak_mib`` what a step needs beyond the weights, with windows.
 - ``expert_weights``: ``peak_mib`` is what a rank keeps of frozen experts.
 - ``exchange``: tokens there and back with experts that do nothing; ``kernelbook:known`` is told the counts and does not wait;
   ``kernelbook:shared`` and ``kernelbook:graph`` write into each other's memory.
@@ -88,8 +88,8 @@ class Sizes:
     train: Sequence[str] = ("large", "huge")
     settings: tuple[tuple[str, Any], ...] = (("depth", 2),)
     sequences: tuple[int, int] = (8, 16)
-    steps: int = 3
-    samples: int = 6
+    steps: int = 2
+    samples: int = 5
 
 
 def _slowest(ms: float) -> float:
@@ -390,7 +390,7 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
         whole = _experts(model.sizes, kind, bench_moe_block.RANK)
         ExpertParallel(gradients="sum")._apply(layer, model.mesh)
         waiting: Any = layer._expert_parallel
-        ways = {"": waiting, "shared": waiting._replace(waits=False)}
+        ways = {"": waiting, "shared": dataclasses.replace(waiting, waits=False)}
         ratios = _error_ratios(whole, layer, ways, model.sizes)
         del whole
     yield _row("expert_weights", "forward", provider, torch.bfloat16, model.shape, ("T", 0), peak_mib=_kept_mib(layer))
@@ -405,6 +405,8 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
             "peak_mib": _slowest(_peak_mib(call)),
             "err_ratio": ratios[way],
         }
+        if way and _on_gpu():
+            found["peak_mib"] += _windows_mib(model.mesh)
         if ranks > 1:
             found["gbytes"] = 4 * model.sent(count)
         call = _captured(call) if graph else call
@@ -416,6 +418,12 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
         )  # fmt: skip
         del call
         _forget()
+
+
+def _windows_mib(mesh: DeviceMesh) -> float:
+    """What the windows take, once for all layers."""
+    found = windows.windows_of(mesh.get_group(), runtime.DEVICE)
+    return 0.0 if found is None else found.memory.nbytes / 2**20
 
 
 def _forget() -> None:
@@ -726,13 +734,17 @@ def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
 
     return {
         "layers": layers,
-        "train": functools.partial(_train, sizes, losses),
         "peers": functools.partial(_peers, sizes),
+        "train": functools.partial(_train, sizes, losses),
     }
 
 
 def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> int:
-    """Measures and writes ``folder/several_gpus.csv``; 2 where this process was not started by torchrun."""
+    """Measures and writes ``folder/several_gpus.csv``; 2 where this process was not started by torchrun.
+
+    Args:
+        select: parts by section and number of GPUs, with commas between them: ``"layers 2,train"``.
+    """
     if not dist.is_torchelastic_launched():
         print("bench several_gpus: start it by torchrun --nproc-per-node <GPUs> -m kernelbook bench several_gpus")
         return 2
@@ -740,12 +752,13 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
     device = torch.device("cuda", dist.get_node_local_rank(0))
     torch.cuda.set_device(device)
     about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
-    counts = [n for n in (1, 2, 4, 8) if n < world] + [world]
+    counts, names = [n for n in (1, 2, 4, 8) if n < world] + [world], itertools.count(0, 1000)
     for (name, section), count in itertools.product(sections(sizes).items(), counts):
-        if select is not None and select not in name:
+        if select is not None and not any(wanted in f"{name} {count}" for wanted in select.split(",")):
             continue
         part = PrefixStore(f"{name} {count}", store)
         if rank < count:
+            dist.distributed_c10d._world.group_count = next(names)  # a group of another name, see windows._named
             dist.init_process_group("nccl", store=part, rank=rank, world_size=count, device_id=device)
             for row in section():
                 if rank == 0:

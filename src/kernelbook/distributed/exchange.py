@@ -79,12 +79,14 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(INTEGERS[tensor.element_size()])
+    """What kernels that copy are given: integers to the interpreter, which has no bfloat16; to a GPU all bytes are alike."""
+    return tensor.view(INTEGERS[tensor.element_size()]) if runtime.INTERPRET else tensor
 
 
 @functools.cache
-def _launch(kernel: Any, **constants: Any) -> launching.Launch:
-    return launching.Launch(kernel, **constants, num_warps=kernels.WARPS)
+def _launch(kernel: str, **constants: Any) -> launching.Launch:
+    """By name: to hash a kernel costs the host more than to launch it."""
+    return launching.Launch(getattr(kernels, kernel), **constants, num_warps=kernels.WARPS)
 
 
 @functools.cache
@@ -106,7 +108,7 @@ def _place(
     firsts = None if counts is None else torch.empty_like(places)
     block_k = _power(slots)
     launch = _launch(
-        kernels._places_kernel,
+        "_places_kernel",
         SHARED=counts is None,
         k=slots,
         BLOCK_T=max(min(4096 // block_k, 1024), 16),
@@ -119,17 +121,19 @@ def _place(
 def _send(
     message: _Message, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor, places: torch.Tensor,
     firsts: torch.Tensor, counts: torch.Tensor, num_experts: int, share: int,
-) -> None:  # fmt: skip
-    """Fills the message; ``places`` become its rows."""
+) -> torch.Tensor:  # fmt: skip
+    """Fills the message; the rows that tokens have in it, (T, n)."""
     (tokens, slots), hidden = ids.shape, x.shape[1]
+    of_message = torch.empty_like(places)
     if tokens == 0:
-        return
-    launch = _launch(kernels._send_kernel, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden))
+        return of_message
+    launch = _launch("_send_kernel", k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden))
     rows, weights, local = _bits(message.rows), _bits(message.weights), message.ids
     launch(
-        (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, rows, rows.stride(0), weights, weights.stride(0),
+        (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, of_message, rows, rows.stride(0), weights, weights.stride(0),
         local, local.stride(0), num_experts, share, counts.shape[0], hidden,
     )  # fmt: skip
+    return of_message
 
 
 def _arrive(message: _Message, counts: torch.Tensor, pairs: int) -> tuple[torch.Tensor, ...]:
@@ -141,7 +145,7 @@ def _arrive(message: _Message, counts: torch.Tensor, pairs: int) -> tuple[torch.
     ids = torch.empty(pairs, 1, dtype=torch.int32, device=device)
     of_slots = torch.empty(count, slots, dtype=torch.int32, device=device)
     if count:
-        launch = _launch(kernels._arrive_kernel, k=slots, BLOCK_H=_block(hidden))
+        launch = _launch("_arrive_kernel", k=slots, BLOCK_H=_block(hidden))
         rows, theirs, local = _bits(message.rows), _bits(message.weights), message.ids
         launch(
             (count,), rows, rows.stride(0), theirs, theirs.stride(0), local, local.stride(0), counts, _bits(out),
@@ -166,7 +170,7 @@ def _collect(
         return
     slots = width if out_weights is None else out_weights.shape[1]
     launch = _launch(
-        kernels._collect_kernel, HAS_WEIGHTS=weights is not None, HAS_IDS=ids is not None,
+        "_collect_kernel", HAS_WEIGHTS=weights is not None, HAS_IDS=ids is not None,
         ACC=launching.tl_accumulator(dtype), BLOCK_K=_power(slots), BLOCK_H=_block(hidden),
     )  # fmt: skip
     given: tuple[Any, ...] = (None, 0, None, None, 0)
@@ -181,7 +185,7 @@ def _spread(items: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> No
     """rows[places[i, j]] = items[i]."""
     (count, width), hidden = places.shape, items.shape[1]
     if count:
-        launch = _launch(kernels._spread_kernel, BLOCK_H=_block(hidden))
+        launch = _launch("_spread_kernel", BLOCK_H=_block(hidden))
         launch((count,), _bits(items), items.stride(0), places, _bits(rows), rows.stride(0), width, hidden)
 
 
@@ -191,7 +195,7 @@ def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[tor
     weights = torch.empty(message.weights.shape, dtype=message.weights.dtype, device=theirs.device)
     local = torch.empty_like(weights, dtype=torch.int32)
     if local.numel():
-        launch = _launch(kernels._own_kernel, k=slots, BLOCK=1024)
+        launch = _launch("_own_kernel", k=slots, BLOCK=1024)
         launch(
             (launching.cdiv(local.numel(), 1024),), theirs, theirs.stride(0), message.ids, message.ids.stride(0),
             _bits(weights), local, local.numel(), first, own, num_experts,
@@ -235,14 +239,14 @@ class _There(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.way, ctx.gates = way, gates.dtype
         mine, theirs = way.counts.unbind(0)
-        way.places, firsts = _place(way.ids, way.num_experts, way.share, mine.shape[0], mine)
+        places, firsts = _place(way.ids, way.num_experts, way.share, mine.shape[0], mine)
         assert firsts is not None
         dist.all_to_all_single(theirs, mine, group=way.group)
         sent, received = wait_for_counts(way.counts)
         way.sent, way.received = ([rows for rows, _ in count] for count in (sent, received))
         way.pairs = sum(pairs for _, pairs in received)
         leaving = _Message.empty(sum(way.sent), x, gates)
-        _send(leaving, x, gates, way.ids, way.places, firsts, mine, way.num_experts, way.share)
+        way.places = _send(leaving, x, gates, way.ids, places, firsts, mine, way.num_experts, way.share)
         arrived = _Message.of(way.there(leaving.whole), x.shape[1], gates.shape[1], x.dtype, gates.dtype)
         out, weights, ids, way.slots = _arrive(arrived, theirs, way.pairs)
         ctx.mark_non_differentiable(ids)

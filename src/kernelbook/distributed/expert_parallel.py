@@ -1,16 +1,17 @@
 """Expert parallelism as a ``ParallelStyle``: each rank holds a part of the experts, and tokens travel to them."""
 
 import contextlib
+import dataclasses
+import functools
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.utils import parametrize
 
 from kernelbook import arguments, launching
 from kernelbook.distributed.exchange import exchange, exchange_all
@@ -24,7 +25,8 @@ HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs, see kern
 GRADIENTS = ("mean", "sum")
 
 
-class _Share(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Share:
     """What a module that is expert-parallel knows of it: all experts, those of a rank at most, and the mesh."""
 
     num_experts: int
@@ -33,11 +35,18 @@ class _Share(NamedTuple):
     divisor: int
     waits: bool
 
-    @property
+    @functools.cached_property
     def own(self) -> slice:
         """This rank's experts, as ``torch.chunk`` divides them."""
         first = min(self.mesh.get_local_rank() * self.size, self.num_experts)
         return slice(first, min(first + self.size, self.num_experts))
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+    def __deepcopy__(self, memo: Any) -> "_Share":
+        return self  # a copy of the module is on the same ranks
 
 
 class ExpertParallel(ParallelStyle):
@@ -127,10 +136,10 @@ def _sharded(module: torch.nn.Module, num_experts: int) -> Iterator[tuple[torch.
 @contextlib.contextmanager
 def _on_own_experts(module: torch.nn.Module, share: _Share) -> Iterator[None]:
     """Within the context the module's parameters are this rank's part, as ordinary tensors that autograd follows."""
-    owners = [(module, share.divisor)]
-    owners += [
-        (owner, 1) for owner in module.modules() if isinstance(owner, parametrize.ParametrizationList | ExpertBytes)
-    ]
+    owners: list[tuple[Any, int]] = [(module, share.divisor)]
+    lists: Any = module._modules.get("parametrizations")
+    for parts in () if lists is None else lists._modules.values():  # of bytes, see ExpertParallel._apply
+        owners += [(parts, 1), (parts._modules["0"], 1)]
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for owner, divisor in owners:
         for name, parameter in owner._parameters.items():
@@ -183,7 +192,7 @@ def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor,
         return type(module).forward(module, rows, ids, weights)
 
     x, ids, weights = (part.reshape(-1, part.shape[-1]) for part in (hidden_states, expert_ids, gates))
-    num_experts, size, group = share.num_experts, share.size, share.mesh.get_group()
+    num_experts, size, group = share.num_experts, share.size, share.group
     windows = None if share.waits else windows_of(group, x.device)
     with _on_own_experts(module, share):
         if windows is not None:

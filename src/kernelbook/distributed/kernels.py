@@ -73,8 +73,8 @@ def _places_kernel(
 def _send_kernel(
     x_ptr,  # (T, H)
     gates_ptr, ids_ptr,  # (T, k)
-    places_ptr,  # (T, n) in: row among those for the rank; out: row of the message
-    firsts_ptr, counts_ptr,  # of _places_kernel
+    places_ptr, firsts_ptr, counts_ptr,  # of _places_kernel
+    message_ptr,  # (T, n) out: row of the message, or -1; not written over places, which other warps may still read
     rows_ptr, stride_r, weights_ptr, stride_w, locals_ptr, stride_l,  # the message's three parts; firsts behind the ids
     E, share, ranks, H,
     k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -87,9 +87,9 @@ def _send_kernel(
     before = 0
     for rank in range(ranks):
         place = tl.load(places_ptr + token * ranks + rank)
+        tl.store(message_ptr + token * ranks + rank, tl.where(place >= 0, before + place, -1))
         if place >= 0:
             row = (before + place).to(tl.int64)
-            tl.store(places_ptr + token * ranks + rank, before + place)
             local = ids - rank * share
             mine = (local >= 0) & (local < share) & (ids < E)
             tl.store(locals_ptr + row * stride_l + offs_k, tl.where(mine, local, -1).to(tl.int32), mask=mask_k)

@@ -14,6 +14,8 @@ ranks have passed since they read it. (The second one of the backward pass stand
 gradient of the tokens is wanted.)
 """
 
+import functools
+import math
 import os
 import socket
 import tempfile
@@ -25,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from kernelbook import runtime
-from kernelbook.distributed import kernels
 from kernelbook.distributed.exchange import _bits, _block, _collect, _launch, _place, _power
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
@@ -46,13 +47,14 @@ class _Layout(NamedTuple):
     ids: int
     size: int
 
-    @classmethod
-    def of(cls, ranks: int, capacity: int, row: int, weights: int, ids: int) -> "_Layout":
-        """For rows, weights and ids of so many bytes each."""
-        at_rows = _up(4 * ranks)
-        at_weights = at_rows + _up(ranks * capacity * row)
-        at_ids = at_weights + _up(ranks * capacity * weights)
-        return cls(capacity, at_rows, at_weights, at_ids, at_ids + _up(ranks * capacity * ids))
+
+@functools.cache
+def _layout(ranks: int, capacity: int, row: int, weights: int, ids: int) -> _Layout:
+    """For rows, weights and ids of so many bytes each."""
+    at_rows = _up(4 * ranks)
+    at_weights = at_rows + _up(ranks * capacity * row)
+    at_ids = at_weights + _up(ranks * capacity * weights)
+    return _Layout(capacity, at_rows, at_weights, at_ids, at_ids + _up(ranks * capacity * ids))
 
 
 class Windows:
@@ -65,6 +67,7 @@ class Windows:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.size = 0
         self._before: list[Any] = []
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self.memory: torch.Tensor
         self.addresses: tuple[torch.Tensor, torch.Tensor]  # (n,) int64, by window
         self.barrier: Callable[[], None]
@@ -78,6 +81,7 @@ class Windows:
                 "ExpertParallel(waits=False): call the layer once with as many tokens before a graph is captured"
             )
         self.size = 1 << (size - 1).bit_length()
+        self._views.clear()
         begin = self._on_gpus() if self.device.type == "cuda" else self._on_cpus()
         table = torch.tensor([begin, [at + self.size for at in begin]], dtype=torch.int64, device=self.device)
         self.addresses = table[0], table[1]
@@ -111,14 +115,19 @@ class Windows:
 
     def view(self, window: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A part of this rank's own window."""
-        count = dtype.itemsize
-        for n in shape:
-            count *= n
-        begin = window * self.size + at
-        return self.memory[begin : begin + count].view(dtype).view(shape)
+        found = self._views.get((window, at, shape, dtype))
+        if found is None:
+            if len(self._views) >= 4096:
+                self._views.clear()
+            begin = window * self.size + at
+            bytes_of = self.memory[begin : begin + math.prod(shape) * dtype.itemsize]
+            found = self._views[window, at, shape, dtype] = bytes_of.view(dtype).view(shape)
+        return found
 
 
 _found: "weakref.WeakKeyDictionary[dist.ProcessGroup, Windows | None]" = weakref.WeakKeyDictionary()
+# PyTorch knows groups of symmetric memory by their names, and keeps the first of a name: one that comes after it gets none.
+_named: dict[str, Callable[[], Any]] = {}
 
 
 def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None:
@@ -134,6 +143,7 @@ def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None
             reachable = len(devices) == len(all_of) and all(
                 torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b
             )
+        reachable = reachable and _named.setdefault(group.group_name, weakref.ref(group))() is group
         _found[group] = (
             Windows(group, torch.device("cuda", index) if device.type == "cuda" else device) if reachable else None
         )
@@ -164,9 +174,8 @@ class _Way:
 
     def layout(self, x: torch.Tensor, gates: torch.Tensor) -> _Layout:
         tokens, slots = self.ids.shape
-        found = _Layout.of(
-            self.windows.ranks, tokens, x.shape[1] * x.element_size(), slots * gates.element_size(), slots * 4
-        )
+        row, weights = x.shape[1] * x.element_size(), slots * gates.element_size()
+        found = _layout(self.windows.ranks, tokens, row, weights, slots * 4)
         self.windows.ensure(found.size)
         return found
 
@@ -176,7 +185,7 @@ def _put(way: _Way, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None
     (tokens, slots), hidden, windows = way.ids.shape, x.shape[1], way.windows
     if tokens:
         launch = _launch(
-            kernels._put_kernel, HAS_IDS=gates is not None, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden)
+            "_put_kernel", HAS_IDS=gates is not None, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden)
         )
         launch(
             (tokens,), _bits(x), None if gates is None else _bits(gates), way.ids, way.places, windows.addresses[0],
@@ -201,7 +210,7 @@ def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | 
         counts = windows.view(0, 0, (windows.ranks,), torch.int32)
     if count:
         launch = _launch(
-            kernels._take_kernel, HAS_IDS=gates is not None, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden)
+            "_take_kernel", HAS_IDS=gates is not None, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden)
         )
         given: tuple[Any, ...] = (None, None, None, None)
         if gates is not None and weights is not None:
@@ -220,7 +229,7 @@ def _give(way: _Way, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor 
     (tokens, slots), hidden, windows = way.ids.shape, rows.shape[1], way.windows
     if tokens:
         launch = _launch(
-            kernels._give_kernel,
+            "_give_kernel",
             HAS_WEIGHTS=weights is not None,
             k=slots,
             BLOCK_K=_power(slots),

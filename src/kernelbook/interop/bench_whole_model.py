@@ -52,7 +52,7 @@ __all__ = ["MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
 HERE = Path(__file__).resolve().parent
 SOURCES = (
     *(HERE / f"{name}.py" for name in ("bench_whole_model", "arithmetic", "transformers", "peft")),
-    *(HERE / f"{name}.py" for name in ("transformers_attention", "transformers_norms")),
+    *(HERE / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
     *(HERE.parent / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
 )
 RANK, PROMPT, ROOM, PIECE = 16, 2048, 64, 512

@@ -211,7 +211,6 @@ def _layer_norm_bwd_partials_kernel(
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
         dx_rows = dx_ptr + rows[:, None] * N
-        dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         # Tiles until the end of the row, so that there is one reduction across threads for each of the two sums.
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
@@ -246,6 +245,7 @@ def _layer_norm_bwd_partials_kernel(
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
             mask = mask_m[:, None] & mask_n[None, :]
             if HAS_DSUM:
+                dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
                 dx += tl.load(dsum_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             tl.store(dx_rows + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
             # Rows beyond M have dy = 0.
@@ -291,7 +291,6 @@ def _layer_norm_bwd_partials_looped_kernel(
         x_rows = x_ptr + rows[:, None] * stride_xm
         dy_rows = dy_ptr + rows[:, None] * stride_dym
         dx_rows = dx_ptr + rows[:, None] * N
-        dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         sum_gx = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         for start in range(0, N, BLOCK_N):
@@ -315,6 +314,7 @@ def _layer_norm_bwd_partials_looped_kernel(
             xhat = (x - mean) * rstd
             dx = rstd * (dy * w - mean_g - xhat * mean_gx)
             if HAS_DSUM:
+                dsum_rows = dsum_ptr + rows[:, None] * stride_dsm
                 dx += tl.load(dsum_rows + offs_n[None, :], mask=mask, other=0.0).to(ACC)
             tl.store(dx_rows + offs_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
             offs = pid.to(tl.int64) * N + offs_n

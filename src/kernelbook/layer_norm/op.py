@@ -17,6 +17,7 @@ __all__ = ["layer_norm", "rms_norm"]
 BACKWARDS = ("partials", "locks")
 
 
+@launching.repeated()
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -77,6 +78,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@launching.repeated()
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -205,10 +207,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def _vector(vector: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
-    if vector is None:
-        return stand_in
-    return vector if vector.stride(0) == 1 else vector.contiguous()
+def _vector(vector: torch.Tensor | None) -> torch.Tensor | None:
+    return vector if vector is None or vector.stride(0) == 1 else vector.contiguous()
 
 
 def _forward(
@@ -226,12 +226,10 @@ def _forward(
         int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
         has_mean, residual is not None, weight is not None, bias is not None, statistics is not None,
     )  # fmt: skip
-    added = x if residual is None else _rows(residual)
+    added, added_step = (None, 0) if residual is None else (_rows(residual), _rows(residual).stride(0))
     launch(
         (cdiv(m, rows),),
-        x, x.stride(0), added, added.stride(0), _vector(weight, x), _vector(bias, x),
-        y, x if residual is None else total, x if statistics is None else statistics,
-        m, n,
+        x, x.stride(0), added, added_step, _vector(weight), _vector(bias), y, total, statistics, m, n,
     )  # fmt: skip
 
 
@@ -275,13 +273,12 @@ def _run_partials(
 ) -> None:  # fmt: skip
     """Fills the gradients of LayerNorm, or without a mean of RMSNorm; x, dy and dsum are (M, N) with contiguous rows."""
     m, n = x.shape
-    w = _vector(weight, x)
-    added, added_step = (x, 0) if dsum is None else (dsum, dsum.stride(0))
-    x_step, dy_step = x.stride(0), dy.stride(0)
+    w = _vector(weight)
+    x_step, dy_step, added_step = x.stride(0), dy.stride(0), 0 if dsum is None else dsum.stride(0)
     # What Triton's launcher looks at before it widens loads.
     aligned = (
         not (x_step % 16 or dy_step % 16 or n % 16 or added_step % 16)
-        and launching.is_aligned(x, dy, w, statistics, dx, added)
+        and launching.is_aligned(x, dy, w, statistics, dx, dsum)
     )  # fmt: skip
     properties = runtime.properties(x.device)
     launch, launch_sum, plan = _backward_launches(
@@ -294,12 +291,10 @@ def _run_partials(
     if not alone:
         to_dw = None if dw is None else launching.empty((programs, n), statistics.dtype, x)
         to_db = None if db is None else launching.empty((programs, n), statistics.dtype, x)
-    to_dw, to_db = x if to_dw is None else to_dw, x if to_db is None else to_db
-    launch((programs, split or 1), x, x_step, dy, dy_step, w, statistics, dx, added, added_step, to_dw, to_db, m, n)
+    launch((programs, split or 1), x, x_step, dy, dy_step, w, statistics, dx, dsum, added_step, to_dw, to_db, m, n)
     if not alone and (dw is not None or db is not None):
         columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
-        dw, db, kinds = x if dw is None else dw, x if db is None else db, 1 if db is None else 2
-        launch_sum((columns, kinds), to_dw, to_db, dw, db, programs, n)
+        launch_sum((columns, 1 if db is None else 2), to_dw, to_db, dw, db, programs, n)
 
 
 def _run_backward(
@@ -335,7 +330,7 @@ def _run_locks(
 ) -> None:  # fmt: skip
     dx, dw, db = results
     n, wanted = x.shape[1], {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(x.dtype)}
-    tensors = (x, x.stride(0), dy, dy.stride(0), _vector(weight, x), statistics, dx, n)
+    tensors = (x, x.stride(0), dy, dy.stride(0), _vector(weight), statistics, dx, n)
     sums = _launch_locks(config, tensors, x.shape[0], n, {"HAS_WEIGHT": weight is not None, **wanted})
     if with_dw or with_db:
         total = kernels.SUM_CONFIG

@@ -751,7 +751,7 @@ def rows_tiles(
     if access == "packed" and itemsize == 2:
         if mean <= 16:
             return tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)
-        return tiles(8, 3, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=64)
+        return tiles(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=64)
     if itemsize == 8:
         return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
     if itemsize == 4 or access == "narrow":

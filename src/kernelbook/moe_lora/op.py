@@ -113,7 +113,9 @@ def scatter2scatter(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    return _product("scatter2scatter", x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out, transposed)
+    return _product(
+        "scatter2scatter", x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out, transposed
+    )
 
 
 def moe_lora(
@@ -189,7 +191,20 @@ def _product(
         raise ValueError(f"{op}: transposed must be False for a dense w, whose strides say it, got {transposed!r}")
     expert_ids, lists, experts = routing
     n = _check(
-        op, x, w, *shape, lora_a, lora_b, bias, gates, expert_ids, experts, strategy, grouped_in, grouped_out, transposed
+        op,
+        x,
+        w,
+        *shape,
+        lora_a,
+        lora_b,
+        bias,
+        gates,
+        expert_ids,
+        experts,
+        strategy,
+        grouped_in,
+        grouped_out,
+        transposed,
     )
     given = (
         x, w, lora_a, lora_b, bias, gates, expert_ids, lists, *packed,
@@ -386,7 +401,10 @@ def _run_route(lists: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> N
     place((programs,), *given, counts, lists, *sizes)
 
 
-_route = launching.operator("route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route)
+_route = launching.operator(
+    "route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route,
+    repeated=launching.settings,
+)  # fmt: skip
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
@@ -555,16 +573,19 @@ def _autograd(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tupl
 
 
 _inference = launching.operator(
-    f"moe_lora_inference({_ARGUMENTS}) -> Tensor", outputs=_output, run=lambda y, *args: _run((y, None), *args)
-)
+    f"moe_lora_inference({_ARGUMENTS}) -> Tensor", outputs=_output, run=lambda y, *args: _run((y, None), *args),
+    repeated=launching.settings,
+)  # fmt: skip
 _forward = launching.operator(
-    f"moe_lora({_ARGUMENTS}) -> (Tensor, Tensor)", outputs=_outputs, run=_run, setup_context=_setup, backward=_autograd
-)
+    f"moe_lora({_ARGUMENTS}) -> (Tensor, Tensor)", outputs=_outputs, run=_run, setup_context=_setup, backward=_autograd,
+    repeated=launching.settings,
+)  # fmt: skip
 _backward = launching.operator(
     f"moe_lora_backward(Tensor dy, Tensor u, {_ARGUMENTS}, {', '.join(f'bool needs_{name}' for name in _GRADIENTS)}) "
     f"-> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     outputs=_empty_gradients,
     run=_run_backward,
+    repeated=launching.settings,
 )
 
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.autotune import planner
+from kernelbook.packed import products
 
 # isort: split
 import triton
@@ -309,8 +310,20 @@ def _nf4_quantize_fwd_kernel(
 
 
 MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
-MAX_PACKED_M = 64  # tokens up to which kernels for tensor cores decode W where there are such kernels, from two on
-PACKED_ROWS = 32  # rows of W a multiprocessor from which those kernels have programs enough: none of them splits K
+MAX_PACKED_M = 64  # tokens up to which kernels for tensor cores decode W where there are such kernels
+PACKED_ROWS = (
+    32  # rows of W a multiprocessor from which tiles decoded beside tensor cores are enough: they don't split K
+)
+PACKED_ELEMENTS = 2**22  # of W from which the kernel for few tokens, which splits it, has enough to do
+
+
+def for_tensor_cores(m: int, n: int, k: int, block_size: int, properties: runtime.DeviceProperties) -> bool:
+    """Whether a kernel for tensor cores, where there is one, is the right one."""
+    if m <= products.FEW_TOKENS and block_size >= 64:
+        return n * k >= PACKED_ELEMENTS
+    return 1 < m <= MAX_PACKED_M and n >= PACKED_ROWS * properties.num_sms
+
+
 MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers
 
 

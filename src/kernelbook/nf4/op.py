@@ -138,6 +138,7 @@ _dequantize = launching.operator(
     "-> Tensor",
     outputs=_dequantized,
     run=_run_dequantize,
+    repeated=launching.settings,
 )
 
 
@@ -254,10 +255,11 @@ def _quantize_absmax(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.
 def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> torch.Tensor:
     """``x @ W.T`` for the matrix W of one expert, without W in memory where ``x`` has few rows.
 
-    On Hopper GPUs 2 to 64 rows of 16 bits (K a multiple of 64, W of 32 rows a multiprocessor or more) go through tensor
-    cores, which take W as it is decoded: up to 8 rows as the values of the code book in the dtype of ``x``, whose sums the
-    scales multiply in float32; from there as :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in float32, with W as it is; more rows share
-    the cost of dequantizing: W is dequantized first and multiplied by PyTorch.
+    On Hopper GPUs rows of 16 bits (K a multiple of 64) go through tensor cores, which take W as it is decoded. Up to 16
+    rows, with a W of 4 million elements or more in blocks of 64 or more, they take the values of the code book in the
+    dtype of ``x``, and the scales multiply sums in float32. Up to 64 rows, with a W of 32 rows a multiprocessor or more,
+    they take W as :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in float32, with W as it is; more
+    rows share the cost of dequantizing: W is dequantized first and multiplied by PyTorch.
 
     Args:
         x: (..., K) float32, float16 or bfloat16, any strides.
@@ -330,8 +332,9 @@ def _run_matmul(
     m = y.numel() // n
     parts = (packed, absmax, code, nested_absmax, nested_code, nested_offset)
     properties = runtime.properties(x.device)
-    for_tensor_cores = 1 < m <= kernels.MAX_PACKED_M and n >= kernels.PACKED_ROWS * properties.num_sms
-    if for_tensor_cores and _run_packed(y.view(m, n), x.reshape(m, k), parts, experts, expert, shape, block_size):
+    if kernels.for_tensor_cores(m, n, k, block_size, properties) and _run_packed(
+        y.view(m, n), x.reshape(m, k), parts, experts, expert, shape, block_size
+    ):
         return
     if m > kernels.MAX_MATMUL_M or k % 8 or packed.data_ptr() % 4 or k == 0 or num_experts == 0:
         w = x.new_empty((1, n, k))
@@ -385,6 +388,7 @@ _matmul = launching.operator(
     f"nf4_matmul(Tensor x, {_PARTS}, Tensor? experts, SymInt? expert, SymInt[] shape, SymInt block_size) -> Tensor",
     outputs=lambda x, *rest: x.new_empty((*x.shape[:-1], rest[-2][1])),
     run=_run_matmul,
+    repeated=launching.settings,
     setup_context=_setup_context,
     backward=_autograd,
 )

@@ -365,7 +365,7 @@ PARTS = {
     "dequantize": ("nf4_dequantize",),
     "gradients of A and B": ("moe_lora_bwd", "gram", "recompute"),
     "routing": ("_route_", "sort", "Sort", "histc", "Histogram", "kernelHistogram", "scan", "Scan"),
-    "products": ("moe_lora", "gemm", "Gemm", "cutlass", "nvjet", "grouped", "gemv"),
+    "products": ("moe_lora", "_rows_kernel", "gemm", "Gemm", "cutlass", "nvjet", "grouped", "gemv"),
 }
 
 

@@ -1,7 +1,9 @@
-"""The activation between the two products of a gated expert, in one pass over its rows.
+"""The activation between the two products of a gated expert, in one pass over its rows; and the rotation of queries and keys.
 
 ``out = silu(gate) * up`` for rows ``[gate, up]``; backward from the same rows, so that nothing else has to be kept. Moves
 3 I elements a row forward and 5 I backward, where separate operations move 5 I and 14 I. Other gates are not handled.
+
+Rotation: one program turns HEADS heads of a token, and reads cos and sin once for them; q and k are read and written once.
 """
 
 from kernelbook import runtime  # noqa: F401  first: it sets up Triton
@@ -10,10 +12,11 @@ from kernelbook import runtime  # noqa: F401  first: it sets up Triton
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK_I", "ROWS", "WARPS"]
+__all__ = ["BLOCK_I", "HEADS", "ROWS", "WARPS"]
 
 # 8 elements a thread: one 16-byte access each for the 16-bit types.
 ROWS, BLOCK_I, WARPS = 4, 256, 4
+HEADS = 16
 
 
 @triton.jit
@@ -63,3 +66,46 @@ def _swiglu_bwd_kernel(
     dup = dout * gate * sigmoid
     tl.store(dh_ptr + offs_h, dgate.to(dh_ptr.dtype.element_ty), mask=mask)
     tl.store(dh_ptr + offs_h + I, dup.to(dh_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rotate_kernel(
+    q_ptr, stride_qb, stride_qh, stride_qn,  # (B, HQ, N, D), features contiguous
+    k_ptr, stride_kb, stride_kh, stride_kn,  # (B, HK, N, D), likewise
+    cos_ptr, stride_cb, stride_cn,  # (B, N, D), likewise
+    sin_ptr, stride_sb, stride_sn,  # (B, N, D), likewise
+    q_out_ptr, stride_ob, stride_oh, stride_on,  # as q
+    k_out_ptr, stride_pb, stride_ph, stride_pn,  # as k
+    N, HQ, HK,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H heads of one token, the queries' first. BACK: the transposed rotation."""
+    token, block = tl.program_id(0), tl.program_id(1)
+    b, n = (token // N).to(tl.int64), (token % N).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    inside = offs_d < HALF
+    cos_ptrs = cos_ptr + b * stride_cb + n * stride_cn + offs_d
+    sin_ptrs = sin_ptr + b * stride_sb + n * stride_sn + offs_d
+    c1 = tl.load(cos_ptrs, mask=inside, other=0.0).to(tl.float32)[None, :]
+    c2 = tl.load(cos_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    s1 = tl.load(sin_ptrs, mask=inside, other=0.0).to(tl.float32)[None, :]
+    s2 = tl.load(sin_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    blocks_q = tl.cdiv(HQ, BLOCK_H)
+    heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    x_ptr, out_ptr, count = q_ptr + b * stride_qb + n * stride_qn, q_out_ptr + b * stride_ob + n * stride_on, HQ
+    stride_xh, stride_yh = stride_qh, stride_oh
+    if block >= blocks_q:
+        heads -= blocks_q * BLOCK_H
+        x_ptr, out_ptr, count = k_ptr + b * stride_kb + n * stride_kn, k_out_ptr + b * stride_pb + n * stride_pn, HK
+        stride_xh, stride_yh = stride_kh, stride_ph
+    mask = (heads < count)[:, None] & inside[None, :]
+    x_ptrs = x_ptr + heads.to(tl.int64)[:, None] * stride_xh + offs_d[None, :]
+    x1 = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    if BACK:
+        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+    else:
+        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+    out_ptrs = out_ptr + heads.to(tl.int64)[:, None] * stride_yh + offs_d[None, :]
+    tl.store(out_ptrs, y1.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs + HALF, y2.to(out_ptr.dtype.element_ty), mask=mask)

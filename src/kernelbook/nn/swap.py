@@ -130,7 +130,7 @@ def swap(
     A module changes its class, and nothing else: parameters, buffers, hooks, names and the state dict stay. Modules of other
     classes, such as a subclass with a ``forward`` of its own, are left alone. A model of transformers runs its attention on
     the kernels too, by its own interface for that (see :func:`kernelbook.interop.transformers_attention.register`), and so do
-    its own classes of RMS norms that compute nothing else.
+    its own classes of RMS norms that compute nothing else, and the rotation of queries and keys where it is the usual one.
 
     Where ``torch.nn.TransformerEncoderLayer`` holds a module that changed, its inference fast path is switched off: it would
     pass over the modules.
@@ -183,7 +183,12 @@ def swap(
             done._set(module, "__class__", ours)
             done.changed[name] = "RMSNorm"
     if attention and hasattr(model, "set_attn_implementation"):
+        from kernelbook.interop import rotary
+
         _swap_attention_interface(model, done)
+        for name, module, ours in list(rotary.attentions(model)):
+            done._set(module, "__class__", ours)
+            done.changed[name] = "rotary embedding"
     if not quiet:
         print(done)
     return done

@@ -161,7 +161,8 @@ def in_two(scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _halves(pair, dtype: tl.constexpr):
+def halves(pair, dtype: tl.constexpr):
+    """The two 16-bit numbers of an int32, (..., 2)."""
     low = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
     return tl.join(low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True))
 
@@ -187,8 +188,8 @@ def decoded(word, scale, values, dtype: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    lower = tl.join(_halves(p0, dtype), _halves(p1, dtype))
-    return tl.join(lower, tl.join(_halves(p2, dtype), _halves(p3, dtype)))
+    lower = tl.join(halves(p0, dtype), halves(p1, dtype))
+    return tl.join(lower, tl.join(halves(p2, dtype), halves(p3, dtype)))
 
 
 # --- tiles ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Few rows times 4-bit matrices, in Gluon: each warp decodes what it multiplies with, and keeps it in registers.
 
-W takes the part of the tensor cores' left operand, whose rows come in sixteens; the tokens are the right one, in eights. A
+In both kernels W takes the part of the tensor cores' left operand, whose rows come in sixteens; the tokens are the right one, in eights. A
 lane reads 16 bytes, 32 elements of a row. The tensor cores may sum over K in any order, as long as both operands have
 it: so these 32 elements are just those that the instruction wants from this lane, and nothing goes through shared memory.
 The warps of a program share the sum over K. At the end they add up what they have, always in the same order.
@@ -10,30 +10,42 @@ blocks of 16 it multiplies elements, since the instruction sums over more than o
 
 Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mma.sync`` for 16-bit numbers (sm_80 and
 later), x of 16 bits with aligned rows, K in multiples of 64. No low-rank product: it is left to ``kernels_hopper``.
+
+``_few_rows_kernel`` is for the rows that a routing brings to many matrices: a program for each of their tiles, values
+looked up by byte permutation. ``_one_matrix_kernel`` is for one matrix. Its programs stay for several tiles:
+
+    fill the table  |  step i:  copy the words of step i + AHEAD - 1, read those of step i, look up, multiply
+
+Words lie in a ring in shared memory, so that many are on their way whatever registers there are. Each byte, two
+elements, is looked up in a table of 256 pairs, of which each lane of a warp has a copy: 32 lanes never ask one bank twice.
+That costs three instructions for two elements, where byte permutation takes five, and those at half the rate.
 """
 
 # isort: split
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+import triton.language as tl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from kernelbook.packed.kernels import block_scale, decoded, table
+from kernelbook.packed.kernels import bits, block_scale, decoded, halves, table
+
+
+@gluon.constexpr_function
+def _bases(dims, dim, start, stop):
+    """Of a linear layout: start, 2 start, ... below stop in one dimension."""
+    found = []
+    while start < stop:
+        found.append([start if d == dim else 0 for d in range(dims)])
+        start *= 2
+    return found
 
 
 @gluon.constexpr_function
 def _words_layout(warps, rows, words):
     """Of words (warps, rows, 4 lanes, words): a lane has the last ones; eight rows lie side by side in a warp."""
-
-    def bases(dim, start, stop):
-        found = []
-        while start < stop:
-            found.append([start if d == dim else 0 for d in range(4)])
-            start *= 2
-        return found
-
-    registers = bases(3, 1, words) + bases(1, 8, rows)
-    lanes = bases(2, 1, 4) + bases(1, 1, 8)
-    return gl.DistributedLinearLayout(registers, lanes, bases(0, 1, warps), [], [warps, rows, 4, words])
+    registers = _bases(4, 3, 1, words) + _bases(4, 1, 8, rows)
+    lanes = _bases(4, 2, 1, 4) + _bases(4, 1, 1, 8)
+    return gl.DistributedLinearLayout(registers, lanes, _bases(4, 0, 1, warps), [], [warps, rows, 4, words])
 
 
 @gluon.jit
@@ -195,3 +207,266 @@ def _few_rows_kernel(
         y += gl.load(bias_ptrs, mask=(out_n < N) & exists, other=0.0).to(gl.float32)[:, None]
     mask_y = (out_n < N)[:, None] & (out_t < rows)[None, :]
     gl.store(y_ptr + y_rows[None, :] * N + out_n[:, None], y.to(dtype), mask=mask_y)
+
+
+# --- one matrix -----------------------------------------------------------------------------------------------------
+
+_PAIRS = """
+{
+    .shared .align 128 .b8 pairs[32768];
+    .reg .b32 l;
+    mov.u32 l, %laneid;
+    mov.u32 $0, pairs;
+    mad.lo.u32 $0, l, 4, $0;
+    // $1
+}
+"""
+# $0: nothing. $1: a pair. $2: its byte. $3: where this lane's copies begin. In 16 bytes at a time, eight lanes in different
+# ones: all 32 copies.
+_FILL = """
+{
+    .reg .b32 first, at, turn;
+    mov.u32 first, %laneid;
+    shl.b32 first, first, 2;
+    sub.u32 first, $3, first;
+    mad.lo.u32 first, $2, 128, first;
+    mov.u32 turn, $2;
+"""
+_FILL += (
+    8
+    * """
+    and.b32 at, turn, 7;
+    shl.b32 at, at, 4;
+    add.u32 at, at, first;
+    st.shared.v4.b32 [at], {$1, $1, $1, $1};
+    add.u32 turn, turn, 1;
+"""
+)
+PAIRS = tl.constexpr(_PAIRS)
+FILL = tl.constexpr(_FILL + "    mov.b32 $0, $1;\n}")
+# $0 to $3: pairs. $4: a word. $5: where this lane's copies begin.
+LOOK_UP = tl.constexpr(
+    "{\n.reg .b32 a0, a1, a2, a3;\n"
+    + "".join(f"prmt.b32 a{i}, $4, 0, {0x4440 + i};\nmad.lo.u32 a{i}, a{i}, 128, $5;\n" for i in range(4))
+    + "".join(f"ld.shared.b32 ${i}, [a{i}];\n" for i in range(4))
+    + "}"
+)
+
+
+@gluon.jit
+def _fill_pairs(code_ptr, dtype: gl.constexpr, WARPS: gl.constexpr):
+    """For each byte its two values, the one of the high half first, once for each lane -> where a lane's copies begin."""
+    bytes_ = gl.arange(0, 256, layout=gl.BlockedLayout([max(1, 256 // (32 * WARPS))], [32], [WARPS], [0]))
+    begin = tl.inline_asm_elementwise(PAIRS, "=&r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1)
+    first = bits(gl.load(code_ptr + bytes_ // 16).to(dtype))
+    pair = first | (bits(gl.load(code_ptr + bytes_ % 16).to(dtype)) << 16)
+    tl.inline_asm_elementwise(FILL, "=&r,r,r,r", [pair, bytes_, begin], dtype=tl.int32, is_pure=False, pack=1)
+    return begin
+
+
+@gluon.jit
+def _looked_up(word, begin, dtype: gl.constexpr):
+    """Words (...) -> the eight elements of each, as ``decoded`` has them."""
+    p0, p1, p2, p3 = tl.inline_asm_elementwise(
+        LOOK_UP, "=&r,=&r,=&r,=&r,r,r", [word, begin],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    lower = tl.join(halves(p0, dtype), halves(p1, dtype))
+    return tl.join(lower, tl.join(halves(p2, dtype), halves(p3, dtype)))
+
+
+@gluon.constexpr_function
+def _read_layout(warps, rows, words):
+    """Of (warps, rows, 16 words): a lane has ``words`` side by side, four lanes a block; eight rows lie in a warp."""
+    registers = _bases(3, 2, 1, words) + _bases(3, 2, 4 * words, 16) + _bases(3, 1, 8, rows)
+    lanes = _bases(3, 2, words, 4 * words) + _bases(3, 1, 1, 8)
+    return gl.DistributedLinearLayout(registers, lanes, _bases(3, 0, 1, warps), [], [warps, rows, 16])
+
+
+@gluon.constexpr_function
+def _sums_layout(warps, rows, halves, tokens):
+    """(warps, rows, halves, tokens) as the tensor cores leave (warps, rows, halves * tokens)."""
+    columns = _bases(4, 3, 1, tokens) + _bases(4, 2, 1, halves)
+    registers = columns[:1] + [[0, 8, 0, 0]] + columns[3:] + _bases(4, 1, 16, rows)
+    lanes = columns[1:3] + _bases(4, 1, 1, 8)
+    return gl.DistributedLinearLayout(registers, lanes, _bases(4, 0, 1, warps), [], [warps, rows, halves, tokens])
+
+
+@gluon.jit
+def _next(tile, k, length, programs, STEP: gl.constexpr):
+    """The step after this one: of the same tile, or the first one of the program's next tile."""
+    done = k + STEP >= length
+    return gl.where(done, tile + programs, tile), gl.where(done, 0, k + STEP)
+
+
+@gluon.jit
+def _copy_words(
+    slot, tile, k, word_ptrs, row_w, k_w, tiles, N, K, ROWS: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    if EVEN:
+        mask = (row_w >= 0) & (tile < tiles)
+    else:
+        mask = (row_w < N - tile * ROWS) & (k_w + k < K) & (tile < tiles)
+    async_copy.async_copy_global_to_shared(slot, word_ptrs + (tile * ROWS * K + k) // 8, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _load_scales(
+    tile, k, row_s, k_s, tiles, N, K, within,
+    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+    ROWS: gl.constexpr, EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):  # fmt: skip
+    scales = ()
+    for b in gl.static_range(BLOCKS):
+        at = k + 64 * b
+        mask = (row_s >= 0) & (tile < tiles)
+        if not EVEN:
+            mask = mask & (row_s < N - tile * ROWS) & (k_s + at < K)
+        scales += (
+            block_scale(
+                block0, (within + (tile * ROWS + row_s) * K + k_s + at) // BLOCK_SIZE, mask,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+            ),
+        )  # fmt: skip
+    return scales
+
+
+@gluon.jit(do_not_specialize=["expert", "E", "M"])
+def _one_matrix_kernel(
+    expert_ptr, expert,  # (1,) integer or a number
+    x_ptr, stride_xm,  # (M, K)
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # (E, N, K), words
+    y_ptr,  # (M, N)
+    E, M, N, K,
+    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """M <= TOKENS rows, 4, 8 or 16 and more. Each warp has its own share of K, 128 elements a step: two blocks of 64.
+
+    An instruction has eight columns. With four tokens it takes both blocks at once, two lanes each: columns 0 to 3 have
+    x of the first block and zeros for the second, columns 4 to 7 the other way round, and each half its own scales.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    HALVES: gl.constexpr = 2 if TOKENS == 4 else 1
+    BLOCKS: gl.constexpr = 2 // HALVES  # that are multiplied one after the other
+    WORDS: gl.constexpr = 2 * HALVES  # of a lane, side by side
+    DEPTH: gl.constexpr = 32 * WORDS
+    STEP: gl.constexpr = 128
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
+    copied: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    sums: gl.constexpr = _sums_layout(WARPS, ROWS, HALVES, TOKENS)
+    of_scales: gl.constexpr = gl.SliceLayout(3, sums)  # (WARPS, ROWS, HALVES)
+
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    if expert_ptr is not None:
+        expert = gl.load(expert_ptr)
+    expert = expert.to(gl.int64)
+    exists = (expert >= 0) & (expert < E)
+    all_tiles = gl.cdiv(N, ROWS)
+    tiles = gl.where(exists, all_tiles, 0)
+    length = gl.cdiv(K, STEP * WARPS) * STEP  # of a warp's share
+
+    # Elements are counted from the matrix' first one, in 32 bits.
+    row0 = gl.where(exists, expert, 0) * N
+    packed_ptr += row0 * (K // 8)
+    block0 = row0 * K // BLOCK_SIZE
+    within = (row0 * K - block0 * BLOCK_SIZE).to(gl.int32)
+    w_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, copied)))
+    w_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, copied)))
+    w_i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, copied)))
+    row_w = gl.expand_dims(0 * w_w[:, None] + w_n[None, :], 2)
+    k_w = gl.expand_dims(w_w[:, None] * length + 0 * w_n[None, :], 2) + (w_i // 8 * 64)[None, None, :]
+    k_w = gl.max_constancy(k_w, [1, 1, 8])
+    word_offs = gl.expand_dims(w_n[None, :] * (K // 8) + w_w[:, None] * (length // 8), 2) + w_i[None, None, :]
+    word_offs = gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, 8]), [1, 1, 8])
+    word_ptrs = packed_ptr + word_offs
+    s_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_scales)))
+    s_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_scales)))
+    s_h = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(1, of_scales)))
+    row_s = gl.expand_dims(0 * s_w[:, None] + s_n[None, :], 2) + 0 * s_h[None, None, :]
+    k_s = gl.expand_dims(s_w[:, None] * length + 0 * s_n[None, :], 2) + s_h[None, None, :] * 64
+
+    # The K of x: the instruction's order is (i, lane, 8), that in memory (lane, i, 8).
+    offs_k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
+    k_x = offs_k // 8 % 4 * (8 * WORDS) + offs_k // 32 * 8 + offs_k % 8
+    half_x = gl.max_constancy(k_x // 64, [8])
+    k_x = gl.max_contiguous(gl.multiple_of(k_x, [8]), [8])
+    x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
+    columns = gl.arange(0, HALVES * TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
+    mask_x = gl.expand_dims(half_x[None, :] + 0 * x_w[:, None], 2) == (columns // TOKENS)[None, None, :]
+    mask_x = mask_x & (columns % TOKENS < M)[None, None, :]
+    k_x = x_w[:, None] * length + k_x[None, :]
+    k_x = gl.max_contiguous(gl.multiple_of(k_x, [1, 8]), [1, 8])
+    x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (columns % TOKENS * stride_xm)[None, None, :]
+
+    ring = gl.allocate_shared_memory(
+        gl.int32, [AHEAD, WARPS, ROWS, 16], gl.SwizzledSharedLayout(8, 2, 2, [2, 1, 0])
+    )  # fmt: skip
+    w_tile, w_k = pid, pid * 0
+    for s in gl.static_range(AHEAD - 1):
+        _copy_words(ring.index(s), w_tile, w_k, word_ptrs, row_w, k_w, tiles, N, K, ROWS, EVEN)
+        w_tile, w_k = _next(w_tile, w_k, length, programs, STEP)
+    scales1 = _load_scales(
+        pid, 0, row_s, k_s, tiles, N, K, within,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+        ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCKS,
+    )  # fmt: skip
+    s_tile, s_k = _next(pid, pid * 0, length, programs, STEP)
+    scales2 = _load_scales(
+        s_tile, s_k, row_s, k_s, tiles, N, K, within,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+        ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCKS,
+    )  # fmt: skip
+    begin = _fill_pairs(code_ptr, dtype, WARPS)
+    zeros = gl.zeros((WARPS, ROWS, HALVES * TOKENS), gl.float32, layout=mma)
+    acc = gl.zeros((WARPS, ROWS, HALVES, TOKENS), gl.float32, layout=sums)
+    of_y: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sums))
+    out_n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_y))
+    out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, of_y))
+    tile, k = pid, pid * 0
+    for step in range(gl.cdiv(all_tiles - pid, programs) * (length // STEP)):
+        xs = ()
+        for b in gl.static_range(BLOCKS):
+            at = k + b * DEPTH
+            if EVEN:
+                xs += (gl.load(x_ptrs + at, mask=mask_x, other=0.0),)
+            else:
+                xs += (gl.load(x_ptrs + at, mask=mask_x & gl.expand_dims(k_x + at < K, 2), other=0.0),)
+        async_copy.wait_group(AHEAD - 2)
+        tl.debug_barrier()
+        words = ring.index(step % AHEAD).load(_read_layout(WARPS, ROWS, WORDS))
+        _copy_words(ring.index((step + AHEAD - 1) % AHEAD), w_tile, w_k, word_ptrs, row_w, k_w, tiles, N, K, ROWS, EVEN)
+        w_tile, w_k = _next(w_tile, w_k, length, programs, STEP)
+        scales = scales1
+        scales1 = scales2
+        s_tile, s_k = _next(s_tile, s_k, length, programs, STEP)
+        scales2 = _load_scales(
+            s_tile, s_k, row_s, k_s, tiles, N, K, within,
+            absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+            ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCKS,
+        )  # fmt: skip
+        if BLOCKS == 1:
+            of_blocks = (words,)
+        else:
+            of_blocks = gl.split(gl.permute(gl.reshape(words, (WARPS, ROWS, 2, 8)), (0, 1, 3, 2)))
+        for b in gl.static_range(BLOCKS):
+            w = _looked_up(gl.reshape(of_blocks[b], (WARPS, ROWS, 4, WORDS)), begin, dtype)
+            # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
+            w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, DEPTH))
+            w = gl.convert_layout(w, left, assert_trivial=True)
+            part = gl.reshape(mma_v2(w, xs[b], zeros), (WARPS, ROWS, HALVES, TOKENS))
+            acc += gl.convert_layout(part, sums, assert_trivial=True) * gl.expand_dims(scales[b], 3)
+        tile_before = tile
+        tile, k = _next(tile, k, length, programs, STEP)
+        if k == 0:
+            y = gl.where(exists, gl.sum(gl.sum(acc, axis=2), axis=0), 0.0)  # (ROWS, TOKENS)
+            rows = tile_before * ROWS + out_n
+            y_ptrs = y_ptr + out_t.to(gl.int64)[None, :] * N + rows[:, None]
+            gl.store(y_ptrs, y.to(dtype), mask=(rows < N)[:, None] & (out_t < M)[None, :])
+            acc = gl.zeros((WARPS, ROWS, HALVES, TOKENS), gl.float32, layout=sums)
+    async_copy.wait_group(0)

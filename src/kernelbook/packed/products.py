@@ -9,7 +9,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.launching import Launch, cdiv
 from kernelbook.packed import NESTED_BLOCK
 
-__all__ = ["HEIGHTS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
+__all__ = ["FEW_TOKENS", "HEIGHTS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
 
 
 class Matrices(NamedTuple):
@@ -35,9 +35,10 @@ class Matrices(NamedTuple):
 
 class Plan(NamedTuple):
     launch: Launch
+    kind: str  # of kernel: for "many" rows, for "few" of many matrices, for a few of "one" matrix
     height: int  # rows of its tiles
-    across: int  # programs beside each other, or
-    parts: int  # for each tile, one below the other, by the kernel for few rows; else 0
+    across: int  # programs beside each other
+    parts: int = 1  # and one below the other, for each tile
 
 
 HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
@@ -46,6 +47,9 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 # 14336 x 4096). With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
 FEW_ROWS = 6.0
 FEW = {"TOKENS": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
+# A single matrix and up to so many rows: tiles of how many rows of W, warps, steps on their way, programs a multiprocessor.
+FEW_TOKENS = 16
+FEW_OF_ONE = {4: (32, 8, 4, 2), 8: (32, 8, 4, 2), 16: (64, 8, 4, 1)}
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles.
 TILES = (
     (24.0, {"TOKENS": 32, "HALVES": 1, "OUT": 64, "DEPTH": 128, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
@@ -96,6 +100,18 @@ def plan(
         "X_GROUPED": x_grouped, "Y_GROUPED": y_grouped, "HAS_BIAS": has_bias, "BLOCK_SIZE": block_size,
         "SCALE": "nested" if nested else "float32", "NESTED_BLOCK": NESTED_BLOCK,
     }  # fmt: skip
+    if not routed and rows <= FEW_TOKENS and block_size >= 64 and not (by_row or rank or has_bias):
+        from kernelbook.packed import kernels_nvidia
+
+        tokens = next(tokens for tokens in FEW_OF_ONE if rows <= tokens)
+        height, warps, ahead, resident = FEW_OF_ONE[tokens]
+        one = Launch(
+            kernels_nvidia._one_matrix_kernel,
+            EVEN=k % (128 * warps) == 0 and n % height == 0, BLOCK_SIZE=block_size, SCALE=common["SCALE"],
+            NESTED_BLOCK=NESTED_BLOCK, TOKENS=tokens, ROWS=height, WARPS=warps, AHEAD=ahead, num_warps=warps,
+            maxnreg=min(255, properties.registers_per_sm // (32 * warps * resident) // 8 * 8),
+        )  # fmt: skip
+        return Plan(one, "one", tokens, min(cdiv(n, height), properties.num_sms * resident))
     if mean <= (FEW_ROWS if routed else FEW["TOKENS"]) and not by_row and not rank:
         from kernelbook.packed import kernels_nvidia
 
@@ -103,7 +119,7 @@ def plan(
         even = k % step == 0 and n % FEW["ROWS"] == 0
         parts = HEIGHTS[0] // FEW["TOKENS"] if routed else 1
         few = Launch(kernels_nvidia._few_rows_kernel, **common, **FEW, EVEN=even, PARTS=parts, num_warps=FEW["WARPS"])
-        return Plan(few, parts * FEW["TOKENS"], cdiv(n, FEW["ROWS"]), parts)
+        return Plan(few, "few", parts * FEW["TOKENS"], cdiv(n, FEW["ROWS"]), parts)
     from kernelbook.packed import kernels_hopper
 
     if routed:
@@ -118,7 +134,7 @@ def plan(
         kernels_hopper._many_rows_kernel, **common, **tiles, BY_ROW=by_row, r=rank, RANK=padded, GROUP=8,
         num_warps=tiles["WARPS"],
     )  # fmt: skip
-    return Plan(many, tiles["TOKENS"], cdiv(width, tiles["OUT"]), 0)
+    return Plan(many, "many", tiles["TOKENS"], cdiv(width, tiles["OUT"]))
 
 
 def launch(
@@ -132,9 +148,13 @@ def launch(
     experts, *sizes = w.shape
     n, k = sizes if w.transposed else sizes[::-1]
     which = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert or 0)
-    before = (lists, tiles_at, *which, x, x.stride(0), w.packed.view(torch.int32), *w.scales)
+    matrices = (x, x.stride(0), w.packed.view(torch.int32), *w.scales)
+    if plan.kind == "one":
+        plan.launch((plan.across,), *which, *matrices, y, experts, x.shape[0], n, k)
+        return
+    before = (lists, tiles_at, *which, *matrices)
     last = (*strided(bias, 2), y, experts, x.shape[0], n, k, slots)
-    if plan.parts:
+    if plan.kind == "few":
         plan.launch((plan.across, num_m * plan.parts), *before, *last)
     else:
         plan.launch((num_m * plan.across,), *before, *strided(b, 3), u, *last, num_m)

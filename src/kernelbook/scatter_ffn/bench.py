@@ -167,52 +167,36 @@ def _gather(shape: Shape, m: int, fraction: float) -> timing.Problem:
     )
 
 
+def _case(
+    build: Callable[..., timing.Problem], shape: Shape, m: int, fraction: float, counts: tuple[float, float] | None = None,
+    /, **other: Any,
+) -> timing.Case:  # fmt: skip
+    """By default a forward pass with a fraction of the neurons; ``counts``: its gbytes and gflop; ``other``: fields."""
+    gbytes, gflop = shape.counts(m, shape.active(fraction)) if counts is None else counts
+    fields: dict[str, Any] = {
+        "op": "scatter_ffn", "mode": "forward", "dtype": torch.bfloat16, "shape": shape.text(m), "x_name": "active",
+        "x": fraction, "gbytes": gbytes, "gflop": gflop, "build": functools.partial(build, shape, m, fraction),
+    }  # fmt: skip
+    return timing.Case(**fields | other)
+
+
 def ffn_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     """The forward pass with a fraction of the neurons."""
-    gbytes, gflop = shape.counts(m, shape.active(fraction))
-    return timing.Case(
-        op="scatter_ffn",
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape=shape.text(m),
-        x_name="active",
-        x=fraction,
-        gbytes=gbytes,
-        gflop=gflop,
-        build=functools.partial(_forward, shape, m, fraction),
-    )
+    return _case(_forward, shape, m, fraction)
 
 
 def _step_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     active, matrices = shape.active(fraction), 3 if shape.gated else 2
     # The forward pass; then the listed rows, x and dy again, dx, and the weights' gradients with their zeros.
     elements = matrices * (2 * active + shape.n) * shape.k + 5 * m * shape.k
-    return timing.Case(
-        op="scatter_ffn",
-        mode="forward_backward",
-        dtype=torch.bfloat16,
-        shape=shape.text(m),
-        x_name="active",
-        x=fraction,
-        gbytes=2 * elements / 1e9,
-        gflop=3 * shape.counts(m, active)[1],
-        build=functools.partial(_step, shape, m, fraction),
-    )
+    counts = 2 * elements / 1e9, 3 * shape.counts(m, active)[1]
+    return _case(_step, shape, m, fraction, counts, mode="forward_backward")
 
 
 def _gather_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     active = shape.active(fraction)
-    return timing.Case(
-        op="gather_matmul",
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape=shape.text(m),
-        x_name="active",
-        x=fraction,
-        gbytes=2 * (active * shape.k + m * shape.k + m * active) / 1e9,
-        gflop=2 * m * active * shape.k / 1e9,
-        build=functools.partial(_gather, shape, m, fraction),
-    )
+    counts = 2 * (active * shape.k + m * shape.k + m * active) / 1e9, 2 * m * active * shape.k / 1e9
+    return _case(_gather, shape, m, fraction, counts, op="gather_matmul")
 
 
 def _read(shape: Shape, m: int, fraction: float) -> timing.Problem:
@@ -222,38 +206,24 @@ def _read(shape: Shape, m: int, fraction: float) -> timing.Problem:
     def truth() -> Tensors:
         return [floor.fold([weight[neurons] for weight in weights])]
 
-    calls: Calls = {"kernelbook": lambda: [floor.read_rows(weights, neurons)]}
-    return timing.Problem(calls, truth, truth, check.FORWARD_FACTOR, {"kernelbook": lambda out: [floor.fold(out)]})
+    *first, last = weights
+    calls: Calls = {
+        "kernelbook": lambda: [floor.read_rows(weights, neurons)],
+        # As the two products have to: the second launch begins when the first one has ended.
+        "kernelbook:in two": lambda: [floor.read_rows(first, neurons), floor.read_rows([last], neurons)],
+    }
+    views = {provider: lambda out: [floor.fold(out)] for provider in calls}
+    return timing.Problem(calls, truth, truth, check.FORWARD_FACTOR, views)
 
 
 def _read_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     """The floor: a kernel that reads the listed rows of the weights and does nothing else."""
-    return timing.Case(
-        op="read_rows",
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape=shape.text(m),
-        x_name="active",
-        x=fraction,
-        gbytes=shape.counts(0, shape.active(fraction))[0],
-        gflop=0.0,
-        build=functools.partial(_read, shape, m, fraction),
-    )
+    return _case(_read, shape, m, fraction, (shape.counts(0, shape.active(fraction))[0], 0.0), op="read_rows")
 
 
 def _run_case(shape: Shape, m: int, fraction: float, run: int) -> timing.Case:
-    gbytes, gflop = shape.counts(m, shape.active(fraction))
-    return timing.Case(
-        op="scatter_ffn",
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape={**shape.text(m), "active": fraction},
-        x_name="neighbours",
-        x=run,
-        gbytes=gbytes,
-        gflop=gflop,
-        build=functools.partial(_forward, shape, m, fraction, run),
-    )
+    build = functools.partial(_forward, run=run)
+    return _case(build, shape, m, fraction, shape={**shape.text(m), "active": fraction}, x_name="neighbours", x=run)
 
 
 def _first_call(m: int) -> timing.Case:

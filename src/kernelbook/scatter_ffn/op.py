@@ -1,7 +1,7 @@
 """The public functions, their operators, and the launches."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ PRECISION = "ieee"  # of float32 in tiles, which only tests multiply so: it is l
 # --- public functions -----------------------------------------------------------------------------------------------
 
 
+@launching.repeated(launching.settings)
 def gather_matmul(
     x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, *, activation: str | None = None,
     bias: torch.Tensor | None = None,
@@ -49,6 +50,7 @@ def gather_matmul(
     return out
 
 
+@launching.repeated(launching.settings)
 def scatter_ffn(
     x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor | None, *,
     w_gate: torch.Tensor | None = None, activation: str = "relu", deterministic: bool = False,
@@ -313,7 +315,7 @@ def _product(y: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch
 
 def _gathered(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, gate: Any, gate_bias: Any, rows: torch.Tensor,
-    activation: str, plan: kernels.Plan,
+    activation: str, plan: kernels.Plan, pack: Callable[..., torch.Tensor] = _pack,
 ) -> None:  # fmt: skip
     """Fills out (M, L or L_pad) with act(x weight[rows]^T) or its gated form, zero from L on. x (M, K)."""
     if out.numel() == 0:
@@ -330,7 +332,7 @@ def _gathered(
             products.append(whole if plain else x.new_empty(padded))
             # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's slope
             # jumps.
-            _product(products[-1], x, _pack(w, rows).t(), None if b is None else _pack(b[:, None], rows)[:, 0])
+            _product(products[-1], x, pack(w, rows).t(), None if b is None else pack(b[:, None], rows)[:, 0])
     if not plain:
         _hidden(whole, products[0], None if gate is None else products[1], activation)
     if whole is not out:
@@ -338,11 +340,12 @@ def _gathered(
 
 
 def _scattered(
-    y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, plan: kernels.Plan
-) -> None:
+    y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, plan: kernels.Plan,
+    pack: Callable[..., torch.Tensor] = _pack,
+) -> None:  # fmt: skip
     """Fills y (M, K_out) with h[:, :L] weight[rows] + bias. h (M, L_pad) is zero from L on."""
     if plan.strategy == "packed":
-        _product(y, h, _pack(weight, rows), bias)
+        _product(y, h, pack(weight, rows), bias)
     elif y.numel():
         _run_down(y, h, weight, bias, rows, plan)
 
@@ -388,16 +391,16 @@ def _run_gather_backward(
 ) -> None:  # fmt: skip
     (dx, dw, db), (needs_dx, needs_dw, needs_db) = results, needs
     x, dz, rows = launching.matrix(x), launching.matrix(dout), rows.contiguous()
-    plan, extra = _plan(x, x.shape[1], rows), _padded(rows.shape[0]) - rows.shape[0]
+    plan, extra, pack = _plan(x, x.shape[1], rows), _padded(rows.shape[0]) - rows.shape[0], functools.cache(_pack)
     with launching.without_autocast(x):
         dz = F.pad(dz, (0, extra)) if extra else dz.contiguous()
         if activation != "none":
             z, h, dh = torch.empty_like(dz), torch.empty_like(dz), dz
             dz = torch.empty_like(dz)
-            _gathered(z, x, weight, bias, None, None, rows, "none", plan)
+            _gathered(z, x, weight, bias, None, None, rows, "none", plan, pack)
             _hidden(h, z, None, activation, dh, dz)
         if needs_dx:
-            _scattered(launching.matrix(dx), dz, weight, None, rows, plan)
+            _scattered(launching.matrix(dx), dz, weight, None, rows, plan, pack)
         pairs = [(torch.mm(dz.t(), x), dw)] if needs_dw else []
         _place(rows, weight.shape[0], pairs + ([(_column_sums(dz), db)] if needs_db else []))
 
@@ -466,19 +469,20 @@ def _run_ffn_backward(
     plan = _plan(x, w_down.shape[1], rows)
     u, dh, h, du = (x.new_empty((x.shape[0], _padded(rows.shape[0]))) for _ in range(4))
     g, dg = (None, None) if w_gate is None else (torch.empty_like(u), torch.empty_like(u))
+    pack = functools.cache(_pack)  # of rows that two products want
     with launching.without_autocast(x):
-        _gathered(u, x, w_up, b_up, None, None, rows, "none", plan)
+        _gathered(u, x, w_up, b_up, None, None, rows, "none", plan, pack)
         if g is not None:
-            _gathered(g, x, w_gate, b_gate, None, None, rows, "none", plan)
+            _gathered(g, x, w_gate, b_gate, None, None, rows, "none", plan, pack)
         # The gradient of h is a product with the same rows that h is multiplied by.
-        _gathered(dh, dy, w_down, None, None, None, rows, "none", plan)
+        _gathered(dh, dy, w_down, None, None, None, rows, "none", plan, pack)
         _hidden(h, u, g, activation, dh, du, dg)
         if dx is not None:
             dx = launching.matrix(dx)
-            _scattered(dx, du, w_up, None, rows, plan)
+            _scattered(dx, du, w_up, None, rows, plan, pack)
             if dg is not None:
                 by_gate = torch.empty_like(dx)
-                _scattered(by_gate, dg, w_gate, None, rows, plan)
+                _scattered(by_gate, dg, w_gate, None, rows, plan, pack)
                 dx += by_gate
         matrices = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate))
         pairs = [(torch.mm(a.t(), b), out) for a, b, out in matrices if a is not None and out is not None]

@@ -592,10 +592,11 @@ class _Tiles:
 
 
 # By bytes an element. The thresholds for 16 bits are where the measured order of the tiles changes on an H200, over five
-# shapes and seven active fractions; none of the choices was more than 10% behind the best of 26 variants. A small problem
-# needs many programs to reach every multiprocessor; a large one is fastest with the tile that reads least for its
-# arithmetic. 132 programs of 128 x 256 read fewest strips as a block of 16 x 8, hence groups of 16. float32 and float64
-# are packed and multiplied by cuBLAS, so that theirs only have to be right.
+# shapes and seven active fractions. A small problem needs many programs to reach every multiprocessor; a large one is
+# fastest with the tile that reads least for its arithmetic. In between, programs that are few are up to 16% faster with one
+# a multiprocessor and five stages, and others slower: plans say where (``kernelbook/tuned``). 132 programs of 128 x 256 read
+# fewest strips as a block of 16 x 8, hence groups of 16. float32 and float64 are packed and multiplied by cuBLAS, so that
+# theirs only have to be right.
 TILES = {
     2: (
         _Tiles(1.2e9, 64, 64, 64, 4, 4, 8),

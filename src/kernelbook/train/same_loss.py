@@ -9,20 +9,20 @@ corpus, the prose that ``help()`` shows, in five ways that share the data, their
 - ``kernelbook:dense``: ours on the same bfloat16 weights;
 - ``kernelbook:nf4`` and ``kernelbook:nf4_double``: ours on 4-bit experts.
 
-Each way and seed is one line of ``same_loss_curves.jsonl``. The runs are independent processes; no time is taken in them.
+Each way and seed is one line of ``same_loss_curves.jsonl``, written when that run ends. On a GPU a step is one CUDA graph, all
+but eager's, whose experts ask the host how many tokens each has. No time is taken. ``--seeds 1`` does one seed's part: the
+seeds may run side by side, on as many GPUs.
 """
 
 import argparse
 import contextlib
 import json
 import math
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ TINY: dict[str, Any] = SIZES | {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
     "num_experts": 4, "moe_intermediate_size": 32, "vocab": 300, "context": 16, "batch": 2, "rank": 2,
 }  # fmt: skip
+EAGER_STEPS = 3  # before a step is captured: kernels are compiled and the optimizer's states made
 HERE = Path(__file__).resolve().parent
 SOURCES = (
     *(HERE / name for name in ("same_loss.py", "text.py", "seeds.py")),
@@ -89,7 +90,10 @@ def _autocast(on: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def _loss(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = model(inputs, use_cache=False).logits
+    from transformers import DynamicCache
+
+    # Without a cache, be it empty, transformers looks on the host whether sequences are packed; a graph has no host to ask.
+    logits = model(inputs, past_key_values=DynamicCache(), use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -103,49 +107,75 @@ def _validation(model: Any, data: TextData, mixed: bool, count: int = 4) -> floa
 
 
 def _train(
-    model: Any, data: TextData, steps: int, lr: float, *, mixed: bool, every: int
+    model: Any, data: TextData, steps: int, lr: float, *, mixed: bool, every: int, graph: bool
 ) -> tuple[list[float], list[tuple[int, float]]]:
-    """-> the loss of each step, and (step, validation loss) pairs; the rate warms up for a twentieth and falls to zero."""
+    """-> the loss of each step, and (step, validation loss) pairs; the rate warms up for a twentieth and falls to zero.
+
+    ``graph``: the first steps are launched one by one, the others are replays of a captured one.
+    """
+    real = runtime.DEVICE.type == "cuda"
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=runtime.DEVICE.type == "cuda")
+    rate = torch.zeros((), device=runtime.DEVICE)
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=real, capturable=real)
     warm = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1))))
-    )
-    losses = torch.zeros(steps, device=runtime.DEVICE)
-    evaluated = [(0, _validation(model, data, mixed))]
-    for step in range(steps):
+    inputs, targets = (part.clone() for part in data.batch(0))
+
+    def body() -> torch.Tensor:
+        optimizer.zero_grad()
         with _autocast(mixed):
-            loss = _loss(model, *data.batch(step))
+            loss = _loss(model, inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses[step] = loss.detach()
-        if (step + 1) % every == 0 or step + 1 == steps:
-            evaluated.append((step + 1, _validation(model, data, mixed)))
-    return losses.tolist(), evaluated
+        return loss.detach()
+
+    losses = torch.zeros(steps, device=runtime.DEVICE)
+    evaluated = [(0, _validation(model, data, mixed))]
+    captured = None
+    with contextlib.ExitStack() as stack:
+        stream = torch.cuda.Stream() if graph else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            stack.enter_context(torch.cuda.stream(stream))
+        for step in range(steps):
+            for mine, new in zip((inputs, targets), data.batch(step), strict=True):
+                mine.copy_(new)
+            rate.fill_(lr * min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps))))
+            if stream is not None and step == EAGER_STEPS:
+                captured = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(captured, stream=stream):
+                    loss = body()
+            if captured is None:
+                loss = body()
+            else:
+                captured.replay()
+            losses[step] = loss
+            if (step + 1) % every == 0 or step + 1 == steps:
+                evaluated.append((step + 1, _validation(model, data, mixed)))
+        found = losses.tolist()
+    return found, evaluated
 
 
-def pretrain(sizes: dict[str, Any], steps: int, path: Path, *, lr: float = 1e-3, small: bool = False) -> float:
-    """Trains the model from scratch, on the kernels in mixed precision, writes it to ``path``; the last validation loss."""
+def pretrain(
+    sizes: dict[str, Any], steps: int, *, lr: float = 1e-3, small: bool = False
+) -> tuple[dict[str, torch.Tensor], float]:
+    """The weights of a model trained from scratch, on the kernels in mixed precision, and its last validation loss."""
     from kernelbook.interop import transformers as interop
 
     torch.manual_seed(0)
     data, _ = corpora(sizes | {"batch": 4 * sizes["batch"]}, small=small)
     model = new_model(sizes, data.vocab_size)
     interop.use_kernels(model)
-    _, evaluated = _train(model, data, steps, lr, mixed=runtime.DEVICE.type == "cuda", every=steps)
-    with replacing(path) as file:
-        torch.save(model.state_dict(), file)
-    return evaluated[-1][1]
+    real = runtime.DEVICE.type == "cuda"
+    _, evaluated = _train(model, data, steps, lr, mixed=real, every=max(steps, 1), graph=real)
+    return {name: value.detach() for name, value in model.state_dict().items()}, evaluated[-1][1]
 
 
 def finetune(
-    way: str, seed: int, sizes: dict[str, Any], steps: int, base: Path, *, lr: float = 3e-4, small: bool = False
-) -> dict[str, Any]:
-    """One line of the curves: LoRA fine-tuning of the model at ``base`` in one of :data:`WAYS`."""
+    way: str, seed: int, sizes: dict[str, Any], steps: int, base: Mapping[str, torch.Tensor], *, lr: float = 3e-4,
+    small: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One line of the curves: LoRA fine-tuning of the model with the weights ``base`` in one of :data:`WAYS`."""
     import peft
 
     from kernelbook.interop import transformers as interop
@@ -154,7 +184,7 @@ def finetune(
         raise ValueError(f"finetune: way must be one of {', '.join(WAYS)}, got {way!r}")
     _, data = corpora(sizes, seed=seed, small=small)
     model = new_model(sizes, data.vocab_size)
-    model.load_state_dict(torch.load(base, map_location=runtime.DEVICE, weights_only=True))
+    model.load_state_dict(base)
     parameters = sum(p.numel() for p in model.parameters())
     mixed = way != "eager" and runtime.DEVICE.type == "cuda"
     if mixed:
@@ -174,7 +204,7 @@ def finetune(
         base_model: Any = model.get_base_model()
         base_model.set_experts_implementation(way)
     every = max(1, steps // 10)
-    losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=every)
+    losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=every, graph=mixed)
     block = max(1, steps // 50)
     return {
         "way": way, "seed": seed, "steps": steps,
@@ -193,64 +223,45 @@ def finetune(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, then starts a process for each way and seed, and writes their lines as they come; 1 where one failed."""
+    """Trains from scratch, then fine-tunes in each way with each seed, and writes the lines as they come; 1 where one failed."""
     parser = argparse.ArgumentParser(prog="python -m kernelbook.train.same_loss", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of same_loss_curves.jsonl")
     parser.add_argument("--pretrain-steps", type=int, default=300, help="steps from scratch (default: 300)")
     parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds (default: 3)")
-    parser.add_argument("--at-once", type=int, default=10, help="processes at a time on the GPU (default: 10)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="ways (default: all)")
+    parser.add_argument(
+        "--base", type=Path, help="the trained model: read from this file, or written to it where it is not there"
+    )
     parser.add_argument("--tiny", action="store_true", help="a model for the interpreter")
-    parser.add_argument("--one", nargs=3, metavar=("WAY", "SEED", "BASE"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     sizes = TINY if given.tiny else SIZES
-    if given.one:
-        way, seed, base = given.one
-        print(json.dumps(finetune(way, int(seed), sizes, given.steps, Path(base), small=given.tiny)))
-        return 0
     began = time.perf_counter()
-    before = signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # the processes started here are not to outlive this one
-    folder = tempfile.TemporaryDirectory()
-    base = Path(folder.name) / "base.pt"
-    loss = pretrain(sizes, given.pretrain_steps, base, small=given.tiny)
-    print(f"from scratch: validation loss {loss:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
-    if runtime.DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
+    if given.base is not None and given.base.exists():
+        base = torch.load(given.base, map_location=runtime.DEVICE, weights_only=True)
+    else:
+        base, loss = pretrain(sizes, given.pretrain_steps, small=given.tiny)
+        print(f"from scratch: validation loss {loss:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
+        if given.base is not None:
+            with replacing(given.base) as file:
+                torch.save(base, file)
     about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
-    waiting = [(way, seed) for seed in range(given.seeds) for way in WAYS]
-    running: dict[tuple[str, int], subprocess.Popen[str]] = {}
     failed = 0
-    try:
-        while waiting or running:
-            while waiting and len(running) < given.at_once:
-                way, seed = waiting.pop(0)
-                command = [sys.executable, "-m", "kernelbook.train.same_loss", "--out", str(given.out)]
-                command += ["--steps", str(given.steps), "--one", way, str(seed), str(base)]
-                command += ["--tiny"] if given.tiny else []
-                running[way, seed] = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                )
-            done = next((key for key, process in running.items() if process.poll() is not None), None)
-            if done is None:
-                time.sleep(0.2)
-                continue
-            process = running.pop(done)
-            output = process.communicate()[0]
-            if process.returncode:
+    for seed in given.seeds:
+        for way in given.ways:
+            try:
+                line = {**about, **finetune(way, seed, sizes, given.steps, base, small=given.tiny)}
+            except Exception:  # one run is lost, not all
                 failed += 1
-                print(f"NOT RECORDED: {done}: {output[-2000:]}", file=sys.stderr, flush=True)
+                print(f"NOT RECORDED: {way}, seed {seed}", file=sys.stderr, flush=True)
+                traceback.print_exc()
                 continue
-            line = {**about, **json.loads(output.strip().splitlines()[-1])}
             _record(given.out / f"{STEM}.jsonl", line)
-            print(f"{done}: validation {line['validation_loss'][0]:.4f} -> {line['validation_loss'][-1]:.4f}, "
-                  f"{time.perf_counter() - began:.0f} s", flush=True)  # fmt: skip
-    finally:
-        for process in running.values():
-            process.kill()
-        folder.cleanup()
-        signal.signal(signal.SIGTERM, before)
+            print(
+                f"{way}, seed {seed}: validation {line['validation_loss'][0]:.4f} -> {line['validation_loss'][-1]:.4f}, "
+                f"{time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
     return 1 if failed else 0
 
 

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +28,17 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime, timing  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
+from kernelbook.launching import Launch
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn import GPT, SparseFFN
+from kernelbook.train import kernels
 from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer
 from kernelbook.train.text import TextData
+
+# isort: split
+import triton
 
 __all__ = ["Decoder", "Predictor", "main", "sparsity", "train_predictors"]
 
@@ -40,9 +46,10 @@ STEM, LAYERS_STEM = "sparse_inference", "sparse_inference_layers"
 LAYERS_KEY = ("gpu", "width", "what", "layer", "share")
 HERE = Path(__file__).resolve().parent
 SOURCES = (
-    *(HERE / name for name in ("sparse_inference.py", "loop.py", "text.py")),
+    *(HERE / name for name in ("sparse_inference.py", "kernels.py", "loop.py", "text.py")),
     *(HERE.parent / name for name in ("nn", "scatter_ffn", "attention", "layer_norm")),
 )
+_launch = functools.cache(Launch)
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
 SHARES = (0.05, 0.1, 0.25)
 CONTEXT = 512
@@ -55,8 +62,8 @@ class Predictor(torch.nn.Module):
     """Scores of neurons (..., N) from a block's input (..., d): ``x A^T B^T + b``, of rank r.
 
     As a router of :class:`kernelbook.nn.SparseFFN` it returns the neurons whose score is above ``threshold`` for any of the
-    tokens. On a GPU the list has always ``count`` places: an id that is no neuron's fills those that are left, and what does
-    not fit is left out. Sorting the scores would give the best ones, and take longer than the block.
+    tokens, in their order. On a GPU the list has always ``count`` places: an id that is no neuron's fills those that are left,
+    and what does not fit is left out. Sorting the scores would give the best ones, and take longer than the block.
     """
 
     threshold: torch.Tensor
@@ -77,14 +84,11 @@ class Predictor(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., d) -> (count,) ids, or fewer on the CPU."""
         scores = self.scores(x).flatten(0, -2)
-        wanted = (scores[0] if scores.shape[0] == 1 else scores.amax(0)) > self.threshold
-        if not wanted.is_cuda:  # where an id that is no neuron's is an error
-            return wanted.nonzero()[: self.count, 0]
-        place = wanted.cumsum(0)
-        ids = torch.full((self.count + 1,), wanted.numel(), dtype=torch.int64, device=x.device)
-        every = torch.arange(wanted.numel(), device=x.device)
-        ids.scatter_(0, torch.where(wanted & (place <= self.count), place - 1, self.count), every)
-        return ids[: self.count]
+        (rows, neurons), ids = scores.shape, x.new_empty(self.count, dtype=torch.int64)
+        block = min(triton.next_power_of_2(neurons), kernels.ABOVE_BLOCK)
+        launch = _launch(kernels._columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 512))
+        launch((1,), scores, scores.stride(0), self.threshold, ids, rows, neurons, self.count)
+        return ids if ids.is_cuda else ids[ids < neurons]  # on the CPU an id that is no neuron's is an error
 
 
 def _mlp_inputs(model: GPT, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

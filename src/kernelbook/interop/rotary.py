@@ -1,0 +1,147 @@
+"""Rotary position embedding of transformers' models in one launch; :func:`kernelbook.nn.swap` puts it there.
+
+transformers turns queries and keys in ten small kernels, each of which reads and writes all of them. Here one program turns
+all heads of a token: ``q cos + rotated(q) sin`` with the two halves of a head's features as the pairs, computed in float32
+and rounded once. Memory: q and k read and written once, cos and sin read once a token. The gradient is the same with the
+transposed rotation. An attention class is taken by what its function of that name computes.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kernelbook import launching  # before Triton, which it sets up
+from kernelbook.launching import Launch, cdiv
+from kernelbook.nn import kernels
+
+# isort: split
+import triton
+
+__all__ = ["attentions", "rotate"]
+
+FUNCTION = "apply_rotary_pos_emb"
+
+
+_launch = functools.cache(Launch)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _run(results: tuple[torch.Tensor, ...], q: Any, k: Any, cos: Any, sin: Any, back: bool) -> None:
+    q_out, k_out = results
+    q, k, cos, sin = map(_rows, (q, k, cos, sin))
+    batch, heads, n, size = q.shape
+    cos, sin = (table.expand(batch, n, size) for table in (cos, sin))
+    half = size // 2
+    launch = _launch(
+        kernels._rotate_kernel, HALF=half, BLOCK_D=triton.next_power_of_2(half), BLOCK_H=kernels.HEADS, BACK=back,
+        num_warps=kernels.WARPS,
+    )  # fmt: skip
+    if batch * n:
+        launch(
+            (batch * n, cdiv(heads, kernels.HEADS) + cdiv(k.shape[1], kernels.HEADS)),
+            q, *q.stride()[:3], k, *k.stride()[:3], cos, *cos.stride()[:2], sin, *sin.stride()[:2],
+            q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
+            n, heads, k.shape[1],
+        )  # fmt: skip
+
+
+def _outputs(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the order of dimensions that q and k have in memory, with contiguous features."""
+    return tuple(torch.empty_like(_rows(x)) for x in (q, k))  # type: ignore[return-value]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *_rotate(dq, dk, *ctx.saved_tensors, not ctx.back), None, None, None
+
+
+_rotate = launching.operator(
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
+    outputs=_outputs,
+    run=_run,
+    setup_context=_setup,
+    backward=_backward,
+)
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, HQ, N, D) and k (B, HK, N, D) turned by cos and sin, (B or 1, N, D), in their own dtype (not float64)."""
+    q, k = _rotate(q, k, cos, sin, False)
+    return q, k
+
+
+def _or(theirs: Any) -> Any:
+    """:func:`rotate`, or ``theirs`` where a model turns a part of the features, or computes in float64."""
+
+    def either(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        whole = q.ndim == 4 and q.shape[-1] == cos.shape[-1] and q.shape[-1] % 2 == 0 and cos.ndim == 3
+        return (rotate if whole and q.dtype != torch.float64 else theirs)(q, k, cos, sin)
+
+    return either
+
+
+def _is_rotation(function: Any) -> bool:
+    """Whether the function turns the two halves of each head's features against each other, called with four tensors."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        q, k, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+        try:
+            found = function(q, k, cos, sin)
+        except Exception:  # whatever a function raises that has other arguments
+            return False
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+    return all(
+        isinstance(out, torch.Tensor) and out.shape == x.shape and torch.allclose(out, expected(x), atol=1e-5)
+        for out, x in zip(found, (q, k), strict=True)
+    )
+
+
+def _with_kernel(kind: type[torch.nn.Module]) -> type[torch.nn.Module] | None:
+    """The attention class that calls :func:`rotate` instead of its module's function; ``None`` where that cannot be."""
+    forward: Any = kind.forward
+    names = getattr(forward, "__globals__", {})
+    if inspect.unwrap(forward) is not forward or FUNCTION not in forward.__code__.co_names or FUNCTION not in names:
+        return None
+    try:
+        calls = inspect.getsource(forward).count(f"{FUNCTION}(query_states, key_states, cos, sin)")
+    except OSError:  # there is no source to look into
+        return None
+    if calls != 1 or not _is_rotation(names[FUNCTION]):
+        return None
+    own = types.FunctionType(
+        forward.__code__,
+        {**names, FUNCTION: _or(names[FUNCTION])},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return type(kind.__name__, (kind,), {"forward": own, "__module__": __name__})
+
+
+def attentions(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, type[torch.nn.Module]]]:
+    """The attention modules of ``model`` that turn queries and keys so: name, module, and its class on the kernel."""
+    kinds: dict[type, type | None] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__ == __name__:
+            continue
+        if kind not in kinds:
+            kinds[kind] = _with_kernel(kind)
+        new = kinds[kind]
+        if new is not None:
+            yield name, module, new
