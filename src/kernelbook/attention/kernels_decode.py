@@ -91,7 +91,7 @@ def _decode_steps(
         if Q_LATE:
             # The compiler would take a load that is the same in all steps out of the loop, and wait for it before it
             # asks for the first keys. (No key has a negative index.)
-            q_tile = tl.load(q_ptrs + (start >> 31) * stride_kn, mask=q_mask, other=0.0)
+            q_tile = tl.load(q_ptrs + ((start + tl.zeros((), tl.int64)) >> 31) * stride_kn, mask=q_mask, other=0.0)
         else:
             q_tile = q
         scores = _dot(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -243,8 +243,8 @@ def _flash_attention_decode_kernel(
     WIDTH: tl.constexpr = D if PIECES == 1 else BLOCK_V
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     group, piece = tile // PIECES, tile % PIECES
-    v_ptr += piece * BLOCK_V * stride_vd
-    o_ptr += piece * BLOCK_V * stride_od
+    v_ptr += piece.to(tl.int64) * BLOCK_V * stride_vd
+    o_ptr += piece.to(tl.int64) * BLOCK_V * stride_od
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
     head, first_row = group // blocks, group % blocks * BLOCK_M
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
