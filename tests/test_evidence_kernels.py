@@ -13,6 +13,7 @@ from tensors import randn
 from kernelbook import check, runtime
 from kernelbook.compiled import compile_calls
 from kernelbook.layer_norm import kernels
+from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference, nf4_quantize_reference
 from kernelbook.scatter_ffn import scatter_ffn_reference
 
 # --- layer_norm -----------------------------------------------------------------------------------------------------
@@ -103,3 +104,33 @@ kb.scatter_ffn(*(torch.empty(n, 4096, dtype=torch.bfloat16) for n in (16, 16384,
 """
     atomics = [line for k in compile_calls(code, asm=("ptx",)) for line in k.asm["ptx"].splitlines() if "atom." in line]
     assert atomics and all(".gpu.acq_rel." in line for line in atomics), atomics
+
+
+# --- nf4 ------------------------------------------------------------------------------------------------------------
+
+
+def test_full_blocks_are_multiplied_by_the_reciprocal() -> None:
+    """As bitsandbytes does it, and not divided: beside the middle of two codes the two differ in the last bit."""
+    code = torch.tensor(kb.nf4_quantize(randn(64)).code.tolist())
+    middles = (code[1:] + code[:-1]) / 2
+    largest = 1 + torch.arange(200) / 64
+    near = (middles * largest[:, None]).repeat_interleave(4, 1)
+    near = torch.cat([near, largest[:, None], torch.zeros(200, 3)], 1)  # 64 of each block
+    near[:, 0:60:4] = torch.nextafter(near[:, 0:60:4], torch.tensor(9.0))
+    near[:, 1:60:4] = torch.nextafter(near[:, 1:60:4], torch.tensor(-9.0))
+    packed, absmax = nf4_quantize_reference(near, code)
+    divided = torch.bucketize(near / largest[:, None], middles).view(-1, 2)
+    assert (divided[:, 0] << 4 | divided[:, 1]).to(torch.uint8).ne(packed).any(), "this test tells nothing"
+    q = kb.nf4_quantize(near.to(runtime.DEVICE))
+    assert torch.equal(q.packed.cpu().view(-1), packed) and torch.equal(q.absmax.cpu().view(-1), absmax)
+
+
+@pytest.mark.parametrize("shape", ((2, 128, 160), (3, 37, 457)))
+def test_quantized_scales_of_later_experts(shape: tuple[int, ...]) -> None:
+    """Their blocks begin within the 256 that share a scale of the scales."""
+    q = kb.nf4_quantize(randn(*shape), double_quant=True)
+    absmax = nested_absmax_reference(q.absmax, q.nested_absmax, q.nested_code, q.nested_offset)
+    expected = nf4_dequantize_reference(q.packed, absmax, q.code, q.shape, q.block_size)
+    assert torch.equal(kb.nf4_dequantize(q, dtype=torch.float32), expected)
+    experts = torch.tensor([shape[0] - 1, 1], device=expected.device)
+    assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=torch.float32), expected[experts])
