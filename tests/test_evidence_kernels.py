@@ -109,8 +109,8 @@ kb.scatter_ffn(*(torch.empty(n, 4096, dtype=torch.bfloat16) for n in (16, 16384,
 # --- nf4 ------------------------------------------------------------------------------------------------------------
 
 
-def test_full_blocks_are_multiplied_by_the_reciprocal() -> None:
-    """As bitsandbytes does it, and not divided: beside the middle of two codes the two differ in the last bit."""
+def test_full_blocks_are_multiplied_by_the_reciprocal_and_short_ones_divided() -> None:
+    """As bitsandbytes does it: beside the middle of two codes the two differ in the last bit."""
     code = torch.tensor(kb.nf4_quantize(randn(64)).code.tolist())
     middles = (code[1:] + code[:-1]) / 2
     largest = 1 + torch.arange(200) / 64
@@ -123,6 +123,9 @@ def test_full_blocks_are_multiplied_by_the_reciprocal() -> None:
     assert (divided[:, 0] << 4 | divided[:, 1]).to(torch.uint8).ne(packed).any(), "this test tells nothing"
     q = kb.nf4_quantize(near.to(runtime.DEVICE))
     assert torch.equal(q.packed.cpu().view(-1), packed) and torch.equal(q.absmax.cpu().view(-1), absmax)
+    for row in near[1:60, :61]:
+        q = kb.nf4_quantize(row.to(runtime.DEVICE))
+        assert torch.equal(q.packed.cpu().view(-1), nf4_quantize_reference(row, code)[0])
 
 
 @pytest.mark.parametrize("shape", ((2, 128, 160), (3, 37, 457)))
