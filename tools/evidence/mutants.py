@@ -60,9 +60,9 @@ REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
-# Tests that measure, need all memory, or start other processes, whose kernels are not seen.
+# Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
 WRITTEN = ("test_evidence_kernels.py", "test_evidence_gpu.py")  # for faults
-LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck")
+LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 RARE = (
     "barrier removed",
     "order relaxed",
