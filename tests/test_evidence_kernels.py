@@ -1,6 +1,7 @@
 """What no other test noticed when faults were planted in kernels (``make evidence``): each test here kills some of them."""
 
 import functools
+from collections.abc import Iterator
 
 import kernelbook as kb
 
@@ -8,11 +9,12 @@ import kernelbook as kb
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from tensors import randn
 
-from kernelbook import check, runtime
+from kernelbook import autotune, check, runtime
 from kernelbook.compiled import compile_calls
-from kernelbook.layer_norm import kernels
+from kernelbook.layer_norm import kernels, rms_norm_reference
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference, nf4_quantize_reference
 from kernelbook.scatter_ffn import scatter_ffn_reference
 
@@ -72,6 +74,38 @@ def test_the_mean_that_is_kept_is_the_corrected_one(m: int, n: int, period: int)
     true_dx, true_dw = torch.autograd.grad(truth, wide, dy.to(torch.float64))
     for name, ours, true in (("out", y, truth), ("dx", dx, true_dx), ("dweight", dw, true_dw)):
         check.compare(name, ours.detach(), true.detach(), true.detach().float()).require()
+
+
+@pytest.fixture
+def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short rows are looped over too, in small tiles, so that the kernels for long ones run in a moment."""
+    monkeypatch.setattr(kernels, "plan_forward", lambda *_: None)
+    monkeypatch.setattr(kernels, "looped_config", lambda *_: triton.Config({"BLOCK_N": 64}, num_warps=4))
+    tiles = triton.Config({"BLOCK_M": 2, "BLOCK_N": 32}, num_warps=4)
+    monkeypatch.setattr(kernels, "plan_backward", lambda *_: kernels.BackwardPlan(tiles, 1))
+    autotune.forget()
+    yield
+    monkeypatch.undo()
+    autotune.forget()
+
+
+@pytest.mark.parametrize("n", (64, 301))
+@pytest.mark.parametrize("parts", ((), ("weight",), ("weight", "bias")), ids=("nothing", "weight", "weight and bias"))
+@pytest.mark.usefixtures("_looped")
+def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
+    inputs = {"x": randn(14, n + 3)[::2, 1:-2], **{name: randn(n) for name in parts}}
+    reference = functools.partial(F.layer_norm, normalized_shape=(n,))
+    check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
+
+
+@pytest.mark.parametrize("n", (64, 301))
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.usefixtures("_looped")
+def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
+    inputs = {"x": randn(14, n + 3)[::2, 1:-2], "weight": randn(n)}
+    if residual:
+        inputs["residual"] = randn(7, n + 7)[:, 4:-3]
+    check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
 
 
 # --- scatter_ffn ----------------------------------------------------------------------------------------------------
