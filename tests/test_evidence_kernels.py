@@ -108,6 +108,31 @@ def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
     check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
 
 
+@pytest.mark.parametrize("looped", (False, True))
+def test_gradients_that_come_with_strides_of_their_own(looped: bool, request: pytest.FixtureRequest) -> None:
+    """Those of the norm and of the sum, whose rows lie apart in other ways, and x in another again."""
+    if looped:
+        request.getfixturevalue("_looped")
+    x, r, w = randn(9, 301)[:, :300].requires_grad_(), randn(9, 300).requires_grad_(), randn(300).requires_grad_()
+    dy, ds = randn(9, 340)[:, 17:317], randn(1, 300).expand(9, 300)
+    call = functools.partial(torch.autograd.grad, kb.rms_norm(x, w, residual=r), (x, r, w), retain_graph=True)
+    strided, dense = call(grad_outputs=(dy, ds)), call(grad_outputs=(dy.contiguous(), ds.contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(strided, dense, strict=True))
+    for backward in ("partials", "locks"):
+        y = kb.layer_norm(x, w, w, backward=backward)
+        ours = torch.autograd.grad(y, (x, w), dy)
+        check.compare("dx", ours[0], *_layer_norm_dx(x, w, dy), factor=check.GRADIENT_FACTOR).require()
+
+
+def _layer_norm_dx(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64 and by PyTorch in float32."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        leaf, weight = x.detach().to(dtype).requires_grad_(), w.detach().to(dtype)
+        found += torch.autograd.grad(F.layer_norm(leaf, (x.shape[1],), weight, weight), leaf, dy.to(dtype))
+    return found[0], found[1]
+
+
 # --- scatter_ffn ----------------------------------------------------------------------------------------------------
 
 
