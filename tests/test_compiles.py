@@ -363,9 +363,10 @@ SETTINGS = {
 }
 
 # (kernel, target) -> the most bytes that may be spilled, and why that is accepted. That is what the pinned compiler spills;
-# another one's ptxas spills more of the same kernels, or nothing: in Triton 3.6 up to 840 bytes.
+# another one's ptxas spills more of the same kernels, or nothing: in Triton 3.6 up to 840 bytes. Of a kernel that is not
+# listed it may spill a few bytes: in Triton 3.6 it is 8 of LayerNorm's backward pass in float64.
 PINNED = f"triton=={triton.__version__}" in (ROOT / "requirements.txt").read_text()
-OTHERS_SPILL = 1024
+OTHERS_SPILL, OTHERS_FEW = 1024, 16
 SPILLS_ALLOWED = {
     ("_flash_attention_bwd_dkdv_kernel", "sm_90"): (
         640,
@@ -493,7 +494,8 @@ def test_kernels_compile_without_spilling(room: str, targets: tuple[str, ...]) -
         limit = runtime.TARGETS[target].shared_memory_per_program
         for kernel in of_target:
             allowed, _reason = SPILLS_ALLOWED.get((kernel.name, target), (0, ""))
-            assert kernel.spill_bytes <= (allowed if PINNED or not allowed else OTHERS_SPILL), str(kernel)
+            most = allowed if PINNED else OTHERS_SPILL if allowed else OTHERS_FEW
+            assert kernel.spill_bytes <= most, str(kernel)
             assert kernel.shared_bytes <= limit, str(kernel)
         # A reason that no longer holds is struck from the list.
         for name, listed in SPILLS_ALLOWED:
