@@ -155,7 +155,7 @@ x = torch.empty(100, 328, dtype=bf16)[:, :320].requires_grad_()  # rows and sums
 kb.scatter2scatter(x, packed(200, 320, 64), kb.route(torch.zeros(100, 2, dtype=torch.int64), 4)).sum().backward()
 kb.scatter2scatter(torch.empty(9, 36, dtype=bf16), packed(24, 36, 32), kb.route(torch.zeros(9, 2, dtype=torch.int64), 4))
 for tokens in FEW:  # of one matrix: what fills its tiles, and what does not
-    for n, k, block_size in ((2048, 2048, 64), (2100, 2112, 4096)):
+    for n, k, block_size in ((4096, 2048, 64), (4096, 2112, 4096)):
         kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
 """,
     "nf4": """
@@ -422,20 +422,14 @@ SPILLS_ALLOWED = {
         8,
         "float64: two registers, in a kernel that copies rows.",
     ),
-    ("_moe_lora_fwd_rows_kernel", "sm_90"): (
-        600,
-        "Experts in 4 bits whose sums or rows are no multiple of 16, and float32: tiles of 128 by 128 that are decoded beside "
-        "their sums. All else takes the kernels of `packed` there.",
+    ("_one_matrix_kernel", "sm_90"): (
+        24,
+        "Two to six registers, so that two programs of eight warps fit a multiprocessor. One of them was measured slower.",
     ),
-    # Experts in 4 bits, tiles of 128 by 128 decoded beside their sums; chosen on a Hopper GPU, which has other kernels for them
-    # by now, and never measured on these.
-    **{
-        ("_moe_lora_fwd_rows_kernel", target): (
-            spilled,
-            "Tiles of 4-bit experts decoded beside their sums; never measured there.",
-        )
-        for target, spilled in (("sm_80", 952), ("sm_86", 832), ("sm_89", 832), ("sm_100", 592), ("sm_120", 640))
-    },
+    ("_moe_lora_fwd_rows_kernel", "sm_90"): (
+        8,
+        "Experts in 4 bits and float32: two registers.",
+    ),
     ("_nf4_matmul_fwd_kernel", "sm_80"): (
         8,
         "Eight tokens with double quantization: two registers. Half as many words in flight would need none, and were "

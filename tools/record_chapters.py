@@ -119,11 +119,31 @@ def needed_cells(cells: list[str], last: int) -> list[int]:
     return sorted(kept)
 
 
+def without_checks(source: str) -> str:
+    """A cell without what it only prints, glues, checks or asserts: ``time_steps`` checks every step again."""
+
+    def only_shows(node: ast.stmt) -> bool:
+        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        name = ast.unparse(call.func) if call else ""
+        return (
+            isinstance(node, ast.Assert)
+            or name in ("print", "display", "plots.glue", "Markdown")
+            or name.startswith("check_")
+        )
+
+    lines = source.splitlines()
+    for node in reversed(ast.parse(source).body):
+        if only_shows(node):
+            del lines[node.lineno - 1 : node.end_lineno]
+    return "\n".join(lines)
+
+
 def steps_program(path: Path) -> str:
     """What the notebook's cells with RECORD_STEPS need, and these cells, as a program."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     ends = [i for i, source in enumerate(code) if "record=RECORD_STEPS" in source]
+    code = [source if i in ends else without_checks(source) for i, source in enumerate(code)]
     program = "\n\n".join(code[i] for i in sorted({i for end in ends for i in needed_cells(code, end)}))
     program, count = re.subn(r"^RECORD_STEPS = False$", "RECORD_STEPS = True", program, flags=re.MULTILINE)
     if count != 1:

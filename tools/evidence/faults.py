@@ -306,21 +306,38 @@ def faults(rooms: tuple[str, ...] = tuple(ROOMS)) -> list[Fault]:
     return [fault for room in rooms for file in ROOMS[room][0] for fault in faults_of(room, file)]
 
 
-def reachable() -> dict[str, set[str]]:
-    """By kernel: the names of the functions that run in it, itself included."""
-    calls: dict[str, set[str]] = {}
+def reachable() -> dict[str, set[tuple[str, str]]]:
+    """By kernel: the files and names of the functions that run in it, itself included. Files may have the same names."""
+    calls: dict[tuple[str, str], set[str]] = {}
+    imported: dict[tuple[str, str], str] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kernelbook."):
+                file = str(node.module).removeprefix("kernelbook.").replace(".", "/") + ".py"
+                imported |= {(path.relative_to(PACKAGE).as_posix(), alias.name): file for alias in node.names}
+        for node in tree.body:
             if is_kernel(node):
-                calls[node.name] = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}  # type: ignore[attr-defined]
-    result = {}
+                names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                attributes = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+                calls[path.relative_to(PACKAGE).as_posix(), node.name] = names | attributes  # type: ignore[attr-defined]
+    files: dict[str, set[str]] = {}
+    for file, name in calls:
+        files.setdefault(name, set()).add(file)
+    result: dict[str, set[tuple[str, str]]] = {}
     for kernel in calls:
         found, todo = {kernel}, [kernel]
         while todo:
-            for name in calls[todo.pop()] & calls.keys() - found:
-                found.add(name)
-                todo.append(name)
-        result[kernel] = found
+            file, name = todo.pop()
+            for called in calls[file, name] & files.keys():
+                # A file's own function, or else the one that it imports.
+                for place in (
+                    ({file} & files[called]) or ({imported.get((file, called), "")} & files[called]) or files[called]
+                ):
+                    if (place, called) not in found:
+                        found.add((place, called))
+                        todo.append((place, called))
+        result[kernel[1]] = result.get(kernel[1], set()) | found
     return result
 
 

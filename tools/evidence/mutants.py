@@ -253,7 +253,7 @@ class Workers:
 def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
     """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
-    began, each = time.monotonic(), 8
+    began, each = time.monotonic(), max(1, min(8, len(tests) // len(workers.free)))
     shuffled = random.Random(0).sample(tests, len(tests))
     shuffled.sort(key=lambda name: "test_evidence" not in name)
     broken: list[Any] = []
@@ -455,10 +455,10 @@ class Campaign:
                 known.write_text(json.dumps(tests))
         inside, reaching = planting.reachable(), defaultdict(list)
         for name in sorted(tests, key=lambda n: tests[n]["seconds"]):
-            for function in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
-                reaching[function].append(name)
-        for function, names in reaching.items():
-            reaching[function] = varied(names)
+            for place in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
+                reaching[place].append(name)
+        for place, names in reaching.items():
+            reaching[place] = varied(names)
         print(
             f"\n{self.args.where}: {len(tests)} of {len(items)} tests without a fault in {self.passed():.0f} s;"
             f" {len(self.todo)} faults of {sum(self.total.values())} to try",
@@ -474,7 +474,7 @@ class Campaign:
                     break
                 if before[fault.name] and self.results.get(self.key(fault), {}).get("verdict") != "survived":
                     continue
-                names, shown, spent = reaching[fault.function], [], 0.0
+                names, shown, spent = reaching[fault.file, fault.function], [], 0.0
                 for i, name in enumerate(names):
                     spent += tests[name]["seconds"]
                     if spent > budget and i:

@@ -30,6 +30,7 @@ import functools
 import gc
 import importlib.util
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -632,8 +633,22 @@ def _active_rows(sizes: Sizes) -> Iterator[Row]:
 # --- a training step ------------------------------------------------------------------------------------------------
 
 
-def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
-    """``one`` keeps the losses of one GPU from call to call."""
+class _Losses(dict[str, list[float]]):
+    """Losses of one GPU, which lie beside the rows: runs on several are compared with them, in this process or a later one."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__(json.loads(path.read_text()) if path is not None and path.exists() else {})
+        self.path = path
+
+    def __setitem__(self, key: str, losses: list[float]) -> None:
+        super().__setitem__(key, losses)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self))
+
+
+def _train(sizes: Sizes, one: dict[str, list[float]]) -> Iterator[Row]:
+    """``one`` keeps the losses of one GPU from call to call, on rank 0."""
     ranks = dist.get_world_size()
     each, strong = sizes.sequences
     for name in sizes.train:
@@ -669,9 +684,10 @@ def _train(sizes: Sizes, one: dict[Any, list[float]]) -> Iterator[Row]:
                 found = timing.Timing(_slowest(own.ms), _slowest(own.p20), _slowest(own.p80), own.samples)
                 peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if _on_gpu() else math.nan
                 losses = trainer.losses()
+                key = f"{name} {batch} {mode}"
                 if ranks == 1:
-                    one[name, batch, mode] = losses
-                gap = _gap(losses, one.get((name, batch, mode)))
+                    one[key] = losses
+                gap = _gap(losses, one.get(key))
                 if gap > GAP:
                     raise check.CheckError(
                         f"train_step: losses of {parallel} must be those of one GPU, they differ by {gap:.2g}"
@@ -724,9 +740,9 @@ def _sparse_gradients(trainer: Any, provider: str, shape: str) -> Row:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
-    """The figures by name, each to be called on every rank of the default process group."""
-    losses: dict[Any, list[float]] = {}
+def sections(sizes: Sizes, losses: dict[str, list[float]] | None = None) -> dict[str, Callable[[], Iterator[Row]]]:
+    """The figures by name, each to be called on every rank of the default process group; ``losses`` as in :func:`_train`."""
+    losses = {} if losses is None else losses
 
     def layers() -> Iterator[Row]:
         for part in (_collectives, _puts, _layers, _sharded, _active_rows):
@@ -752,13 +768,14 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
     device = torch.device("cuda", dist.get_node_local_rank(0))
     torch.cuda.set_device(device)
     about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
-    counts, names = [n for n in (1, 2, 4, 8) if n < world] + [world], itertools.count(0, 1000)
-    for (name, section), count in itertools.product(sections(sizes).items(), counts):
+    counts = [n for n in (1, 2, 4, 8) if n < world] + [world]
+    losses = _Losses(folder / "several_gpus_losses.json" if rank == 0 else None)
+    for i, ((name, section), count) in enumerate(itertools.product(sections(sizes, losses).items(), counts)):
         if select is not None and not any(wanted in f"{name} {count}" for wanted in select.split(",")):
             continue
         part = PrefixStore(f"{name} {count}", store)
         if rank < count:
-            dist.distributed_c10d._world.group_count = next(names)  # a group of another name, see windows._named
+            dist.distributed_c10d._world.group_count = 1000 * i  # groups of other names, see windows._named
             dist.init_process_group("nccl", store=part, rank=rank, world_size=count, device_id=device)
             for row in section():
                 if rank == 0:

@@ -239,7 +239,9 @@ def lora_gradients(
     """
     w = x.new_empty(()).expand(routing.num_experts, x.shape[-1], lora_b.shape[1])
     ids, experts = routing.expert_ids, routing.num_experts
-    _check("lora_gradients", x, w, None, None, None, lora_a, lora_b, None, None, ids, experts, "auto", False, False)
+    _check(
+        "lora_gradients", x, w, None, None, None, lora_a, lora_b, None, None, ids, experts, "auto", False, False, False
+    )
     arguments.check_shape("lora_gradients", "dy", dy, (routing.rows, lora_b.shape[1]))
     arguments.check_same_dtype("lora_gradients", x=x, dy=dy, lora_a=lora_a, lora_b=lora_b)
     dtype = x.dtype

@@ -314,7 +314,7 @@ MAX_PACKED_M = 64  # tokens up to which kernels for tensor cores decode W where 
 PACKED_ROWS = (
     32  # rows of W a multiprocessor from which tiles decoded beside tensor cores are enough: they don't split K
 )
-PACKED_ELEMENTS = 2**22  # of W from which the kernel for few tokens, which splits it, has enough to do
+PACKED_ELEMENTS = 2**23  # of W from which filling the table of the kernel for few tokens is worth it
 
 
 def for_tensor_cores(m: int, n: int, k: int, block_size: int, properties: runtime.DeviceProperties) -> bool:

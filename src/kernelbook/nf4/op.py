@@ -256,7 +256,7 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
     """``x @ W.T`` for the matrix W of one expert, without W in memory where ``x`` has few rows.
 
     On Hopper GPUs rows of 16 bits (K a multiple of 64) go through tensor cores, which take W as it is decoded. Up to 16
-    rows, with a W of 4 million elements or more in blocks of 64 or more, they take the values of the code book in the
+    rows, with a W of 8 million elements or more in blocks of 64 or more, they take the values of the code book in the
     dtype of ``x``, and the scales multiply sums in float32. Up to 64 rows, with a W of 32 rows a multiprocessor or more,
     they take W as :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in float32, with W as it is; more
     rows share the cost of dequantizing: W is dequantized first and multiplied by PyTorch.

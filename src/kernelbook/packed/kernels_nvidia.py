@@ -12,20 +12,20 @@ Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mm
 later), x of 16 bits with aligned rows, K in multiples of 64. No low-rank product: it is left to ``kernels_hopper``.
 
 ``_few_rows_kernel`` is for the rows that a routing brings to many matrices: a program for each of their tiles, values
-looked up by byte permutation. ``_one_matrix_kernel`` is for one matrix. Its programs stay for several tiles:
+looked up by byte permutation. ``_one_matrix_kernel`` is for one matrix, and its programs stay for several tiles:
 
-    fill the table  |  step i:  copy the words of step i + AHEAD - 1, read those of step i, look up, multiply
+    load the first words and fill the table  |  step i:  load the words of step i + 1, look up those of step i, multiply
 
-Words lie in a ring in shared memory, so that many are on their way whatever registers there are. Each byte, two
-elements, is looked up in a table of 256 pairs, of which each lane of a warp has a copy: 32 lanes never ask one bank twice.
-That costs three instructions for two elements, where byte permutation takes five, and those at half the rate.
+Each byte, two elements, is looked up in a table of 256 pairs in shared memory, of which each lane of a warp has a copy: 32
+lanes never ask one bank twice. That costs three instructions for two elements, where byte permutation takes five, and
+those at half the rate.
 """
 
 # isort: split
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 import triton.language as tl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernelbook.packed.kernels import bits, block_scale, decoded, halves, table
 
@@ -276,14 +276,6 @@ def _looked_up(word, begin, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _read_layout(warps, rows, words):
-    """Of (warps, rows, 16 words): a lane has ``words`` side by side, four lanes a block; eight rows lie in a warp."""
-    registers = _bases(3, 2, 1, words) + _bases(3, 2, 4 * words, 16) + _bases(3, 1, 8, rows)
-    lanes = _bases(3, 2, words, 4 * words) + _bases(3, 1, 1, 8)
-    return gl.DistributedLinearLayout(registers, lanes, _bases(3, 0, 1, warps), [], [warps, rows, 16])
-
-
-@gluon.constexpr_function
 def _sums_layout(warps, rows, halves, tokens):
     """(warps, rows, halves, tokens) as the tensor cores leave (warps, rows, halves * tokens)."""
     columns = _bases(4, 3, 1, tokens) + _bases(4, 2, 1, halves)
@@ -293,44 +285,33 @@ def _sums_layout(warps, rows, halves, tokens):
 
 
 @gluon.jit
-def _next(tile, k, length, programs, STEP: gl.constexpr):
-    """The step after this one: of the same tile, or the first one of the program's next tile."""
-    done = k + STEP >= length
-    return gl.where(done, tile + programs, tile), gl.where(done, 0, k + STEP)
-
-
-@gluon.jit
-def _copy_words(
-    slot, tile, k, word_ptrs, row_w, k_w, tiles, N, K, ROWS: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
-    if EVEN:
-        mask = (row_w >= 0) & (tile < tiles)
-    else:
-        mask = (row_w < N - tile * ROWS) & (k_w + k < K) & (tile < tiles)
-    async_copy.async_copy_global_to_shared(slot, word_ptrs + (tile * ROWS * K + k) // 8, mask=mask)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _load_scales(
-    tile, k, row_s, k_s, tiles, N, K, within,
+def _load_step(
+    tile, k, word_ptrs, row_w, k_w, row_s, k_s, x_ptrs, k_x, mask_x, tiles, N, K, within,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
     ROWS: gl.constexpr, EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    scales = ()
-    for b in gl.static_range(BLOCKS):
-        at = k + 64 * b
-        mask = (row_s >= 0) & (tile < tiles)
-        if not EVEN:
-            mask = mask & (row_s < N - tile * ROWS) & (k_s + at < K)
-        scales += (
-            block_scale(
-                block0, (within + (tile * ROWS + row_s) * K + k_s + at) // BLOCK_SIZE, mask,
-                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
-            ),
-        )  # fmt: skip
-    return scales
+    """A step's words, their blocks' scales, and its part of x."""
+    mask_w = (row_w >= 0) & (tile < tiles)
+    mask_s = (row_s >= 0) & (tile < tiles)
+    if not EVEN:
+        mask_w = mask_w & (row_w < N - tile * ROWS) & (k_w + k < K)
+        mask_s = mask_s & (row_s < N - tile * ROWS) & (k_s + k < K)
+        mask_x = mask_x & gl.expand_dims(k_x + k < K, 2)
+    word_ptrs += (tile * ROWS * K + k) // 8
+    words = gl.load(word_ptrs, mask=gl.expand_dims(mask_w, 3), other=0, cache_modifier=".cg")
+    scales = block_scale(
+        block0, (within + (tile * ROWS + row_s) * K + k_s + k) // BLOCK_SIZE, mask_s,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+    )  # fmt: skip
+    return words, scales, gl.load(x_ptrs + k, mask=mask_x, other=0.0)
+
+
+@gluon.jit
+def _issue():
+    """What is loaded before it is on its way before what comes behind it: ptxas would put loads next to their use."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff;\nmov.u32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit(do_not_specialize=["expert", "E", "M"])
@@ -341,23 +322,23 @@ def _one_matrix_kernel(
     y_ptr,  # (M, N)
     E, M, N, K,
     EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """M <= TOKENS rows, 4, 8 or 16 and more. Each warp has its own share of K, 128 elements a step: two blocks of 64.
+    """M <= TOKENS rows: 4, 8 or 16. Each warp has its own share of K, and a step is one or two blocks of 64 of it.
 
-    An instruction has eight columns. With four tokens it takes both blocks at once, two lanes each: columns 0 to 3 have
-    x of the first block and zeros for the second, columns 4 to 7 the other way round, and each half its own scales.
+    An instruction has eight columns. With four tokens it takes two blocks at once, two lanes each: columns 0 to 3 have x
+    of the first block and zeros for the second, columns 4 to 7 the other way round, and each half its own scales.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     HALVES: gl.constexpr = 2 if TOKENS == 4 else 1
-    BLOCKS: gl.constexpr = 2 // HALVES  # that are multiplied one after the other
     WORDS: gl.constexpr = 2 * HALVES  # of a lane, side by side
-    DEPTH: gl.constexpr = 32 * WORDS
-    STEP: gl.constexpr = 128
+    STEP: gl.constexpr = 32 * WORDS
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    copied: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    in_words: gl.constexpr = _words_layout(WARPS, ROWS, WORDS)
+    in_lanes: gl.constexpr = gl.SliceLayout(3, in_words)
+    in_rows: gl.constexpr = gl.SliceLayout(2, in_lanes)
     sums: gl.constexpr = _sums_layout(WARPS, ROWS, HALVES, TOKENS)
     of_scales: gl.constexpr = gl.SliceLayout(3, sums)  # (WARPS, ROWS, HALVES)
 
@@ -376,14 +357,14 @@ def _one_matrix_kernel(
     packed_ptr += row0 * (K // 8)
     block0 = row0 * K // BLOCK_SIZE
     within = (row0 * K - block0 * BLOCK_SIZE).to(gl.int32)
-    w_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, copied)))
-    w_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, copied)))
-    w_i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, copied)))
+    w_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, in_rows))
+    w_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_rows))
+    w_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_lanes)))
+    w_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
     row_w = gl.expand_dims(0 * w_w[:, None] + w_n[None, :], 2)
-    k_w = gl.expand_dims(w_w[:, None] * length + 0 * w_n[None, :], 2) + (w_i // 8 * 64)[None, None, :]
-    k_w = gl.max_constancy(k_w, [1, 1, 8])
-    word_offs = gl.expand_dims(w_n[None, :] * (K // 8) + w_w[:, None] * (length // 8), 2) + w_i[None, None, :]
-    word_offs = gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, 8]), [1, 1, 8])
+    k_w = gl.expand_dims(w_w[:, None] * length + 0 * w_n[None, :], 2) + (w_l * (8 * WORDS))[None, None, :]
+    word_offs = gl.expand_dims(row_w * (K // 8) + k_w // 8, 3) + w_i[None, None, None, :]
+    word_offs = gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, 1, WORDS]), [1, 1, 1, WORDS])
     word_ptrs = packed_ptr + word_offs
     s_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_scales)))
     s_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_scales)))
@@ -392,7 +373,7 @@ def _one_matrix_kernel(
     k_s = gl.expand_dims(s_w[:, None] * length + 0 * s_n[None, :], 2) + s_h[None, None, :] * 64
 
     # The K of x: the instruction's order is (i, lane, 8), that in memory (lane, i, 8).
-    offs_k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
+    offs_k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
     k_x = offs_k // 8 % 4 * (8 * WORDS) + offs_k // 32 * 8 + offs_k % 8
     half_x = gl.max_constancy(k_x // 64, [8])
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [8]), [8])
@@ -404,69 +385,43 @@ def _one_matrix_kernel(
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [1, 8]), [1, 8])
     x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (columns % TOKENS * stride_xm)[None, None, :]
 
-    ring = gl.allocate_shared_memory(
-        gl.int32, [AHEAD, WARPS, ROWS, 16], gl.SwizzledSharedLayout(8, 2, 2, [2, 1, 0])
-    )  # fmt: skip
-    w_tile, w_k = pid, pid * 0
-    for s in gl.static_range(AHEAD - 1):
-        _copy_words(ring.index(s), w_tile, w_k, word_ptrs, row_w, k_w, tiles, N, K, ROWS, EVEN)
-        w_tile, w_k = _next(w_tile, w_k, length, programs, STEP)
-    scales1 = _load_scales(
-        pid, 0, row_s, k_s, tiles, N, K, within,
+    next_words, next_scales, next_x = _load_step(
+        pid, 0, word_ptrs, row_w, k_w, row_s, k_s, x_ptrs, k_x, mask_x, tiles, N, K, within,
         absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-        ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCKS,
-    )  # fmt: skip
-    s_tile, s_k = _next(pid, pid * 0, length, programs, STEP)
-    scales2 = _load_scales(
-        s_tile, s_k, row_s, k_s, tiles, N, K, within,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-        ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCKS,
+        ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK,
     )  # fmt: skip
     begin = _fill_pairs(code_ptr, dtype, WARPS)
+    tl.debug_barrier()
     zeros = gl.zeros((WARPS, ROWS, HALVES * TOKENS), gl.float32, layout=mma)
     acc = gl.zeros((WARPS, ROWS, HALVES, TOKENS), gl.float32, layout=sums)
     of_y: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sums))
     out_n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_y))
     out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, of_y))
-    tile, k = pid, pid * 0
-    for step in range(gl.cdiv(all_tiles - pid, programs) * (length // STEP)):
-        xs = ()
-        for b in gl.static_range(BLOCKS):
-            at = k + b * DEPTH
-            if EVEN:
-                xs += (gl.load(x_ptrs + at, mask=mask_x, other=0.0),)
-            else:
-                xs += (gl.load(x_ptrs + at, mask=mask_x & gl.expand_dims(k_x + at < K, 2), other=0.0),)
-        async_copy.wait_group(AHEAD - 2)
-        tl.debug_barrier()
-        words = ring.index(step % AHEAD).load(_read_layout(WARPS, ROWS, WORDS))
-        _copy_words(ring.index((step + AHEAD - 1) % AHEAD), w_tile, w_k, word_ptrs, row_w, k_w, tiles, N, K, ROWS, EVEN)
-        w_tile, w_k = _next(w_tile, w_k, length, programs, STEP)
-        scales = scales1
-        scales1 = scales2
-        s_tile, s_k = _next(s_tile, s_k, length, programs, STEP)
-        scales2 = _load_scales(
-            s_tile, s_k, row_s, k_s, tiles, N, K, within,
+    tile = pid
+    k = pid * 0
+    for _ in range(gl.cdiv(all_tiles - pid, programs) * (length // STEP)):
+        words = next_words
+        scales = next_scales
+        x = next_x
+        last = k + STEP >= length
+        next_tile = gl.where(last, tile + programs, tile)
+        k = gl.where(last, 0, k + STEP)
+        next_words, next_scales, next_x = _load_step(
+            next_tile, k, word_ptrs, row_w, k_w, row_s, k_s, x_ptrs, k_x, mask_x, tiles, N, K, within,
             absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-            ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCKS,
+            ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK,
         )  # fmt: skip
-        if BLOCKS == 1:
-            of_blocks = (words,)
-        else:
-            of_blocks = gl.split(gl.permute(gl.reshape(words, (WARPS, ROWS, 2, 8)), (0, 1, 3, 2)))
-        for b in gl.static_range(BLOCKS):
-            w = _looked_up(gl.reshape(of_blocks[b], (WARPS, ROWS, 4, WORDS)), begin, dtype)
-            # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
-            w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, DEPTH))
-            w = gl.convert_layout(w, left, assert_trivial=True)
-            part = gl.reshape(mma_v2(w, xs[b], zeros), (WARPS, ROWS, HALVES, TOKENS))
-            acc += gl.convert_layout(part, sums, assert_trivial=True) * gl.expand_dims(scales[b], 3)
-        tile_before = tile
-        tile, k = _next(tile, k, length, programs, STEP)
-        if k == 0:
+        _issue()
+        w = _looked_up(words, begin, dtype)
+        # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
+        w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, STEP))
+        w = gl.convert_layout(w, left, assert_trivial=True)
+        part = gl.reshape(mma_v2(w, x, zeros), (WARPS, ROWS, HALVES, TOKENS))
+        acc += gl.convert_layout(part, sums, assert_trivial=True) * gl.expand_dims(scales, 3)
+        if last:
             y = gl.where(exists, gl.sum(gl.sum(acc, axis=2), axis=0), 0.0)  # (ROWS, TOKENS)
-            rows = tile_before * ROWS + out_n
-            y_ptrs = y_ptr + out_t.to(gl.int64)[None, :] * N + rows[:, None]
+            rows = tile * ROWS + out_n
+            y_ptrs = y_ptr + (out_t * N)[None, :] + rows[:, None]  # y has fewer than 2**31 elements, as W
             gl.store(y_ptrs, y.to(dtype), mask=(rows < N)[:, None] & (out_t < M)[None, :])
             acc = gl.zeros((WARPS, ROWS, HALVES, TOKENS), gl.float32, layout=sums)
-    async_copy.wait_group(0)
+        tile = next_tile

@@ -47,9 +47,9 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 # 14336 x 4096). With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
 FEW_ROWS = 6.0
 FEW = {"TOKENS": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
-# A single matrix and up to so many rows: tiles of how many rows of W, warps, steps on their way, programs a multiprocessor.
+# A single matrix and up to so many rows: tiles of 32 rows of W, by two programs of eight warps a multiprocessor.
 FEW_TOKENS = 16
-FEW_OF_ONE = {4: (32, 8, 4, 2), 8: (32, 8, 4, 2), 16: (64, 8, 4, 1)}
+FEW_OF_ONE = {"ROWS": 32, "WARPS": 8}
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles.
 TILES = (
     (24.0, {"TOKENS": 32, "HALVES": 1, "OUT": 64, "DEPTH": 128, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
@@ -103,13 +103,14 @@ def plan(
     if not routed and rows <= FEW_TOKENS and block_size >= 64 and not (by_row or rank or has_bias):
         from kernelbook.packed import kernels_nvidia
 
-        tokens = next(tokens for tokens in FEW_OF_ONE if rows <= tokens)
-        height, warps, ahead, resident = FEW_OF_ONE[tokens]
+        tokens = max(4, 1 << (rows - 1).bit_length())
+        height, warps = FEW_OF_ONE["ROWS"], FEW_OF_ONE["WARPS"]
+        resident = 2
         one = Launch(
             kernels_nvidia._one_matrix_kernel,
-            EVEN=k % (128 * warps) == 0 and n % height == 0, BLOCK_SIZE=block_size, SCALE=common["SCALE"],
-            NESTED_BLOCK=NESTED_BLOCK, TOKENS=tokens, ROWS=height, WARPS=warps, AHEAD=ahead, num_warps=warps,
-            maxnreg=min(255, properties.registers_per_sm // (32 * warps * resident) // 8 * 8),
+            EVEN=k % ((128 if tokens == 4 else 64) * warps) == 0 and n % height == 0, BLOCK_SIZE=block_size,
+            SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK, TOKENS=tokens, **FEW_OF_ONE, num_warps=warps,
+            maxnreg=properties.registers_per_sm // (32 * warps * resident),
         )  # fmt: skip
         return Plan(one, "one", tokens, min(cdiv(n, height), properties.num_sms * resident))
     if mean <= (FEW_ROWS if routed else FEW["TOKENS"]) and not by_row and not rank:
