@@ -607,21 +607,43 @@ def test_every_head_size_has_tiles_that_fit(target: str) -> None:
 
 def test_causal_programs_stay_only_where_they_are_equally_long() -> None:
     hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
-    assert hopper.forward_grid(32, 64, 128, False, False, False, 132) == (132, False)
-    assert hopper.forward_grid(32, 64, 128, True, False, False, 132) == (
+    assert hopper.forward_grid(32, 64, 128, False, 132) == (132, False)
+    assert hopper.forward_grid(32, 64, 128, True, 132) == (
         132,
         True,
     )  # 1024 pairs: 8 rounds, the last almost full
-    assert hopper.forward_grid(32, 9, 128, True, False, False, 132) == (
+    assert hopper.forward_grid(32, 9, 128, True, 132) == (
         288,
         False,
     )  # 144 pairs: 12 programs would have twice the work
-    assert hopper.forward_grid(33, 64, 128, True, False, False, 132) == (
+    assert hopper.forward_grid(33, 64, 128, True, 132) == (
         33 * 64,
         False,
     )  # one block of each head would be left over
-    assert hopper.forward_grid(4, 20, 128, False, False, False, 132) == (80, False)  # fewer blocks than multiprocessors
-    assert hopper.forward_grid(32, 64, 256, False, False, False, 132) == (32 * 64, False)
+    assert hopper.forward_grid(4, 20, 128, False, 132) == (80, False)  # fewer blocks than multiprocessors
+    assert hopper.forward_grid(32, 64, 256, False, 132) == (32 * 64, False)
+
+
+def test_sections_are_equally_large() -> None:
+    """And none much larger than the L2 cache takes: twice as many heads at most."""
+    properties = runtime.TARGETS["sm_90"]
+    for length in (100, 1000, 4096, 16384, 10**6):
+        for heads in (1, 5, 16, 17, 32, 128):
+            section = kernels.section(length, heads, 128, 2, True, properties)
+            sections = -(-heads // section)
+            assert 1 <= section <= heads and heads > (sections - 1) * section
+            fitting = max(1, properties.l2_bytes // 2 // (2 * length * 128 * 2))
+            assert section < 2 * max(fitting, 1) or section == 1
+            assert sections * section - heads < sections  # the last one has as many, or a head a section fewer
+    assert kernels.section(4096, 16, 128, 2, False, properties) == 1
+
+
+def test_heads_that_share_keys_are_divided_where_programs_are_few() -> None:
+    hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
+    assert hopper.parts(8, 4096, 8, 128, 132) == 1  # 256 blocks of 128 keys
+    assert hopper.parts(4, 4096, 16, 128, 132) == 2
+    assert hopper.parts(1, 300, 6, 128, 132) == 6  # never more than there are heads
+    assert all(group % hopper.parts(2, 2048, group, 256, 132) == 0 for group in range(1, 33))
 
 
 def test_tiles_for_hopper_follow_the_length() -> None:

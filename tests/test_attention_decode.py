@@ -24,15 +24,17 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture
-def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Once called, keys are split over so many programs, in tiles of 16."""
+def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Once called, keys are split over so many programs, in tiles of 16, and the columns of the result into pieces."""
 
-    def split(splits: int) -> None:
+    def split(splits: int, pieces: int = 1) -> None:
         autotune.forget()
-        monkeypatch.setattr(kernels_decode, "_splits", lambda *_: splits)
+        monkeypatch.setattr(kernels_decode, "_splits", lambda *_: (0.0, splits))
+        monkeypatch.setattr(kernels_decode, "_pieces", lambda *_: [pieces])
 
         def tiles(heads: int, rows: int, d: int, *_: Any) -> tuple[Any, int]:
-            blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": kernels_decode.block_d(d), "STAGES": 2}
+            blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": kernels_decode.block_d(d), "PIECES": 1, "Q_LATE": True}
+            blocks["STAGES"] = 2
             return kernels_decode.triton.Config(blocks, num_warps=4, num_stages=2), 1
 
         monkeypatch.setattr(kernels_decode, "_tiles", tiles)
@@ -53,10 +55,16 @@ def _integers(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("splits", (1, 2, 3, 7, 40))
-@pytest.mark.parametrize("problem", ((1, 6, 2, 1, 100, 16), (2, 2, 2, 3, 77, 24), (1, 2, 1, 16, 50, 16)), ids=label)
-def test_however_the_keys_are_split(problem: tuple[int, ...], splits: int, split_into: Callable[[int], None]) -> None:
+@pytest.mark.parametrize(
+    ("problem", "pieces"),
+    (((1, 6, 2, 1, 100, 16), 1), ((2, 2, 2, 3, 77, 24), 1), ((1, 2, 1, 16, 50, 16), 1), ((2, 6, 2, 1, 90, 64), 2)),
+    ids=label,
+)
+def test_however_the_keys_are_split(
+    problem: tuple[int, ...], pieces: int, splits: int, split_into: Callable[..., None]
+) -> None:
     """More shares than tiles too: those without keys are not waited for, and every counter is zero again."""
-    split_into(splits)
+    split_into(splits, pieces)
     q, k, v = _qkv(*problem, dtype=torch.float16)
     lengths = torch.arange(q.shape[0], device=q.device) * 40
     for settings_of in ({}, {"causal": True}, {"lengths": lengths}, {"causal": True, "lengths": lengths, "window": 19}):
@@ -67,7 +75,7 @@ def test_however_the_keys_are_split(problem: tuple[int, ...], splits: int, split
         )
 
 
-def test_counters_end_at_zero(split_into: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_end_at_zero(split_into: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     split_into(4)
     counters = torch.zeros(64, dtype=torch.int32, device=runtime.DEVICE)
     monkeypatch.setattr(launching, "tickets", lambda count, like: counters)
@@ -78,7 +86,7 @@ def test_counters_end_at_zero(split_into: Callable[[int], None], monkeypatch: py
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
-def test_gradients_after_a_split(dtype: torch.dtype, split_into: Callable[[int], None]) -> None:
+def test_gradients_after_a_split(dtype: torch.dtype, split_into: Callable[..., None]) -> None:
     """The backward pass takes the logarithms of the sums that the merge left."""
     split_into(3)
     settings_of = {"causal": True, "lengths": _integers(60, 2)}
@@ -132,7 +140,7 @@ def _paged(
 @pytest.mark.parametrize("page", (16, 48, 64))
 @pytest.mark.parametrize("n", (1, 4, 16))
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
-def test_pages(dtype: torch.dtype, n: int, page: int, split_into: Callable[[int], None]) -> None:
+def test_pages(dtype: torch.dtype, n: int, page: int, split_into: Callable[..., None]) -> None:
     """Lengths 0, 1, at the border of a page, before and after it, and all."""
     split_into(2)
     lengths = [0, 1, page - 1, page, page + 1, 2 * page]
@@ -183,7 +191,7 @@ def test_what_is_in_no_page_has_no_effect() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_pages_are_the_contiguous_keys_bit_for_bit(dtype: torch.dtype, split_into: Callable[[int], None]) -> None:
+def test_pages_are_the_contiguous_keys_bit_for_bit(dtype: torch.dtype, split_into: Callable[..., None]) -> None:
     split_into(3)
     q, k, v = _qkv(2, 4, 2, 3, 96, 16, dtype=dtype)
     order = torch.randperm(12, device=runtime.DEVICE)

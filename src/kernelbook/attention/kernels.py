@@ -644,10 +644,12 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
     return triton.Config(blocks, num_warps=tiles.warps, num_stages=stages)
 
 
-def section(length: int, d: int, itemsize: int, causal: bool, properties: runtime.DeviceProperties) -> int:
-    """How many heads to work on at a time.
+def section(length: int, heads: int, d: int, itemsize: int, causal: bool, properties: runtime.DeviceProperties) -> int:
+    """How many of ``heads`` heads to work on at a time.
 
-    Where programs differ in length, many heads, so that all long programs come first; but two (length, d) tensors of each
-    shall fit in half the L2 cache. Where they do not, one head after the other.
+    Where programs differ in length, many, so that all long programs come first: about as many as have two (length, d)
+    tensors in half the L2 cache. All sections are equally large: the long programs of a small one would be left over at the
+    end. Where programs are equally long, one head after the other.
     """
-    return max(1, properties.l2_bytes // 2 // (2 * length * d * itemsize)) if causal else 1
+    fitting = max(1, properties.l2_bytes // 2 // (2 * length * d * itemsize))
+    return -(-heads // max(1, heads // fitting)) if causal else 1

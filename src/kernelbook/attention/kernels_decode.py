@@ -14,6 +14,8 @@ that are not in the pool count as keys that nobody sees; they are never read.
 
 Bytes: the visible keys and values once; q, o, and twice 4 (D + 1) a row and share.
 
+Where that leaves multiprocessors idle, two programs share a share: both take its scores, and each half of the values' columns.
+
 Not handled: more rows than fit one tile read the keys again (from the L2 cache, if all goes well); no gradients.
 """
 
@@ -59,16 +61,16 @@ def _listed(table_ptr, stride_tb, stride_tp, b, first, last, P, LISTED: tl.const
 
 @triton.jit
 def _decode_steps(
-    acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D) unless Q_LATE
+    acc, l, m, q,  # (BLOCK_M, BLOCK_V), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D) unless Q_LATE
     q_ptrs, q_mask,  # (BLOCK_M, BLOCK_D)
     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, last_seen,  # (BLOCK_M,) the last key that each row sees
     listed, first_page,  # (LISTED,) pages from ``first_page`` on, -1 where there is none, if PAGE
     low, high, window, scale,
-    D: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr,
     Q_LATE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``low`` to ``high``."""
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
@@ -89,7 +91,7 @@ def _decode_steps(
         if Q_LATE:
             # The compiler would take a load that is the same in all steps out of the loop, and wait for it before it
             # asks for the first keys. (No key has a negative index.)
-            q_tile = tl.load(q_ptrs + (start >> 31) * stride_kn, mask=q_mask, other=0.0)
+            q_tile = tl.load(q_ptrs + ((start + tl.zeros((), tl.int64)) >> 31) * stride_kn, mask=q_mask, other=0.0)
         else:
             q_tile = q
         scores = _dot(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -111,12 +113,12 @@ def _decode_steps(
         m = m_new
         if PAGE:
             v_tile = _page_rows(
-                v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, page, offs_n % PAGE, there, h_kv, D, BLOCK_D
+                v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, page, offs_n % PAGE, there, h_kv, WIDTH, BLOCK_V
             )  # fmt: skip
         else:
             v_tile = _rows(
                 v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, high,
-                D, True, False, BLOCK_N, BLOCK_D,
+                WIDTH, True, False, BLOCK_N, BLOCK_V,
             )  # fmt: skip
         acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, l, m
@@ -144,10 +146,10 @@ def _store_output(
 
 @triton.jit
 def _shares(
-    partial_ptr, partial_lse_ptr, first, used,
+    partial_ptr, partial_lse_ptr, first, used, splits,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """-> o (MERGED, ROWS, BLOCK_D) and lse (MERGED, ROWS) of the shares from ``first`` on.
+    """-> o (MERGED, ROWS, BLOCK_D) and lse (ROWS, MERGED) of the shares from ``first`` on.
 
     ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
     """
@@ -158,13 +160,21 @@ def _shares(
         partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
         mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
     )  # fmt: skip
-    return parts, tl.load(partial_lse_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    return parts, _lse_of_shares(partial_lse_ptr, first, used, splits, ROWS, MERGED)
+
+
+@triton.jit
+def _lse_of_shares(partial_lse_ptr, first, used, splits, ROWS: tl.constexpr, SHARES: tl.constexpr):
+    """(ROWS, SHARES), as they lie: a row's shares are one warp's, whose threads need no shared memory to compare them."""
+    offs_r, offs_s = tl.arange(0, ROWS), first + tl.arange(0, SHARES)
+    ptrs = partial_lse_ptr + offs_r[:, None] * splits + offs_s[None, :]
+    return tl.load(ptrs, mask=(offs_s < used)[None, :], other=float("-inf"), cache_modifier=".cg")
 
 
 @triton.jit
 def _merged(
-    partial_ptr, partial_lse_ptr,  # (used, ROWS, D), (used, ROWS): of this tile
-    used,
+    partial_ptr, partial_lse_ptr,  # (splits, ROWS, D), (ROWS, splits): of this tile
+    used, splits,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -175,22 +185,18 @@ def _merged(
     """
     if MERGED > 1:
         # The first shares are on their way while the logarithms of all are looked at.
-        parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, D, ROWS, BLOCK_D, MERGED)
+        parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, splits, D, ROWS, BLOCK_D, MERGED)
         every_lse = lse
         if SHARES > MERGED:
-            offs_s, offs_r = tl.arange(0, SHARES), tl.arange(0, ROWS)
-            every_lse = tl.load(
-                partial_lse_ptr + offs_s[:, None] * ROWS + offs_r[None, :],
-                mask=(offs_s < used)[:, None], other=float("-inf"), cache_modifier=".cg",
-            )  # (SHARES, ROWS)  # fmt: skip
-        m = tl.max(every_lse, axis=0)
+            every_lse = _lse_of_shares(partial_lse_ptr, 0, used, splits, ROWS, SHARES)
+        m = tl.max(every_lse, axis=1)
         shift = tl.where(m == float("-inf"), 0.0, m)
-        l = tl.sum(tl.math.exp2(every_lse - shift[None, :]), axis=0)
-        acc = tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+        l = tl.sum(tl.math.exp2(every_lse - shift[:, None]), axis=1)
+        acc = tl.sum(tl.trans(tl.math.exp2(lse - shift[:, None]))[:, :, None] * parts, axis=0)
         if SHARES > MERGED:
             for first in tl.range(MERGED, used, MERGED):
-                parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, D, ROWS, BLOCK_D, MERGED)
-                acc += tl.sum(tl.math.exp2(lse - shift[None, :])[:, :, None] * parts, axis=0)
+                parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, splits, D, ROWS, BLOCK_D, MERGED)
+                acc += tl.sum(tl.trans(tl.math.exp2(lse - shift[:, None]))[:, :, None] * parts, axis=0)
     else:
         offs_r, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         acc = tl.zeros((ROWS, BLOCK_D), ACC)
@@ -200,7 +206,7 @@ def _merged(
             rows = share * ROWS + offs_r
             ptrs = partial_ptr + rows[:, None] * D + offs_d[None, :]
             part = tl.load(ptrs, mask=(offs_d < D)[None, :], other=0.0, cache_modifier=".cg")
-            lse = tl.load(partial_lse_ptr + rows, cache_modifier=".cg")
+            lse = tl.load(partial_lse_ptr + offs_r * splits + share, cache_modifier=".cg")
             m_new = tl.maximum(m, lse)
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)
             alpha, weight = tl.math.exp2(m - shift), tl.math.exp2(lse - shift)
@@ -224,22 +230,27 @@ def _flash_attention_decode_kernel(
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen; if LSE
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
     table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
-    partial_ptr,  # (tiles, splits, ROWS, D) and then (tiles, splits, ROWS), contiguous, if SPLIT
+    partial_ptr,  # (tiles, splits, ROWS, D / PIECES) and then (tiles, ROWS, splits), contiguous, if SPLIT
     tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
     H, N, S, P, window,
     scale,  # with log2(e)
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    Q_LATE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    Q_LATE: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_V: tl.constexpr = BLOCK_D // PIECES
+    WIDTH: tl.constexpr = D if PIECES == 1 else BLOCK_V
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    group, piece = tile // PIECES, tile % PIECES
+    v_ptr += piece.to(tl.int64) * BLOCK_V * stride_vd
+    o_ptr += piece.to(tl.int64) * BLOCK_V * stride_od
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
-    head, first_row = tile // blocks, tile % blocks * BLOCK_M
+    head, first_row = group // blocks, group % blocks * BLOCK_M
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
-    listed = 0
+    every_page = 0
     if WHOLE:
-        listed = _listed(table_ptr, stride_tb, stride_tp, b, 0, S // PAGE, P, LISTED)
+        every_page = _listed(table_ptr, stride_tb, stride_tp, b, 0, S // PAGE, P, LISTED)
     length = S
     if LENGTHS:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b.to(tl.int64) * stride_lb), 0), S).to(tl.int32)
@@ -265,7 +276,7 @@ def _flash_attention_decode_kernel(
 
     if (split == 0) | (low < length):
         last_seen = length - N + query
-        acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+        acc = tl.zeros((BLOCK_M, BLOCK_V), ACC)
         # Tiles of fewer than 64 rows lie across the warps, in which a row's sum is kept in parts.
         l = tl.zeros((BLOCK_M, BLOCK_N) if BLOCK_M < 64 else (BLOCK_M,), ACC)
         m = tl.full((BLOCK_M,), float("-inf"), ACC)
@@ -279,14 +290,14 @@ def _flash_attention_decode_kernel(
                     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
                     b, h_kv, last_seen, listed, page,
                     tl.maximum(page * PAGE, low), tl.minimum((page + LISTED) * PAGE, high), window, scale,
-                    D, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
+                    D, WIDTH, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, STAGES,
                 )  # fmt: skip
         else:
             acc, l, m = _decode_steps(
                 acc, l, m, q, q_ptrs, q_mask,
                 k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-                b, h_kv, last_seen, listed, 0, low, high, window, scale,
-                D, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
+                b, h_kv, last_seen, every_page, 0, low, high, window, scale,
+                D, WIDTH, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, STAGES,
             )  # fmt: skip
         if BLOCK_M < 64:
             l = tl.sum(l, axis=1)
@@ -298,28 +309,31 @@ def _flash_attention_decode_kernel(
         if not SPLIT:
             _store_output(
                 o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, acc, lse, b, h_kv, first_row, H, N,
-                D, GROUP, LSE, BLOCK_M, BLOCK_D,
+                WIDTH, GROUP, LSE, BLOCK_M, BLOCK_V,
             )  # fmt: skip
         else:
-            partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * splits * (ROWS * D)
-            partial_ptr += tile.to(tl.int64) * splits * (ROWS * D)
+            partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * splits * (ROWS * WIDTH)
+            partial_ptr += tile.to(tl.int64) * splits * (ROWS * WIDTH)
             partial_lse_ptr += tile.to(tl.int64) * splits * ROWS
             rows = tl.arange(0, BLOCK_M)
             within = split * ROWS + rows
             used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
-            tl.store(partial_lse_ptr + within, lse, mask=rows < ROWS)
+            tl.store(partial_lse_ptr + rows * splits + split, lse, mask=rows < ROWS)
+            offs_v = tl.arange(0, BLOCK_V)
             tl.store(
-                partial_ptr + within[:, None] * D + offs_d[None, :], acc,
-                mask=(rows < ROWS)[:, None] & (offs_d < D)[None, :],
+                partial_ptr + within[:, None] * WIDTH + offs_v[None, :], acc,
+                mask=(rows < ROWS)[:, None] & (offs_v < WIDTH)[None, :],
             )  # fmt: skip
             # All threads' stores come before the ticket, and the last ticket comes after the other programs' stores.
             tl.debug_barrier()
             if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == used - 1:
                 tl.store(tickets_ptr + tile, 0)
-                merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, D, ROWS, BLOCK_D, SHARES, MERGED, ACC)
+                merged, merged_lse = _merged(
+                    partial_ptr, partial_lse_ptr, used, splits, WIDTH, ROWS, BLOCK_V, SHARES, MERGED, ACC
+                )  # fmt: skip
                 _store_output(
                     o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, merged, merged_lse,
-                    b, h_kv, first_row, H, N, D, GROUP, LSE, ROWS, BLOCK_D,
+                    b, h_kv, first_row, H, N, WIDTH, GROUP, LSE, ROWS, BLOCK_V,
                 )  # fmt: skip
 
 
@@ -360,8 +374,9 @@ def _append_to_pages_kernel(
 MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
 # Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and in which one alone does; a program's
-# start; a merge, a round of shares in registers, 64 kB of shares in a pipeline. Ratios decide, much the same on other GPUs.
-ALL_READ, ONE_READS, START, MERGE, ROUND, PIPED = 1.0, 0.65, 1.5, 2.0, 1.5, 1.0
+# start; a merge, and what it costs more for 64 kB of shares, in registers and in a pipeline. Ratios decide, much the same
+# on other GPUs.
+ALL_READ, ONE_READS, START, MERGE, HELD, PIPED = 1.0, 0.8, 1.5, 2.0, 3.5, 1.0
 MAX_LISTED = 512  # pages whose numbers are held at a time
 MERGE_REGISTERS = 128  # of a thread, for shares on their way
 
@@ -385,7 +400,8 @@ def _tiles(
 ) -> tuple[triton.Config, int]:
     """-> the tiles, and how many programs a multiprocessor is given.
 
-    Memory decides, so that what counts is the bytes under way: the best of some seven tiles a shape on an H200.
+    Memory decides, so that what counts is the bytes under way: the best of some seven tiles a shape on an H200. Few
+    queries are asked for with the keys, where there is shared memory for a copy of them beside each tile that is under way.
     """
     width = block_d(d)
     if itemsize > 2:  # takes each operand into registers three times over
@@ -399,8 +415,10 @@ def _tiles(
     # wgmma, for tiles of 64 rows, reads a stage where it lies; mma.sync has its operands in registers by then.
     spare = 0 if block_m == 64 else 1
 
+    late = not paged and itemsize == 2 and block_m == 16 and width <= 128
+
     def shared() -> int:
-        return (2 * block_n * (stages - spare) + block_m) * width * itemsize
+        return (2 * block_n * (stages - spare) + block_m * (stages - 1 if late else 1)) * width * itemsize
 
     while stages > 1 and shared() > properties.shared_memory_per_program - 2048:
         if stages == 3 and block_n > 16:
@@ -408,14 +426,16 @@ def _tiles(
         else:
             stages -= 1
     warps = 8 if block_m * width * (itemsize // 2) ** 2 > 8192 else 4
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": width, "STAGES": stages}
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": width, "PIECES": 1, "Q_LATE": late, "STAGES": stages}
     per_sm = 2 if 2 * (shared() + 1024) <= properties.shared_memory_per_sm else 1
     return triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm
 
 
 @functools.lru_cache(maxsize=4096)
-def _splits(tiles: int, steps: int, step_bytes: int, share_bytes: int, merged: int, per_sm: int, num_sms: int) -> int:
-    """The number of shares that ends first, of which ``merged`` are merged at a time."""
+def _splits(
+    tiles: int, steps: int, step_bytes: int, share_bytes: int, in_registers: bool, per_sm: int, num_sms: int
+) -> tuple[float, int]:
+    """-> microseconds, and the number of shares that ends first; they are merged in registers or in a pipeline."""
     slots = num_sms * per_sm
 
     def time(splits: int) -> float:
@@ -426,9 +446,10 @@ def _splits(tiles: int, steps: int, step_bytes: int, share_bytes: int, merged: i
             spent += each * max(ONE_READS, rest / num_sms * ALL_READ) + START
         if splits == 1:
             return spent
-        return spent + MERGE + (-(-splits // merged) * ROUND if merged > 1 else splits * share_bytes / 65536 * PIPED)
+        merged = triton.next_power_of_2(splits) * HELD if in_registers else splits * PIPED
+        return spent + MERGE + merged * share_bytes / 65536
 
-    return min(range(1, max(1, min(steps, slots)) + 1), key=time)
+    return min((time(splits), splits) for splits in range(1, max(1, min(steps, slots)) + 1))
 
 
 def _candidates(
@@ -449,8 +470,19 @@ def _candidates(
 
 def _merged_at_a_time(rows: int, config: triton.Config) -> int:
     """How many shares of few rows there are registers for; 1 where there are many rows."""
-    stored, width = min(config.kwargs["BLOCK_M"], triton.next_power_of_2(rows)), config.kwargs["BLOCK_D"]
+    stored = min(config.kwargs["BLOCK_M"], triton.next_power_of_2(rows))
+    width = config.kwargs["BLOCK_D"] // config.kwargs["PIECES"]
     return max(1, MERGE_REGISTERS * 32 * config.num_warps // (stored * width)) if stored <= 8 else 1
+
+
+def _pieces(tiles: int, stored: int, width: int, d: int, num_sms: int) -> list[int]:
+    """Into how many pieces of its columns a few rows' result may be cut, where multiprocessors would idle.
+
+    Each piece is a program's that reads all keys, from the L2 cache but for the first, and its own columns of the values:
+    less for a program to read, and much less to merge.
+    """
+    cut = width == d and stored <= 8
+    return [1, 2] if cut and width >= 64 and 4 * tiles <= num_sms else [1]
 
 
 def _tiles_and_shares(
@@ -458,10 +490,17 @@ def _tiles_and_shares(
 ) -> tuple[triton.Config, int]:
     config, per_sm = _tiles(heads, rows, d, itemsize, page > 0, properties)
     block_m, block_n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    tile_bytes = 2 * block_n * width * itemsize
-    share_bytes = min(block_m, triton.next_power_of_2(rows)) * width * max(4, itemsize)
-    tiles, merged = heads * -(-rows // block_m), _merged_at_a_time(rows, config)
-    return config, _splits(tiles, -(-keys // block_n), tile_bytes, share_bytes, merged, per_sm, properties.num_sms)
+    tiles, stored = heads * -(-rows // block_m), min(block_m, triton.next_power_of_2(rows))
+    found = []
+    for pieces in _pieces(tiles, stored, width, d, properties.num_sms):
+        divided = triton.Config({**config.kwargs, "PIECES": pieces}, config.num_warps, config.num_stages)
+        step_bytes, share_bytes = (1 + pieces) * block_n * width * itemsize // pieces, stored * width * max(4, itemsize)
+        time, splits = _splits(
+            tiles * pieces, -(-keys // block_n), step_bytes, share_bytes // pieces, stored <= 8, per_sm, properties.num_sms
+        )  # fmt: skip
+        found.append((time, pieces, divided, splits))
+    _, _, divided, splits = min(found, key=lambda choice: choice[:2])
+    return divided, splits
 
 
 @planner("attention.decode", _candidates, buckets=("keys",))
@@ -477,8 +516,8 @@ def plan(
 ) -> Plan:
     """For ``heads`` key heads over all sequences with room for ``keys`` keys, each read by ``rows`` queries."""
     config, splits = tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
-    block_m = config.kwargs["BLOCK_M"]
-    tiles, stored = heads * -(-rows // block_m), min(block_m, triton.next_power_of_2(rows))
+    block_m, pieces = config.kwargs["BLOCK_M"], config.kwargs["PIECES"]
+    tiles, stored = heads * -(-rows // block_m) * pieces, min(block_m, triton.next_power_of_2(rows))
     listed, pages = 1, -(-keys // page) if page else 0
     if page:  # all pages of a sequence, or a share's at a time, if there are not too many
         listed = max(128, triton.next_power_of_2(pages))
@@ -490,7 +529,6 @@ def plan(
         "SHARES": triton.next_power_of_2(splits) if _merged_at_a_time(rows, config) > 1 else 1,
         "MERGED": min(triton.next_power_of_2(splits), _merged_at_a_time(rows, config)),
         "SPLIT": splits > 1,
-        "Q_LATE": page == 0,
         "LISTED": listed,
         "WHOLE": 0 < pages <= listed,
     }

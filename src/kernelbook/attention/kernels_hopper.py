@@ -8,7 +8,7 @@ it, a consumer of the forward pass starts the product for the next tile's scores
 then the producer loads the next block's tiles while the consumers finish this one, see ``forward_grid``.
 
     forward  a consumer owns 64 queries; two take turns with the tensor cores, or three run free
-    dkdv     a consumer owns 64 keys, on transposed tiles
+    dkdv     a consumer owns 64 keys, on transposed tiles; with heads of 256, one of two computes dv and the other dk
     dq       a consumer owns 64 queries
 
 Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``forward_config`` and
@@ -59,57 +59,11 @@ def _rounds(num_blocks, paired):
 
 
 @gluon.jit
-def _length(lengths_ptr, stride_lb, b, S, LENGTHS: gl.constexpr):
-    """As in ``kernels.py``: how many keys sequence ``b`` has."""
-    length = S
-    if LENGTHS:
-        length = gl.load(lengths_ptr + b.to(gl.int64) * stride_lb)
-        length = gl.minimum(gl.maximum(length, 0), S).to(gl.int32)
-    return length
-
-
-@gluon.jit
-def _visible(
-    start_m, N, S, window,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """-> the tile after the last that the queries from ``start_m`` on visit, how many they visit, from there down, and
-    which of these need no mask: from one to before another."""
-    first = 0
-    left = 0
-    last = S
-    full = S // BLOCK_N
-    if CAUSAL:
-        last = gl.maximum(gl.minimum(start_m + BLOCK_M + S - N, S), 0)
-        full = gl.maximum(gl.minimum(start_m + 1 + S - N, S), 0) // BLOCK_N
-        if WINDOW:
-            first = gl.maximum(start_m + S - N - window + 1, 0) // BLOCK_N
-            left = gl.cdiv(gl.maximum(start_m + BLOCK_M + S - N - window, 0), BLOCK_N)
-    top = gl.cdiv(last, BLOCK_N)
-    count = gl.maximum(top - first, 0)
-    masked = gl.minimum(top - full, count)
-    return top, count, masked, gl.maximum(gl.minimum(top - left, count), masked)
-
-
-@gluon.jit
-def _cleared(tile, start, S, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Puts zeros where the keys from ``start`` on end: what lies beyond may be NaN, and so is zero times NaN."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    if start + ROWS > S:
-        for chunk in gl.static_range(ROWS // 16):
-            part = tile.slice(chunk * 16, 16)
-            rows = start + chunk * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-            found = part.load(LAYOUT)
-            part.store(gl.where(gl.expand_dims(rows < S, 1), found, gl.zeros_like(found)))
-        fence_async_shared()
-
-
-@gluon.jit
 def _block(
-    round, B, H, N, S, section, paired, lengths_ptr, stride_lb, window,
-    CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    round, B, H, N, S, section, paired,
+    CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """-> head, its first query, its keys, and what :func:`_visible` says, but one tile at least.
+    """-> head, its first query, tiles of keys to visit, how many of these to mask, from the last on.
 
     Paired: two rounds take a block and its mirror image, so that causal programs are equally long.
     """
@@ -119,26 +73,29 @@ def _block(
     if CAUSAL:
         block = gl.where(paired * (1 - round % 2) == 1, num_blocks - 1 - block, block)
     start_m = block * BLOCK_M
-    S = _length(lengths_ptr, stride_lb, head // H, S, LENGTHS)
-    top, count, masked, plain = _visible(start_m, N, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    masked = gl.maximum(masked, 1)
-    return head, start_m, S, gl.maximum(top, 1), gl.maximum(count, 1), masked, gl.maximum(plain, masked)
+    if CAUSAL:
+        last = gl.maximum(gl.minimum(start_m + BLOCK_M + S - N, S), 0)
+        full = gl.maximum(gl.minimum(start_m + 1 + S - N, S), 0) // BLOCK_N
+    else:
+        last = S
+        full = S // BLOCK_N
+    count = gl.maximum(gl.cdiv(last, BLOCK_N), 1)
+    return head, start_m, count, gl.maximum(count - full, 1)
 
 
 @gluon.jit
 def _produce(
     q, k, v, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    B, H, N, S, section, paired, rounds,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     q_bytes: gl.constexpr = ROWS * BLOCK_D * 2
     bytes: gl.constexpr = BLOCK_N * BLOCK_D * 2
     before = 0  # tiles of keys of earlier rounds
     for round in range(rounds):
-        head, start_m, _, top, count, _, _ = _block(
-            round, B, H, N, S, section, paired, lengths_ptr, stride_lb, window,
-            CAUSAL, LENGTHS, WINDOW, WARPGROUPS * ROWS, BLOCK_N,
+        head, start_m, count, _ = _block(
+            round, B, H, N, S, section, paired, CAUSAL, WARPGROUPS * ROWS, BLOCK_N
         )  # fmt: skip
         b, h = head // H, head % H
         h_kv = h // GROUP
@@ -146,7 +103,7 @@ def _produce(
             slot = (before + i) % STAGES
             # A buffer is free from the start: a wait for the phase before the first returns at once.
             phase = ((before + i) // STAGES) & 1
-            start = (top - 1 - i) * BLOCK_N
+            start = (count - 1 - i) * BLOCK_N
             mbarrier.wait(k_free.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), bytes)
             at = [b, h_kv, start, 0]
@@ -164,17 +121,15 @@ def _produce(
 
 
 @gluon.jit
-def _seen(start, rows, diagonal, S, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SCORES: gl.constexpr):
-    """Which of the keys from ``start`` on the queries in ``rows`` see."""
-    offs_n = start + gl.arange(0, SCORES.instr_shape[1], layout=gl.SliceLayout(0, SCORES))
+def _masked(scores, start, rows, diagonal, S, CAUSAL: gl.constexpr):
+    """The scores of the keys from ``start`` on, -inf where a query does not see the key."""
+    offs_n = start + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
     seen = gl.expand_dims(offs_n < S, 0)
     if CAUSAL:
         seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(rows, 1) + diagonal)
-        if WINDOW:
-            seen = seen & (gl.expand_dims(offs_n, 0) > gl.expand_dims(rows, 1) + diagonal - window)
     else:
         seen = seen & (gl.expand_dims(rows, 1) >= 0)
-    return seen
+    return gl.where(seen, scores, float("-inf"))
 
 
 @gluon.jit
@@ -192,9 +147,9 @@ def _softmax(scores, m, scale, MASKED: gl.constexpr):
 @gluon.jit
 def _step_alone(
     i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
-    before, top, rows, S, diagonal, window, scale,
-    STAGES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
+    before, count, rows, diagonal, S, scale,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
     slot = (before + i) % STAGES
@@ -205,15 +160,12 @@ def _step_alone(
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_free.index(slot))
     if MASKED:
-        seen = _seen((top - 1 - i) * BLOCK_N, rows, diagonal, S, window, CAUSAL, WINDOW, SCORES)
-        scores = gl.where(seen, scores, float("-inf"))
+        scores = _masked(scores, (count - 1 - i) * BLOCK_N, rows, diagonal, S, CAUSAL)
     p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
     l = l * alpha + sums
     left = gl.convert_layout(p.to(q.dtype), LEFT)
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
     mbarrier.wait(v_full.index(slot), phase)
-    if LENGTHS:
-        _cleared(v_smem.index(slot), (top - 1 - i) * BLOCK_N, S, BLOCK_N, OUT.instr_shape[1])
     out = warpgroup_mma(left, v_smem.index(slot), acc, is_async=True)
     acc, left = warpgroup_mma_wait(0, deps=[out, left])
     mbarrier.arrive(v_free.index(slot))
@@ -223,17 +175,13 @@ def _step_alone(
 @gluon.jit
 def _step(
     i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
-    before, turns, top, masked, plain, rows, S, diagonal, window, scale,
+    before, turns, masked, count, rows, diagonal, S, scale,
     W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product with the values of tile i - 1."""
     slot, slot_v = (before + i) % STAGES, (before + i - 1) % STAGES
-    if LENGTHS:  # noqa: SIM102 (known to the compiler)
-        if i == 1:
-            mbarrier.wait(v_full.index(slot_v), ((before + i - 1) // STAGES) & 1)
-            _cleared(v_smem.index(slot_v), (top - 1) * BLOCK_N, S, BLOCK_N, OUT.instr_shape[1])
     mbarrier.wait(k_full.index(slot), ((before + i) // STAGES) & 1)
     # The first one's first turn has no one before it.
     if W == 0:
@@ -251,13 +199,9 @@ def _step(
     mbarrier.arrive(turn.index((W + 1) % WARPGROUPS))
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(slot))
-    if CAUSAL:  # known to the compiler; else only the first tile needs it
-        some = i < masked
-        if WINDOW:
-            some = some | (i >= plain)
-        if some:
-            seen = _seen((top - 1 - i) * BLOCK_N, rows, diagonal, S, window, CAUSAL, WINDOW, SCORES)
-            scores = gl.where(seen, scores, float("-inf"))
+    if CAUSAL:  # noqa: SIM102 (known to the compiler; else only the first tile needs it)
+        if i < masked:
+            scores = _masked(scores, (count - 1 - i) * BLOCK_N, rows, diagonal, S, CAUSAL)
     p, sums, m, alpha = _softmax(scores, m, scale, CAUSAL)
     l = l * alpha + sums
     # The compiler would take the exponentials after the product. It does not move them across a
@@ -273,21 +217,20 @@ def _step(
 @gluon.jit
 def _consume(
     o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
-    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window, scale,
-    W: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SHARED: gl.constexpr,
+    B, H, N, S, section, paired, rounds, scale,
+    W: gl.constexpr, WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     q, out = q_smem.index(W), o_smem.index(W)
+    diagonal = S - N
     before = 0  # tiles of keys of earlier rounds
     for round in range(rounds):
-        head, start_m, length, top, count, masked, plain = _block(
-            round, B, H, N, S, section, paired, lengths_ptr, stride_lb, window,
-            CAUSAL, LENGTHS, WINDOW, WARPGROUPS * ROWS, BLOCK_N,
+        head, start_m, count, masked = _block(
+            round, B, H, N, S, section, paired, CAUSAL, WARPGROUPS * ROWS, BLOCK_N
         )  # fmt: skip
-        diagonal = length - N
         rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
@@ -300,23 +243,19 @@ def _consume(
             )
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_free.index(before % STAGES))
-            seen = _seen((top - 1) * BLOCK_N, rows, diagonal, length, window, CAUSAL, WINDOW, SCORES)
-            scores = gl.where(seen, scores, float("-inf"))
+            scores = _masked(scores, (count - 1) * BLOCK_N, rows, diagonal, S, CAUSAL)
             p, l, m, _alpha = _softmax(scores, m, scale, True)
             turns = before - round  # each round's first tile had no turn
             for i in range(1, count):
                 acc, l, m, p = _step(
                     i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
-                    before, turns, top, masked, plain, rows, length, diagonal, window, scale,
-                    W, WARPGROUPS, STAGES, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+                    before, turns, masked, count, rows, diagonal, S, scale,
+                    W, WARPGROUPS, STAGES, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_free.index(W))
             last = before + count - 1
             mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-            if LENGTHS:  # noqa: SIM102 (known to the compiler)
-                if count == 1:
-                    _cleared(v_smem.index(last % STAGES), (top - 1) * BLOCK_N, length, BLOCK_N, BLOCK_D)
             left = gl.convert_layout(p.to(q.dtype), LEFT)
             acc = warpgroup_mma(left, v_smem.index(last % STAGES), acc, is_async=True)
             acc, left = warpgroup_mma_wait(0, deps=[acc, left])
@@ -326,22 +265,15 @@ def _consume(
             for i in range(masked):
                 acc, l, m = _step_alone(
                     i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
-                    before, top, rows, length, diagonal, window, scale,
-                    STAGES, True, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+                    before, count, rows, diagonal, S, scale,
+                    STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
                 )  # fmt: skip
-            for i in range(masked, plain):
+            for i in range(masked, count):
                 acc, l, m = _step_alone(
                     i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
-                    before, top, rows, length, diagonal, window, scale,
-                    STAGES, False, CAUSAL, False, WINDOW, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+                    before, count, rows, diagonal, S, scale,
+                    STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
                 )  # fmt: skip
-            if WINDOW:
-                for i in range(plain, count):
-                    acc, l, m = _step_alone(
-                        i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
-                        before, top, rows, length, diagonal, window, scale,
-                        STAGES, True, CAUSAL, False, WINDOW, ROWS, BLOCK_N, SCORES, LEFT, OUT,
-                    )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_free.index(W))
         before += count
@@ -362,15 +294,13 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section", "paired", "window"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section", "paired"])
 def _flash_attention_fwd_hopper_kernel(
     q, k, v, o,  # tensor descriptors: (B, H, N, D), (B, H / GROUP, S, D) twice, (B, H, N, D)
     lse_ptr,  # (B, H, N), contiguous
     B, H, N, S, section, paired,
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
-    window,
     scale,  # with log2(e)
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
@@ -411,18 +341,18 @@ def _flash_attention_fwd_hopper_kernel(
             [
                 (_consume, (
                     o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
-                    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window, scale,
-                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, BLOCK_D, SHARED,
+                    B, H, N, S, section, paired, rounds, scale,
+                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_consume, (
                     o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
-                    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window, scale,
-                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, BLOCK_D, SHARED,
+                    B, H, N, S, section, paired, rounds, scale,
+                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_produce, (
                     q, k, v, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window,
-                    GROUP, CAUSAL, LENGTHS, WINDOW, WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
+                    B, H, N, S, section, paired, rounds,
+                    GROUP, CAUSAL, WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
                 )),
             ],
             [4, 1],
@@ -433,23 +363,23 @@ def _flash_attention_fwd_hopper_kernel(
             [
                 (_consume, (
                     o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
-                    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window, scale,
-                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, BLOCK_D, SHARED,
+                    B, H, N, S, section, paired, rounds, scale,
+                    0, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_consume, (
                     o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
-                    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window, scale,
-                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, BLOCK_D, SHARED,
+                    B, H, N, S, section, paired, rounds, scale,
+                    1, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_consume, (
                     o, lse_ptr, q_smem, o_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free, turn,
-                    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window, scale,
-                    2, WARPGROUPS, OVERLAP, STAGES, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, BLOCK_D, SHARED,
+                    B, H, N, S, section, paired, rounds, scale,
+                    2, WARPGROUPS, OVERLAP, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D, SHARED,
                 )),
                 (_produce, (
                     q, k, v, q_smem, k_smem, v_smem, q_full, q_free, k_full, k_free, v_full, v_free,
-                    B, H, N, S, section, paired, rounds, lengths_ptr, stride_lb, window,
-                    GROUP, CAUSAL, LENGTHS, WINDOW, WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
+                    B, H, N, S, section, paired, rounds,
+                    GROUP, CAUSAL, WARPGROUPS, STAGES, ROWS, BLOCK_N, BLOCK_D,
                 )),
             ],
             [4, 4, 1],
@@ -492,47 +422,30 @@ def _dkdv_produce(
 
 
 @gluon.jit
-def _visitors(
-    start_n, N, length, window,
-    CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """-> the first query that sees a key from ``start_n`` on, in whole tiles; of the tiles from there on: from which to
-    before which no mask is needed, and how many there are."""
-    diagonal = length - N
+def _visitors(start_n, N, diagonal, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """-> the first query that sees a key from ``start_n`` on, in whole tiles; how many tiles there are from there on, the
+    first of which to mask."""
     first = 0
     full = 0
-    last = N
     if CAUSAL:
         first = gl.minimum(gl.maximum(start_n - diagonal, 0), N) // BLOCK_M * BLOCK_M
         full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
-        if WINDOW:
-            last = gl.minimum(gl.maximum(start_n + BLOCK_N - 1 - diagonal + window, 0), N)
-    if LENGTHS:
-        last = gl.where(start_n < length, last, 0)
-    count = gl.cdiv(gl.maximum(last - first, 0), BLOCK_M)
-    masked = gl.minimum(gl.cdiv(gl.maximum(full - first, 0), BLOCK_M), count)
-    plain = count
-    if WINDOW:
-        plain = gl.maximum(start_n - diagonal + window - first, 0) // BLOCK_M
-        plain = gl.maximum(gl.minimum(plain, count), masked)
-    return first, masked, plain, count
+    count = gl.cdiv(gl.maximum(N - first, 0), BLOCK_M)
+    return first, gl.minimum(gl.cdiv(gl.maximum(full - first, 0), BLOCK_M), count), count
 
 
 @gluon.jit
-def _seen_by(start, columns, diagonal, window, WINDOW: gl.constexpr, SCORES: gl.constexpr):
+def _seen_by(start, columns, diagonal, SCORES: gl.constexpr):
     """Which of the queries from ``start`` on see the keys in ``columns``."""
     rows = start + gl.arange(0, SCORES.instr_shape[1], layout=gl.SliceLayout(0, SCORES))
-    seen = gl.expand_dims(columns, 1) <= gl.expand_dims(rows, 0) + diagonal
-    if WINDOW:
-        seen = seen & (gl.expand_dims(columns, 1) > gl.expand_dims(rows, 0) + diagonal - window)
-    return seen
+    return gl.expand_dims(columns, 1) <= gl.expand_dims(rows, 0) + diagonal
 
 
 @gluon.jit
 def _dkdv_step(
     i, start, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free,
-    columns, diagonal, window, scale,
-    STAGES: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr,
+    columns, diagonal, scale,
+    STAGES: gl.constexpr, MASKED: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     slot = i % STAGES
@@ -548,7 +461,7 @@ def _dkdv_step(
     # Beyond the last query lse is +inf, so that probabilities there are zero.
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
     if MASKED:
-        p = gl.where(_seen_by(start, columns, diagonal, window, WINDOW, SCORES), p, 0.0)
+        p = gl.where(_seen_by(start, columns, diagonal, SCORES), p, 0.0)
     left = gl.convert_layout(p.to(do.dtype), LEFT)
     delta = delta_smem.index(slot).load(gl.SliceLayout(0, SCORES))
     dv = warpgroup_mma(left, do, dv, is_async=True)
@@ -566,78 +479,58 @@ def _dkdv_step(
 @gluon.jit
 def _dkdv_consume(
     dk_out, dv_out, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, kv_full, q_full, q_free, do_full, do_free,
-    b, part, start_n, first, masked, plain, count, length, diagonal, window, scale, dk_scale,
-    W: gl.constexpr, MEMBERS: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
-    KEPT: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    b, part, start_n, first, masked, count, diagonal, scale, dk_scale,
+    W: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    k_own, v_own = k_smem.index(W), v_smem.index(W)
+    k, v = k_smem.index(W), v_smem.index(W)
     columns = start_n + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     mbarrier.wait(kv_full.index(W), 0)
-    k, v = k_own, v_own
-    if KEPT:  # in registers: shared memory has less to do
-        k, v = k_own.load(gl.DotOperandLayout(0, SCORES, 2)), v_own.load(gl.DotOperandLayout(0, SCORES, 2))
     for member in range(MEMBERS):
         for i in range(masked):
             dk, dv = _dkdv_step(
                 member * count + i, first + i * BLOCK_M, dk, dv, k, v,
-                q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free, columns, diagonal, window, scale,
-                STAGES, True, WINDOW, ROWS, BLOCK_M, SCORES, LEFT,
+                q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free, columns, diagonal, scale,
+                STAGES, True, ROWS, BLOCK_M, SCORES, LEFT,
             )  # fmt: skip
-        for i in range(masked, plain):
+        for i in range(masked, count):
             dk, dv = _dkdv_step(
                 member * count + i, first + i * BLOCK_M, dk, dv, k, v,
-                q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free, columns, diagonal, window, scale,
-                STAGES, False, WINDOW, ROWS, BLOCK_M, SCORES, LEFT,
+                q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free, columns, diagonal, scale,
+                STAGES, False, ROWS, BLOCK_M, SCORES, LEFT,
             )  # fmt: skip
-        if WINDOW:
-            for i in range(plain, count):
-                dk, dv = _dkdv_step(
-                    member * count + i, first + i * BLOCK_M, dk, dv, k, v,
-                    q_smem, do_smem, lse_smem, delta_smem, q_full, q_free, do_full, do_free, columns, diagonal, window, scale,
-                    STAGES, True, WINDOW, ROWS, BLOCK_M, SCORES, LEFT,
-                )  # fmt: skip
-    if LENGTHS:  # what lies beyond the length was no key
-        there = gl.expand_dims(start_n + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT)) < length, 1)
-        dk = gl.where(there, dk, 0.0)
-        dv = gl.where(there, dv, 0.0)
     # This warpgroup's keys and values are not needed any more.
-    k_own.store((dk * dk_scale).to(k_own.dtype))
-    v_own.store(dv.to(v_own.dtype))
+    k.store((dk * dk_scale).to(k.dtype))
+    v.store(dv.to(v.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_out, [b, part, start_n + W * ROWS, 0], k_own)
-    tma.async_copy_shared_to_global(dv_out, [b, part, start_n + W * ROWS, 0], v_own)
+    tma.async_copy_shared_to_global(dk_out, [b, part, start_n + W * ROWS, 0], k)
+    tma.async_copy_shared_to_global(dv_out, [b, part, start_n + W * ROWS, 0], v)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
 def _flash_attention_bwd_dkdv_hopper_kernel(
     q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
     lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
     dk, dv,  # descriptors: (B, H / GROUP * PARTS, S, D): of each part of the heads that share a key head
     B, H, N, S, n_padded, section,
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
-    window,
     scale,  # with log2(e)
     dk_scale,  # without
-    GROUP: gl.constexpr, PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
-    KEPT: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    GROUP: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     MEMBERS: gl.constexpr = GROUP // PARTS
     BLOCK_N: gl.constexpr = 2 * ROWS
     block, head = _place(gl.program_id(0), gl.cdiv(S, BLOCK_N), B * (H // MEMBERS), section, False)
     b, part = head // (H // MEMBERS), head % (H // MEMBERS)
     start_n = block * BLOCK_N
-    length = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
-    diagonal = length - N
-    first, masked, plain, count = _visitors(
-        start_n, N, length, window, CAUSAL, LENGTHS, WINDOW, BLOCK_M, BLOCK_N
-    )  # fmt: skip
+    diagonal = S - N
+    first, masked, count = _visitors(start_n, N, diagonal, CAUSAL, BLOCK_M, BLOCK_N)
 
     dtype: gl.constexpr = q.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
@@ -668,14 +561,14 @@ def _flash_attention_bwd_dkdv_hopper_kernel(
             (_dkdv_consume, (
                 dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
                 kv_full, q_full, q_free, do_full, do_free,
-                b, part, start_n, first, masked, plain, count, length, diagonal, window, scale, dk_scale,
-                0, MEMBERS, LENGTHS, WINDOW, STAGES, KEPT, ROWS, BLOCK_M, BLOCK_D,
+                b, part, start_n, first, masked, count, diagonal, scale, dk_scale,
+                0, MEMBERS, STAGES, ROWS, BLOCK_M, BLOCK_D,
             )),
             (_dkdv_consume, (
                 dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
                 kv_full, q_full, q_free, do_full, do_free,
-                b, part, start_n, first, masked, plain, count, length, diagonal, window, scale, dk_scale,
-                1, MEMBERS, LENGTHS, WINDOW, STAGES, KEPT, ROWS, BLOCK_M, BLOCK_D,
+                b, part, start_n, first, masked, count, diagonal, scale, dk_scale,
+                1, MEMBERS, STAGES, ROWS, BLOCK_M, BLOCK_D,
             )),
             (_dkdv_produce, (
                 q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
@@ -696,8 +589,8 @@ def _flash_attention_bwd_dkdv_hopper_kernel(
 @gluon.jit
 def _dv_step(
     i, start, dv, k, q_smem, do_smem, lse_smem, p_smem, q_full, q_free, do_full, do_free, p_full, p_free,
-    columns, diagonal, window, scale,
-    STAGES: gl.constexpr, P_STAGES: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr,
+    columns, diagonal, scale,
+    STAGES: gl.constexpr, MASKED: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     slot = i % STAGES
@@ -711,11 +604,10 @@ def _dv_step(
     mbarrier.arrive(q_free.index(slot))
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
     if MASKED:
-        p = gl.where(_seen_by(start, columns, diagonal, window, WINDOW, SCORES), p, 0.0)
-    slot_p = i % P_STAGES
-    mbarrier.wait(p_free.index(slot_p), ((i // P_STAGES) & 1) ^ 1)
-    p_smem.index(slot_p).store(p)
-    mbarrier.arrive(p_full.index(slot_p))
+        p = gl.where(_seen_by(start, columns, diagonal, SCORES), p, 0.0)
+    mbarrier.wait(p_free, (i & 1) ^ 1)
+    p_smem.store(p)
+    mbarrier.arrive(p_full)
     left = gl.convert_layout(p.to(do.dtype), LEFT)
     mbarrier.wait(do_full.index(slot), phase)
     dv = warpgroup_mma(left, do, dv, is_async=True)
@@ -727,7 +619,7 @@ def _dv_step(
 @gluon.jit
 def _dk_step(
     i, dk, v, q_smem, do_smem, delta_smem, p_smem, q_full, q_free, do_full, do_free, p_full, p_free,
-    STAGES: gl.constexpr, P_STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     slot = i % STAGES
     phase = (i // STAGES) & 1
@@ -738,10 +630,9 @@ def _dk_step(
     delta = delta_smem.index(slot).load(gl.SliceLayout(0, SCORES))
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(do_free.index(slot))
-    slot_p = i % P_STAGES
-    mbarrier.wait(p_full.index(slot_p), (i // P_STAGES) & 1)
-    p = p_smem.index(slot_p).load(SCORES)
-    mbarrier.arrive(p_free.index(slot_p))
+    mbarrier.wait(p_full, i & 1)
+    p = p_smem.load(SCORES)
+    mbarrier.arrive(p_free)
     ds = p * (dp - gl.expand_dims(delta, 0))
     left = gl.convert_layout(ds.to(q.dtype), LEFT)
     mbarrier.wait(q_full.index(slot), phase)
@@ -752,24 +643,20 @@ def _dk_step(
 
 
 @gluon.jit
-def _gradient_store(
-    out, smem, gradient, b, part, start_n, length, LENGTHS: gl.constexpr, ROWS: gl.constexpr, OUT: gl.constexpr
-):  # fmt: skip
+def _gradient_store(out, smem, gradient, b, part, start_n):
     """Stores dk or dv through the buffer of the keys or values that it belongs to, which nobody needs any more."""
-    if LENGTHS:  # what lies beyond the length was no key
-        there = gl.expand_dims(start_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT)) < length, 1)
-        gradient = gl.where(there, gradient, 0.0)
     smem.store(gradient.to(smem.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [b, part, start_n, 0], smem)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _dv_consume(
     dv_out, k_smem, q_smem, do_smem, lse_smem, p_smem, kv_full,
     q_full, q_free, do_full, do_free, p_full, p_free,
-    b, part, start_n, first, masked, plain, count, length, diagonal, window, scale,
-    MEMBERS: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr,
+    b, part, start_n, first, masked, count, diagonal, scale,
+    MEMBERS: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -782,33 +669,25 @@ def _dv_consume(
         for i in range(masked):
             dv = _dv_step(
                 member * count + i, first + i * BLOCK_M, dv, k_smem, q_smem, do_smem, lse_smem, p_smem,
-                q_full, q_free, do_full, do_free, p_full, p_free, columns, diagonal, window, scale,
-                STAGES, P_STAGES, True, WINDOW, ROWS, BLOCK_M, SCORES, LEFT,
+                q_full, q_free, do_full, do_free, p_full, p_free, columns, diagonal, scale,
+                STAGES, True, ROWS, BLOCK_M, SCORES, LEFT,
             )  # fmt: skip
-        for i in range(masked, plain):
+        for i in range(masked, count):
             dv = _dv_step(
                 member * count + i, first + i * BLOCK_M, dv, k_smem, q_smem, do_smem, lse_smem, p_smem,
-                q_full, q_free, do_full, do_free, p_full, p_free, columns, diagonal, window, scale,
-                STAGES, P_STAGES, False, WINDOW, ROWS, BLOCK_M, SCORES, LEFT,
+                q_full, q_free, do_full, do_free, p_full, p_free, columns, diagonal, scale,
+                STAGES, False, ROWS, BLOCK_M, SCORES, LEFT,
             )  # fmt: skip
-        if WINDOW:
-            for i in range(plain, count):
-                dv = _dv_step(
-                    member * count + i, first + i * BLOCK_M, dv, k_smem, q_smem, do_smem, lse_smem, p_smem,
-                    q_full, q_free, do_full, do_free, p_full, p_free, columns, diagonal, window, scale,
-                    STAGES, P_STAGES, True, WINDOW, ROWS, BLOCK_M, SCORES, LEFT,
-                )  # fmt: skip
     # dv goes where the keys lay, which only this warpgroup reads.
-    _gradient_store(dv_out, k_smem, dv, b, part, start_n, length, LENGTHS, ROWS, OUT)
-    tma.store_wait(0)
+    _gradient_store(dv_out, k_smem, dv, b, part, start_n)
 
 
 @gluon.jit
 def _dk_consume(
     dk_out, v_smem, q_smem, do_smem, delta_smem, p_smem, kv_full,
     q_full, q_free, do_full, do_free, p_full, p_free,
-    b, part, start_n, count, length, dk_scale,
-    MEMBERS: gl.constexpr, LENGTHS: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr,
+    b, part, start_n, count, dk_scale,
+    MEMBERS: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -819,33 +698,26 @@ def _dk_consume(
     for i in range(MEMBERS * count):
         dk = _dk_step(
             i, dk, v_smem, q_smem, do_smem, delta_smem, p_smem, q_full, q_free, do_full, do_free, p_full, p_free,
-            STAGES, P_STAGES, ROWS, BLOCK_M, SCORES, LEFT,
+            STAGES, ROWS, BLOCK_M, SCORES, LEFT,
         )  # fmt: skip
-    _gradient_store(dk_out, v_smem, dk * dk_scale, b, part, start_n, length, LENGTHS, ROWS, OUT)
-    tma.store_wait(0)
+    _gradient_store(dk_out, v_smem, dk * dk_scale, b, part, start_n)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
 def _flash_attention_bwd_dkdv_wide_hopper_kernel(
     q, k, v, do, lse, delta, dk, dv,  # as for the kernel above
     B, H, N, S, n_padded, section,
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
-    window,
     scale,  # with log2(e)
     dk_scale,  # without
-    GROUP: gl.constexpr, PARTS: gl.constexpr,
-    CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr,
+    GROUP: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     MEMBERS: gl.constexpr = GROUP // PARTS
     block, head = _place(gl.program_id(0), gl.cdiv(S, ROWS), B * (H // MEMBERS), section, False)
     b, part = head // (H // MEMBERS), head % (H // MEMBERS)
     start_n = block * ROWS
-    length = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
-    diagonal = length - N
-    first, masked, plain, count = _visitors(
-        start_n, N, length, window, CAUSAL, LENGTHS, WINDOW, BLOCK_M, ROWS
-    )  # fmt: skip
+    diagonal = S - N
+    first, masked, count = _visitors(start_n, N, diagonal, CAUSAL, BLOCK_M, ROWS)
 
     dtype: gl.constexpr = q.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
@@ -859,18 +731,17 @@ def _flash_attention_bwd_dkdv_wide_hopper_kernel(
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], TILE)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
-    p_smem = gl.allocate_shared_memory(gl.float32, [P_STAGES, ROWS, BLOCK_M], P_TILE)
+    p_smem = gl.allocate_shared_memory(gl.float32, [ROWS, BLOCK_M], P_TILE)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], BARRIER)
-    p_free = gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    p_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(kv_full.index(0), count=1)
-    for s in gl.static_range(P_STAGES):
-        mbarrier.init(p_full.index(s), count=1)
-        mbarrier.init(p_free.index(s), count=1)
+    mbarrier.init(p_full, count=1)
+    mbarrier.init(p_free, count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(do_full.index(s), count=1)
@@ -882,14 +753,14 @@ def _flash_attention_bwd_dkdv_wide_hopper_kernel(
             (_dv_consume, (
                 dv, k_smem.index(0), q_smem, do_smem, lse_smem, p_smem, kv_full.index(0),
                 q_full, q_free, do_full, do_free, p_full, p_free,
-                b, part, start_n, first, masked, plain, count, length, diagonal, window, scale,
-                MEMBERS, LENGTHS, WINDOW, STAGES, P_STAGES, ROWS, BLOCK_M, BLOCK_D,
+                b, part, start_n, first, masked, count, diagonal, scale,
+                MEMBERS, STAGES, ROWS, BLOCK_M, BLOCK_D,
             )),
             (_dk_consume, (
                 dk, v_smem.index(0), q_smem, do_smem, delta_smem, p_smem, kv_full.index(0),
                 q_full, q_free, do_full, do_free, p_full, p_free,
-                b, part, start_n, count, length, dk_scale,
-                MEMBERS, LENGTHS, STAGES, P_STAGES, ROWS, BLOCK_M, BLOCK_D,
+                b, part, start_n, count, dk_scale,
+                MEMBERS, STAGES, ROWS, BLOCK_M, BLOCK_D,
             )),
             (_dkdv_produce, (
                 q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
@@ -906,8 +777,8 @@ def _flash_attention_bwd_dkdv_wide_hopper_kernel(
 @gluon.jit
 def _dq_produce(
     q, k, v, do, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
-    b, h, h_kv, start_m, top, count,
-    STAGES: gl.constexpr, V_STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    b, h, h_kv, start_m, count,
+    STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     own_bytes: gl.constexpr = 2 * ROWS * BLOCK_D * 2
     bytes: gl.constexpr = BLOCK_N * BLOCK_D * 2
@@ -916,42 +787,44 @@ def _dq_produce(
         tma.async_copy_global_to_shared(q, [b, h, start_m + w * ROWS, 0], q_full.index(w), q_smem.index(w))
         tma.async_copy_global_to_shared(do, [b, h, start_m + w * ROWS, 0], q_full.index(w), do_smem.index(w))
     for i in range(count):
-        slot, slot_v = i % STAGES, i % V_STAGES
-        start = (top - 1 - i) * BLOCK_N
-        mbarrier.wait(k_free.index(slot), ((i // STAGES) & 1) ^ 1)
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        start = (count - 1 - i) * BLOCK_N
+        mbarrier.wait(k_free.index(slot), phase ^ 1)
         mbarrier.expect(k_full.index(slot), bytes)
         tma.async_copy_global_to_shared(k, [b, h_kv, start, 0], k_full.index(slot), k_smem.index(slot))
-        mbarrier.wait(v_free.index(slot_v), ((i // V_STAGES) & 1) ^ 1)
-        mbarrier.expect(v_full.index(slot_v), bytes)
-        tma.async_copy_global_to_shared(v, [b, h_kv, start, 0], v_full.index(slot_v), v_smem.index(slot_v))
+        mbarrier.wait(v_free.index(slot), phase ^ 1)
+        mbarrier.expect(v_full.index(slot), bytes)
+        tma.async_copy_global_to_shared(v, [b, h_kv, start, 0], v_full.index(slot), v_smem.index(slot))
 
 
 @gluon.jit
 def _dq_step(
-    i, start, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free, rows, diagonal, S, window, scale,
-    STAGES: gl.constexpr, V_STAGES: gl.constexpr, MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
+    i, start, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free, rows, diagonal, S, scale,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    slot, slot_v = i % STAGES, i % V_STAGES
-    k, v = k_smem.index(slot), v_smem.index(slot_v)
+    slot = i % STAGES
+    phase = (i // STAGES) & 1
+    k, v = k_smem.index(slot), v_smem.index(slot)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
-    if LENGTHS:
-        _cleared(k, start, S, BLOCK_N, OUT.instr_shape[1])
+    mbarrier.wait(k_full.index(slot), phase)
     scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(slot_v), (i // V_STAGES) & 1)
+    mbarrier.wait(v_full.index(slot), phase)
     dp = warpgroup_mma(do, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 1))
     if MASKED:
-        seen = _seen(start, rows, diagonal, S, window, CAUSAL, WINDOW, SCORES)
+        offs_n = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+        seen = gl.expand_dims(offs_n < S, 0)
+        if CAUSAL:
+            seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(rows, 1) + diagonal)
+        else:
+            seen = seen & (gl.expand_dims(rows, 1) >= 0)
         p = gl.where(seen, p, 0.0)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    mbarrier.arrive(v_free.index(slot_v))
+    mbarrier.arrive(v_free.index(slot))
     ds = p * (dp - gl.expand_dims(delta, 1))
-    if LENGTHS:  # values that do not exist may be NaN
-        ds = gl.where(seen, ds, 0.0)
     left = gl.convert_layout(ds.to(q.dtype), LEFT)
     dq = warpgroup_mma(left, k, dq, is_async=True)
     dq, left = warpgroup_mma_wait(0, deps=[dq, left])
@@ -962,10 +835,9 @@ def _dq_step(
 @gluon.jit
 def _dq_consume(
     dq_out, lse_ptr, delta_ptr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
-    b, h, head, start_m, top, count, masked, plain, diagonal, n_padded, S, window, scale, dq_scale,
-    W: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr,
-    KEPT: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    b, h, head, start_m, count, masked, diagonal, n_padded, S, scale, dq_scale,
+    W: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -974,57 +846,49 @@ def _dq_consume(
     base = head.to(gl.int64) * n_padded
     lse = gl.load(lse_ptr + base + rows)
     delta = gl.load(delta_ptr + base + rows)
-    own = q_smem.index(W)
+    q, do = q_smem.index(W), do_smem.index(W)
     dq = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     mbarrier.wait(q_full.index(W), 0)
-    q, do = own, do_smem.index(W)
-    if KEPT:
-        q, do = q.load(gl.DotOperandLayout(0, SCORES, 2)), do.load(gl.DotOperandLayout(0, SCORES, 2))
     for i in range(masked):
         dq = _dq_step(
-            i, (top - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free,
-            rows, diagonal, S, window, scale,
-            STAGES, V_STAGES, True, CAUSAL, LENGTHS, WINDOW, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            i, (count - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free,
+            rows, diagonal, S, scale, STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT,
         )  # fmt: skip
-    for i in range(masked, plain):
+    for i in range(masked, count):
         dq = _dq_step(
-            i, (top - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free,
-            rows, diagonal, S, window, scale,
-            STAGES, V_STAGES, False, CAUSAL, False, WINDOW, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            i, (count - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free,
+            rows, diagonal, S, scale, STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT,
         )  # fmt: skip
-    if WINDOW:
-        for i in range(plain, count):
-            dq = _dq_step(
-                i, (top - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_smem, v_smem, k_full, k_free, v_full, v_free,
-                rows, diagonal, S, window, scale,
-                STAGES, V_STAGES, True, CAUSAL, False, WINDOW, ROWS, BLOCK_N, SCORES, LEFT, OUT,
-            )  # fmt: skip
-    own.store((dq * dq_scale).to(own.dtype))
+    q.store((dq * dq_scale).to(q.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dq_out, [b, h, start_m + W * ROWS, 0], own)
+    tma.async_copy_shared_to_global(dq_out, [b, h, start_m + W * ROWS, 0], q)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
 def _flash_attention_bwd_dq_hopper_kernel(
     q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
     lse_ptr, delta_ptr,  # (B, H, n_padded); +inf and 0 beyond N
     dq,  # a descriptor: (B, H, N, D)
     B, H, N, S, n_padded, section,
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
-    window,
     scale,  # with log2(e)
     dq_scale,  # without
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, LENGTHS: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, V_STAGES: gl.constexpr, KEPT: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = 2 * ROWS
     block, head = _place(gl.program_id(0), gl.cdiv(N, BLOCK_M), B * H, section, CAUSAL)
     b, h = head // H, head % H
     start_m = block * BLOCK_M
-    S = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
     diagonal = S - N
-    top, count, masked, plain = _visible(start_m, N, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if CAUSAL:
+        last = gl.maximum(gl.minimum(start_m + BLOCK_M + diagonal, S), 0)
+        full = gl.maximum(gl.minimum(start_m + 1 + diagonal, S), 0) // BLOCK_N
+    else:
+        last = S
+        full = S // BLOCK_N
+    count = gl.cdiv(last, BLOCK_N)
+    masked = count - full
 
     dtype: gl.constexpr = q.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
@@ -1033,37 +897,36 @@ def _flash_attention_bwd_dq_hopper_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], OWN)
     do_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], OWN)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], TILE)
-    v_smem = gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK_N, BLOCK_D], TILE)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], TILE)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
-    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for w in gl.static_range(2):
         mbarrier.init(q_full.index(w), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=2)
-    for s in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=2)
         mbarrier.init(v_free.index(s), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_dq_consume, (
                 dq, lse_ptr, delta_ptr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
-                b, h, head, start_m, top, count, masked, plain, diagonal, n_padded, S, window, scale, dq_scale,
-                0, STAGES, V_STAGES, CAUSAL, LENGTHS, WINDOW, KEPT, ROWS, BLOCK_N, BLOCK_D,
+                b, h, head, start_m, count, masked, diagonal, n_padded, S, scale, dq_scale,
+                0, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
             )),
             (_dq_consume, (
                 dq, lse_ptr, delta_ptr, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
-                b, h, head, start_m, top, count, masked, plain, diagonal, n_padded, S, window, scale, dq_scale,
-                1, STAGES, V_STAGES, CAUSAL, LENGTHS, WINDOW, KEPT, ROWS, BLOCK_N, BLOCK_D,
+                b, h, head, start_m, count, masked, diagonal, n_padded, S, scale, dq_scale,
+                1, STAGES, CAUSAL, ROWS, BLOCK_N, BLOCK_D,
             )),
             (_dq_produce, (
                 q, k, v, do, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free,
-                b, h, h // GROUP, start_m, top, count,
-                STAGES, V_STAGES, ROWS, BLOCK_N, BLOCK_D,
+                b, h, h // GROUP, start_m, count,
+                STAGES, ROWS, BLOCK_N, BLOCK_D,
             )),
         ],
         [4, 1],
@@ -1084,12 +947,12 @@ TILES: dict[tuple[int, bool], tuple[tuple[int, tuple[int, int, int, bool] | None
     (256, False): ((0, (64, 2, 2, True)),),
     (256, True): ((0, (64, 2, 2, True)),),
 }
-# By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of keys and of values of that
-# for dq, or None where the plain kernel is faster.
-BACKWARD_TILES: dict[int, "_Backward"] = {
-    64: (64, 2, False, None),
-    128: (64, 3, False, (64, 4, 4, False)),
-    256: (64, 2, False, (64, 2, 1, False)),
+# By BLOCK_D: queries a tile and buffers of the kernel for dk and dv; keys a tile and buffers of that for dq, or None
+# where the plain kernel is faster.
+BACKWARD_TILES: dict[int, tuple[int, int, tuple[int, int] | None]] = {
+    64: (64, 2, None),
+    128: (64, 3, (64, 4)),
+    256: (64, 2, (32, 3)),
 }
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
@@ -1131,9 +994,7 @@ def forward_config(
     return None if found is None or width is None else _forward_tiles(width, found)
 
 
-def forward_grid(
-    num_blocks: int, heads: int, width: int, causal: bool, lengths: bool, window: bool, num_sms: int
-) -> tuple[int, bool]:
+def forward_grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, bool]:
     """How many programs share ``num_blocks`` blocks of queries a head, and whether they take them in pairs.
 
     A program that stays for many blocks loads the next one's tiles while it stores this one's output: that counts most
@@ -1142,27 +1003,23 @@ def forward_grid(
     long ones first. With heads of 256 numbers queries and output share a buffer, and nothing is gained.
     """
     units = num_blocks * heads
-    if width > 128 or units <= num_sms or lengths:
+    if width > 128 or units <= num_sms:
         return units, False
-    if not causal or window:
+    if not causal:
         return num_sms, False
     pairs = units // 2
     even = num_blocks % 2 == 0 and pairs >= 0.9 * num_sms * -(-pairs // num_sms)
     return (min(pairs, num_sms), True) if even else (units, False)
 
 
-_Backward = tuple[int, int, bool, tuple[int, int, int, bool] | None]
-
-
-def _backward_tiles(width: int, tiles: _Backward) -> tuple[triton.Config, triton.Config | None]:
-    block_m, stages, kept, for_dq = tiles
+def _backward_tiles(
+    width: int, block_m: int, stages: int, for_dq: tuple[int, int] | None
+) -> tuple[triton.Config, triton.Config | None]:
     blocks = {"BLOCK_D": width, "ROWS": ROWS}
-    dkdv_blocks = {**blocks, "BLOCK_M": block_m, "STAGES": stages, **({"KEPT": kept} if width <= 128 else {"P_STAGES": 1 + kept})}
-    dkdv = triton.Config(dkdv_blocks, num_warps=4)
+    dkdv = triton.Config({**blocks, "BLOCK_M": block_m, "STAGES": stages}, num_warps=4)
     if for_dq is None:
         return dkdv, None
-    dq_blocks = dict(zip(("BLOCK_N", "STAGES", "V_STAGES", "KEPT"), for_dq, strict=True))
-    return dkdv, triton.Config({**blocks, **dq_blocks}, num_warps=4)
+    return dkdv, triton.Config({**blocks, "BLOCK_N": for_dq[0], "STAGES": for_dq[1]}, num_warps=4)
 
 
 def _backward_configs(
@@ -1172,11 +1029,9 @@ def _backward_configs(
     width = _is_for(d, itemsize, properties)
     if width is None or width not in BACKWARD_TILES:
         return
-    own = ((64, 2, False),) if width > 128 else ((32, 3, False), (64, 2, False), (64, 3, False), (64, 2, width == 64))
-    walks = ((64, 2, 1), (32, 2, 2), (32, 3, 3)) if width > 128 else ((32, 4, 4), (64, 2, 2), (64, 3, 3), (64, 4, 4))
-    for tiles in own:
-        for for_dq in (None, *((*walk, False) for walk in walks)):
-            yield _backward_tiles(width, (*tiles, for_dq))
+    for block_m, stages in ((64, 2), (32, 4)) if width > 128 else ((32, 3), (64, 2), (64, 3)):
+        for for_dq in (None, (32, 2), (32, 3)) if width > 128 else (None, (32, 4), (64, 2), (64, 3), (64, 4)):
+            yield _backward_tiles(width, block_m, stages, for_dq)
 
 
 def parts(heads: int, s: int, group: int, d: int, num_sms: int) -> int:
@@ -1194,11 +1049,13 @@ def backward_config(
 ) -> tuple[triton.Config, triton.Config | None] | None:
     """The tiles of the kernel for dk and dv, and of that for dq; ``None`` where the plain one is to be used."""
     width = _is_for(d, itemsize, properties)
-    return None if width is None or width not in BACKWARD_TILES else _backward_tiles(width, BACKWARD_TILES[width])
+    if width is None or width not in BACKWARD_TILES:
+        return None
+    return _backward_tiles(width, *BACKWARD_TILES[width])
 
 
 def config(
-    kernel: str, d: int, itemsize: int, s: int, causal: bool, window: bool, properties: runtime.DeviceProperties
+    kernel: str, d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
 ) -> triton.Config | None:
     """The tiles of ``fwd``, ``dkdv`` or ``dq``; ``None`` where the plain kernel is to be used."""
     if kernel == "fwd":

@@ -321,9 +321,10 @@ def _plan(
 ) -> _Plan:  # fmt: skip
     """``boxes``: descriptors can read the arguments; ``boxed_results``: and write the results. ``parts``: see _Plan."""
     name, config = f"_flash_attention_{kernel if kernel == 'fwd' else f'bwd_{kernel}'}", None
-    kind: dict[str, Any] = {"GROUP": group, "CAUSAL": causal, "LENGTHS": lengths, "WINDOW": window}
-    if gluon and boxes and boxed_results:
-        config = kernels_hopper.config(kernel, d, dtype.itemsize, s, causal, window, properties)
+    kind: dict[str, Any] = {"GROUP": group, "CAUSAL": causal}
+    boxes = boxes and not lengths  # boxes would hold what lies beyond a length
+    if gluon and boxes and boxed_results and not window:
+        config = kernels_hopper.config(kernel, d, dtype.itemsize, s, causal, properties)
     if config is not None:
         blocks = config.kwargs
         walked = "BLOCK_M" if kernel == "dkdv" else "BLOCK_N"
@@ -343,10 +344,9 @@ def _plan(
             return _Plan(launch, owned, own, others, own, lambda t: t, True)
         vector = box_form(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1))
         return _Plan(launch, owned, others, own, own, lambda t: vector(t.view(-1)), True, parts)
-    boxes = boxes and not lengths  # boxes would hold what lies beyond a length
     config = kernels.config(kernel, d, dtype.itemsize, boxes, properties)
     launch = _launch(
-        getattr(kernels, f"{name}_kernel"), **kind, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
+        getattr(kernels, f"{name}_kernel"), **kind, LENGTHS=lengths, WINDOW=window, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     block_m, block_n, block_d = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
@@ -388,16 +388,14 @@ def _run(
     grid: tuple[int, ...] = (cdiv(n, plan.owned) * b * h,)
     paired: tuple[int, ...] = ()
     if plan.hopper:
-        programs, pairs = kernels_hopper.forward_grid(
-            cdiv(n, plan.owned), b * h, d, causal, lengths is not None, window is not None, properties.num_sms
-        )
+        programs, pairs = kernels_hopper.forward_grid(cdiv(n, plan.owned), b * h, d, causal, properties.num_sms)
         grid, paired = (programs,), (int(pairs),)
     lse = launching.empty(q.shape[:3], accumulator(q.dtype), q) if lse is None else lse
-    section = kernels.section(s, d, q.element_size(), causal, properties)
+    section = kernels.section(s, b * h, d, q.element_size(), causal, properties)
     plan.launch(
         grid,
         *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.results(o), lse, b, h, n, s, section, *paired,
-        *strided(lengths, 1, lse), window or 0, scale2,
+        *(() if plan.hopper else (*strided(lengths, 1, lse), window or 0)), scale2,
     )  # fmt: skip
 
 
@@ -428,16 +426,17 @@ def _run_backward(
     of_keys, of_queries = _plan("dkdv", *kind, wanted), _plan("dq", *kind)
     parts = of_keys.parts
     lse, delta = _delta(o, do, lse, kernels_hopper.PADDING if of_keys.hopper else 1)
-    seen = (*strided(lengths, 1, lse), window or 0, scale2, scale)
+    seen = (*strided(lengths, 1, lse), window or 0)
     of_parts = (dk, dv) if parts == 1 else tuple(k.new_empty(b, h_kv * parts, s, d) for _ in range(2))
     for plan, rows, heads, walked, found in (
         (of_keys, s, h_kv * parts, n, of_parts), (of_queries, n, h, s, (dq,)),
     ):  # fmt: skip
-        section = kernels.section(walked, d, itemsize, causal, properties)
+        section = kernels.section(walked, b * heads, d, itemsize, causal, properties)
         plan.launch(
             (cdiv(rows, plan.owned) * b * heads,),
             *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.queries(do), plan.vectors(lse), plan.vectors(delta),
-            *(part for result in found for part in plan.results(result)), b, h, n, s, lse.shape[2], section, *seen,
+            *(part for result in found for part in plan.results(result)), b, h, n, s, lse.shape[2], section,
+            *(() if plan.hopper else seen), scale2, scale,
         )  # fmt: skip
     if parts > 1:
         for result, shares in zip((dk, dv), of_parts, strict=True):
