@@ -419,7 +419,7 @@
       /** A kernel: its lines, without those that stay as before, and without its arguments if there are many. */
       const body = (part) => {
         const near = (i) => any(Math.max(0, i - 1), i + 2);
-        const most = step ? Infinity : 36; // lines that show at first
+        const most = step ? Infinity : 28; // lines that show at first
         let i = part.from;
         const close = texts.findIndex((text, j) => j > part.from && j < part.to && text.startsWith(")"));
         const first = texts.findIndex((text, j) => j >= part.from && text.startsWith("def ")) + 1;
