@@ -425,7 +425,7 @@
         const first = texts.findIndex((text, j) => j >= part.from && text.startsWith("def ")) + 1;
         while (i < part.to) {
           let end = i;
-          while (step && end < part.to && !near(end)) end++;
+          while (step && part.to - part.from > 15 && end < part.to && !near(end)) end++;
           if (i - part.from > most && part.to - i > 4) fold(i, (end = part.to), "more");
           else if (end - i >= 4) fold(i, end, "as before");
           else if (!step && kernelCells > 1 && i === first && close - i >= 6) fold(i, (end = close), "of arguments");
