@@ -76,6 +76,9 @@ def test_the_mean_that_is_kept_is_the_corrected_one(m: int, n: int, period: int)
         check.compare(name, ours.detach(), true.detach(), true.detach().float()).require()
 
 
+ROWS = 2 * kernels.FEW_TILES + 3  # tiles of two rows enough for several programs, the last tile not full
+
+
 @pytest.fixture
 def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short rows are looped over too, in small tiles, so that the kernels for long ones run in a moment."""
@@ -93,7 +96,7 @@ def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("parts", ((), ("weight",), ("weight", "bias")), ids=("nothing", "weight", "weight and bias"))
 @pytest.mark.usefixtures("_looped")
 def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
-    inputs = {"x": randn(14, n + 3)[::2, 1:-2], **{name: randn(n) for name in parts}}
+    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], **{name: randn(n) for name in parts}}
     reference = functools.partial(F.layer_norm, normalized_shape=(n,))
     check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
 
@@ -102,9 +105,9 @@ def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
 @pytest.mark.parametrize("residual", (False, True))
 @pytest.mark.usefixtures("_looped")
 def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
-    inputs = {"x": randn(14, n + 3)[::2, 1:-2], "weight": randn(n)}
+    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], "weight": randn(n)}
     if residual:
-        inputs["residual"] = randn(7, n + 7)[:, 4:-3]
+        inputs["residual"] = randn(ROWS, n + 7)[:, 4:-3]
     check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
 
 
