@@ -136,6 +136,18 @@ def test_a_page(browser: Any, address: str, page_name: str) -> None:
     page.context.close()
 
 
+def test_what_is_not_the_lesson_is_folded_and_unfolds(browser: Any, address: str) -> None:
+    page, _ = opened(browser, address + "notebooks/layer_norm.html")
+    cell = page.locator(".cell_input", has_text="def _layer_norm_fwd_corrected_kernel").first
+    text, height = cell.locator("pre").evaluate("e => e.textContent"), cell.bounding_box()["height"]
+    assert "tl.program_id(0)" in text and cell.locator(".hll").count() > 3  # what is folded is there to be copied
+    for button in cell.locator(".unfold").all():
+        button.click()
+        assert button.get_attribute("aria-expanded") == "true"
+    assert cell.locator(".same").count() > 1 and cell.bounding_box()["height"] > height + 200
+    page.context.close()
+
+
 def test_code_is_legible_in_both_themes(browser: Any, address: str) -> None:
     page, _ = opened(browser, address + "notebooks/first_kernel.html")
     for theme in THEMES:
