@@ -220,16 +220,22 @@ def two_dimensions(folder: Path) -> None:
     reference = _layer(4, seed=0, nf4=True)
     (sum(reference(x).square().sum() for x in xs) / 4).backward()
     expected = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
-    for wrap in ("fsdp", "equal"):
+    for wrap in ("fsdp", "equal", "ddp"):
         torch.manual_seed(rank)
         layer = _layer(4, seed=rank, nf4=True)
-        keep_equal(layer.router.parameters())  # over all four ranks
         parallelize_module(layer, mesh["expert"], {"experts": ExpertParallel(waits=wrap == "fsdp")})
         if wrap == "fsdp":
             fully_shard(layer.experts, mesh=mesh["data"])
         else:
             keep_equal((p for p in layer.experts.parameters()), mesh["data"].get_group())
-        layer(xs[rank]).square().sum().backward()
+        whole: nn.Module = layer
+        if wrap == "ddp":  # over all four ranks, of all but the experts
+            names = [f"experts.{name}" for name, _ in layer.experts.named_parameters()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, names)
+            whole = DistributedDataParallel(layer)
+        else:
+            keep_equal(layer.router.parameters())
+        whole(xs[rank]).square().sum().backward()
         for name, p in layer.named_parameters():
             if p.requires_grad:
                 truth = expected[name]

@@ -8,6 +8,7 @@ the rest, to see that it still holds. ``make compiled`` writes that file and the
 import ast
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -363,9 +364,10 @@ SETTINGS = {
 }
 
 # (kernel, target) -> the most bytes that may be spilled, and why that is accepted. That is what the pinned compiler spills;
-# another one's ptxas spills more of the same kernels, or nothing: in Triton 3.6 up to 840 bytes.
+# another one's ptxas spills more of the same kernels, or nothing: in Triton 3.6 up to 840 bytes. Of a kernel that is not
+# listed it may spill a few bytes: in Triton 3.6 it is 8 of LayerNorm's backward pass in float64.
 PINNED = f"triton=={triton.__version__}" in (ROOT / "requirements.txt").read_text()
-OTHERS_SPILL = 1024
+OTHERS_SPILL, OTHERS_FEW = 1024, 16
 SPILLS_ALLOWED = {
     ("_flash_attention_bwd_dkdv_kernel", "sm_90"): (
         640,
@@ -423,8 +425,8 @@ SPILLS_ALLOWED = {
         "float64: two registers, in a kernel that copies rows.",
     ),
     ("_one_matrix_kernel", "sm_90"): (
-        8,
-        "Four tokens: two registers, so that two programs of eight warps fit a multiprocessor. One of them was measured slower.",
+        24,
+        "Two to six registers, so that two programs of eight warps fit a multiprocessor. One of them was measured slower.",
     ),
     ("_moe_lora_fwd_rows_kernel", "sm_90"): (
         8,
@@ -458,8 +460,11 @@ def _kernels(room: str, target: str) -> set[str]:
     paths = [path for path in (SRC / room).glob("kernels*.py") if path.name in names]
     if room == "moe_lora" and target == "sm_90":  # experts in 4 bits
         paths += (SRC / "packed").glob("kernels_*.py")
-    trees = [ast.parse(path.read_text()) for path in paths]
-    nodes = [node for tree in trees for node in tree.body]
+    return _kernels_in(paths)
+
+
+def _kernels_in(paths: Iterable[Path]) -> set[str]:
+    nodes = [node for path in paths for node in ast.parse(path.read_text()).body]
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")}
 
 
@@ -489,11 +494,14 @@ def test_kernels_compile_without_spilling(room: str, targets: tuple[str, ...]) -
     found = compiled(room, targets, recompile_every=RECOMPILE_EVERY)
     for target in targets:
         of_target = [kernel for kernel in found if kernel.target == target]
-        assert {kernel.name for kernel in of_target} == _kernels(room, target)
+        # Those of `packed` are moe_lora's; nf4 calls one of them too.
+        shared = _kernels_in((SRC / "packed").glob("kernels_*.py")) - _kernels(room, target)
+        assert {kernel.name for kernel in of_target} - shared == _kernels(room, target)
         limit = runtime.TARGETS[target].shared_memory_per_program
         for kernel in of_target:
             allowed, _reason = SPILLS_ALLOWED.get((kernel.name, target), (0, ""))
-            assert kernel.spill_bytes <= (allowed if PINNED or not allowed else OTHERS_SPILL), str(kernel)
+            most = allowed if PINNED else OTHERS_SPILL if allowed else OTHERS_FEW
+            assert kernel.spill_bytes <= most, str(kernel)
             assert kernel.shared_bytes <= limit, str(kernel)
         # A reason that no longer holds is struck from the list.
         for name, listed in SPILLS_ALLOWED:

@@ -1,6 +1,7 @@
 """What no other test noticed when faults were planted in kernels (``make evidence``): each test here kills some of them."""
 
 import functools
+from collections.abc import Iterator
 
 import kernelbook as kb
 
@@ -8,11 +9,13 @@ import kernelbook as kb
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from tensors import randn
 
-from kernelbook import check, runtime
+from kernelbook import autotune, check, runtime
 from kernelbook.compiled import compile_calls
-from kernelbook.layer_norm import kernels
+from kernelbook.layer_norm import kernels, rms_norm_reference
+from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference, nf4_quantize_reference
 from kernelbook.scatter_ffn import scatter_ffn_reference
 
 # --- layer_norm -----------------------------------------------------------------------------------------------------
@@ -73,6 +76,38 @@ def test_the_mean_that_is_kept_is_the_corrected_one(m: int, n: int, period: int)
         check.compare(name, ours.detach(), true.detach(), true.detach().float()).require()
 
 
+@pytest.fixture
+def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short rows are looped over too, in small tiles, so that the kernels for long ones run in a moment."""
+    monkeypatch.setattr(kernels, "plan_forward", lambda *_: None)
+    monkeypatch.setattr(kernels, "looped_config", lambda *_: triton.Config({"BLOCK_N": 64}, num_warps=4))
+    tiles = triton.Config({"BLOCK_M": 2, "BLOCK_N": 32}, num_warps=4)
+    monkeypatch.setattr(kernels, "plan_backward", lambda *_: kernels.BackwardPlan(tiles, 1))
+    autotune.forget()
+    yield
+    monkeypatch.undo()
+    autotune.forget()
+
+
+@pytest.mark.parametrize("n", (64, 301))
+@pytest.mark.parametrize("parts", ((), ("weight",), ("weight", "bias")), ids=("nothing", "weight", "weight and bias"))
+@pytest.mark.usefixtures("_looped")
+def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
+    inputs = {"x": randn(14, n + 3)[::2, 1:-2], **{name: randn(n) for name in parts}}
+    reference = functools.partial(F.layer_norm, normalized_shape=(n,))
+    check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
+
+
+@pytest.mark.parametrize("n", (64, 301))
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.usefixtures("_looped")
+def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
+    inputs = {"x": randn(14, n + 3)[::2, 1:-2], "weight": randn(n)}
+    if residual:
+        inputs["residual"] = randn(7, n + 7)[:, 4:-3]
+    check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
+
+
 # --- scatter_ffn ----------------------------------------------------------------------------------------------------
 
 
@@ -103,3 +138,36 @@ kb.scatter_ffn(*(torch.empty(n, 4096, dtype=torch.bfloat16) for n in (16, 16384,
 """
     atomics = [line for k in compile_calls(code, asm=("ptx",)) for line in k.asm["ptx"].splitlines() if "atom." in line]
     assert atomics and all(".gpu.acq_rel." in line for line in atomics), atomics
+
+
+# --- nf4 ------------------------------------------------------------------------------------------------------------
+
+
+def test_full_blocks_are_multiplied_by_the_reciprocal_and_short_ones_divided() -> None:
+    """As bitsandbytes does it: beside the middle of two codes the two differ in the last bit."""
+    code = torch.tensor(kb.nf4_quantize(randn(64)).code.tolist())
+    middles = (code[1:] + code[:-1]) / 2
+    largest = 1 + torch.arange(200) / 64
+    near = (middles * largest[:, None]).repeat_interleave(4, 1)
+    near = torch.cat([near, largest[:, None], torch.zeros(200, 3)], 1)  # 64 of each block
+    near[:, 0:60:4] = torch.nextafter(near[:, 0:60:4], torch.tensor(9.0))
+    near[:, 1:60:4] = torch.nextafter(near[:, 1:60:4], torch.tensor(-9.0))
+    packed, absmax = nf4_quantize_reference(near, code)
+    divided = torch.bucketize(near / largest[:, None], middles).view(-1, 2)
+    assert (divided[:, 0] << 4 | divided[:, 1]).to(torch.uint8).ne(packed).any(), "this test tells nothing"
+    q = kb.nf4_quantize(near.to(runtime.DEVICE))
+    assert torch.equal(q.packed.cpu().view(-1), packed) and torch.equal(q.absmax.cpu().view(-1), absmax)
+    for row in near[1:60, :61]:
+        q = kb.nf4_quantize(row.to(runtime.DEVICE))
+        assert torch.equal(q.packed.cpu().view(-1), nf4_quantize_reference(row, code)[0])
+
+
+@pytest.mark.parametrize("shape", ((2, 128, 160), (3, 37, 457)))
+def test_quantized_scales_of_later_experts(shape: tuple[int, ...]) -> None:
+    """Their blocks begin within the 256 that share a scale of the scales."""
+    q = kb.nf4_quantize(randn(*shape), double_quant=True)
+    absmax = nested_absmax_reference(q.absmax, q.nested_absmax, q.nested_code, q.nested_offset)
+    expected = nf4_dequantize_reference(q.packed, absmax, q.code, q.shape, q.block_size)
+    assert torch.equal(kb.nf4_dequantize(q, dtype=torch.float32), expected)
+    experts = torch.tensor([shape[0] - 1, 1], device=expected.device)
+    assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=torch.float32), expected[experts])

@@ -512,7 +512,7 @@ def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKer
     assert repeated.thought == before + 2
 
 
-@pytest.mark.parametrize("what", ("dropped", "plans", "device", "watched", "deterministic", "mode"))
+@pytest.mark.parametrize("what", ("dropped", "plans", "device", "watched", "deterministic", "mode", "poisoned"))
 def test_what_changes_a_call_ends_its_repetition(
     fake: _FakeKernel, repeated: _Repeated, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,6 +535,8 @@ def test_what_changes_a_call_ends_its_repetition(
             stack.callback(torch.use_deterministic_algorithms, False)
         if what == "mode":
             stack.enter_context(_Passing())
+        if what == "poisoned":
+            stack.enter_context(launching.poisonable())
         repeated.call(x, w, 0.5)
     assert repeated.thought == before + 1
 

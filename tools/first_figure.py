@@ -80,10 +80,10 @@ def ratios(rows: pd.DataFrame, column: str) -> pd.Series:
     return (theirs.groupby(POINT)[column].min() / ours).dropna()
 
 
-def _figure() -> Figure:
+def _figure(legend: str = "upper") -> Figure:
     mpl.rcParams.update({"svg.hashsalt": "kernelbook", "svg.fonttype": "path"})
-    figure, (ax,) = plots.new_figure(width=7.4, height=0.3 * len(LINES) + 1.3)
     recorded = {gpu: tables(gpu) for gpu in gpus()}
+    figure, (ax,) = plots.new_figure(width=7.4, height=(0.16 + 0.14 * len(recorded)) * len(LINES) + 1.3)
     names: list[str] = []
     for (stem, op, mode), name in LINES.items():
         found = [
@@ -95,7 +95,7 @@ def _figure() -> Figure:
         if not found:
             continue
         for i, rows in found:
-            y = len(names) + 0.26 * (i - (len(recorded) - 1) / 2)
+            y = len(names) + 0.42 * (i - (len(recorded) - 1) / 2)
             device, color = ratios(rows, "ms"), COLORS[i % len(COLORS)]
             ax.plot([device.min(), device.max()], [y, y], color=color, linewidth=2, alpha=0.45, solid_capstyle="round")
             ax.plot(device.median(), y, "o", color=color, markersize=7)
@@ -119,7 +119,7 @@ def _figure() -> Figure:
         ax.plot([], [], "o-", color=COLORS[i % len(COLORS)], label=f"{first['gpu'].iloc[-1]}, time on the device")
     if any(table["host_us"].notna().any() for one in recorded.values() for table in one.values()):
         ax.plot([], [], "o", color=plots.INK, markerfacecolor="none", mew=1.5, label="by the clock")
-    figure.legend(loc="outside upper left", ncols=3, fontsize=9, frameon=False)
+    figure.legend(loc=f"outside {legend} left", ncols=3, fontsize=9, frameon=False)
     return figure
 
 
@@ -133,7 +133,7 @@ def draw() -> None:
 
 def draw_card(path: Path, title: str) -> None:
     """Writes what social networks show of a link, 1200 by 630 points: the title above the picture."""
-    figure = _figure()
+    figure = _figure(legend="lower")
     figure.set_size_inches(12, 6.3)
     figure.suptitle(title, fontsize=19, fontweight="bold")
     figure.savefig(path, dpi=100, facecolor="white")

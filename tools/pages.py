@@ -24,6 +24,7 @@ from sphinx.util.docutils import SphinxDirective
 
 GLOSSARY = "book/notation"
 RECORDINGS = Path(__file__).resolve().parent.parent / "book" / "_static" / "instruments"
+SHORT = 12  # lines of a kernel of which nothing folds
 SIMILAR = 0.45  # of two cells: below it, a kernel is another one and not the next step
 
 GLUED = re.compile(r"^plots\.glue\(.*\)\n?", re.MULTILINE)
@@ -76,7 +77,7 @@ def highlighted(source: str, earlier: list[str]) -> list[int]:
     for first, text in functions(source):
         if "# New" not in text:
             continue
-        if not text.startswith("@"):  # a launcher
+        if not text.startswith("@") or text.count("\n") < SHORT:  # a launcher, or a kernel that is shown whole
             found += [first + i for i, line in enumerate(text.splitlines()) if "# New" in line]
             continue
         if not earlier:

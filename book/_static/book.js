@@ -419,13 +419,13 @@
       /** A kernel: its lines, without those that stay as before, and without its arguments if there are many. */
       const body = (part) => {
         const near = (i) => any(Math.max(0, i - 1), i + 2);
-        const most = step ? Infinity : 36; // lines that show at first
+        const most = step ? Infinity : 28; // lines that show at first
         let i = part.from;
         const close = texts.findIndex((text, j) => j > part.from && j < part.to && text.startsWith(")"));
         const first = texts.findIndex((text, j) => j >= part.from && text.startsWith("def ")) + 1;
         while (i < part.to) {
           let end = i;
-          while (step && end < part.to && !near(end)) end++;
+          while (step && part.to - part.from > 15 && end < part.to && !near(end)) end++;
           if (i - part.from > most && part.to - i > 4) fold(i, (end = part.to), "more");
           else if (end - i >= 4) fold(i, end, "as before");
           else if (!step && kernelCells > 1 && i === first && close - i >= 6) fold(i, (end = close), "of arguments");

@@ -60,9 +60,9 @@ REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
-# Tests that measure, need all memory, or start other processes, whose kernels are not seen.
+# Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
 WRITTEN = ("test_evidence_kernels.py", "test_evidence_gpu.py")  # for faults
-LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck")
+LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 RARE = (
     "barrier removed",
     "order relaxed",
@@ -282,13 +282,28 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
 
 
 def read_results(*paths: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """By name, function's digest and place; of several files, the last that has a row."""
-    results = {}
+    """By name, function's digest and place; of several files, from the one that knows most."""
+    results: dict[tuple[str, str, str], dict[str, str]] = {}
     for path in paths:
         if path.exists():
             with path.open(newline="") as file:
-                results |= {(row["name"], row["function_digest"], row["where"]): row for row in csv.DictReader(file)}
+                for row in csv.DictReader(file):
+                    known = results.setdefault((row["name"], row["function_digest"], row["where"]), row)
+                    if _known(row) > _known(known):
+                        known.update(
+                            row
+                            | {
+                                "statement": row["statement"] or known["statement"],
+                                "text": row["text"] or known["text"],
+                            }
+                        )
     return results
+
+
+def _known(row: dict[str, str]) -> tuple[bool, bool, int]:
+    """More, the more is known: decided, tried, shown to how many tests."""
+    tests = row["why"].split()[0] if row["verdict"] == "survived" else "0"
+    return row["verdict"] in DECIDED, row["verdict"] != "untested", int(tests) if tests.isdigit() else 0
 
 
 def explain(rows: Sequence[dict[str, str]]) -> None:
