@@ -12,6 +12,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,6 +129,7 @@ def main() -> None:
             name, found = path.stem.split("_")[0], json.loads(path.read_text())
             if name == "fuzz":
                 for target, campaign in found.items():
+                    campaign["failures"] = [re.sub(r'File "[^"]*/', 'File "', f) for f in campaign["failures"]]
                     add(told["fuzz"], target, campaign)
             elif name == "sanitizers":
                 told[name] = {"version": found["version"], "runs": told[name].get("runs", {}) | found["runs"]}
