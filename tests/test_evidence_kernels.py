@@ -76,6 +76,9 @@ def test_the_mean_that_is_kept_is_the_corrected_one(m: int, n: int, period: int)
         check.compare(name, ours.detach(), true.detach(), true.detach().float()).require()
 
 
+ROWS = 2 * kernels.FEW_TILES + 3  # tiles of two rows enough for several programs, the last tile not full
+
+
 @pytest.fixture
 def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short rows are looped over too, in small tiles, so that the kernels for long ones run in a moment."""
@@ -93,7 +96,7 @@ def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("parts", ((), ("weight",), ("weight", "bias")), ids=("nothing", "weight", "weight and bias"))
 @pytest.mark.usefixtures("_looped")
 def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
-    inputs = {"x": randn(14, n + 3)[::2, 1:-2], **{name: randn(n) for name in parts}}
+    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], **{name: randn(n) for name in parts}}
     reference = functools.partial(F.layer_norm, normalized_shape=(n,))
     check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
 
@@ -102,10 +105,35 @@ def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
 @pytest.mark.parametrize("residual", (False, True))
 @pytest.mark.usefixtures("_looped")
 def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
-    inputs = {"x": randn(14, n + 3)[::2, 1:-2], "weight": randn(n)}
+    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], "weight": randn(n)}
     if residual:
-        inputs["residual"] = randn(7, n + 7)[:, 4:-3]
+        inputs["residual"] = randn(ROWS, n + 7)[:, 4:-3]
     check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
+
+
+@pytest.mark.parametrize("looped", (False, True))
+def test_gradients_that_come_with_strides_of_their_own(looped: bool, request: pytest.FixtureRequest) -> None:
+    """Those of the norm and of the sum, whose rows lie apart in other ways, and x in another again."""
+    if looped:
+        request.getfixturevalue("_looped")
+    x, r, w = randn(9, 301)[:, :300].requires_grad_(), randn(9, 300).requires_grad_(), randn(300).requires_grad_()
+    dy, ds = randn(9, 340)[:, 17:317], randn(1, 300).expand(9, 300)
+    call = functools.partial(torch.autograd.grad, kb.rms_norm(x, w, residual=r), (x, r, w), retain_graph=True)
+    strided, dense = call(grad_outputs=(dy, ds)), call(grad_outputs=(dy.contiguous(), ds.contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(strided, dense, strict=True))
+    for backward in ("partials", "locks"):
+        y = kb.layer_norm(x, w, w, backward=backward)
+        ours = torch.autograd.grad(y, (x, w), dy)
+        check.compare("dx", ours[0], *_layer_norm_dx(x, w, dy), factor=check.GRADIENT_FACTOR).require()
+
+
+def _layer_norm_dx(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64 and by PyTorch in float32."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        leaf, weight = x.detach().to(dtype).requires_grad_(), w.detach().to(dtype)
+        found += torch.autograd.grad(F.layer_norm(leaf, (x.shape[1],), weight, weight), leaf, dy.to(dtype))
+    return found[0], found[1]
 
 
 # --- scatter_ffn ----------------------------------------------------------------------------------------------------

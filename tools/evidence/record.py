@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", type=Path, nargs="*", default=[], help="folders with such files; then nothing is run"
     )
+    parser.add_argument("--note", default="", help="what a reader of the record has to know")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "book" / "evidence")
     args = parser.parse_args()
@@ -135,6 +136,7 @@ def main() -> None:
                 slug = path.stem
             elif name in told:
                 told[name] |= found
+    told["note"] = args.note
     told["seconds"] = round(time.monotonic() - began)
     (args.out / f"{slug}.json").write_text(json.dumps(told, indent=1) + "\n")
     print(json.dumps({k: v for k, v in told.items() if k not in ("fuzz", "sanitizers", "repeats", "soak")}), flush=True)
