@@ -79,17 +79,43 @@ def test_the_mean_that_is_kept_is_the_corrected_one(m: int, n: int, period: int)
 ROWS = 2 * kernels.FEW_TILES + 3  # tiles of two rows enough for several programs, the last tile not full
 
 
-@pytest.fixture
-def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short rows are looped over too, in small tiles, so that the kernels for long ones run in a moment."""
-    monkeypatch.setattr(kernels, "plan_forward", lambda *_: None)
+def _small_tiles(
+    monkeypatch: pytest.MonkeyPatch, forward: triton.Config | None, backward: triton.Config
+) -> Iterator[None]:
+    monkeypatch.setattr(kernels, "plan_forward", lambda *_: forward)
     monkeypatch.setattr(kernels, "looped_config", lambda *_: triton.Config({"BLOCK_N": 64}, num_warps=4))
-    tiles = triton.Config({"BLOCK_M": 2, "BLOCK_N": 32}, num_warps=4)
-    monkeypatch.setattr(kernels, "plan_backward", lambda *_: kernels.BackwardPlan(tiles, 1))
+    monkeypatch.setattr(kernels, "plan_backward", lambda *_: kernels.BackwardPlan(backward, 2))
     autotune.forget()
     yield
     monkeypatch.undo()
     autotune.forget()
+
+
+@pytest.fixture
+def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short rows are looped over too, in small tiles, so that the kernels for long ones run in a moment."""
+    yield from _small_tiles(monkeypatch, None, triton.Config({"BLOCK_M": 2, "BLOCK_N": 32}, num_warps=4))
+
+
+@pytest.fixture
+def _in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short rows stay in registers as several small tiles, and two programs share one in the backward pass."""
+    forward = triton.Config({"BLOCK_M": 1, "BLOCK_N": 64, "NUM_BLOCKS": 5}, num_warps=4)
+    tiles = {"BLOCK_M": 2, "BLOCK_N": 32, "NUM_BLOCKS": 5, "SPLIT": 2, "STAGES": 1}
+    yield from _small_tiles(monkeypatch, forward, triton.Config(tiles, num_warps=4))
+
+
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.usefixtures("_in_tiles")
+def test_rows_in_several_tiles(residual: bool) -> None:
+    n = 301
+    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2] + 3, "weight": randn(n)}
+    if residual:
+        inputs["residual"] = randn(ROWS, n + 7)[:, 4:-3]
+        check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
+    else:
+        reference = functools.partial(F.layer_norm, normalized_shape=(n,))
+        check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
 
 
 @pytest.mark.parametrize("n", (64, 301))
