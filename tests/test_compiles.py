@@ -385,18 +385,9 @@ SPILLS_ALLOWED = {
         32,
         "128 and 256 features: some registers outside the loop over the tiles.",
     ),
-    ("_flash_attention_decode_kernel", "sm_80"): (
-        32,
-        "Pages of 16-bit keys at 128 features: registers for the addresses of the rows on their way. Only measured on sm_90.",
-    ),
-    ("_flash_attention_decode_kernel", "sm_89"): (
-        24,
-        "Pages of 16-bit keys at 128 features: registers for the addresses of the rows on their way. Only measured on sm_90.",
-    ),
     ("_flash_attention_decode_kernel", "sm_90"): (
-        56,
-        "float32 at 256 features: exact products take each operand twice. Pages of 16-bit keys at 128: six registers for the "
-        "addresses of the rows on their way.",
+        40,
+        "float32 at 256 features: exact products take each operand twice.",
     ),
     ("_flash_attention_fwd_kernel", "sm_100"): (
         32,

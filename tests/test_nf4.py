@@ -304,6 +304,7 @@ def test_matmul(shape, dtype):
 def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, dtype, monkeypatch):
     """The kernel whose programs stay for several tiles: rows and sums that fill neither, and what lies beside y."""
     monkeypatch.setattr(kernels, "PACKED_ELEMENTS", 0)
+    monkeypatch.setattr(kernels, "PACKED_MULTIPLES", (1, 1))
     q = nf4_quantize(torch.randn(shape, device=DEV), block_size=block_size, double_quant=double_quant)
     w = nf4_dequantize(q, dtype=torch.float32)
     for tokens in (1, 3, 4, 5, 8, 11, 16):

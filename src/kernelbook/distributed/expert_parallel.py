@@ -65,8 +65,9 @@ class ExpertParallel(ParallelStyle):
     out, so that all ranks have the experts of one model whatever their seeds. LoRA pairs that PEFT has put around the module
     stay whole on every rank; :func:`kernelbook.distributed.keep_equal` sums their gradients.
 
-    Every rank brings its own tokens. Compose with ``fully_shard`` or ``DistributedDataParallel`` over another dimension of a
-    2-D mesh; :func:`kernelbook.distributed.keep_equal` averages over it what these two do not manage.
+    Every rank brings its own tokens. Compose with ``fully_shard`` over another dimension of a 2-D mesh, or with
+    ``DistributedDataParallel`` around the whole model, told to ignore the experts' parameters;
+    :func:`kernelbook.distributed.keep_equal` averages what these two do not manage.
 
     Args:
         gradients: ``"mean"``: gradients of the experts' parameters are divided by the ranks of this mesh, so that they
@@ -75,8 +76,9 @@ class ExpertParallel(ParallelStyle):
         waits: a token travels to the ranks that have experts for it, in buffers of just the size that is needed, for which the
             host waits once in each forward pass. ``False``: the host never waits, and a CUDA graph can hold the layer;
             buffers have space for whatever a router may say, as many times more as there are ranks. For few ranks, all with
-            the same number of tokens. Where they can write to each other's memory (the GPUs of one machine) tokens travel as
-            before, see ``windows.exchange_shared``; elsewhere to every rank, see ``exchange.exchange_all``.
+            the same number of tokens, which is only checked with ``KERNELBOOK_DEBUG=1``. Where they can write to each other's
+            memory (the GPUs of one machine) tokens travel as before, see ``windows.exchange_shared``; elsewhere to every
+            rank, see ``exchange.exchange_all``.
 
     Raises:
         TypeError: the module is no experts module of ours or of transformers.
