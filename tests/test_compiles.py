@@ -155,7 +155,9 @@ for dtype in (bf16, torch.float32):
 x = torch.empty(100, 328, dtype=bf16)[:, :320].requires_grad_()  # rows and sums of no multiple of 16
 kb.scatter2scatter(x, packed(200, 320, 64), kb.route(torch.zeros(100, 2, dtype=torch.int64), 4)).sum().backward()
 kb.scatter2scatter(torch.empty(9, 36, dtype=bf16), packed(24, 36, 32), kb.route(torch.zeros(9, 2, dtype=torch.int64), 4))
-for tokens in FEW:  # of one matrix: what fills its tiles, and what does not
+from kernelbook.nf4 import kernels as nf4_kernels
+nf4_kernels.PACKED_MULTIPLES = (1, 1)
+for tokens in FEW:  # of one matrix: what fills its tiles, and what does not, which the rule leaves to others
     for n, k, block_size in ((4096, 2048, 64), (4096, 2112, 4096)):
         kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
 """,
@@ -436,6 +438,9 @@ SPILLS_ALLOWED = {
             ("_moe_lora_bwd_factors_kernel", "sm_89"),
             ("_moe_lora_bwd_factors_kernel", "sm_120"),
             ("_moe_lora_bwd_recompute_kernel", "sm_120"),
+            ("_moe_lora_fwd_rows_kernel", "sm_80"),
+            ("_moe_lora_fwd_rows_kernel", "sm_86"),
+            ("_moe_lora_fwd_rows_kernel", "sm_89"),
             ("_nf4_matmul_fwd_kernel", "sm_86"),
             ("_route_fwd_place_kernel", "sm_120"),
             ("_scatter_ffn_fwd_down_tiles_kernel", "sm_120"),
