@@ -26,12 +26,6 @@ THEMES = ("light", "dark")
 # Of what a reader loads with a page: the page itself, scripts, styles, and not the figures.
 MOST_BYTES = 1_500_000
 MOST_PIXELS = 20_000  # of a chapter at the first width, folds closed
-# Shortened last, and not seen below the limit yet.
-LONGER = {
-    "notebooks/attention_forward.html": 26_500,
-    "notebooks/layer_norm.html": 21_000,
-    "notebooks/scatter_ffn.html": 21_000,
-}
 # Sphinx puts the parts of a class between the terms and definitions of one list.
 AXE: dict[str, Any] = {
     "resultTypes": ["violations"],
@@ -122,9 +116,7 @@ def test_a_page(browser: Any, address: str, page_name: str) -> None:
             assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{width} pixels, {theme}"
             assert not page.evaluate(OVERFLOWING), f"{width} pixels, {theme}"
         if width == WIDTHS[0] and page_name.startswith("notebooks/"):
-            assert page.evaluate("document.querySelector('.bd-article').scrollHeight") <= LONGER.get(
-                page_name, MOST_PIXELS
-            )
+            assert page.evaluate("document.querySelector('.bd-article').scrollHeight") <= MOST_PIXELS
     loaded = {url: size for url, size in page.evaluate(LOADED) if re.search(r"\.(html|js|css)(\?|$)", url)}
     assert len(loaded) > 3
     assert sum(loaded.values()) < MOST_BYTES, sorted(((size, url) for url, size in loaded.items()), reverse=True)[:6]
