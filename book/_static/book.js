@@ -50,7 +50,7 @@
         const side = this.size - (this.size > 8 ? 2 : 1);
         this.cells.push(draw("rect", { x, y, width: side, height: side, rx: this.size > 12 ? 3 : 1, class: "c-none" }));
         this.words.push(
-          draw("text", { x: x + side / 2, y: y + side / 2, class: "word", "font-size": Math.min(11, this.size * 0.42) }, ""),
+          draw("text", { x: x + side / 2, y: y + side / 2, class: "word", style: `font-size: ${Math.min(11, this.size * 0.42)}px` }, ""),
         );
       }
       this.svg.append(...this.cells, ...this.words);

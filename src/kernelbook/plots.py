@@ -394,7 +394,7 @@ def ladder(
         {
             "step": names,
             "µs": [f"{1e3 * ms:.1f}" for ms in rows["ms"]],
-            "of the copy's bandwidth" if by == "gbs" else "of cuBLAS's rate": [f"{value:.0%}" for value in share],
+            "of the copy's bandwidth" if by == "gbs" else "of the matmul ceiling": [f"{value:.0%}" for value in share],
             "times the step before": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
         }
     )
