@@ -392,7 +392,7 @@ def cases() -> Iterator[timing.Case]:
 
 
 def _alone(case: timing.Case) -> timing.Case:
-    """The case without the peers that compile for each shape."""
+    """The case without the peers that compile for each shape, or take many times as long."""
     b, h, h_kv, n, keys, d = (int(case.shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
     causal = case.shape["causal"] == "yes"
     return dataclasses.replace(
@@ -411,7 +411,7 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
     else:
         yield from map(_alone, map(_decode_case, DECODED))
         yield from (_decode_case(decoded, page=PAGE) for decoded in PAGED)
-        yield from map(_alone, models())
+        yield from models()
         whole = [*SHAPES, *((4, FEATURES // d, FEATURES // d, 4096, d, True) for d in (80, 256))]
     for sizes in whole:
         yield _alone(_case("forward", sizes))
@@ -423,8 +423,8 @@ def models() -> Iterator[timing.Case]:
     for name in WITH_HEADS:
         h, h_kv, d = MODELS[name].heads, MODELS[name].kv_heads, MODELS[name].head_dim
         for mode in ("forward", "backward"):
-            yield _case(mode, (1, h, h_kv, 4096, d, True))
-        yield _case("forward", (1, h, h_kv, 1000, d, True))
+            yield _alone(_case(mode, (1, h, h_kv, 4096, d, True)))
+        yield _alone(_case("forward", (1, h, h_kv, 1000, d, True)))
         yield _decode_case((8, h, h_kv, 1, 4096, d))
 
 
