@@ -746,7 +746,7 @@ def sections(sizes: Sizes, losses: dict[str, list[float]] | None = None) -> dict
     losses = {} if losses is None else losses
 
     def layers() -> Iterator[Row]:
-        for part in (_collectives, _puts, _layers, _sharded, _active_rows):
+        for part in (_layers, _sharded, _active_rows, _collectives, _puts):
             yield from part(sizes)
 
     return {
