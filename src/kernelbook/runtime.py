@@ -173,7 +173,8 @@ def _save_time() -> None:
     from triton.runtime import interpreter
 
     # It patches triton.language whenever a kernel calls a function. What was patched for the launch is patched still.
-    patch, run, patched = getattr(interpreter, "_patch_lang", None), interpreter.InterpretedFunction.run, set()
+    patch: Any = getattr(interpreter, "_patch_lang", None)
+    run, patched = interpreter.InterpretedFunction.run, set[int]()
 
     def patch_once(function: Any) -> Any:
         module = id(function.__globals__)
