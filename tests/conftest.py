@@ -24,7 +24,7 @@ hypothesis.settings.register_profile(
     "kernelbook",
     deadline=None,
     derandomize=True,  # the same examples on every machine; HYPOTHESIS_PROFILE=default searches afresh
-    max_examples=20,
+    max_examples=10,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelbook"))
