@@ -78,7 +78,7 @@ class ExpertParallel(ParallelStyle):
             buffers have space for whatever a router may say, as many times more as there are ranks. For few ranks. Where they
             can write to each other's memory (the GPUs of one machine) tokens travel as before, see
             ``windows.exchange_shared``; elsewhere to every rank, which must all bring as many, see ``exchange.exchange_all``.
-            A graph keeps the numbers of tokens with which it was captured: on all ranks, or on none.
+            A graph is captured and replayed by all ranks together, and keeps the numbers of tokens of its capture.
 
     Raises:
         TypeError: the module is no experts module of ours or of transformers.
