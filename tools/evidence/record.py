@@ -42,6 +42,7 @@ def add(fuzz: dict[str, dict[str, Any]], target: str, more: dict[str, Any]) -> N
             "examples": known["examples"] + more["examples"],
             "shapes": max(known["shapes"], more["shapes"]),
             "element": max(known["element"], more["element"]),
+            "drawn_again": known.get("drawn_again", 0) + more.get("drawn_again", 0),
             "failures": known["failures"] + more["failures"],
         }
 
