@@ -675,7 +675,10 @@ def _passes_on_average(i: int, verdict: check.Verdict, example: Callable[[], Ver
             return False
         torch.manual_seed(seed)
         found.append(example()[i])
-    ours, theirs = (math.sqrt(sum(e * e for e in errors) / DRAWS) for errors in zip(*((v.error, v.baseline_error) for v in found), strict=True))
+    ours, theirs = (
+        math.sqrt(sum(e * e for e in errors) / DRAWS)
+        for errors in zip(*((v.error, v.baseline_error) for v in found), strict=True)
+    )
     return found[-1].element <= 1.0 and ours <= factor * theirs + verdict.floor
 
 
@@ -717,7 +720,16 @@ def summed_up(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         for name, parts in json.loads(path.read_text()).items():
             s = summary.setdefault(
-                name, {"examples": 0, "shapes": 0, "worst": 0.0, "where": "", "element": 0.0, "drawn_again": 0, "failures": []}
+                name,
+                {
+                    "examples": 0,
+                    "shapes": 0,
+                    "worst": 0.0,
+                    "where": "",
+                    "element": 0.0,
+                    "drawn_again": 0,
+                    "failures": [],
+                },
             )
             for part in parts:
                 s["examples"] += part["examples"]
@@ -751,9 +763,7 @@ def main() -> None:
     # More of them than examples are asked for: few values of the options leave some with few examples that differ.
     rounds = 4 * -(-args.examples // (each * len(args.only)))
     order = random.Random(args.seed)
-    jobs = [
-        (name, each, args.seed + i) for i in range(rounds) for name in order.sample(args.only, len(args.only))
-    ]
+    jobs = [(name, each, args.seed + i) for i in range(rounds) for name in order.sample(args.only, len(args.only))]
     pids = []
     for p in range(args.processes):
         pid = os.fork()

@@ -87,7 +87,7 @@ SKIP:
 PLAIN = dict.fromkeys(("less", "alone", "few", "more", "pair"), "") | {"held": "barrier.sync 1;"}
 PARTS = {"alone": "bar.sync 0, 128;\n    bar.sync 0, 128;", "pair": "bar.sync 2, 128;\n    bar.sync 2, 128;"}
 REGISTERS = {
-    "less": "setmaxnreg.dec.sync.aligned.u32 104;",
+    "less": "setmaxnreg.dec.sync.aligned.u32 32;",
     "few": "setmaxnreg.dec.sync.aligned.u32 24;",
     "more": "setmaxnreg.inc.sync.aligned.u32 32;",
 }
@@ -161,9 +161,23 @@ def main() -> None:
         raise SystemExit("handshake: compute-sanitizer must be in PATH, it comes with CUDA's toolkit")
     told, running = {}, {}
     for name in BODIES:
-        command = [sanitizer, "--tool", "racecheck", "--kernel-regex", "kns=handshake", sys.executable, __file__, "--launch", name]
+        command = [
+            sanitizer,
+            "--tool",
+            "racecheck",
+            "--kernel-regex",
+            "kns=handshake",
+            sys.executable,
+            __file__,
+            "--launch",
+            name,
+        ]
         running[name] = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     for name, process in running.items():
         try:

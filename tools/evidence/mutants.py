@@ -463,7 +463,9 @@ class Campaign:
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
             if now != row["function_digest"]:
                 del self.results[known]  # the function is another now
-        self.kills: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # by function: tests and what they noticed
+        self.kills: dict[tuple[str, str], Counter[str]] = defaultdict(
+            Counter
+        )  # by function: tests and what they noticed
         for row in self.results.values():
             if row["verdict"] == "killed" and row["by"]:
                 self.kills[row["file"], row["name"].split(":")[0]][short(row["by"])] += 1
@@ -473,7 +475,9 @@ class Campaign:
         if args.elsewhere:
             seen = {k[:2] for k in self.results}
             todo = [f for f in todo if self.key(f)[:2] in seen]
-        todo = [f for f in todo if any(part in f"{f.file} {f.name} {f.kind} {f.statement}" for part in args.only or [""])]
+        todo = [
+            f for f in todo if any(part in f"{f.file} {f.name} {f.kind} {f.statement}" for part in args.only or [""])
+        ]
         share, shares = map(int, args.slice.split("/"))
         self.todo = todo[share::shares]
 

@@ -20,7 +20,16 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "src" / "kernelbook"
-ROOMS = ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4", "modules")  # the slow ones first
+ROOMS = (
+    "attention",
+    "moe_lora",
+    "scatter_ffn",
+    "sparse_linear",
+    "layer_norm",
+    "nf4",
+    "modules",
+    "control",
+)  # the slow ones first
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 
 
@@ -59,6 +68,9 @@ def summary(tool: str, logs: list[str], ended: bool) -> dict[str, Any]:
         "clean": clean,
         "calls": begun,
         "tool died in": died,
+        "launched": sorted(
+            {name for log in logs for line in re.findall(r"^launched: (.*)", log, re.M) for name in line.split()}
+        ),
         "kernels": Counter(names).most_common(),
         "reports": Counter(re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d{4,}", "#", r)[:200] for r in reports).most_common(6),
     }
