@@ -109,17 +109,18 @@ def by_messages(xs: Tensors, gates: Tensors, ids: Tensors, grads: Tensors, exper
 class _Windows(windows.Windows):
     """Of ranks that are all in this process."""
 
-    def __init__(self, rank: int, memory: Tensors, size: int) -> None:
+    def __init__(self, rank: int, memory: Tensors, size: int, most: int) -> None:
         self.rank, self.ranks, self.size, self.device = rank, len(memory), size, memory[0].device
         self.memory, self._views, self.barrier = memory[rank], {}, lambda: None
         begin = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64, device=self.device)
         self.addresses = begin, begin + size
+        self.most = lambda tokens: most  # type: ignore[method-assign]
 
 
 def by_windows(xs: Tensors, gates: Tensors, ids: Tensors, grads: Tensors, experts: int, share: int) -> Passed:
     n, size = len(xs), 1 << 16
     memory = [torch.randint(0, 255, (2 * size,), dtype=torch.uint8, device=xs[0].device) for _ in xs]
-    ways = [windows._Way(_Windows(rank, memory, size), i, experts, share) for rank, i in enumerate(ids)]
+    ways = [windows._Way(_Windows(rank, memory, size, max(map(len, xs))), i, experts, share) for rank, i in enumerate(ids)]
     layout = ways[0].layout(xs[0], gates[0])
     assert layout.size <= size
     for way, x, g in zip(ways, xs, gates, strict=True):
