@@ -119,7 +119,7 @@ def summed_up(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return told
 
 
-def finish(told: dict[str, Any], out: Path | None) -> None:
+def conclude(told: dict[str, Any], out: Path | None) -> None:
     """Says what came out, and ends this process: well, if nothing was lost."""
     print(json.dumps(told, indent=1))
     if out:
@@ -142,7 +142,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.add:
-        finish(summed_up([json.loads(path.read_text()) for path in args.add]), args.out)
+        conclude(summed_up([json.loads(path.read_text()) for path in args.add]), args.out)
     began, rng = time.monotonic(), random.Random(args.seed)
     told: dict[str, Any] = {"phases": {}, "kills": 0, "resumes": 0, "runs": 0, "different": 0, "half_checkpoints": 0}
 
@@ -207,7 +207,7 @@ def main() -> None:
                 check(out)
             finish(out)
     told["seconds"] = round(time.monotonic() - began)
-    finish(told, args.out)
+    conclude(told, args.out)
 
 
 if __name__ == "__main__":
