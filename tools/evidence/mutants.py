@@ -272,8 +272,10 @@ class Workers:
             self.wait()
 
 
-def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
-    """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
+def baseline(
+    tests: list[str], workers: Workers, seconds: float, longest: float
+) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """What each test launches and how long it takes, and the tests that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
     began, each = time.monotonic(), max(1, min(8, len(tests) // len(workers.free)))
     shuffled = random.Random(0).sample(tests, len(tests))
@@ -297,7 +299,7 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
         known.pop(name, None)
         if "TooSlow" not in kind:
             print(f"  left out, fails without a fault: {name}: {kind}: {message[:150]}".replace("\n", " "), flush=True)
-    return known
+    return known, {name for name, *_ in broken}
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------
@@ -496,16 +498,20 @@ class Campaign:
         gc.collect()
         gc.freeze()
         workers = Workers(self.args.processes, self.folder, items, self.watcher)
+        digests_now = {file: file_digest(file) for files, _ in ROOMS.values() for file in files}
+        tests, slow = {}, set()
         known = self.args.baseline
         if known and known.exists():
             told = json.loads(known.read_text())
-            tests = {name: t for name, t in told["tests"].items() if name in items}
-            same = {file for file, digest in told["files"].items() if digest == file_digest(file)}
-        else:
-            tests = baseline(list(items), workers, self.args.seconds / 3, self.args.longest)
-            same = {file for files, _ in ROOMS.values() for file in files}
-            if known:
-                known.write_text(json.dumps({"files": {file: file_digest(file) for file in same}, "tests": tests}))
+            same = {file for file, digest in told["files"].items() if digest == digests_now.get(file)}
+            tests = {name: t for name, t in told["tests"].items() if name in items and same.issuperset(t["lines"])}
+            slow = {*told.get("left_out", ())}  # and those that failed
+        new = [name for name in items if name not in tests and name not in slow]
+        found, left_out = baseline(new, workers, self.args.seconds / 3, self.args.longest)
+        tests |= found
+        slow |= left_out
+        if known:
+            known.write_text(json.dumps({"files": digests_now, "left_out": sorted(slow), "tests": tests}))
         inside, reaching = planting.reachable(), defaultdict(list)
         for name in sorted(tests, key=lambda n: tests[n]["seconds"]):
             for place in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
@@ -516,13 +522,13 @@ class Campaign:
             (name, file): int(bits, 16)
             for name, t in tests.items()
             for file, bits in t["lines"].items()
-            if self.args.where == "interpreter" and file in same
+            if self.args.where == "interpreter"
         }
 
         def shown_to(fault: Fault) -> list[str]:
             """The tests that reach it; in front the three that noticed most faults of this function."""
             names = reaching[fault.file, fault.function]
-            if self.args.where == "interpreter" and fault.file in same:
+            if self.args.where == "interpreter":
                 first, last = fault.lines
                 span = ((1 << (last + 1)) - 1) ^ ((1 << first) - 1)
                 names = [name for name in names if ran.get((name, fault.file), 0) & span]
