@@ -512,7 +512,7 @@ def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKer
     assert repeated.thought == before + 2
 
 
-@pytest.mark.parametrize("what", ("dropped", "plans", "device", "watched", "deterministic", "mode", "poisoned"))
+@pytest.mark.parametrize("what", ("dropped", "plans", "device", "watched", "deterministic", "profiled", "poisoned"))
 def test_what_changes_a_call_ends_its_repetition(
     fake: _FakeKernel, repeated: _Repeated, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,8 +533,8 @@ def test_what_changes_a_call_ends_its_repetition(
         if what == "deterministic":
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
-        if what == "mode":
-            stack.enter_context(_Passing())
+        if what == "profiled":
+            stack.enter_context(torch.profiler.profile())
         if what == "poisoned":
             stack.enter_context(launching.poisonable())
         repeated.call(x, w, 0.5)
@@ -709,6 +709,96 @@ def test_threads_share_the_interpreter() -> None:
     with ThreadPoolExecutor(4) as pool:
         for y in pool.map(lambda _: kb.layer_norm(x), range(12)):
             assert torch.equal(y, expected)
+
+
+# --- public functions under the compiler ----------------------------------------------------------------------------
+
+
+def _whole_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """By operator: a public function, tensors, and its other arguments."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=runtime.DEVICE)
+
+    ids = torch.tensor([5, 0, 7], device=runtime.DEVICE)
+    q, k, v = (draw(1, 2, 20, 16) for _ in range(3))
+    pages, table = draw(4, 2, 16, 16), torch.tensor([[3, 1]], device=runtime.DEVICE)
+    x, weight, vector = draw(6, 32), draw(8, 32), draw(32)
+    return {
+        "layer_norm": (kb.layer_norm, (x, vector, vector), {"eps": 1e-3}),
+        "rms_norm": (kb.rms_norm, (x, vector), {"residual": draw(6, 32)}),
+        "flash_attention": (kb.flash_attention, (q, k, v), {"causal": True, "window": 7}),
+        "paged_attention": (kb.paged_attention, (q[:, :, :1], pages, pages * 2, table, ids[:1]), {}),
+        "gather_matmul": (kb.gather_matmul, (x, weight, ids), {"activation": "gelu"}),
+        "scatter_ffn": (kb.scatter_ffn, (x, weight, weight * 2, ids), {}),
+    }
+
+
+@pytest.mark.parametrize("name", _whole_calls())
+def test_to_dynamo_a_public_function_is_one_operator(name: str) -> None:
+    function, tensors, others = _whole_calls()[name]
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *t: function(*t, **others), fullgraph=True, backend=backend)
+    ours, plain = compiled(*tensors), function(*tensors, **others)
+    assert type(ours) is type(plain)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    assert graphs[0][0] == f"kernelbook.{name}_whole.default" and set(graphs[0][1:]) <= {"<built-in function getitem>"}
+
+
+@pytest.mark.parametrize("name", ("layer_norm", "rms_norm", "flash_attention", "scatter_ffn"))
+def test_opcheck_of_a_public_function(name: str) -> None:
+    function, tensors, others = _whole_calls()[name]
+    operator = getattr(torch.ops.kernelbook, f"{name}_whole").default
+    given = dict(zip(inspect.signature(function).parameters, tensors, strict=False)) | others
+    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    names = [argument.name for argument in operator._schema.arguments][:-1]
+    args = [given.get(each, defaults[each]) for each in names]
+    leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    for each in (args, leaves):
+        torch.library.opcheck(operator, (*each, ""))
+
+
+def test_a_compiled_call_is_guarded_by_little_more_than_its_tensors() -> None:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    (x, w, b), counts = _whole_calls()["layer_norm"][1], []
+    for norm in (
+        lambda x, w, b: torch.nn.functional.layer_norm(x, (32,), w, b),
+        lambda x, w, b: kb.layer_norm(x, w, b),
+    ):
+        torch.compile(norm, backend="eager")(x, w, b)
+        [entry] = _debug_get_cache_entry_list(norm.__code__)
+        counts.append(str(entry.guard_manager).count("\n"))
+    assert counts[1] <= counts[0] + 30
+
+
+def test_messages_reach_through_the_compiler() -> None:
+    x, w, _ = _whole_calls()["layer_norm"][1]
+    for error, message, call in (
+        (TypeError, r"a shape goes into normalized_shape=", lambda: kb.layer_norm(x, (32,))),
+        (Exception, r"layer_norm: weight must have shape \(32,\), got \(3,\)", lambda: kb.layer_norm(x, w[:3])),
+        (Exception, "layer_norm: backward must be one of", lambda: kb.layer_norm(x, backward="no")),
+        (Exception, "layer_norm: x must have dtype", lambda: kb.layer_norm(x.int())),
+    ):
+        with pytest.raises(error, match=message):
+            torch.compile(call, backend="eager")()
+
+
+def test_what_pytorch_keeps_of_a_graph_is_not_taken_after_a_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(launching, "__file__", str(tmp_path / "launching.py"))
+    seen = [launching._sources.__wrapped__()]
+    for name in ("kernels.py", "plan.json", "kernels.py"):
+        (tmp_path / name).write_text("#" * len(seen))
+        seen.append(launching._sources.__wrapped__())
+    assert len(set(seen)) == 4
 
 
 # --- checks that are made once --------------------------------------------------------------------------------------

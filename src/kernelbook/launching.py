@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import math
 import re
-import sys
 import threading
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -61,6 +62,7 @@ def cdiv(a: int, b: int) -> int:
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiling = torch._C._autograd._profiler_enabled
+_reader = torch._C._dynamo.eval_frame.get_eval_frame_callback  # of each Python function before it runs: the compiler
 
 
 def is_transformed() -> bool:
@@ -635,14 +637,13 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
 
     That is where no gradients are wanted and nobody looks on, from the third call of a kind on: with tensors of the same
     shapes, strides, dtypes and devices, and numbers that are equal. Small calls cost the host more than the device.
+    Under ``torch.compile`` the call is one operator of the graph, see :func:`_whole`.
 
     Args:
         settings: what else decides what is launched, as a value that can be compared.
     """
 
     def decorate(function: Public) -> Public:
-        if not _HAS_HANDLES or _new is None:
-            return function
         parameters = inspect.signature(function).parameters
         hints = typing.get_type_hints(function)
         names = list(parameters)
@@ -651,38 +652,110 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
         given = ", ".join(f"{name}={name}" if name in by_name else name for name in names)
         scope: dict[str, Any] = {"_function": function}
         exec(f"def _plainly({', '.join(names)}):\n return _function({given})", scope)  # noqa: S102
-        repeats = _Repeats(scope["_plainly"], of_tensors)
-        lines, more = repeats.lines(names, lambda name: f"type({name}), {name}", settings)
-        scope |= more | {f"_default_{name}": parameters[name].default for name in names}
-        scope |= {
-            "_is_observed": is_observed, "_is_grad_enabled": torch.is_grad_enabled, "_plain": _PLAIN, "_simple": _SIMPLE,
-            "_is_autocast_enabled": torch.is_autocast_enabled,
-        }  # fmt: skip
-        declared = []
+        declared, lines = [], list[str]()
         for name in names:
             if name in by_name[:1]:
                 declared.append("*")
             optional = parameters[name].default is not inspect.Parameter.empty
             declared.append(f"{name}=_default_{name}" if optional else name)
-        lines += [
-            f"def _call({', '.join(declared)}):",
-            " if _is_observed() or _is_autocast_enabled('cuda'):",
-            f"  return _function({given})",
-            " _recorded = _is_grad_enabled()",
-        ]
-        for i, name in enumerate(names):
-            if i in of_tensors:
-                lines.append(
-                    f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad)):"
-                )
-            else:
-                lines.append(f" if type({name}) not in _simple:")
-            lines.append(f"  return _function({given})")
-        lines.append(f" return _compute({', '.join(names)})")
+        scope |= {f"_default_{name}": parameters[name].default for name in names}
+        compiled, more = _whole(function.__name__, scope["_plainly"], hints)
+        compiled.append(f"  return _function({given})")
+        scope |= more
+        if not _HAS_HANDLES or _new is None:
+            lines += [f"def _call({', '.join(declared)}):", *compiled, f" return _function({given})"]
+        else:
+            repeats = _Repeats(scope["_plainly"], of_tensors)
+            lines, more = repeats.lines(names, lambda name: f"type({name}), {name}", settings)
+            scope |= more | {
+                "_is_observed": is_observed, "_is_grad_enabled": torch.is_grad_enabled, "_plain": _PLAIN, "_simple": _SIMPLE,
+                "_is_autocast_enabled": torch.is_autocast_enabled,
+            }  # fmt: skip
+            lines += [
+                f"def _call({', '.join(declared)}):",
+                *compiled,
+                " if _is_observed() or _is_autocast_enabled('cuda'):",
+                f"  return _function({given})",
+                " _recorded = _is_grad_enabled()",
+            ]
+            for i, name in enumerate(names):
+                if i in of_tensors:
+                    lines.append(
+                        f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad)):"
+                    )
+                else:
+                    lines.append(f" if type({name}) not in _simple:")
+                lines.append(f"  return _function({given})")
+            lines.append(f" return _compute({', '.join(names)})")
         exec("\n".join(lines), scope)  # noqa: S102
         return cast(Public, functools.wraps(function)(scope["_call"]))
 
     return decorate
+
+
+# What may be an argument of an operator: its type there, and how code tells one. Dynamo guards on each name that it
+# reads, and a guard costs every call; the class of a literal has none.
+_IN_SCHEMA = {
+    torch.Tensor: ("Tensor", "isinstance({0}, _Tensor)"),
+    float: ("float", "({0}.__class__ is (0.0).__class__ or {0}.__class__ is (0).__class__)"),
+    int: ("SymInt", "isinstance({0}, int)"),
+    bool: ("bool", "{0}.__class__ is (True).__class__"),
+    str: ("str", "{0}.__class__ is ''.__class__"),
+}
+
+
+@functools.cache
+def _sources() -> str:
+    """Changes whenever a file of the package does: PyTorch keeps on disk what it made of a graph's operators."""
+    files = (path for path in Path(__file__).parent.rglob("*") if path.suffix in {".py", ".json"})
+    stats = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:8]
+
+
+def _whole(name: str, compute: Callable[..., Any], hints: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Declares ``kernelbook::<name>_whole``: a public function as one operator, made of those that it calls.
+
+    Dynamo reads Python, and a compiled call is checked against all that was read; it does not read operators. What this
+    one does the compiler sees where it takes operators apart. -> lines that return its result, unless an argument has to
+    be left to the function (and its checks), and what they refer to.
+    """
+    arguments, declared, conditions = [], [], []
+    *parameters, (_, result) = hints.items()
+    for given, hint in parameters:
+        [kind, *others] = [k for k in typing.get_args(hint) or (hint,) if k is not type(None)]
+        optional = type(None) in typing.get_args(hint)
+        if others or kind not in _IN_SCHEMA:
+            conditions.append(f"{given} is None")
+            continue
+        kind, condition = _IN_SCHEMA[kind]
+        condition = condition.format(given)
+        conditions.append(f"({given} is None or {condition})" if optional else condition)
+        declared.append(f"{kind}{'?' * optional} {given}")
+        arguments.append(given)
+    qualified, args = f"{NAMESPACE}::{name}_whole", ", ".join(arguments)
+    several = result is not torch.Tensor
+    scope: dict[str, Any] = {"_compute": compute}
+    lines = [
+        f"def _implementation({args}, _sources):",
+        f" _found = _compute({', '.join(given if given in arguments else 'None' for given, _ in parameters)})",
+        f" return {'list(_found) if type(_found) is tuple else [_found]' if several else '_found'}",
+    ]
+    exec("\n".join(lines), scope)  # noqa: S102
+    torch.library.define(
+        qualified,
+        f"({', '.join(declared)}, str sources) -> Tensor{'[]' * several}",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    torch.library.impl(qualified, "CompositeImplicitAutograd", scope["_implementation"])
+    return [
+        " if _is_compiling():",
+        f"  if {' and '.join(conditions)}:",
+        f"   _found = _operator({args}, {_sources()!r})",
+        f"   return {'_found[0] if len(_found) == 1 else tuple(_found)' if several else '_found'}",
+    ], {
+        "_Tensor": torch.Tensor, "_operator": getattr(getattr(torch.ops, NAMESPACE), f"{name}_whole").default,
+        "_is_compiling": torch.compiler.is_dynamo_compiling,
+    }  # fmt: skip
 
 
 def settings() -> tuple[bool, ...]:
@@ -754,8 +827,10 @@ def operator(
         return torch.compiler.disable(implementation)
 
     def dispatched(*args: Any) -> Any:
-        # Only where the compiler has been imported can it be at work on what calls this. (To import it takes seconds.)
-        return (untraced() if "torch._dynamo" in sys.modules else implementation)(*args)
+        # What the compiler is at work on it would read here too; a program that it has made it does not read.
+        if _reader() is not None:
+            return untraced()(*args)
+        return (implementation if is_observed() else perform)(*args)
 
     def keep_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         keep(ctx, inputs, output)
@@ -789,6 +864,7 @@ def operator(
         f"[:-{saved}]" if saved and schema.rpartition("->")[2].count(",") > saved else "[0]" if saved else "",
         scope,
     )
+    perform: Callable[..., Any] = scope.get("_compute", implementation)
     Eager: Any = type(
         qualified.partition("::")[2], (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(differentiate)},
