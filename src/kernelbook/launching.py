@@ -659,9 +659,11 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
             optional = parameters[name].default is not inspect.Parameter.empty
             declared.append(f"{name}=_default_{name}" if optional else name)
         scope |= {f"_default_{name}": parameters[name].default for name in names}
-        compiled, more = _whole(function.__name__, scope["_plainly"], hints)
-        compiled.append(f"  return _function({given})")
-        scope |= more
+        compiled = list[str]()
+        if hints["return"] is not type(None):  # what writes into its arguments stays what it is
+            compiled, more = _whole(function.__name__, scope["_plainly"], hints)
+            compiled.append(f"  return _function({given})")
+            scope |= more
         if not _HAS_HANDLES or _new is None:
             lines += [f"def _call({', '.join(declared)}):", *compiled, f" return _function({given})"]
         else:
