@@ -493,6 +493,31 @@ def test_a_public_function_is_repeated_with_its_checks(
     assert inspect.signature(public).parameters["deterministic"].default is False
 
 
+def test_what_pytorch_writes_to_out_is_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
+    """Products and sorts between launches: of tensors that were given, of new ones, of parts and of transposes."""
+    launch, thought = repeated.launch, []
+
+    def run(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> None:
+        thought.append(x)
+        product, zeros = x.new_empty(3, 3), x.new_zeros(3)
+        torch.mm(x[0], x[1].t(), out=product)
+        torch.addmm(zeros, product.t(), x[0, :, :3], out=out)
+        sorted_ids, order = torch.empty_like(ids), torch.empty_like(ids)
+        torch.sort(ids, stable=True, out=(sorted_ids, order))
+        launch((1,), sorted_ids, 33)
+        launch((1,), order, 33)
+
+    call = launching.operator(
+        "test_products(Tensor x, Tensor ids) -> Tensor",
+        outputs=lambda x, ids: x.new_empty(3, 3), run=run, repeated=launching.settings,
+    )  # fmt: skip
+    for _ in range(6):
+        x, ids = torch.randn(40)[4:34].view(2, 3, 5), torch.randperm(7)
+        expected = (x[0] @ x[1].t()).t() @ x[0, :, :3]
+        torch.testing.assert_close(call(x, ids), expected)
+    assert len(thought) == 2 and len(fake.by_handle) == 2 * 6 - 1
+
+
 def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
     storage = torch.zeros(64)
     repeated.part = True

@@ -401,7 +401,7 @@ def tickets(count: int, device: torch.device) -> torch.Tensor:
     """
     found = _counters_on(count, device)
     if isinstance(_of_thread.tracing, _Recording):
-        _of_thread.tracing.counters.append((found, count))
+        _of_thread.tracing.count(found, count)
     return found
 
 
@@ -434,25 +434,39 @@ _NEW = {
         ("empty", "memory_format"), ("empty_like", "default"), ("empty_strided", "default"), ("new_empty", "default"),
     )
 }  # fmt: skip
+_ZEROS = {torch.ops.aten.new_zeros.default}
+# Of operators that take the same arguments under their short names, which cost the host less.
+_BOUND = {torch.ops.aten.mm.out: torch.mm, torch.ops.aten.addmm.out: torch.addmm}
 
 
 class _Recording(TorchDispatchMode):
-    """Notes what a call does: the memory it takes and the kernels it launches; ``complete`` unless it does more than that."""
+    """Notes what a call does: the memory it takes, the kernels it launches, PyTorch's operators that write to ``out=``.
+
+    ``complete`` unless it does more than that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.new: list[torch.Tensor] = []
+        self.new: list[tuple[torch.Tensor, bool]] = []  # memory, and whether it is zeroed
         self.counters: list[tuple[torch.Tensor, int]] = []
-        self.launches: list[tuple[Any, _Handle, tuple[int, ...], tuple[Any, ...]]] = []
+        self.steps: list[Any] = []  # in their order, memory and counters by their number
+        self.launches = 0
         self.complete = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _NEW:
-            self.new.append(result)
+        if func in _NEW or func in _ZEROS:
+            self.steps.append(f"t{len(self.new)}")
+            self.new.append((result, func in _ZEROS))
+        elif any(argument.is_out for argument in func._schema.arguments):
+            self.steps.append((func, args, kwargs or {}))
         elif not func.is_view:
             self.complete = False
         return result
+
+    def count(self, found: torch.Tensor, count: int) -> None:
+        self.steps.append(f"u{len(self.counters)}")
+        self.counters.append((found, count))
 
     def launch(self, launch: Launch, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         _of_thread.tracing = False
@@ -465,89 +479,132 @@ class _Recording(TorchDispatchMode):
         if handle is None:
             self.complete = False
         else:
-            self.launches.append((launch.kernel, handle, grid, args))
+            self.launches += 1
+            self.steps.append((launch.kernel, handle, grid, args))
 
     def written_out(self, given: Sequence[torch.Tensor | None], results: Any) -> Callable[..., Any] | None:
-        """A function of the addresses of the tensors that were ``given`` (0: ``None``) that does the same again.
+        """A function of the addresses of the tensors that were ``given`` (0: ``None``) and of these that does it again.
 
-        It returns whether it has done so, and the results: not where a kernel is another by now than Triton would launch.
+        It returns the results, or that it did nothing: where a kernel is another by now than Triton would launch.
         """
         if not (self.complete and self.launches):
             return None
-        known = {f"p{i}": tensor for i, tensor in enumerate(given) if tensor is not None}
-        known |= {f"q{i}": tensor for i, tensor in enumerate(self.new)}
-        known |= {f"r{i}": tensor for i, (tensor, _) in enumerate(self.counters)}
+        known = {f"g{i}": tensor for i, tensor in enumerate(given) if tensor is not None}
+        known |= {f"t{i}": tensor for i, (tensor, _) in enumerate(self.new)}
+        known |= {f"u{i}": tensor for i, (tensor, _) in enumerate(self.counters)}
         by_memory: dict[int, list[str]] = {}
         for name, tensor in known.items():
             by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-        first = _first_tensor(self.launches[0][3])
+        first = next(_first_tensor(step[3]) for step in self.steps if isinstance(step, tuple) and len(step) == 4)
         device = first.get_device()
         scope: dict[str, Any] = {
             "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream, "new": _new,
             "counters": _counters_on, "device": first.device, "keep": _kept, "stale": _STALE,
         }  # fmt: skip
+        used: set[str] = set()  # in the step at hand
 
         def constant(value: Any) -> str:
             name = f"c{len(scope)}"
             scope[name] = value
             return name
 
-        def address(tensor: torch.Tensor) -> str:
+        def owner_of(tensor: torch.Tensor) -> tuple[str, bool]:
+            """-> whose memory it is, and whether it is that very tensor."""
             same = [name for name, other in known.items() if other is tensor]
             # What is no tensor that was given, but a part of one, is found by its memory. Two may lie in the same: whose
             # address is it then?
             owners = same or by_memory.get(tensor.untyped_storage().data_ptr() if tensor.numel() else 0, [])
             if len(owners) != 1:
                 raise _UnknownError
-            [owner] = owners
-            return owner if same else f"{owner} + {tensor.data_ptr() - known[owner].data_ptr()}"
+            used.add(owners[0])
+            return owners[0], bool(same)
 
-        def boxed(handle: _Handle, index: int, box: Box) -> str:
-            kept, make, where = constant({}), constant(handle.maker(index, box)), address(box.tensor)
-            maps.append(f" m{kept} = {kept}.get({where}) or keep({kept}, {where}, {make})")
-            return f"*m{kept}"
+        def address(tensor: torch.Tensor) -> str:
+            owner, same = owner_of(tensor)
+            pointer = f"p{owner[1:]}" if owner[0] == "g" else f"{owner}_at"
+            return pointer if same else f"{pointer} + {tensor.data_ptr() - known[owner].data_ptr()}"
 
-        fresh, maps, calls = list[str](), list[str](), list[str]()
+        def operand(value: Any) -> str:
+            """An argument of one of PyTorch's operators, which wants a tensor and not its address."""
+            if not isinstance(value, torch.Tensor):
+                return constant(value)
+            owner, same = owner_of(value)
+            base = known[owner]
+            if same:
+                return owner
+            if value.dtype != base.dtype:
+                raise _UnknownError
+            away = value.storage_offset() - base.storage_offset()
+            if (
+                base.ndim == 2
+                and not away
+                and value.shape == base.shape[::-1]
+                and value.stride() == base.stride()[::-1]
+            ):
+                return f"{owner}.t()"
+            start = f"{owner}.storage_offset() + {away}"
+            return f"{owner}.as_strided({constant(tuple(value.shape))}, {constant(value.stride())}, {start})"
+
+        fresh = list[str]()
+
+        def launched(kernel: Any, handle: _Handle, grid: tuple[int, ...], args: tuple[Any, ...]) -> list[str]:
+            fresh.append(
+                f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) is {constant(handle.compiled)}"
+            )
+            fresh.extend(f"{constant(names)}.get({name!r}) is {constant(v)}" for names, name, v in handle.globals)
+            lines, values, boxes = list[str](), list[str](), 0
+            for arg in args:
+                if type(arg) is Box:
+                    kept, make, where = constant({}), constant(handle.maker(boxes, arg)), address(arg.tensor)
+                    lines.append(f"m{kept} = {kept}.get({where}) or keep({kept}, {where}, {make})")
+                    values.append(f"*m{kept}")
+                    boxes += 1
+                else:
+                    values.append(address(arg) if isinstance(arg, torch.Tensor) else constant(arg))
+            listed = ", ".join([*values, *map(constant, handle.tail)])
+            head = [*map(str, (*grid, 1, 1)[:3]), "s", constant(handle.function), *map(constant, handle.before)]
+            listed = listed if _TRITON == (3, 6) else f"({listed},)"
+            return [*lines, f"{constant(handle.launch)}({', '.join(head)}, {listed})"]
+
+        def written(step: Any) -> list[str]:
+            if isinstance(step, tuple) and len(step) == 4:
+                return launched(*step)
+            if isinstance(step, tuple):
+                func, args, kwargs = step
+                name = constant(_BOUND.get(func, func))
+                listed = ", ".join([*map(operand, args), *(f"{key}={operand(value)}" for key, value in kwargs.items())])
+                return [f"{name}({listed})"]
+            if step[0] == "u":
+                return [f"{step} = counters({self.counters[int(step[1:])][1]}, device); {step}_at = {step}.data_ptr()"]
+            tensor, zeroed = self.new[int(step[1:])]
+            sides = ", ".join(constant(tuple(part)) for part in (tensor.shape, tensor.stride()))
+            made = f"{step} = new({sides}, {constant(tensor.dtype)}); {step}_at = {step}.data_ptr()"
+            return [made, f"{step}.zero_()"] if zeroed else [made]
+
+        last, body = dict[str, int](), list[list[str]]()
         try:
-            for kernel, handle, grid, args in self.launches:
-                fresh.append(
-                    f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) "
-                    f"is {constant(handle.compiled)}"
-                )
-                fresh += [f"{constant(names)}.get({name!r}) is {constant(v)}" for names, name, v in handle.globals]
-                boxes = iter(range(len(args)))
-                values = [
-                    boxed(handle, next(boxes), arg) if type(arg) is Box
-                    else address(arg) if isinstance(arg, torch.Tensor)
-                    else constant(arg)
-                    for arg in args
-                ]  # fmt: skip
-                listed = ", ".join([*values, *map(constant, handle.tail)])
-                head = [*map(str, (*grid, 1, 1)[:3]), "s", constant(handle.function), *map(constant, handle.before)]
-                listed = listed if _TRITON == (3, 6) else f"({listed},)"
-                calls.append(f" {constant(handle.launch)}({', '.join(head)}, {listed})")
+            for i, step in enumerate(self.steps):
+                used.clear()
+                body.append(written(step))
+                last |= dict.fromkeys(used, i)
         except _UnknownError:
             return None
-        places = {(new.data_ptr(), new.shape, new.stride(), new.dtype): i for i, new in enumerate(self.new)}
+        places = {(new.data_ptr(), new.shape, new.stride(), new.dtype): f"t{i}" for i, (new, _) in enumerate(self.new)}
         outputs = results if isinstance(results, tuple) else () if results is None else (results,)
-        found = [places.get((out.data_ptr(), out.shape, out.stride(), out.dtype)) for out in outputs]
-        if None in found:
+        found = [places.get((out.data_ptr(), out.shape, out.stride(), out.dtype), "") for out in outputs]
+        if "" in found:
             return None
-        memory = []
-        for i, tensor in enumerate(self.new):
-            shape_and_strides = ", ".join(constant(tuple(part)) for part in (tensor.shape, tensor.stride()))
-            memory.append(f" t{i} = new({shape_and_strides}, {constant(tensor.dtype)}); q{i} = t{i}.data_ptr()")
-        for i, (_, count) in enumerate(self.counters):
-            memory.append(f" u{i} = counters({count}, device); r{i} = u{i}.data_ptr()")
-        listed = ", ".join(f"t{i}" for i in found)
+        for name, i in last.items():  # its memory can be taken by what comes next
+            if name[0] == "t" and name not in found:
+                body[i].append(f"{name} = None")
+        listed = ", ".join(found)
+        numbers = range(len(given))
         lines = [
-            f"def again({', '.join(f'p{i}' for i in range(len(given)))}):",
+            f"def again({', '.join([*(f'p{i}' for i in numbers), *(f'g{i}' for i in numbers)])}):",
             f" if not (current_device() == {device} and {' and '.join(fresh)}):",
             "  return stale",
-            *memory,
-            *maps,
             f" s = stream({device})",
-            *calls,
+            *(f" {line}" for step_lines in body for line in step_lines),
             f" return {'None' if results is None else f'({listed},)' if isinstance(results, tuple) else listed}",
         ]
         exec("\n".join(lines), scope)  # noqa: S102
@@ -621,7 +678,7 @@ class _Repeats(dict[Any, Callable[..., Any]]):
             f"({' | '.join(f'_p{i}' for i in range(len(tensors)))}) % 16)",
             " _again = _repeats.get(_key)",
             " if _again is not None and not (_deterministic() or _poisoned or _watched()):",
-            f"  _results = _again({', '.join(f'_p{i}' for i in range(len(tensors)))})",
+            f"  _results = _again({', '.join([*(f'_p{i}' for i in range(len(tensors))), *tensors])})",
             "  if _results is not _stale:",
             "   return _results",
             f" return _repeats.learn(_key, {args})",
