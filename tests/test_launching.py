@@ -517,6 +517,20 @@ def test_what_pytorch_writes_to_out_is_repeated(fake: _FakeKernel, repeated: _Re
         torch.testing.assert_close(call(x, ids), expected)
     assert len(thought) == 2 and len(fake.by_handle) == 2 * 6 - 1
 
+    def run_list(out: torch.Tensor, x: torch.Tensor) -> None:
+        thought.append(x)
+        torch.cat([x, x], out=out)  # of a list
+        launch((1,), x, 33)
+
+    call = launching.operator(
+        "test_list(Tensor x) -> Tensor",
+        outputs=lambda x: x.new_empty(8), run=run_list, repeated=launching.settings,
+    )  # fmt: skip
+    for _ in range(4):
+        x = torch.randn(4)
+        assert torch.equal(call(x), torch.cat([x, x]))
+    assert len(thought) == 2 + 4
+
 
 def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
     storage = torch.zeros(64)

@@ -527,6 +527,8 @@ class _Recording(TorchDispatchMode):
         def operand(value: Any) -> str:
             """An argument of one of PyTorch's operators, which wants a tensor and not its address."""
             if not isinstance(value, torch.Tensor):
+                if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
+                    raise _UnknownError
                 return constant(value)
             owner, same = owner_of(value)
             base = known[owner]
