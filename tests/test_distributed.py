@@ -56,8 +56,8 @@ def test_several_ranks(tmp_path: Path) -> None:
         "trains_fsdp",
     )  # fmt: skip
     three = (
-        "expert_parallel_four_bits", "expert_parallel_without_waiting", "windows_grow", "sharded_loads_elsewhere", "active_rows_fsdp",
-        "resumes_fsdp",
+        "expert_parallel_four_bits", "expert_parallel_bfloat16", "expert_parallel_without_waiting", "windows_grow",
+        "sharded_loads_elsewhere", "active_rows_fsdp", "resumes_fsdp",
     )  # fmt: skip
     code, output = _torchrun(3, tmp_path, *three, "dies")
     _assert_all_passed(output, 3, *three)
@@ -88,8 +88,8 @@ def test_several_gpus(tmp_path: Path, ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     checks = (
-        "expert_parallel", "expert_parallel_four_bits", "expert_parallel_without_waiting", "windows_grow", "in_a_graph",
-        "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp", "trains_fsdp", "measures",
+        "expert_parallel", "expert_parallel_four_bits", "expert_parallel_bfloat16", "expert_parallel_without_waiting",
+        "windows_grow", "in_a_graph", "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp", "trains_fsdp", "measures",
         "adapters_are_safe", "adapters_stay_equal", "bytes_stay_bytes", "transformers_experts", *(("two_dimensions",) if ranks == 4 else ()),
     )  # fmt: skip
     _run(ranks, tmp_path, *checks, cpu=False)

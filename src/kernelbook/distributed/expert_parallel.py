@@ -75,10 +75,10 @@ class ExpertParallel(ParallelStyle):
             ``"sum"``: to the sum of the losses, as autograd has it.
         waits: a token travels to the ranks that have experts for it, in buffers of just the size that is needed, for which the
             host waits once in each forward pass. ``False``: the host never waits, and a CUDA graph can hold the layer;
-            buffers have space for whatever a router may say, as many times more as there are ranks. For few ranks, all with
-            the same number of tokens, which is only checked with ``KERNELBOOK_DEBUG=1``. Where they can write to each other's
-            memory (the GPUs of one machine) tokens travel as before, see ``windows.exchange_shared``; elsewhere to every
-            rank, see ``exchange.exchange_all``.
+            buffers have space for whatever a router may say, as many times more as there are ranks. For few ranks. Where they
+            can write to each other's memory (the GPUs of one machine) tokens travel as before, see
+            ``windows.exchange_shared``; elsewhere to every rank, which must all bring as many, see ``exchange.exchange_all``.
+            A graph keeps the numbers of tokens with which it was captured: on all ranks, or on none.
 
     Raises:
         TypeError: the module is no experts module of ours or of transformers.
