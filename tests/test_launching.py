@@ -493,6 +493,25 @@ def test_a_public_function_is_repeated_with_its_checks(
     assert inspect.signature(public).parameters["deterministic"].default is False
 
 
+def test_what_the_dispatcher_calls_is_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
+    """As a compiled program calls an operator, and with lists, which the dispatcher makes of tuples."""
+    thought = []
+
+    def run(out: torch.Tensor, x: torch.Tensor, needs: Any, shape: Any) -> None:
+        thought.append((list(needs), list(shape)))
+        repeated.launch((1,), out, 33)
+
+    launching.operator(
+        "test_lists(Tensor x, bool[] needs, SymInt[] shape) -> Tensor",
+        outputs=lambda x, needs, shape: x.new_empty(shape), run=run, repeated=launching.settings,
+    )  # fmt: skip
+    for needs, shape in (([True, False], [2, 3]), ([True, True], [2, 3]), ([True, True], [3, 2])):
+        before = len(thought)
+        for _ in range(5):
+            assert torch.ops.kernelbook.test_lists(torch.randn(4), needs, shape).shape == tuple(shape)
+        assert thought[before:] == [(needs, shape)] * 2
+
+
 def test_what_pytorch_writes_to_out_is_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
     """Products and sorts between launches: of tensors that were given, of new ones, of parts and of transposes."""
     launch, thought = repeated.launch, []

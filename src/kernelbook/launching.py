@@ -916,7 +916,10 @@ def operator(
     scope = {"outputs": outputs, "run": run, "implementation": implementation, "keep": keep, "registered": registered}
     names, lines = [name for _, name in parameters], list[str]()
     if (visible or repeated) and _HAS_HANDLES and _new is not None:
-        lines, more = _Repeats(compute, of_tensors).lines(names, str, repeated)
+        lists = {name for kind, name in parameters if kind.endswith("[]")}  # as the dispatcher gives them
+        lines, more = _Repeats(compute, of_tensors).lines(
+            names, lambda name: f"tuple({name})" if name in lists else name, repeated
+        )
         scope |= more
     forward, call = _written_out(
         names,
