@@ -768,9 +768,11 @@ _IN_SCHEMA = {
 @functools.cache
 def _sources() -> str:
     """Changes whenever a file of the package does: PyTorch keeps on disk what it made of a graph's operators."""
-    files = (path for path in Path(__file__).parent.rglob("*") if path.suffix in {".py", ".json"})
-    stats = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
-    return hashlib.sha256(repr(stats).encode()).hexdigest()[:8]
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in {".py", ".json"}:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _whole(name: str, compute: Callable[..., Any], hints: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
