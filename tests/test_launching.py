@@ -640,6 +640,9 @@ def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[An
         "scatter_ffn, 16 rows": lambda: (
             kb.scatter_ffn, (draw(16, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
         ),
+        "scatter_ffn, packed": lambda: (
+            kb.scatter_ffn, (draw(300, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
+        ),
         "gather_matmul": lambda: (kb.gather_matmul, (draw(1, 512), draw(2048, 512), listed(200, 2048))),
     }  # fmt: skip
 
@@ -649,7 +652,7 @@ def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[An
 @pytest.mark.parametrize("name", _public_calls())
 def test_what_is_repeated_is_what_is_computed(name: str, gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, bit for bit, for other tensors each time: the calls that are repeated, and the same ones thought anew."""
-    if gradients and name not in ("layer_norm", "rms_norm", "flash_attention", "moe_lora"):
+    if gradients and name not in ("layer_norm", "rms_norm", "flash_attention", "moe_lora") and "ffn" not in name:
         pytest.skip("no gradients, or not by launches alone")
     autotune.forget()
     thought, real = [], launching.Launch.__call__
