@@ -146,6 +146,38 @@ def part_tiles():
         del q, w, x, dy, wt, exact
         torch.cuda.empty_cache()
 
+def part_right():
+    import dataclasses
+    shapes = ((2, 1000, 2112, 64, True, torch.bfloat16), (3, 72, 320, 64, False, torch.float16), (1, 520, 4096, 128, True, torch.bfloat16), (2, 4096, 1088, 4096, False, torch.float16))
+    E, N, K, bs, double, dtype = shapes[worker]
+    q = kb.nf4_quantize(torch.randn(E, N, K, device=DEV) / K**.5, block_size=bs, double_quant=double)
+    w = kb.nf4_dequantize(q, dtype=torch.float32)[0]
+    rounded = kb.nf4_dequantize(dataclasses.replace(q, code=q.code.to(dtype).float()), dtype=dtype)[0].t()
+    eye = torch.eye(K, dtype=dtype, device=DEV)
+    bad = 0
+    for M in (1, 3, 4, 5, 8, 11, 16, 33, 64):
+        x = torch.randn(M, K, device=DEV).to(dtype)
+        truth = x.double() @ w.double().t()
+        calls = {}
+        for v in (W4[:2] if M <= 4 else W8[:2] if M <= 8 else W16[:2] if M <= 16 else []):
+            calls[f"wide {v}"] = lambda x, v=v: run_wide(x, q, *v)
+        for v in (TALL[1:3] if M > 8 else []):
+            calls[f"tall {v}"] = lambda x, v=v: run_tall(x, q, 16 if M <= 16 else 64, *v)
+        for name, call in calls.items():
+            try:
+                y = call(x)
+                err = ((y.double() - truth).norm() / truth.norm()).item()
+                bits = all(torch.equal(call(eye[s : s + M]), rounded[s : s + M]) for s in (0, 60, 128, K - M))
+                ok = err < 4e-3 and bits and torch.equal(y, call(x))
+                bad += not ok
+                print(f"{E, N, K, bs, double} M={M} {name} err {err:.2e} bits {bits} {'ok' if ok else 'BAD'}", flush=True)
+            except Exception as e:
+                bad += 1
+                print(f"{E, N, K} M={M} {name} FAILED {type(e).__name__} {str(e)[:200]}", flush=True)
+                if "illegal" in str(e) or "misaligned" in str(e):
+                    raise
+    print("RIGHT" if not bad else "WRONG", worker, bad, flush=True)
+
 for name in sys.argv[4:]:
     t = time.time()
     try:
