@@ -3,7 +3,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 import kernelbook as kb
 import triton
-import lut, tall, wide
+import lut, lut1, tall, wide
 from kernelbook import floor, timing
 from kernelbook.moe_lora.op import _section
 from kernelbook.packed import kernels_hopper
@@ -143,6 +143,9 @@ def part_tiles():
         for v in ((256, 2, 128, 64, 4, 2, 8), (128, 1, 128, 64, 4, 4, 8), (256, 2, 128, 64, 3, 4, 8)):
             show(f"lut fwd {v}", lambda: run_many(lut, x, q, routing, k, False, *v), exact[0])
             show(f"lut dX {v}", lambda: run_many(lut, dy, q, r1, 1, True, *v), exact[1])
+        v = (256, 2, 128, 64, 4, 2, 8)
+        show(f"lut1 fwd {v}", lambda: run_many(lut1, x, q, routing, k, False, *v), exact[0])
+        show(f"lut1 dX {v}", lambda: run_many(lut1, dy, q, r1, 1, True, *v), exact[1])
         del q, w, x, dy, wt, exact
         torch.cuda.empty_cache()
 
