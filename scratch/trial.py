@@ -3,7 +3,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 import kernelbook as kb
 import triton
-import lut, lut1, tall, wide
+import lut, lut1, tall, three, wide
 from kernelbook import floor, timing
 from kernelbook.moe_lora.op import _section
 from kernelbook.packed import kernels_hopper
@@ -140,6 +140,8 @@ def part_tiles():
         now, now_x = (256, 2, 128, 64, 4, 4, 8), (256, 2, 128, 64, 4, 6, 8)
         show("now fwd", lambda: run_many(kernels_hopper, x, q, routing, k, False, *now), exact[0])
         show("now dX", lambda: run_many(kernels_hopper, dy, q, r1, 1, True, *now_x), exact[1])
+        show("three fwd", lambda: run_many(three, x, q, routing, k, False, *now), exact[0])
+        show("three dX", lambda: run_many(three, dy, q, r1, 1, True, *now_x), exact[1])
         for v in ((256, 2, 128, 64, 4, 2, 8), (128, 1, 128, 64, 4, 4, 8), (256, 2, 128, 64, 3, 4, 8)):
             show(f"lut fwd {v}", lambda: run_many(lut, x, q, routing, k, False, *v), exact[0])
             show(f"lut dX {v}", lambda: run_many(lut, dy, q, r1, 1, True, *v), exact[1])
