@@ -52,14 +52,16 @@ DEVICE = runtime.DEVICE
 HIDDEN, INNER, SLOTS, RANK = 32, 16, 2, 4
 
 
-def _layer(experts: int, *, seed: int, lora: bool = True, nf4: bool = False, double_quant: bool = False) -> MoELayer:
+def _layer(
+    experts: int, *, seed: int, lora: bool = True, nf4: bool = False, double_quant: bool = False, dtype: Any = None
+) -> MoELayer:
     torch.manual_seed(seed)
-    layer = MoELayer(experts, HIDDEN, INNER, SLOTS, device=DEVICE)
+    layer = MoELayer(experts, HIDDEN, INNER, SLOTS, device=DEVICE, dtype=dtype)
     if nf4:
         for name in ("gate_up", "down"):
             quantize_parameter(layer.experts, name, double_quant=double_quant)
     if lora:
-        layer.experts.add_lora(RANK, dtype=torch.float32)
+        layer.experts.add_lora(RANK, dtype=dtype or torch.float32)
         for name in ("gate_up_b", "down_b"):
             nn.init.normal_(getattr(layer.experts, name))
     return layer
@@ -86,13 +88,18 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _expert_parallel(experts: int, gradients: str, all_to: int | None = None, waits: bool = True, **kind: Any) -> None:
+def _expert_parallel(
+    experts: int, gradients: str, all_to: int | None = None, waits: bool = True, even: bool = False, **kind: Any
+) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(DEVICE.type, (ranks,))
     whole = _layer(experts, seed=0, **kind).experts
     layer = _layer(experts, seed=rank, **kind)  # rank 0's is handed out
     parallelize_module(layer, mesh, {"experts": ExpertParallel(gradients=gradients, waits=waits)})
-    given = [_tokens(r, experts, all_to, not waits) for r in range(ranks)]
+    given = [_tokens(r, experts, all_to, even) for r in range(ranks)]
+    low = kind.get("dtype") or torch.float32
+    for tokens in given:
+        tokens |= {name: tokens[name].to(low) for name in ("x", "up")}
     mine = given[rank]
     x, gates = mine["x"].clone().requires_grad_(), mine["gates"].clone().requires_grad_()
     out = layer.experts(x, mine["ids"], gates)
@@ -125,10 +132,10 @@ def _expert_parallel(experts: int, gradients: str, all_to: int | None = None, wa
         return [found[rank].detach(), *grads[:2], *(g / scale for g in grads[2:])]
 
     for name, mine_, truth, base in zip(
-        ("out", "x", "gates", *leaves), ours, plain(torch.float64), plain(torch.float32), strict=True
+        ("out", "x", "gates", *leaves), ours, plain(torch.float64), plain(low), strict=True
     ):
         factor = check.FORWARD_FACTOR if name == "out" else check.GRADIENT_FACTOR
-        check.compare(name, mine_, truth, base, factor=factor).require()
+        check.compare(name, mine_, truth, base.to(mine_.dtype), factor=factor).require()
 
 
 def expert_parallel(folder: Path) -> None:
@@ -142,29 +149,45 @@ def expert_parallel_four_bits(folder: Path) -> None:
     _expert_parallel(3, "mean", all_to=0)
 
 
+def expert_parallel_bfloat16(folder: Path) -> None:
+    """What users train: dense and 4-bit experts and their pairs in bfloat16, with the wait and without it."""
+    for nf4 in (False, True):
+        for waits in (True, False):
+            _expert_parallel(5, "mean", nf4=nf4, waits=waits, dtype=torch.bfloat16)
+
+
 def expert_parallel_without_waiting(folder: Path) -> None:
-    """Ranks that share memory, and every token to every rank where they don't; experts that do not divide evenly, some ranks
-    without any, all tokens to one expert."""
+    """Ranks that share memory, with as many tokens on each or not, and every token to every rank where they don't; experts that
+    do not divide evenly, some ranks without any, all tokens to one expert."""
     shared = expert_parallel_module.windows_of
     assert shared(dist.group.WORLD, DEVICE) is not None  # type: ignore[arg-type]
-    for windows_of in (shared, lambda *_: None):
+    for windows_of, even in ((shared, False), (lambda *_: None, True)):
         expert_parallel_module.windows_of = windows_of  # type: ignore[assignment]
         for experts in (5, 2):
-            _expert_parallel(experts, "mean", lora=False, waits=False)
-        _expert_parallel(4, "sum", nf4=True, all_to=1, waits=False)
+            _expert_parallel(experts, "mean", lora=False, waits=False, even=even)
+        _expert_parallel(4, "sum", nf4=True, all_to=1, waits=False, even=even)
+    if DEVICE.type == "cpu":  # a GPU would say it too, and nothing after it
+        try:
+            _expert_parallel(4, "sum", waits=False)
+        except RuntimeError as error:
+            assert "all ranks must bring as many tokens" in str(error)
+        else:
+            raise AssertionError("different numbers of tokens went through")
     expert_parallel_module.windows_of = shared
 
 
 def windows_grow(folder: Path) -> None:
-    """More tokens, wider ones, then few again; gradients of the experts alone, call after call, which leave one window unused."""
+    """More tokens, wider ones, then few again, on one rank none; gradients of the experts alone, call after call, which leave one
+    window unused. A host that waits for another one's call in vain says so."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
     found = windows.windows_of(group, DEVICE)
     assert found is not None and found is windows.windows_of(group, DEVICE)
     factor = torch.ones((), device=DEVICE, requires_grad=True)
-    for count, hidden in ((3, 8), (40, 8), (7, 130), (2, 8)):
+    for most, hidden in ((3, 8), (40, 8), (7, 130), (2, 8)):
         before = found.size
         torch.manual_seed(rank)
+        count = most - (most * (ranks - 1 - rank)) // (ranks - 1)  # none on the first
         x, gates = torch.randn(count, hidden, device=DEVICE), torch.rand(count, 3, device=DEVICE)
         ids = torch.rand(count, 2 * ranks + 1, device=DEVICE).topk(3).indices
         sizes = {"num_experts": 2 * ranks + 1, "share": 3}
@@ -182,30 +205,51 @@ def windows_grow(folder: Path) -> None:
             torch.testing.assert_close(grads[1], grads[0])
         assert found.size >= before
     assert found.size >= ranks * 7 * 130 * 4
+    dist.barrier()
+    if rank == ranks - 1:
+        patience, windows.PATIENCE_S = windows.PATIENCE_S, 0.1
+        try:
+            found.most(5)
+        except RuntimeError as error:
+            assert "rank 0 must call the layer as often" in str(error)
+        else:
+            raise AssertionError("nobody missed rank 0")
+        windows.PATIENCE_S = patience
+    dist.barrier()
+    assert rank == ranks - 1 or found.most(3) == 5  # those that come late hear of it
 
 
 def in_a_graph(folder: Path) -> None:
-    """A GPU only: forward and backward of a layer that does not wait, captured once, replayed on other tokens."""
-    ranks = dist.get_world_size()
+    """A GPU only: forward and backward of a layer that does not wait, captured once, replayed on other tokens; with ranks that
+    share memory and bring different numbers of them, and with ranks that don't."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     layer = _layer(2 * ranks, seed=0, nf4=True)
     parallelize_module(layer, init_device_mesh(DEVICE.type, (ranks,)), {"experts": ExpertParallel(waits=False)})
     leaves = [p for p in layer.experts.parameters() if p.requires_grad]
-    given = [_tokens(dist.get_rank() + step, 2 * ranks, None, True) for step in (0, 7)]
-    x, gates, ids, up = (given[0][name].clone() for name in ("x", "gates", "ids", "up"))
+    shared = expert_parallel_module.windows_of
+    for windows_of, count in ((shared, 5 - rank % 2), (lambda *_: None, 5)):
+        expert_parallel_module.windows_of = windows_of  # type: ignore[assignment]
+        given = [
+            {name: value[:count] for name, value in _tokens(rank + step, 2 * ranks, None, True).items()}
+            for step in (0, 7)
+        ]
+        x, gates, ids, up = (given[0][name].clone() for name in ("x", "gates", "ids", "up"))
 
-    def step() -> list[torch.Tensor]:
-        own, weights = x.detach().requires_grad_(), gates.detach().requires_grad_()
-        out = layer.experts(own, ids, weights)
-        return [out.detach(), *(_local(g) for g in torch.autograd.grad(out, [own, weights, *leaves], up))]
+        def step(x: Any = x, gates: Any = gates, ids: Any = ids, up: Any = up) -> list[torch.Tensor]:
+            own, weights = x.detach().requires_grad_(), gates.detach().requires_grad_()
+            out = layer.experts(own, ids, weights)
+            return [out.detach(), *(_local(g) for g in torch.autograd.grad(out, [own, weights, *leaves], up))]
 
-    replay = bench_several_gpus._captured(step)
-    for tokens in reversed(given):
-        for tensor, name in ((x, "x"), (gates, "gates"), (ids, "ids"), (up, "up")):
-            tensor.copy_(tokens[name])
-        replay()
-        torch.cuda.synchronize()
-        for captured, eager in zip(replay.__defaults__[0], step(), strict=True):  # type: ignore[attr-defined]
-            assert torch.equal(captured, eager)
+        replay = bench_several_gpus._captured(step)
+        for tokens in reversed(given):
+            for tensor, name in ((x, "x"), (gates, "gates"), (ids, "ids"), (up, "up")):
+                tensor.copy_(tokens[name])
+            replay()
+            torch.cuda.synchronize()
+            for captured, eager in zip(replay.__defaults__[0], step(), strict=True):  # type: ignore[attr-defined]
+                assert torch.equal(captured, eager)
+        del replay
+    expert_parallel_module.windows_of = shared
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -610,7 +654,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
         transformers_experts, adapters_are_safe, adapters_stay_equal, bytes_stay_bytes, expert_parallel,
-        expert_parallel_four_bits, expert_parallel_without_waiting, windows_grow, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere,
+        expert_parallel_four_bits, expert_parallel_bfloat16, expert_parallel_without_waiting, windows_grow, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere,
         active_rows, active_rows_fsdp, kept_equal, trains_ddp, trains_fsdp, resumes_fsdp, measures, dies,
     )
 }  # fmt: skip

@@ -54,6 +54,19 @@ def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
         tool.steps_program(path)
 
 
+def test_a_profile_keeps_what_the_page_reads() -> None:
+    tool = program("record_chapters")
+    stalled = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
+    columns = ["ID", "Host Name", "Kernel Name", "gpu__time_duration.sum", stalled, "sm__other.sum"]
+    rows = [["", "", "", "ns", "inst", "%"], ["0", "a", "_layer_norm_fwd_kernel", "61,184", "0.25", "3"]]
+    rows += [["1", "a", "_elementwise_kernel", "9", "0.5", "3"]]
+    text = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in row) for row in [columns, *rows])])
+    table = tool.read_profile(text)
+    assert table["metric"].tolist() == ["gpu__time_duration.sum", stalled]
+    assert table["value"].tolist() == ["61184", "0.25"] and table["unit"].tolist() == ["ns", "inst"]
+    assert set(table["problem"]) == {"M=16384 N=4096"}
+
+
 def test_formulas() -> None:
     mathml = program("formulas").mathml
     assert "<mtext>d</mtext><mi>Y</mi>" in mathml(r"\mathrm{d}Y", "inline")

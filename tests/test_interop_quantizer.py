@@ -29,9 +29,9 @@ INNER = {
 }
 
 
-def saved(name: str, folder: Path, **changes: Any) -> Any:
+def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny dense model, and its checkpoint of many small shards."""
-    model = tiny_model(name, **CHANGES, **INNER[name], **changes)
+    model = tiny_model(name, **CHANGES, **INNER[name], **changes).to(dtype)
     model.save_pretrained(folder, max_shard_size="8KB")
     assert len(list(folder.glob("*.safetensors"))) > 3
     return model
@@ -70,9 +70,10 @@ def test_a_loaded_model_is_a_quantized_one_bit_for_bit(name: str, double_quant: 
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))  # which is the default one while a model is loaded
 @pytest.mark.parametrize("double_quant", (False, True))
-def test_saved_and_loaded_packed(double_quant: bool, tmp_path: Path) -> None:
-    saved("qwen3_moe", tmp_path / "dense")
+def test_saved_and_loaded_packed(double_quant: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path / "dense", dtype)
     model = load(tmp_path / "dense", NF4ExpertsConfig(double_quant, block_size=32))
     model.save_pretrained(tmp_path / "packed", max_shard_size="8KB")
     kept = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,22 @@ import torch
 import kernelbook as kb
 from kernelbook import runtime
 from kernelbook.layer_norm import layer_norm_reference
+
+# isort: split
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _square(x):
+    return tl.sum(x * x, 0)
+
+
+@triton.jit
+def _squares_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(out_ptr, _square(x) + _square(x))
+
 
 SRC = str(Path(kb.__file__).parents[1])
 
@@ -199,6 +216,21 @@ def test_public_functions_say_that_the_gpu_is_too_old(monkeypatch: pytest.Monkey
     x = torch.ones(2, 3).as_subclass(OnTheGpu)
     with pytest.raises(ValueError, match="layer_norm: x must be on the CPU: this GPU is too old for Triton"):
         kb.layer_norm(x)
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="about the interpreter")
+def test_overflows_are_looked_for_only_where_they_are_told(overflow_raises: Callable[[], None]) -> None:
+    """The interpreter's time is saved elsewhere too: functions that a kernel calls more than once, and launches in turn."""
+    x, out = torch.tensor([1, 2, 3, 2**30], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for _ in range(2):
+        _squares_kernel[(1,)](x, out, BLOCK=4)
+        assert out == 28
+    overflow_raises()
+    with pytest.raises(Exception, match="int32 overflow detected for operation mul"):
+        _squares_kernel[(1,)](x, out, BLOCK=4)
+    x[3] = 0
+    _squares_kernel[(1,)](x, out, BLOCK=4)
+    assert out == 28
 
 
 def test_properties_follow_the_compilation_target() -> None:

@@ -52,11 +52,19 @@ def test_a_predictor_learns_what_will_be_positive(trained: tuple[GPT, Any]) -> N
 def test_losses_with_fewer_neurons(trained: tuple[GPT, Any]) -> None:
     model, data = trained
     whole = sparse_inference.loss_with(model, data, 1)
-    every = sparse_inference.loss_with(model, data, 1, lambda _, x, z: sparse_inference._best(z, 1.0))
+    every = sparse_inference.loss_with(model, data, 1, lambda _, x, z: sparse_inference._largest(z, z < float("inf")))
     positive = sparse_inference.loss_with(model, data, 1, lambda _, x, z: z > 0)
     assert every == pytest.approx(whole, abs=1e-6) and positive == pytest.approx(whole, abs=1e-6)
     none = sparse_inference.loss_with(model, data, 1, lambda _, x, z: torch.zeros_like(z))
     assert none != pytest.approx(whole, abs=1e-6)
+
+
+def test_the_largest_are_as_many_as_were_chosen() -> None:
+    values = torch.tensor([[3.0, -1.0, 2.0, 7.0], [0.0, 1.0, -2.0, 5.0]], device=runtime.DEVICE)
+    chosen = torch.tensor([[True, True, False, False], [False, False, True, False]], device=runtime.DEVICE)
+    expected = torch.tensor([[True, False, False, True], [False, False, False, True]], device=runtime.DEVICE)
+    assert torch.equal(sparse_inference._largest(values, chosen), expected)
+    assert not sparse_inference._largest(values, torch.zeros_like(chosen)).any()
 
 
 def test_the_decoder_is_the_model(trained: tuple[GPT, Any]) -> None:
@@ -111,4 +119,4 @@ def test_the_files(tmp_path: Path) -> None:
     rows = pd.read_csv(tmp_path / "sparse_inference.csv")
     assert list(rows.columns) == list(timing.COLUMNS) and set(rows["provider"]) == {"dense", "kernelbook"}
     layers = pd.read_csv(tmp_path / "sparse_inference_layers.csv")
-    assert set(layers["what"]) == {"active", "recall", "computed", "loss dense", "loss predicted", "loss best"}
+    assert set(layers["what"]) == {"active", "recall", "computed", "loss dense", "loss predicted", "loss largest"}

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from torch import nn
 
 import kernelbook
 from kernelbook import runtime, timing
 from kernelbook.nn import GPT
 from kernelbook.train import SCHEDULERS, TrainConfig, study
+from kernelbook.train.chunks import Layout
+from kernelbook.train.schedulers import KnnScheduler
 
 PACKAGE = Path(kernelbook.__file__).parent
 CURVE_KEY = study.KEYS["sparse_training_curves.jsonl"]
@@ -117,6 +120,23 @@ def test_every_scheduler_is_measured_in_every_mode() -> None:
     ]
     named = {(v.provider, v.active, v.sparse_lr) for v in study.curve_variants()}
     assert len(named) == len(list(study.curve_variants()))  # what differs is named differently
+
+
+def test_a_wide_model_is_measured_in_the_modes_of_the_race() -> None:
+    few = [(v.mode, v.active) for v in study.step_variants(every=False) if v.sparse_layers == "all"]
+    assert {(v.mode, v.active) for v, _ in study.budget_variants(settings=False)} <= set(few)
+    assert set(study.step_variants(every=False)) <= set(study.step_variants())
+
+
+def test_shuffled_features_are_those_of_other_chunks() -> None:
+    weight = torch.arange(20.0 * 4 * 3).view(80, 3)
+    plain, shuffled = (kind(Layout((20,), (3,), torch.device("cpu"))) for kind in (KnnScheduler, study._ShuffledKnn))
+    for scheduler in (plain, shuffled):
+        scheduler.refresh([weight], 4)
+    first, again = plain._features, shuffled._features.clone()
+    assert not torch.equal(again, first) and torch.equal(again.sort(1).values, first.sort(1).values)
+    shuffled.refresh([weight], 4)
+    assert torch.equal(shuffled._features, again)  # the same neighbours, wrong as they are, for the whole run
 
 
 # --- several studies put together ---

@@ -191,7 +191,7 @@ def test_the_search_walks_to_neighbours_of_the_best_and_ends_where_nothing_is_ga
 
 
 def test_every_room_has_its_share_of_the_time() -> None:
-    job = {"rooms": ["layer_norm", "nf4"], "shape": None, "select": "backward, dequantize"}
+    job = {"rooms": ["layer_norm", "nf4"], "shape": None, "select": "backward|dequantize"}
     chosen = tuning._chosen_cases(job)
     assert [room for room, _, _ in chosen[:4]] == ["layer_norm", "nf4"] * 2
     assert all("backward" in str(case) or "dequantize" in str(case) for _, _, case in chosen)
@@ -201,6 +201,8 @@ def test_every_room_has_its_share_of_the_time() -> None:
 def test_tuning_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "layer_norm", "--minutes", "1"]) == 2
     assert "tune: there is no GPU here" in capsys.readouterr().err
+    assert cli.main(["tune", "layer_norm", "--select", "("]) == 2
+    assert "tune: --select must be a regular expression, got '('" in capsys.readouterr().err
 
 
 def test_the_call_of_a_room_asks_its_planners() -> None:

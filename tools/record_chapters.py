@@ -1,21 +1,28 @@
 """Runs chapters with RECORD set, on the GPU at hand: each writes the times of its own steps into book/results/<gpu>.
 
 usage: python tools/record_chapters.py [--steps] attention_forward attention_backward
+       python tools/record_chapters.py --profile
 
 With --steps only the ladder is recorded, by RECORD_STEPS, and only the cells run that it needs, which takes seconds.
 The notebooks themselves stay as they are.
+With --profile Nsight Compute counts in the kernels that the page "How a GPU runs your program" reads, into profile.csv.
 """
 
 import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import symtable
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
@@ -185,8 +192,106 @@ def record(name: str, scratch: Path) -> bool:
     return True
 
 
+# What is profiled: kernel -> problem. All in float16.
+PROFILED = {
+    "_layer_norm_fwd_kernel": "M=16384 N=4096",
+    "_layer_norm_bwd_locks_kernel": "M=16384 N=4096",
+    "_flash_attention_fwd_hopper_kernel": "B=2 H=16 N=4096 D=128",
+}
+SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats")
+# Of some hundred metrics those that the page reads
+METRICS = re.compile(
+    r"gpu__time_duration\.sum|dram__bytes_(read|write)\.sum|(gpu__dram_|sm__)throughput\.avg\.pct_of_peak_sustained_elapsed"
+    r"|launch__(registers_per_thread|grid_size|block_size|waves_per_multiprocessor|occupancy_limit_\w+)"
+    r"|sm__warps_active\.avg\.pct_of_peak_sustained_active|smsp__issue_active\.avg\.pct_of_peak_sustained_active"
+    r"|smsp__average_warp_latency_per_inst_issued\.ratio|smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio"
+)
+
+
+def call_profiled() -> None:
+    """What runs under Nsight Compute: everything once to compile it, then once to be counted."""
+    import torch
+
+    import kernelbook as kb
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float16, device="cuda", requires_grad=True)
+
+    x, weight, bias, dy = tensor(16384, 4096), tensor(4096), tensor(4096), tensor(16384, 4096).detach()
+    q, k, v = (tensor(2, 16, 4096, 128).detach() for _ in range(3))
+
+    def calls() -> None:
+        y = kb.layer_norm(x, weight, bias, backward="locks")
+        torch.autograd.grad(y, (x, weight, bias), dy)
+        kb.flash_attention(q, k, v)
+        torch.cuda.synchronize()
+
+    calls()
+    torch.cuda.profiler.start()
+    calls()
+    torch.cuda.profiler.stop()
+
+
+def read_profile(text: str) -> "pd.DataFrame":
+    """The page "raw" of Nsight Compute, as comma-separated values: a row for each kernel and metric of those that are kept."""
+    import io
+
+    import pandas as pd
+
+    lines = [line for line in text.splitlines() if not line.startswith("==")]
+    units, *kernels = pd.read_csv(io.StringIO("\n".join(lines)), dtype=str, keep_default_na=False).to_dict("records")
+    return pd.DataFrame(
+        [
+            {
+                "kernel": row["Kernel Name"],
+                "problem": PROFILED[row["Kernel Name"]],
+                "metric": metric,
+                "unit": units[metric],
+            }
+            | {"value": row[metric].replace(",", "")}
+            for row in kernels
+            for metric in row
+            if METRICS.fullmatch(str(metric)) and row["Kernel Name"] in PROFILED
+        ]
+    )
+
+
+def record_profile(scratch: Path) -> bool:
+    """Counts inside :data:`PROFILED`, at the clock that the GPU has; whether that went well."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        print("record_profile: expected Nsight Compute's 'ncu' on the path, found none", file=sys.stderr)
+        return False
+    raw = scratch / "raw.csv"
+    sections = [argument for name in SECTIONS for argument in ("--section", name)]
+    command = [ncu, *sections, "--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--clock-control", "none"]
+    command += ["--profile-from-start", "off", "--kernel-name", f"regex:^({'|'.join(PROFILED)})$"]
+    command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(raw)]
+    done = subprocess.run([*command, sys.executable, __file__, "--profiled"], check=False).returncode == 0
+    text = raw.read_text(encoding="utf-8") if raw.exists() else ""
+    rows = read_profile(text) if done and '"Kernel Name"' in text else None
+    missing = set(PROFILED) - set(rows["kernel"] if rows is not None else ())
+    if rows is None or missing:
+        print(f"record_profile: nothing counted in {', '.join(sorted(missing))}\n{text[-2000:]}", file=sys.stderr)
+        return False
+    from kernelbook import runtime, timing
+
+    package = Path(timing.__file__).parent
+    where = timing.environment(timing.package_version(package / "layer_norm", package / "attention"))
+    path = timing.results_dir() / runtime.device_slug() / "profile.csv"
+    path.unlink(missing_ok=True)  # a metric or a problem that is counted no longer must not stay
+    timing.write_results(path, rows.assign(**where), key=("kernel", "metric"))
+    return True
+
+
 def main(arguments: list[str]) -> int:
     """Records one chapter after the other; 1 if one of them failed."""
+    if arguments == ["--profiled"]:
+        call_profiled()
+        return 0
+    if arguments == ["--profile"]:
+        with tempfile.TemporaryDirectory() as scratch:
+            return int(not record_profile(Path(scratch)))
     how = record_steps if arguments[:1] == ["--steps"] else record
     chapters = arguments[how is record_steps :]
     if not chapters:

@@ -162,9 +162,39 @@ def _set_up_triton(interpret: bool) -> None:
     # Kernels that are defined from here on read the variable anew.
     os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
     if interpret:
+        _save_time()
         # The interpreter patches triton.language while a kernel runs, and its programs share one index: with two
         # threads in it, the first that ends takes the patches away from the other.
         InterpretedFunction.run = _one_at_a_time(InterpretedFunction.run)  # type: ignore[method-assign]
+
+
+def _save_time() -> None:
+    """Has the interpreter leave out what it does over and over, without which kernels compute the same: half of its time."""
+    from triton.runtime import interpreter
+
+    # It patches triton.language whenever a kernel calls a function. What was patched for the launch is patched still.
+    patch: Any = getattr(interpreter, "_patch_lang", None)
+    run, patched = interpreter.InterpretedFunction.run, set[int]()
+
+    def patch_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module in patched:
+            return None
+        patched.add(module)
+        return patch(function)
+
+    @functools.wraps(run)
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return run(*args, **kwargs)
+
+    if patch is not None:
+        interpreter._patch_lang = patch_once
+        interpreter.InterpretedFunction.run = launch
+    # It computes every sum and product of integers twice, to look for overflows, and only then asks whether to tell.
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    with contextlib.suppress(AttributeError, TypeError):  # a Triton without these options
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def _interpret_helpers() -> None:

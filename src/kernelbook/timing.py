@@ -150,8 +150,8 @@ def host_us(fn: Callable[[], Any], *, calls: int = 30, batches: int = 7) -> floa
     """The host's time for one call of ``fn``, in microseconds, without waiting for the device.
 
     It is the median of ``batches`` times of ``calls`` calls in a row (fewer where the device needs long, so that its queue
-    never fills); between batches the device is waited for. That is what a caller pays before the next line runs. It is
-    the wall clock of one thread, so other work on the machine shows in it.
+    never fills, and what the device does for them takes no seconds); between batches the device is waited for. That is what
+    a caller pays before the next line runs. It is the wall clock of one thread, so other work on the machine shows in it.
     """
 
     def wait() -> None:
@@ -164,7 +164,9 @@ def host_us(fn: Callable[[], Any], *, calls: int = 30, batches: int = 7) -> floa
     start = time.perf_counter()
     fn()
     wait()
-    calls = max(4, min(calls, int(0.02 / (time.perf_counter() - start))))
+    seconds = time.perf_counter() - start
+    calls = max(2, min(calls, int(0.02 / seconds)))
+    batches = max(3, min(batches, int(0.4 / (calls * seconds))))
     times = []
     for _ in range(batches):
         start = time.perf_counter()

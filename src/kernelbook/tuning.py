@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, rooms: Sequence[str]) -> None
     parser.add_argument("room", nargs="*", metavar="ROOM", help=f"what to tune, of {', '.join(rooms)} (default: all)")
     parser.add_argument("--shape", help="sizes of your own instead of the documented ones, e.g. 'M=4096 N=5120'")
     parser.add_argument("--minutes", type=float, default=20.0, help="stop after so many (default: 20)")
-    parser.add_argument("--select", help="only the cases whose description contains one of these, with commas between")
+    parser.add_argument("--select", help="only the cases whose description matches this regular expression")
     parser.add_argument("--export", action="store_true", help="write what was found into the package, to be committed")
     parser.add_argument(
         "--compare", action="store_true", help="search nothing: time the cases with the plans in use and by the rules"
@@ -387,13 +388,9 @@ class _Compilers:
 
 def _chosen_cases(job: Mapping[str, Any]) -> list[tuple[str, int, timing.Case]]:
     """The cases of a job, a case of each room in turn: where time ends early, every room has had its share."""
-    selected = [part.strip() for part in (job["select"] or "").split(",")]
+    selected = re.compile(job["select"] or "")
     rooms = [
-        [
-            (room, i, case)
-            for i, case in enumerate(_cases_of(room, job["shape"]))
-            if any(s in str(case) for s in selected)
-        ]
+        [(room, i, case) for i, case in enumerate(_cases_of(room, job["shape"])) if selected.search(str(case))]
         for room in job["rooms"]
     ]
     return [entry for turn in itertools.zip_longest(*rooms) for entry in turn if entry is not None]
@@ -652,10 +649,14 @@ def main(given: argparse.Namespace, rooms: Sequence[str]) -> int:
         unknown = [room for room in given.room if room not in rooms]
         if unknown:
             raise ValueError(f"tune: ROOM must be of {', '.join(rooms)}, got {', '.join(unknown)}")
+        re.compile(given.select or "")
         job = {"rooms": given.room or list(rooms), "shape": parse_shape(given.shape), "select": given.select}
         if given.compare and runtime.DEVICE.type == "cuda":
             return comparison({**job, "deadline": time.time() + 60 * given.minutes}, given.out)
         return tune(job, given.minutes, given.export, given.out)
+    except re.error as error:
+        print(f"tune: --select must be a regular expression, got {given.select!r}: {error}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -58,7 +58,7 @@ WITH_HEADS = (
 # A sliding window beside all keys: B, H, H_kv, N, D; and windows, 0 for none.
 WINDOWED, WINDOWS = (2, 16, 16, 8192, 128), (0, 4096, 1024, 256)
 
-LARGEST_MATH = 4096  # with the score matrix, longer sequences take seconds and tens of GB
+LARGEST_MATH = 2**30  # scores that the formulas one by one are measured with: more take seconds and tens of GB
 CHECKED_WHOLE = 4096  # of longer sequences the first key head is checked: float64 takes its time too
 
 ERROR_SHAPE = (1, 8, 8, 4096, 128, True)
@@ -107,8 +107,11 @@ def _kernels_of(provider: str) -> contextlib.AbstractContextManager[None]:
     return op.plain_kernels() if provider == "kernelbook:plain" else contextlib.nullcontext()
 
 
-def _attentions(n: int, s: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
-    """By provider. The slow ones: FlexAttention, which compiles for each shape, and the one with the score matrix."""
+def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
+    """By provider. The slow ones: FlexAttention, which compiles for each shape, and the one with the score matrix.
+
+    ``sequences``: how many score matrices there are, one for each head of each.
+    """
     found: dict[str, Attention] = {
         "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION, causal),
         "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, causal),
@@ -118,7 +121,7 @@ def _attentions(n: int, s: int, causal: bool, *, slow_ones: bool) -> dict[str, A
         found["kernelbook:plain"] = found["kernelbook"]
     if slow_ones:
         found["flex"] = _flex(n, causal)
-        if n == s <= LARGEST_MATH:
+        if n == s and sequences * n * s <= LARGEST_MATH:
             found["sdpa_math"] = _sdpa(SDPBackend.MATH, causal)
     return found
 
@@ -154,7 +157,7 @@ def _problem(
     mode: str, b: int, h: int, h_kv: int, n: int, s: int, d: int, causal: bool, dtype: torch.dtype, slow_ones: bool
 ) -> timing.Problem:
     q, k, v, do = _inputs(b, h, h_kv, n, s, d, dtype)
-    given = _attentions(n, s, causal, slow_ones=slow_ones)
+    given = _attentions(b * h, n, s, causal, slow_ones=slow_ones)
     attentions = {name: call for name, call in given.items() if name.startswith("kernelbook") or _takes(call, q, k, v)}
 
     def forward(provider: str) -> Callable[[], Tensors]:
@@ -392,7 +395,7 @@ def cases() -> Iterator[timing.Case]:
 
 
 def _alone(case: timing.Case) -> timing.Case:
-    """The case without the peers that compile for each shape."""
+    """The case without the peers that compile for each shape, or take many times as long."""
     b, h, h_kv, n, keys, d = (int(case.shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
     causal = case.shape["causal"] == "yes"
     return dataclasses.replace(
@@ -411,7 +414,7 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
     else:
         yield from map(_alone, map(_decode_case, DECODED))
         yield from (_decode_case(decoded, page=PAGE) for decoded in PAGED)
-        yield from map(_alone, models())
+        yield from models()
         whole = [*SHAPES, *((4, FEATURES // d, FEATURES // d, 4096, d, True) for d in (80, 256))]
     for sizes in whole:
         yield _alone(_case("forward", sizes))
@@ -423,8 +426,8 @@ def models() -> Iterator[timing.Case]:
     for name in WITH_HEADS:
         h, h_kv, d = MODELS[name].heads, MODELS[name].kv_heads, MODELS[name].head_dim
         for mode in ("forward", "backward"):
-            yield _case(mode, (1, h, h_kv, 4096, d, True))
-        yield _case("forward", (1, h, h_kv, 1000, d, True))
+            yield _alone(_case(mode, (1, h, h_kv, 4096, d, True)))
+        yield _alone(_case("forward", (1, h, h_kv, 1000, d, True)))
         yield _decode_case((8, h, h_kv, 1, 4096, d))
 
 
@@ -441,7 +444,7 @@ def _errors() -> pd.DataFrame:
             *_truth(flash_attention_reference, (q, k, v), 1, causal),
             *_truth(_gradients, (q, k, v, do), 1, causal),
         ]
-        attentions = {**_attentions(n, n, causal, slow_ones=False), "sdpa_math": _sdpa(SDPBackend.MATH, causal)}
+        attentions = {**_attentions(b * h, n, n, causal, slow_ones=False), "sdpa_math": _sdpa(SDPBackend.MATH, causal)}
         for name, attention in attentions.items():
             if not (name.startswith("kernelbook") or _takes(attention, q, k, v)):
                 continue

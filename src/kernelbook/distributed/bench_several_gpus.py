@@ -356,6 +356,13 @@ class _Model:
         visits = torch.zeros(count, ranks, device=goes.device).scatter_(1, goes, 1).sum(0)
         return float(visits.sum() - visits[own]) * hidden * 2 / 1e9
 
+    def windows_mib(self, count: int) -> float:
+        """What windows for ``count`` tokens take, once for all layers; 0 where there are none."""
+        if windows.windows_of(self.mesh.get_group(), runtime.DEVICE) is None:
+            return 0.0
+        _, hidden, _, slots = self.sizes
+        return 2 * windows._layout(self.mesh.size(), count, 2 * hidden, 4 * slots, 4 * slots).size / 2**20
+
 
 def _layers(sizes: Sizes) -> Iterator[Row]:
     ranks = dist.get_world_size()
@@ -407,7 +414,7 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
             "err_ratio": ratios[way],
         }
         if way and _on_gpu():
-            found["peak_mib"] += _windows_mib(model.mesh)
+            found["peak_mib"] += model.windows_mib(count)
         if ranks > 1:
             found["gbytes"] = 4 * model.sent(count)
         call = _captured(call) if graph else call
@@ -419,12 +426,6 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
         )  # fmt: skip
         del call
         _forget()
-
-
-def _windows_mib(mesh: DeviceMesh) -> float:
-    """What the windows take, once for all layers."""
-    found = windows.windows_of(mesh.get_group(), runtime.DEVICE)
-    return 0.0 if found is None else found.memory.nbytes / 2**20
 
 
 def _forget() -> None:
@@ -745,7 +746,7 @@ def sections(sizes: Sizes, losses: dict[str, list[float]] | None = None) -> dict
     losses = {} if losses is None else losses
 
     def layers() -> Iterator[Row]:
-        for part in (_collectives, _puts, _layers, _sharded, _active_rows):
+        for part in (_layers, _sharded, _active_rows, _collectives, _puts):
             yield from part(sizes)
 
     return {

@@ -406,9 +406,16 @@ def exchange_all(
     for each token, where :func:`exchange` sends those that are needed (of 8 experts drawn at random as many with 2 ranks, one
     in ten less with 4, a third less with 8), and the experts' buffers have a row for each slot of every rank's tokens.
 
-    Args: as :func:`exchange`; all ranks must bring as many tokens, and ``experts`` is called with k slots a row, of which ids
-        equal to this rank's number of experts are to be skipped.
+    Args: as :func:`exchange`; ``experts`` is called with k slots a row, of which ids equal to this rank's number of experts are
+        to be skipped.
+
+    Raises:
+        RuntimeError: the ranks bring different numbers of tokens; on a GPU the device says so, and later calls raise it.
     """
+    count = torch.full((1,), x.shape[0], device=x.device)
+    told, work = _everywhere(count, group)
+    work.wait()
+    torch._assert_async((told == count).all(), "exchange_all: all ranks must bring as many tokens")
     first = dist.get_rank(group) * share
     own = max(min(share, num_experts - first), 0)
     rows, weights, ids = _Everywhere.apply(x, gates, expert_ids, first, own, num_experts, group)

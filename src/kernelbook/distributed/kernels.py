@@ -249,44 +249,43 @@ def _put_kernel(
 def _take_kernel(
     rows_ptr,  # (n capacity, H), in this rank's window
     counts_ptr,  # (n,) rows from each rank
-    out_ptr,  # (n T, H)
+    out_ptr,  # (n capacity, H)
     out_counts_ptr,  # (n,), with ids
     weights_ptr, ids_ptr,  # (n capacity, k), in the window
-    out_weights_ptr, out_ids_ptr,  # (n T, k)
-    T, capacity, own, H,
+    out_weights_ptr, out_ids_ptr,  # (n capacity, k)
+    capacity, own, H,
     HAS_IDS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    out = tl.program_id(0).to(tl.int64)
-    source, i = out // T, out % T
-    row = source * capacity + i
+    row = tl.program_id(0).to(tl.int64)
+    source, i = row // capacity, row % capacity
     count = tl.load(counts_ptr + source)
     came = i < count
     for start in range(0, H, BLOCK_H):
         offs_h = start + tl.arange(0, BLOCK_H)
         values = tl.load(rows_ptr + row * H + offs_h, mask=(offs_h < H) & came, other=0)
-        tl.store(out_ptr + out * H + offs_h, values, mask=offs_h < H)
+        tl.store(out_ptr + row * H + offs_h, values, mask=offs_h < H)
     if HAS_IDS:
         offs_k = tl.arange(0, BLOCK_K)
         mask_k = offs_k < k
         ids = tl.load(ids_ptr + row * k + offs_k, mask=mask_k & came, other=-1)
-        tl.store(out_ids_ptr + out * k + offs_k, tl.where(ids >= 0, ids, own), mask=mask_k)
+        tl.store(out_ids_ptr + row * k + offs_k, tl.where(ids >= 0, ids, own), mask=mask_k)
         weights = tl.load(weights_ptr + row * k + offs_k, mask=mask_k & came, other=0)
-        tl.store(out_weights_ptr + out * k + offs_k, weights, mask=mask_k)
+        tl.store(out_weights_ptr + row * k + offs_k, weights, mask=mask_k)
         if i == 0:
             tl.store(out_counts_ptr + source, count)
 
 
 @triton.jit(do_not_specialize=["own", "capacity"])
 def _give_kernel(
-    rows_ptr,  # (n T, H)
-    weights_ptr,  # (n T, k)
+    rows_ptr,  # (n capacity, H)
+    weights_ptr,  # (n capacity, k)
     counts_ptr,  # (n,) rows that came from each rank
     windows_ptr,  # (n,) int64
-    own, T, capacity, H, at_rows, at_weights,
+    own, capacity, H, at_rows, at_weights,
     HAS_WEIGHTS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     given = tl.program_id(0).to(tl.int64)
-    source, i = given // T, given % T
+    source, i = given // capacity, given % capacity
     if i < tl.load(counts_ptr + source):
         row = own.to(tl.int64) * capacity + i
         window = tl.load(windows_ptr + source)

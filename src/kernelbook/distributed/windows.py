@@ -9,9 +9,11 @@ forward               tokens into window 0, *barrier*, out of it; experts; resul
 backward              their gradients into window 0, *barrier*, out, *barrier*; tokens' into window 1, *barrier*
 ====================  ======================================================================================
 
-A barrier is a kernel: streams wait for each other, hosts do not. Between two uses of a window there is always one that all
-ranks have passed since they read it. (The second one of the backward pass stands for window 1, which is not used where no
+A barrier is a kernel: streams wait for each other, hosts for no device. Between two uses of a window there is always one that
+all ranks have passed since they read it. (The second one of the backward pass stands for window 1, which is not used where no
 gradient of the tokens is wanted.)
+
+Ranks may bring different numbers of tokens: their hosts tell each other, through a few bytes that all of them map.
 """
 
 import functools
@@ -19,6 +21,7 @@ import math
 import os
 import socket
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,12 +29,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernelbook import runtime
 from kernelbook.distributed.exchange import _bits, _block, _collect, _launch, _place, _power
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
 
 ALIGNED = 256  # bytes
+PATIENCE_S = 600.0  # for a host that does not call the layer, as PyTorch's groups have it
 
 
 def _up(size: int) -> int:
@@ -66,6 +69,9 @@ class Windows:
         self.device = device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.size = 0
+        self._calls = 0
+        # Two numbers of each rank: the call and its tokens, in turns. A third call begins when all have read the first.
+        self._told = [memoryview(part.numpy()).cast("q") for part in self._mapped(16)]  # type: ignore[arg-type]
         self._before: list[Any] = []
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self.memory: torch.Tensor
@@ -80,7 +86,7 @@ class Windows:
             raise RuntimeError(
                 "ExpertParallel(waits=False): call the layer once with as many tokens before a graph is captured"
             )
-        self.size = 1 << (size - 1).bit_length()
+        self.size = max(size, 2 * self.size)
         self._views.clear()
         begin = self._on_gpus() if self.device.type == "cuda" else self._on_cpus()
         table = torch.tensor([begin, [at + self.size for at in begin]], dtype=torch.int64, device=self.device)
@@ -96,22 +102,48 @@ class Windows:
         return [handle.get_buffer(r, (2 * self.size,), torch.uint8).data_ptr() for r in range(self.ranks)]
 
     def _on_cpus(self) -> list[int]:
+        mapped, group = self._mapped(2 * self.size), self._group()
+        self._before.append(mapped)
+        self.memory, self.barrier = mapped[self.rank], lambda: dist.barrier(group)
+        return [part.data_ptr() for part in mapped]
+
+    def _mapped(self, size: int) -> list[torch.Tensor]:
+        """A file of zeros of each rank, in the memory of all."""
         group = self._group()
         names = [tempfile.mkdtemp(prefix="kernelbook-") if self.rank == 0 else ""]
         dist.broadcast_object_list(names, group=group, group_src=0)
         paths = [os.path.join(names[0], str(r)) for r in range(self.ranks)]
         with open(paths[self.rank], "wb") as file:
-            file.truncate(2 * self.size)
+            file.truncate(size)
         dist.barrier(group)
-        mapped = [torch.from_file(p, shared=True, size=2 * self.size, dtype=torch.uint8) for p in paths]
+        mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8, device="cpu") for p in paths]
         dist.barrier(group)
         os.remove(paths[self.rank])
         dist.barrier(group)
         if self.rank == 0:
             os.rmdir(names[0])
-        self._before.append(mapped)
-        self.memory, self.barrier = mapped[self.rank], lambda: dist.barrier(group)
-        return [part.data_ptr() for part in mapped]
+        return mapped
+
+    def most(self, tokens: int) -> int:
+        """The most tokens that a rank brings to this call: hosts wait here for each other's call, and for no device."""
+        self._calls += 1
+        call, side, found = self._calls << 32, self._calls % 2, tokens
+        self._told[self.rank][side] = call | tokens
+        for rank, told in enumerate(self._told):
+            tries = 0
+            while told[side] < call:
+                tries += 1
+                if tries == 1:
+                    end = time.monotonic() + PATIENCE_S
+                elif tries > 1000:  # a good while: others may want this processor
+                    time.sleep(2e-5)
+                    if time.monotonic() > end:
+                        raise RuntimeError(
+                            f"ExpertParallel(waits=False): rank {rank} must call the layer as often as rank {self.rank}, and has "
+                            f"not for {PATIENCE_S:g} s"
+                        )
+            found = max(found, told[side] - call)
+        return found
 
     def view(self, window: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A part of this rank's own window."""
@@ -163,7 +195,7 @@ def _boot() -> str:
 
 
 class _Way:
-    """Where tokens go: what the forward pass finds, and the backward pass follows."""
+    """Where tokens go: what the forward pass finds, and the backward pass follows. ``capacity`` (C): the most tokens of a rank."""
 
     places: torch.Tensor  # (T, n): rank * capacity + row there, or -1
     counts: torch.Tensor  # (n,) int32, rows from each rank
@@ -171,11 +203,12 @@ class _Way:
     def __init__(self, windows: Windows, ids: torch.Tensor, num_experts: int, share: int) -> None:
         self.windows, self.ids, self.num_experts, self.share = windows, ids, num_experts, share
         self.own = max(min(share, num_experts - windows.rank * share), 0)
+        self.capacity = windows.most(ids.shape[0])
 
     def layout(self, x: torch.Tensor, gates: torch.Tensor) -> _Layout:
-        tokens, slots = self.ids.shape
+        slots = self.ids.shape[1]
         row, weights = x.shape[1] * x.element_size(), slots * gates.element_size()
-        found = _layout(self.windows.ranks, tokens, row, weights, slots * 4)
+        found = _layout(self.windows.ranks, self.capacity, row, weights, slots * 4)
         self.windows.ensure(found.size)
         return found
 
@@ -195,10 +228,10 @@ def _put(way: _Way, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None
 
 
 def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """(n T, H) rows, and with ``gates`` (n T, k) weights and ids, out of this rank's window 0: zeros, and ids to skip, where
+    """(n C, H) rows, and with ``gates`` (n C, k) weights and ids, out of this rank's window 0: zeros, and ids to skip, where
     nothing came."""
-    (tokens, slots), hidden, windows = way.ids.shape, like.shape[1], way.windows
-    count = windows.ranks * tokens
+    slots, hidden, windows = way.ids.shape[1], like.shape[1], way.windows
+    count = windows.ranks * layout.capacity
     out = torch.empty(count, hidden, dtype=like.dtype, device=like.device)
     if gates is None:
         weights = ids = None
@@ -214,20 +247,20 @@ def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | 
         )
         given: tuple[Any, ...] = (None, None, None, None)
         if gates is not None and weights is not None:
-            shape = (windows.ranks * layout.capacity, slots)
+            shape = (count, slots)
             given = (
                 _bits(windows.view(0, layout.weights, shape, gates.dtype)), windows.view(0, layout.ids, shape, torch.int32),
                 _bits(weights), ids,
             )  # fmt: skip
-        rows = windows.view(0, layout.rows, (windows.ranks * layout.capacity, hidden), like.dtype)
-        launch((count,), _bits(rows), counts, _bits(out), way.counts, *given, tokens, layout.capacity, way.own, hidden)
+        rows = windows.view(0, layout.rows, (count, hidden), like.dtype)
+        launch((count,), _bits(rows), counts, _bits(out), way.counts, *given, layout.capacity, way.own, hidden)
     return (out,) if weights is None or ids is None else (out, weights, ids)
 
 
 def _give(way: _Way, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
-    """Rows (n T, H), and weights (n T, k), into window 1 of the ranks where their tokens came from."""
-    (tokens, slots), hidden, windows = way.ids.shape, rows.shape[1], way.windows
-    if tokens:
+    """Rows (n C, H), and weights (n C, k), into window 1 of the ranks where their tokens came from."""
+    slots, hidden, windows = way.ids.shape[1], rows.shape[1], way.windows
+    if layout.capacity:
         launch = _launch(
             "_give_kernel",
             HAS_WEIGHTS=weights is not None,
@@ -236,8 +269,8 @@ def _give(way: _Way, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor 
             BLOCK_H=_block(hidden),
         )
         launch(
-            (windows.ranks * tokens,), _bits(rows), None if weights is None else _bits(weights), way.counts,
-            windows.addresses[1], windows.rank, tokens, layout.capacity, hidden, layout.rows, layout.weights,
+            (windows.ranks * layout.capacity,), _bits(rows), None if weights is None else _bits(weights), way.counts,
+            windows.addresses[1], windows.rank, layout.capacity, hidden, layout.rows, layout.weights,
         )  # fmt: skip
 
 
@@ -256,7 +289,7 @@ def _sums(way: _Way, layout: _Layout, out: torch.Tensor, weights: torch.Tensor |
 
 
 class _There(torch.autograd.Function):
-    """Tokens (T, H) and gates (T, k) -> rows (n T, H), their weights and ids (n T, k), on the ranks of their experts."""
+    """Tokens (T, H) and gates (T, k) -> rows (n C, H), their weights and ids (n C, k), on the ranks of their experts."""
 
     @staticmethod
     def forward(
@@ -292,7 +325,7 @@ class _There(torch.autograd.Function):
 
 
 class _Back(torch.autograd.Function):
-    """Results of the rows (n T, H) -> their sums (T, H), where the tokens came from."""
+    """Results of the rows (n C, H) -> their sums (T, H), where the tokens came from."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, way: _Way) -> torch.Tensor:
@@ -328,20 +361,13 @@ def exchange_shared(
     """As ``exchange.exchange``, between ranks that share memory: a token travels to the ranks that have experts for it, and no
     host waits for anything, so that a CUDA graph can hold it. What goes over the wire is what the router says.
 
-    Experts get a row for each token of each rank, ``k`` slots a row of which those are skipped that are not theirs: the host
-    does not know how many came, so their buffers have the size that no batch exceeds.
+    Experts get ``ranks`` times as many rows as the rank with the most tokens brings, ``k`` slots a row of which those are skipped
+    that are not theirs: the host does not know how many came, so their buffers have the size that no batch exceeds. That most
+    the hosts tell each other: they wait for each other's call, see :meth:`Windows.most`.
 
-    Args: as ``exchange.exchange``; all ranks must bring as many tokens, and ``experts`` is called with k slots a row, of which
-        ids equal to this rank's number of experts are to be skipped.
-
-    Raises:
-        ValueError: ``KERNELBOOK_DEBUG=1`` and the ranks bring different numbers of tokens.
+    Args: as ``exchange.exchange``; ``experts`` is called with k slots a row, of which ids equal to this rank's number of experts
+        are to be skipped.
     """
-    if runtime.debug_enabled():
-        counts: list[Any] = [None] * windows.ranks
-        dist.all_gather_object(counts, x.shape[0], group=windows._group())
-        if len(set(counts)) > 1:
-            raise ValueError(f"exchange_shared: all ranks must bring as many tokens, got {counts}")
     way = _Way(windows, expert_ids.contiguous(), num_experts, share)
     gates = gates.contiguous()
     rows, weights, ids = _There.apply(x.contiguous(), gates, way)

@@ -167,14 +167,14 @@ def _empty(weight: torch.Tensor, config: NF4ExpertsConfig) -> NF4Tensor:
     """The 4-bit form of a parameter without storage, without storage."""
     meta = torch.device("meta")
     q = _Filling(tuple(weight.shape), config, meta, weight.dtype)
-    code = torch.empty(16, device=meta)
+    plain: Any = {"dtype": torch.float32, "device": meta}  # while a model is loaded the default is the model's dtype
+    code = torch.empty(16, **plain)
     if not config.double_quant:
         return NF4Tensor(q.packed, q.absmax, q.shape, config.block_size, code, NF4.name, weight.dtype)
     blocks = q.absmax.numel()
     return NF4Tensor(
         q.packed, torch.empty(blocks, dtype=torch.uint8, device=meta), q.shape, config.block_size, code, NF4.name,
-        weight.dtype, torch.empty(-(-blocks // NESTED_BLOCK), device=meta), torch.empty(256, device=meta),
-        torch.empty((), device=meta),
+        weight.dtype, torch.empty(-(-blocks // NESTED_BLOCK), **plain), torch.empty(256, **plain), torch.empty((), **plain),
     )  # fmt: skip
 
 

@@ -300,7 +300,7 @@ def models() -> Iterator[timing.Case]:
 def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
     """What ``tune`` measures: the documented shapes, or one with the sizes M, d_in and d_out, and the active fraction."""
     shapes = SHAPES if shape is None else ((int(shape["M"]), int(shape["d_in"]), int(shape["d_out"])),)
-    fractions = (0.1, 0.25, 0.5, 0.05, 0.02, 0.75) if shape is None else (shape["active"],)
+    fractions = (0.1, 0.25, 0.5, 0.05, 0.02, 0.75, 1.0) if shape is None else (shape["active"],)
     for fraction in fractions:
         for sizes in shapes:
             yield backward_case(sizes, fraction)

@@ -291,7 +291,11 @@ SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
 
 
 def make_scheduler(name: str, layout: Layout, **options: Any) -> Scheduler:
-    """The scheduler called ``name``, see the table at the top of this module; ``ValueError`` for another name."""
+    """The scheduler called ``name``: what each does stands at :mod:`kernelbook.train.schedulers`.
+
+    Raises:
+        ValueError: there is no scheduler of this name.
+    """
     if name not in SCHEDULERS:
         raise ValueError(f"make_scheduler: name must be one of {', '.join(map(repr, SCHEDULERS))}, got {name!r}")
     return SCHEDULERS[name](layout, **options)

@@ -190,11 +190,10 @@ def recall(model: GPT, predictors: Sequence[Predictor], data: TextData, batches:
     return [tuple(sum(column) / len(parts) for column in zip(*parts, strict=True)) for parts in found]  # type: ignore
 
 
-def _best(scores: torch.Tensor, share: float) -> torch.Tensor:
-    """(T, N) -> which are among each row's ``share`` largest."""
-    count = max(1, round(share * scores.shape[-1]))
-    mask = torch.zeros_like(scores, dtype=torch.bool)
-    return mask.scatter_(-1, scores.topk(count, dim=-1).indices, True)
+def _largest(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(..., N) -> which are among each row's largest, of which it gets as many as ``like`` has in that row."""
+    ranks = values.argsort(dim=-1, descending=True).argsort(dim=-1)
+    return ranks < like.sum(-1, keepdim=True)
 
 
 @contextlib.contextmanager
@@ -402,14 +401,14 @@ def measure(
         def predicted(layer: int, x: torch.Tensor, _: torch.Tensor, share: float = share) -> torch.Tensor:
             return _chosen(routers[share, 1][layer], x)
 
-        def best(_: int, x: torch.Tensor, values: torch.Tensor, share: float = share) -> torch.Tensor:
-            return _best(values, share)
+        def largest(layer: int, x: torch.Tensor, values: torch.Tensor, share: float = share) -> torch.Tensor:
+            return _largest(values, _chosen(routers[share, 1][layer], x))
 
         for layer, (hit, computed) in enumerate(recall(model, routers[share, 1], data, evaluated)):
             note("recall", hit, layer=layer, share=share)
             note("computed", computed, layer=layer, share=share)
         note("loss predicted", loss_with(model, data, evaluated, predicted), share=share)
-        note("loss best", loss_with(model, data, evaluated, best), share=share)
+        note("loss largest", loss_with(model, data, evaluated, largest), share=share)
     table = pd.DataFrame([{**row, **about} for row in rows]).astype(str)
     timing.write_results(folder / f"{LAYERS_STEM}.csv", table, key=LAYERS_KEY)
     print(table[["width", "what", "layer", "share", "value"]].to_string(), flush=True)

@@ -36,7 +36,8 @@ from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.chunks import Layout
 from kernelbook.train.files import replacing
 from kernelbook.train.loop import CONFIGS, Data, TrainConfig, Trainer, make_data
-from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
+from kernelbook.train.schedulers import SCHEDULERS, KnnScheduler, make_scheduler
+from kernelbook.train.seeds import generator
 from kernelbook.train.synthetic import PlantedTeacher, score_scheduler
 
 __all__ = ["main", "step_gflop"]
@@ -48,6 +49,7 @@ SCORED = 0.125  # active chunks of the planted teacher: as many as are planted
 CURVE_STEPS = {512: 300, 1024: 300, 2048: 200, 4096: 100}
 SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
 CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
+LONG_STEPS = 4096  # the width from which on steps take so long that fewer variants are measured
 BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0, 4096: 16.0}
 WARM = 1 / 8  # the share of a run that is dense at its beginning
 PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "device_ms", "launches", *timing.ENVIRONMENT)
@@ -266,9 +268,15 @@ def _plain_step(width: int, data: Data) -> Callable[[int], object]:
     return enqueue
 
 
-def step_variants() -> Iterator[Variant]:
-    """All that is timed at each width."""
+def step_variants(*, every: bool = True) -> Iterator[Variant]:
+    """All that is timed at a width; without ``every`` by one scheduler only, whose choice costs what the others' do."""
     yield Variant()
+    if not every:
+        for mode in SPARSE_MODES:
+            for active in (*FRACTIONS, 0.5):
+                yield Variant(mode, "ema_topk", active)
+            yield Variant(mode, "ema_topk", 0.1, sparse_layers="mlp")
+        return
     yield Variant(graph=False)
     for mode, active in itertools.product(SPARSE_MODES, FRACTIONS):
         for scheduler in (*CHOOSERS, "oracle"):
@@ -314,6 +322,17 @@ def budget_variants(*, settings: bool = True) -> Iterator[tuple[Variant, float]]
         return
     for active, mode in itertools.product(reversed(FRACTIONS), SPARSE_MODES):
         yield Variant(mode, "ema_topk", active, sparse_lr=2.0), 1.0
+
+
+class _ShuffledKnn(KnnScheduler):
+    """``knn`` that takes each chunk for another: what is left of it if weights cannot help."""
+
+    name = "knn:shuffled"
+
+    def refresh(self, weights: Sequence[torch.Tensor], chunk_size: int) -> None:
+        super().refresh(weights, chunk_size)
+        order = torch.randperm(self._features.shape[1], generator=generator("shuffled", self.seed))
+        self._features.copy_(self._features[:, order.to(self._features.device)])
 
 
 class Study:
@@ -365,7 +384,7 @@ class Study:
         """Rows of ``sparse_training.csv``: plain PyTorch, and every variant."""
         self._ceilings()
         self.attempt(f"step {self.width} torch", 10, self._torch_step)
-        for variant in step_variants():
+        for variant in step_variants(every=self.width < LONG_STEPS):
             self.attempt(
                 f"step {self.width} {variant.provider} {variant.sparse_layers} {variant.active:g}",
                 8,
@@ -515,7 +534,8 @@ class Study:
     def budgets(self, seeds: Sequence[int]) -> None:
         """Rows of ``sparse_training_budgets.csv``: each variant takes as many steps as fit into the same seconds."""
         self._ceilings()
-        runs = [(seed, *what) for seed in seeds for what in budget_variants(settings=seed == seeds[0])]
+        more = seeds[:1] if self.width < LONG_STEPS else []
+        runs = [(seed, *what) for seed in seeds for what in budget_variants(settings=seed in more)]
         for seed, variant, lr in runs:
             self.attempt(
                 f"budget {self.width} {variant.provider} {variant.active:g} lr x{lr:g} x{variant.sparse_lr:g} seed {seed}",
@@ -565,7 +585,7 @@ class Study:
 
     def scores(self, seeds: Sequence[int], steps: int) -> None:
         """Rows of ``sparse_training_scores.csv``: precision, recall and energy on a planted teacher."""
-        for seed, families, name in itertools.product(seeds, (8, None), [*CHOOSERS, "oracle"]):
+        for seed, families, name in itertools.product(seeds, (8, None), [*CHOOSERS, _ShuffledKnn.name, "oracle"]):
             self.attempt(
                 f"scores {name} families {families} seed {seed}", 5,
                 functools.partial(self._score, name, families, seed, steps),
@@ -576,7 +596,9 @@ class Study:
         if self._recorded(f"{STEM}_scores", **key):
             return "recorded already"
         teacher = PlantedTeacher(families=families, seed=seed)
-        scheduler = make_scheduler(name, Layout.of_fraction([teacher.chunks], SCORED), seed=seed)
+        layout = Layout.of_fraction([teacher.chunks], SCORED)
+        shuffled = name == _ShuffledKnn.name
+        scheduler = _ShuffledKnn(layout, seed=seed) if shuffled else make_scheduler(name, layout, seed=seed)
         table = pd.DataFrame(list(score_scheduler(teacher, scheduler, steps)))
         mean = table[["precision", "recall", "energy"]].mean()
         row = {"run": self.run, **key, **{n: f"{v:.4f}" for n, v in mean.items()}, **self.about}
