@@ -299,11 +299,13 @@ def test_matmul(shape, dtype):
         ((3, 72, 320), 64, False),
         ((1, 520, 4096), 128, True),
         ((2, 4096, 1088), 4096, False),
+        ((1, 14408, 192), 128, False),
+        ((1, 28680, 192), 64, True),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, dtype, monkeypatch):
-    """The kernel whose programs stay for several tiles: rows and sums that fill neither, and what lies beside y."""
+    """The kernel whose warps stay with their rows: one to sixteen warps a row, and rows and sums that fill nothing."""
     monkeypatch.setattr(kernels, "PACKED_ELEMENTS", 0)
     q = nf4_quantize(torch.randn(shape, device=DEV), block_size=block_size, double_quant=double_quant)
     w = nf4_dequantize(q, dtype=torch.float32)
