@@ -300,6 +300,7 @@ def test_matmul(shape, dtype):
         ((1, 520, 4096), 128, True),
         ((2, 4096, 1088), 4096, False),
         ((1, 14408, 192), 128, False),
+        ((1, 4096, 1024), 64, False),  # parts of whole chunks, but not of whole steps
         ((1, 28680, 192), 64, True),
     ],
 )

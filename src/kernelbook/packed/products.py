@@ -120,10 +120,11 @@ def plan(
 
         tokens = max(4, 1 << (rows - 1).bit_length())
         parts, groups = one_matrix_split(n, properties.num_sms)
+        step = (128 if tokens == 4 else 64) * FEW_AHEAD[tokens]["CHUNKS"]
         one = Launch(
             kernels_nvidia._one_matrix_kernel,
-            EVEN=k % ((128 if tokens == 4 else 64) * parts) == 0, BLOCK_SIZE=block_size,
-            SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK, TOKENS=tokens, PARTS=parts, **FEW_OF_ONE, **FEW_AHEAD[tokens],
+            EVEN=k % (step * parts) == 0, BLOCK_SIZE=block_size, SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK,
+            TOKENS=tokens, PARTS=parts, **FEW_OF_ONE, **FEW_AHEAD[tokens],
             num_warps=FEW_OF_ONE["WARPS"], maxnreg=properties.registers_per_sm // (32 * FEW_OF_ONE["WARPS"]),
         )  # fmt: skip
         return Plan(one, "one", tokens, cdiv(n, groups * FEW_OF_ONE["ROWS"]), groups)
