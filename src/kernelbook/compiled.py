@@ -12,6 +12,7 @@ compiler is not found.
 import ast
 import csv
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -277,6 +278,7 @@ def _amd_report(amdgcn: str) -> tuple[int, int]:
     return int(registers[1]), int(spills[1])
 
 
+@functools.cache
 def _text_of(kernel: Any) -> str:
     """The source of a kernel, of the functions that it calls, and the values of the globals that it reads.
 
