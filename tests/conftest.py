@@ -3,6 +3,7 @@
 import kernelbook  # noqa: F401
 
 # isort: split
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
@@ -23,7 +24,7 @@ hypothesis.settings.register_profile(
     "kernelbook",
     deadline=None,
     derandomize=True,  # the same examples on every machine; HYPOTHESIS_PROFILE=default searches afresh
-    max_examples=20,
+    max_examples=10,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelbook"))
@@ -36,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector looks through all of PyTorch each time: that takes a fifth of the interpreter's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)

@@ -173,7 +173,8 @@ def _save_time() -> None:
     from triton.runtime import interpreter
 
     # It patches triton.language whenever a kernel calls a function. What was patched for the launch is patched still.
-    patch, run, patched = interpreter._patch_lang, interpreter.InterpretedFunction.run, set()
+    patch: Any = getattr(interpreter, "_patch_lang", None)
+    run, patched = interpreter.InterpretedFunction.run, set[int]()
 
     def patch_once(function: Any) -> Any:
         module = id(function.__globals__)
@@ -187,11 +188,13 @@ def _save_time() -> None:
         patched.clear()
         return run(*args, **kwargs)
 
-    interpreter._patch_lang = patch_once
-    interpreter.InterpretedFunction.run = launch
+    if patch is not None:
+        interpreter._patch_lang = patch_once
+        interpreter.InterpretedFunction.run = launch
     # It computes every sum and product of integers twice, to look for overflows, and only then asks whether to tell.
-    options = interpreter.interpreter_builder.options
-    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    with contextlib.suppress(AttributeError, TypeError):  # a Triton without these options
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def _interpret_helpers() -> None:

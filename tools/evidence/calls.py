@@ -5,20 +5,30 @@ python tools/evidence/calls.py attention --repeat 250  the same bits each time, 
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kernelbook as kb
 
 # isort: split
 import torch
+from triton.runtime.jit import KernelInterface
 
-from kernelbook import nn, runtime
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+import ranks_in_one_process as ranks
+
+from kernelbook import nn, runtime, train
 from kernelbook.attention import op as attention_op
-from kernelbook.train.chunks import chunk_norms
+from kernelbook.interop import rotary
+from kernelbook.launching import Launch
+from kernelbook.nf4 import kernels as nf4_kernels
+from kernelbook.train import chunks, sparse_inference
 
 Call = Callable[[], Any]
 BF16 = torch.bfloat16
@@ -131,6 +141,15 @@ def nf4() -> Iterator[tuple[str, Call]]:
         for m in (1, 4, 8, 40):
             x = rand(m, 256)
             yield f"nf4_matmul {m} tokens{', nested' * double}", lambda x=x, q=q: kb.nf4_matmul(x, q, 1)
+        large = kb.nf4_quantize(rand(1, 96, 1024), double_quant=double)
+        for m in (3, 16):
+            x = rand(m, 1024)
+
+            def by_tensor_cores(x: torch.Tensor = x, q: Any = large) -> torch.Tensor:
+                with mock.patch.object(nf4_kernels, "PACKED_ELEMENTS", 0):
+                    return kb.nf4_matmul(x, q, 0)
+
+            yield f"nf4_matmul {m} tokens, as of a large matrix{', nested' * double}", by_tensor_cores
 
 
 def _parts(q: Any) -> tuple[torch.Tensor, ...]:
@@ -185,7 +204,7 @@ def moe_lora() -> Iterator[tuple[str, Call]]:
 
 
 def attention() -> Iterator[tuple[str, Call]]:
-    for d in (64, 128):
+    for d in (64, 128, 256):
         for causal in (False, True):
             q, k, v = rand(1, 4, 300, d), rand(1, 2, 300, d), rand(1, 2, 300, d)
             yield (
@@ -232,17 +251,86 @@ def attention() -> Iterator[tuple[str, Call]]:
 
 
 def modules() -> Iterator[tuple[str, Call]]:
-    """What modules and training add to the rooms' kernels."""
-    layer = nn.MoELayer(6, 64, 96, 2, device=runtime.DEVICE, dtype=BF16)
+    """What modules, training and several GPUs add to the rooms' kernels."""
+    device = runtime.DEVICE
+    layer = nn.MoELayer(6, 64, 96, 2, device=device, dtype=BF16)
     yield "MoELayer", with_gradients(layer, rand(60, 64))
+    cos, sin = rand(2, 5, 64), rand(2, 5, 64)
+    yield "rotate", with_gradients(lambda q, k: rotary.rotate(q, k, cos, sin), rand(2, 18, 5, 64), rand(2, 3, 5, 64))
     for shape in ((200, 96), (70, 33), (1000,)):
         grad = rand(*shape)
-        yield f"chunk_norms {shape}", lambda grad=grad: chunk_norms(grad)
+        yield f"chunk_norms {shape}", lambda grad=grad: chunks.chunk_norms(grad)
+    layout = chunks.Layout.of_fraction([70, 1, 130], 0.3, device)
+    features, norms = rand(12, layout.total, dtype=torch.float32), rand(layout.total, dtype=torch.float32).abs()
+    seen = torch.randint(-1, 9, (layout.total,), dtype=torch.int32, device=device)
+    now = torch.tensor([9], dtype=torch.int32, device=device)
+    lately = {"longest": 130, "window": 5}
+    yield "knn_scores", lambda: chunks.knn_scores(features, norms, seen, now, layout.starts(), **lately)
+    ids = torch.empty(layout.total_active, dtype=torch.int64, device=device)
+    active = torch.tensor(layout.active, dtype=torch.int32, device=device)
+    for scores in (norms, None):
+        given = {"longest": 130, "chosen": torch.empty_like(seen), "step": now}
+
+        def best(scores: Any = scores, given: Any = given) -> tuple[torch.Tensor, ...]:
+            return chunks.top_chunks(scores, ids, layout.starts(), layout.slots(), active, **given), ids
+
+        yield f"top_chunks{', random' * (scores is None)}", best
+    for inactive in ("skip", "decay"):
+        weight = torch.nn.Parameter(rand(200, 40, dtype=torch.float32))
+        optimizer = train.ChunkAdamW([weight], chunk_size=16, inactive=inactive)
+        rows = torch.arange(32, 64, device=device)
+        weight.grad = torch.sparse_coo_tensor(rows[None], rand(32, 40, dtype=torch.float32), weight.shape)
+
+        def step(weight: Any = weight, optimizer: Any = optimizer) -> tuple[torch.Tensor, ...]:
+            optimizer.step()
+            return (weight.detach(),)
+
+        yield f"ChunkAdamW, {inactive} (no promise: each step goes on)", step
+    predictor = sparse_inference.Predictor(64, 9000, 8, count=700)
+    x = rand(3, 64, dtype=torch.float32)
+    yield "Predictor", lambda: (predictor(x),)
+    xs, grads = ([rand(5, 300, dtype=torch.float32) for _ in range(3)] for _ in range(2))
+    gates = [rand(5, 3, dtype=torch.float32) for _ in range(3)]
+    local = [torch.rand(5, 7, device=device).argsort(1)[:, :3].to(torch.int32) for _ in range(3)]
+    for passed in (ranks.by_messages, ranks.by_windows):
+        yield (
+            f"three ranks {passed.__name__.replace('_', ' ')}",
+            lambda passed=passed: [t for part in passed(xs, gates, local, grads, 7, 3) for t in part],
+        )
+
+
+def control() -> Iterator[tuple[str, Call]]:
+    """No kernel of ours: products of PyTorch, as of the calls in which a sanitizer has died."""
+    for m, k, n in ((40, 256, 128), (16, 700, 256), (70, 256, 700)):
+        x, w = rand(m, k), rand(n, k)
+        yield f"torch.mm {m}x{k} by {n}", with_gradients(lambda x, w: torch.mm(x, w.t()), x, w)
 
 
 ROOMS: dict[str, Callable[[], Iterator[tuple[str, Call]]]] = {
-    f.__name__: f for f in (layer_norm, sparse_linear, scatter_ffn, nf4, moe_lora, attention, modules)
+    f.__name__: f for f in (layer_norm, sparse_linear, scatter_ffn, nf4, moe_lora, attention, modules, control)
 }
+
+
+@contextlib.contextmanager
+def launches_said() -> Iterator[None]:
+    """Prints the names of the kernels that are launched."""
+    names: set[str] = set()
+    getitem, launch = KernelInterface.__getitem__, Launch.__call__
+
+    def watched_getitem(kernel: Any, grid: Any) -> Any:
+        names.add(str(getattr(kernel, "__name__", None) or kernel.fn.__name__))
+        return getitem(kernel, grid)
+
+    def watched_launch(self: Any, grid: Any, *args: Any) -> None:
+        names.add(str(getattr(self.kernel, "__name__", None) or self.kernel.fn.__name__))
+        launch(self, grid, *args)
+
+    KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__, Launch.__call__ = getitem, launch  # type: ignore[method-assign]
+        print("launched:", *sorted(names), flush=True)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -306,7 +394,8 @@ def main() -> None:
                 continue
             if not args.repeat:
                 print(f"call {i}: {name}", flush=True)
-                call()
+                with launches_said():
+                    call()
                 if runtime.DEVICE.type == "cuda":
                     torch.cuda.synchronize()
                 continue

@@ -58,11 +58,8 @@ TARGETS: dict[str, tuple[dict[str, st.SearchStrategy[Any]], Callable[..., Verdic
 
 
 def sizes(largest: int, *, zero: bool = False) -> st.SearchStrategy[int]:
-    """Few enough on a GPU that compiling stays the smaller part; any under the interpreter, but small."""
-    if not ON_GPU:
-        return st.integers(0 if zero else 1, min(largest, 70))
-    chosen = [n for n in (1, 7, 16, 33, 64, 100, 128, 257, 512, 1000, 2048, 4096) if n <= largest]
-    return st.sampled_from(([0] if zero else []) + chosen)
+    """On a GPU see ``narrowed``; any under the interpreter, but small."""
+    return st.integers(0 if zero else 1, largest if ON_GPU else min(largest, 70))
 
 
 def target(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., Verdicts]], Callable[..., Verdicts]]:
@@ -579,22 +576,31 @@ class WrongResultError(Exception):
 
 
 def narrowed(strategies: dict[str, st.SearchStrategy[Any]], seed: str) -> dict[str, st.SearchStrategy[Any]]:
-    """On a GPU a campaign keeps to a few of the values that kernels are compiled for; another campaign has others."""
+    """On a GPU most of the time would go into compiling, so a campaign keeps to what few kernels are compiled for.
+
+    Options have one value. A size is zero, where that may be, or lies between powers of two; all are multiples of 16 or none is,
+    as the compiler makes kernels of their own for these. Another campaign draws all this anew.
+    """
     rng, narrow = random.Random(seed), {}
     for name, strategy in strategies.items():
         strategy = getattr(strategy, "wrapped_strategy", strategy)
         values = getattr(strategy, "elements", None)
-        if name in ("wants", "biases", "group"):
-            values = range(strategy.start, strategy.end + 1)  # type: ignore[attr-defined]
-        elif repr(strategy) == "booleans()":
-            values = (False, True)
-        if values is None or name == "scale":
+        if name in ("scale", "wants", "b", "per"):
             narrow[name] = strategy
+        elif repr(strategy) == "booleans()":
+            narrow[name] = st.just(rng.random() < 0.5)
+        elif values is not None:
+            narrow[name] = st.just(rng.choice(list(values)))
         else:
-            sizes = len(values) > 5 and type(values[-1]) is int and name not in ("wants", "biases")
-            narrow[name] = st.sampled_from(
-                rng.sample(list(values), min(len(values), 4 if sizes else rng.choice((1, 1, 2))))
-            )
+            low, high = strategy.start, strategy.end  # type: ignore[attr-defined]
+            if high <= 8:
+                narrow[name] = st.just(rng.randint(low, high))
+                continue
+            most = high.bit_length()
+            top = min(high, 2 ** (rng.randint(min(5, most), most) if rng.random() < 0.8 else rng.randint(0, most)))
+            whole = rng.random() < 0.5
+            fitting = [n for n in range(top // (4 if whole else 2) + 1, top + 1) if (n % 16 == 0) == whole] or [top]
+            narrow[name] = st.sampled_from(([0] if low == 0 else []) + fitting)
     return narrow
 
 
@@ -603,7 +609,7 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
     strategies, function = TARGETS[name]
     if ON_GPU:
         strategies = narrowed(strategies, f"{name} {seed}")
-    told |= {"examples": 0, "shapes": [], "worst": 0.0, "where": "", "element": 0.0, "failure": ""}
+    told |= {"examples": 0, "shapes": [], "worst": 0.0, "where": "", "element": 0.0, "failure": "", "drawn_again": 0}
     shapes: set[int] = set()
 
     def wrong(text: str, error: str) -> WrongResultError:
@@ -637,9 +643,12 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
             shapes.add(number)
             told["shapes"].append(number)
         save()
-        for verdict in verdicts:
+        for i, verdict in enumerate(verdicts):
             if not verdict.passed:
-                raise wrong(text, str(verdict))
+                if not _passes_on_average(i, verdict, lambda: function(**drawn)):
+                    raise wrong(text, str(verdict))
+                told["drawn_again"] += 1
+                continue
             told["element"] = max(told["element"], verdict.element)
             if verdict.ratio > told["worst"]:
                 told["worst"], told["where"] = verdict.ratio, f"{verdict.name}: {text}"
@@ -650,6 +659,29 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
         told["failure"] = told["failure"] or f"{name}: {type(error).__name__}: {error}"
 
 
+DRAWS = 16
+
+
+def _passes_on_average(i: int, verdict: check.Verdict, example: Callable[[], Verdicts]) -> bool:
+    """The same call with other random values: do the root mean squares of the errors keep the rule?
+
+    PyTorch's error in a result of few elements is a matter of luck. Now and then it is next to nothing, and then its multiple
+    says nothing. A kernel that is wrong is wrong with other values too. NaN, infinity and the bound on elements stay as they are.
+    """
+    found = [verdict]
+    factor = (verdict.limit - verdict.floor) / verdict.baseline_error if verdict.baseline_error else 0.0
+    for seed in range(1, DRAWS):
+        if not math.isfinite(found[-1].error) or found[-1].element > 1.0:
+            return False
+        torch.manual_seed(seed)
+        found.append(example()[i])
+    ours, theirs = (
+        math.sqrt(sum(e * e for e in errors) / DRAWS)
+        for errors in zip(*((v.error, v.baseline_error) for v in found), strict=True)
+    )
+    return found[-1].element <= 1.0 and ours <= factor * theirs + verdict.floor
+
+
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     import watched_memory
@@ -658,7 +690,8 @@ def watched() -> Iterator[None]:
         yield
 
 
-def _work(jobs: list[tuple[str, int, int]], until: float, out: Path) -> None:
+def _work(jobs: list[tuple[str, int, int]], share: int, until: float, out: Path) -> None:
+    """The campaigns ``jobs``, until so many examples ran or the time is over."""
     torch.set_num_threads(1)
     results: dict[str, list[dict[str, Any]]] = {}
     saved = time.monotonic()
@@ -672,6 +705,8 @@ def _work(jobs: list[tuple[str, int, int]], until: float, out: Path) -> None:
             saved = time.monotonic()
 
     for name, examples, seed in jobs:
+        if sum(part["examples"] for parts in results.values() for part in parts) >= share or time.monotonic() > until:
+            break
         told: dict[str, Any] = {}
         results.setdefault(name, []).append(told)
         campaign(told, name, examples, seed, until, save)
@@ -685,10 +720,20 @@ def summed_up(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         for name, parts in json.loads(path.read_text()).items():
             s = summary.setdefault(
-                name, {"examples": 0, "shapes": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": []}
+                name,
+                {
+                    "examples": 0,
+                    "shapes": 0,
+                    "worst": 0.0,
+                    "where": "",
+                    "element": 0.0,
+                    "drawn_again": 0,
+                    "failures": [],
+                },
             )
             for part in parts:
                 s["examples"] += part["examples"]
+                s["drawn_again"] += part["drawn_again"]
                 shapes[name] |= set(part["shapes"])
                 s["shapes"] = len(shapes[name])
                 s["element"] = max(s["element"], part["element"])
@@ -715,16 +760,17 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Small campaigns, dealt out: each begins with the simplest examples anew, so they are not too small.
     each = max(10, min(200 if ON_GPU else 50, args.examples // (len(args.only) * args.processes)))
-    jobs = [
-        (name, each, args.seed + i) for i in range(-(-args.examples // (each * len(args.only)))) for name in args.only
-    ]
+    # More of them than examples are asked for: few values of the options leave some with few examples that differ.
+    rounds = 4 * -(-args.examples // (each * len(args.only)))
+    order = random.Random(args.seed)
+    jobs = [(name, each, args.seed + i) for i in range(rounds) for name in order.sample(args.only, len(args.only))]
     pids = []
     for p in range(args.processes):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                _work(jobs[p :: args.processes], until, folder / f"{p}.json")
+                _work(jobs[p :: args.processes], -(-args.examples // args.processes), until, folder / f"{p}.json")
                 code = 0
             except BaseException:
                 traceback.print_exc()

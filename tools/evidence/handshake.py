@@ -2,9 +2,9 @@
 
     python tools/evidence/handshake.py --out handshake.json
 
-Programs of a few lines of PTX: four warps store a word in shared memory, four others load it. Between the two lies a barrier
-of all threads, or none. Only in the last is a word read that may not be there yet. What racecheck says of the others tells
-what its reports on partitions of warps are worth.
+Programs of a few lines of PTX: four warps store a word in shared memory, others load it. Between the two lies a barrier of
+all threads, or none: only where the name says so may a word be read that is not there yet. What racecheck says of the others
+tells what its reports on partitions of warps are worth.
 """
 
 import argparse
@@ -46,30 +46,6 @@ READER:
     barrier.sync 1;
     ld.shared.b32 %r1, [word];
     st.global.b32 [%rd0], %r1;""",
-    "as the compiler does it: the readers wait in a loop for what to do, and for the end": """
-    @%reads bra READER;
-    st.shared.b32 [state], 0;
-    st.shared.b32 [word], 42;
-    barrier.sync 1;
-    barrier.sync 1;
-    barrier.sync 1;
-    st.shared.b32 [state], 67372036;
-    barrier.sync 1;
-    bra END;
-READER:
-    barrier.sync 1;
-    shr.u32 %r2, %r0, 5;
-    and.b32 %r2, %r2, 3;
-    mov.u32 %r3, state;
-    add.u32 %r2, %r2, %r3;
-    ld.shared.u8 %r1, [%r2];
-    setp.eq.u32 %ends, %r1, 4;
-    @%ends bra END;
-    ld.shared.b32 %r1, [word];
-    barrier.sync 1;
-    st.global.b32 [%rd0], %r1;
-    barrier.sync 1;
-    bra READER;""",
     "no barrier": """
     @%reads bra READER;
     @!%first bra END;
@@ -79,21 +55,70 @@ READER:
     ld.shared.b32 %r1, [word];
     st.global.b32 [%rd0], %r1;""",
 }
+# As the compiler does it for a kernel of partitions: the first four warps say in ``state`` what each other warp has to do, and
+# leave its arguments in ``word``; the others wait for that in a loop, do it, and wait again, until they are told to end.
+LOOP = """
+    @%reads bra READER;
+    st.shared.v2.b32 [state], {{0, 0}};
+    st.shared.b32 [word], 42;
+    barrier.sync 1;
+    {less}
+    {held}
+    {alone}
+    {held}
+    st.shared.v2.b32 [state], {{67372036, 67372036}};
+    barrier.sync 1;
+    bra END;
+READER:
+    {few}
+    barrier.sync 1;
+    ld.shared.u8 %r1, [%r2];
+    setp.eq.u32 %ends, %r1, 4;
+    @%ends bra END;
+    {more}
+    ld.shared.b32 %r1, [word];
+    {held}
+    @!%second bra SKIP;
+    {pair}
+SKIP:
+    st.global.b32 [%rd0], %r1;
+    {held}
+    bra READER;"""
+PLAIN = dict.fromkeys(("less", "alone", "few", "more", "pair"), "") | {"held": "barrier.sync 1;"}
+PARTS = {"alone": "bar.sync 0, 128;\n    bar.sync 0, 128;", "pair": "bar.sync 2, 128;\n    bar.sync 2, 128;"}
+REGISTERS = {
+    "less": "setmaxnreg.dec.sync.aligned.u32 32;",
+    "few": "setmaxnreg.dec.sync.aligned.u32 24;",
+    "more": "setmaxnreg.inc.sync.aligned.u32 32;",
+}
+BODIES |= {
+    "the compiler's loop": LOOP.format(**PLAIN),
+    "the compiler's loop, and barriers of four warps within it": LOOP.format(**PLAIN | PARTS),
+    "the compiler's loop, and registers that change hands": LOOP.format(**PLAIN | REGISTERS),
+    "the compiler's loop, with both": LOOP.format(**PLAIN | PARTS | REGISTERS),
+    "the compiler's loop, and nobody waits for the readers": LOOP.format(**PLAIN | {"held": ""}),
+}
 PTX = """
 .version 8.0
 .target sm_{target}
 .address_size 64
 .visible .entry handshake_kernel(.param .u64 out)
+.maxnreg 112
 {{
-    .reg .pred %first, %reads, %ends;
+    .reg .pred %first, %reads, %second, %ends;
     .reg .b32 %r<4>;
     .reg .b64 %rd<1>;
     .shared .align 4 .b32 word;
-    .shared .align 4 .b32 state;
+    .shared .align 8 .b8 state[8];
     ld.param.u64 %rd0, [out];
     mov.u32 %r0, %tid.x;
     setp.eq.u32 %first, %r0, 0;
-    setp.ge.u32 %reads, %r0, 128;{body}
+    setp.ge.u32 %reads, %r0, 128;
+    setp.lt.u32 %second, %r0, 256;
+    shr.u32 %r2, %r0, 5;
+    mov.u32 %r3, state;
+    add.u32 %r2, %r2, %r3;
+    sub.u32 %r2, %r2, 4;{body}
 END:
     ret;
 }}
@@ -101,11 +126,12 @@ END:
 
 
 def launch(name: str) -> None:
-    """Runs one program on eight warps, and waits for it."""
+    """Runs one program in 32 blocks, of eight warps or, if it is a loop, of twelve, and waits for it."""
     import torch
 
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     major, minor = torch.cuda.get_device_capability()
+    target = f"{major}{minor}" + "a" * (major >= 9)
     cuda = ctypes.CDLL("libcuda.so.1")
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
 
@@ -113,11 +139,11 @@ def launch(name: str) -> None:
         if code := getattr(cuda, function_)(*args):
             raise SystemExit(f"handshake: {function_} returned {code}")
 
-    call("cuModuleLoadData", ctypes.byref(module), PTX.format(target=10 * major + minor, body=BODIES[name]).encode())
+    call("cuModuleLoadData", ctypes.byref(module), PTX.format(target=target, body=BODIES[name]).encode())
     call("cuModuleGetFunction", ctypes.byref(function), module, b"handshake_kernel")
     pointer = ctypes.c_uint64(out.data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.byref(pointer), ctypes.c_void_p))
-    call("cuLaunchKernel", function, 1, 1, 1, 256, 1, 1, 0, None, arguments, None)
+    call("cuLaunchKernel", function, 32, 1, 1, 384 if "loop" in name else 256, 1, 1, 0, None, arguments, None)
     torch.cuda.synchronize()
     print("word", int(out))
 
@@ -133,7 +159,7 @@ def main() -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         raise SystemExit("handshake: compute-sanitizer must be in PATH, it comes with CUDA's toolkit")
-    told = {}
+    told, running = {}, {}
     for name in BODIES:
         command = [
             sanitizer,
@@ -146,10 +172,19 @@ def main() -> None:
             "--launch",
             name,
         ]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        running[name] = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        text = done.stdout + done.stderr
+    for name, process in running.items():
+        try:
+            text = process.communicate(timeout=60)[0]
+        except subprocess.TimeoutExpired:  # it waits for readers that have ended, which is what its name says
+            process.kill()
+            text = process.communicate()[0] + "\nnever ended"
         found, word = re.search(r"RACECHECK SUMMARY: (.*)", text), re.search(r"^word (\d+)", text, re.M)
         told[name] = {
             "summary": found.group(1) if found else text[-400:],

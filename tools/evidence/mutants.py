@@ -10,7 +10,7 @@ takes. A fault is then shown only to tests that reach its function, the fast one
     timed out   no test failed, but they did not end in their time, four times what they take without a fault. Counted apart
     stillborn   the changed kernel is no program: it does not compile. Not counted
     survived    all tests that ran passed
-    untested    no test reaches the function here: the interpreter has no Gluon
+    untested    no test reaches the place here: the interpreter has no Gluon
 
 What is known already (``--results``, a file that this command writes) is not tried again, as long as the function is the
 same. ``reasons.csv`` says of survivors which are none, as they leave what the kernel promises, and why others live.
@@ -73,6 +73,10 @@ RARE = (
 )
 
 
+def file_digest(file: str) -> str:
+    return hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest()[:12]
+
+
 def digests(file: str) -> dict[str, str]:
     """By function: a digest of its text without comments."""
     tree = ast.parse((PACKAGE / file).read_bytes())
@@ -115,6 +119,8 @@ class Watcher:
         self.tests: dict[str, dict[str, Any]] = {}
         self._launched: set[str] = set()
         self.failure: Callable[[], None] = lambda: None
+        self._files = {str(PACKAGE / file): file for files, _ in ROOMS.values() for file in files}
+        self._lines: dict[str, int] = defaultdict(int)  # by file: a bit for each line that ran
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         if call.excinfo is not None and call.excinfo.type.__name__ not in ("Skipped", "XFailed"):
@@ -125,7 +131,20 @@ class Watcher:
             self.failed.append((item.nodeid, " < ".join(names), str(call.excinfo.value)[:200]))
             self.failure()
         if call.when == "call" and call.excinfo is None:
-            self.tests[item.nodeid] = {"seconds": call.duration, "kernels": sorted(self._launched)}
+            lines = {file: f"{bits:x}" for file, bits in self._lines.items()}
+            self.tests[item.nodeid] = {"seconds": call.duration, "kernels": sorted(self._launched), "lines": lines}
+
+    def trace(self, frame: Any, event: str, arg: Any) -> Any:
+        """For ``sys.settrace``: keeps the lines of kernels, which are Python to the interpreter."""
+        file = self._files.get(frame.f_code.co_filename)
+        if file is None:
+            return None
+
+        def line(frame: Any, event: str, arg: Any) -> Any:
+            self._lines[file] |= 1 << frame.f_lineno
+            return line
+
+        return line
 
     def watch_launches(self) -> None:
         from triton.runtime.jit import KernelInterface
@@ -158,6 +177,9 @@ class Watcher:
             self.watch_launches()
         for item in items:
             self._launched.clear()
+            self._lines.clear()
+            if longest:
+                sys.settrace(self.trace)  # anew for each: Python drops a trace function that was interrupted
             signal.setitimer(signal.ITIMER_REAL, longest)
             try:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -250,8 +272,10 @@ class Workers:
             self.wait()
 
 
-def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
-    """What each test launches and how long it takes; without those that do not pass or take longer than ``longest``."""
+def baseline(
+    tests: list[str], workers: Workers, seconds: float, longest: float
+) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """What each test launches and how long it takes, and the tests that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
     began, each = time.monotonic(), max(1, min(8, len(tests) // len(workers.free)))
     shuffled = random.Random(0).sample(tests, len(tests))
@@ -275,7 +299,7 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
         known.pop(name, None)
         if "TooSlow" not in kind:
             print(f"  left out, fails without a fault: {name}: {kind}: {message[:150]}".replace("\n", " "), flush=True)
-    return known
+    return known, {name for name, *_ in broken}
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------
@@ -363,7 +387,7 @@ def main() -> None:
     parser.add_argument("--files", nargs="*", default=[], help="files in tests/ (default: those of the rooms)")
     parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
     parser.add_argument("--slice", default="0/1", help="K/N: every N-th fault from the K-th on, for several machines")
-    parser.add_argument("--only", nargs="*", default=[], help="parts of faults' names, kinds or statements")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of faults' files, names, kinds or statements")
     parser.add_argument(
         "--merge", type=Path, nargs="*", default=[], help="adds what these files know, and tries nothing"
     )
@@ -411,6 +435,11 @@ def main() -> None:
     sys.exit(code not in (0, 5))
 
 
+def short(test: str) -> str:
+    """A test's name without its folder, as results name it."""
+    return test.removeprefix("tests/")
+
+
 def varied(names: Sequence[str]) -> list[str]:
     """One case of each test function, the fast ones first, then another of each, and so on."""
     seen: Counter[str] = Counter()
@@ -436,13 +465,21 @@ class Campaign:
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
             if now != row["function_digest"]:
                 del self.results[known]  # the function is another now
+        self.kills: dict[tuple[str, str], Counter[str]] = defaultdict(
+            Counter
+        )  # by function: tests and what they noticed
+        for row in self.results.values():
+            if row["verdict"] == "killed" and row["by"]:
+                self.kills[row["file"], row["name"].split(":")[0]][short(row["by"])] += 1
         decided = {k[:2] for k, row in self.results.items() if row["verdict"] in DECIDED}
         tried = set() if args.again else self.results.keys()
         todo = [f for f in chosen(faults, args.each) if self.key(f) not in tried and self.key(f)[:2] not in decided]
         if args.elsewhere:
             seen = {k[:2] for k in self.results}
             todo = [f for f in todo if self.key(f)[:2] in seen]
-        todo = [f for f in todo if any(part in f"{f.name} {f.kind} {f.statement}" for part in args.only or [""])]
+        todo = [
+            f for f in todo if any(part in f"{f.file} {f.name} {f.kind} {f.statement}" for part in args.only or [""])
+        ]
         share, shares = map(int, args.slice.split("/"))
         self.todo = todo[share::shares]
 
@@ -461,19 +498,44 @@ class Campaign:
         gc.collect()
         gc.freeze()
         workers = Workers(self.args.processes, self.folder, items, self.watcher)
+        digests_now = {file: file_digest(file) for files, _ in ROOMS.values() for file in files}
+        tests, slow = {}, set()
         known = self.args.baseline
         if known and known.exists():
-            tests = {name: told for name, told in json.loads(known.read_text()).items() if name in items}
-        else:
-            tests = baseline(list(items), workers, self.args.seconds / 2, self.args.longest)
-            if known:
-                known.write_text(json.dumps(tests))
+            told = json.loads(known.read_text())
+            same = {file for file, digest in told["files"].items() if digest == digests_now.get(file)}
+            tests = {name: t for name, t in told["tests"].items() if name in items and same.issuperset(t["lines"])}
+            slow = {*told.get("left_out", ())}  # and those that failed
+        new = [name for name in items if name not in tests and name not in slow]
+        found, left_out = baseline(new, workers, self.args.seconds / 3, self.args.longest)
+        tests |= found
+        slow |= left_out
+        if known:
+            known.write_text(json.dumps({"files": digests_now, "left_out": sorted(slow), "tests": tests}))
         inside, reaching = planting.reachable(), defaultdict(list)
         for name in sorted(tests, key=lambda n: tests[n]["seconds"]):
             for place in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
                 reaching[place].append(name)
         for place, names in reaching.items():
             reaching[place] = varied(names)
+        ran = {
+            (name, file): int(bits, 16)
+            for name, t in tests.items()
+            for file, bits in t["lines"].items()
+            if self.args.where == "interpreter"
+        }
+
+        def shown_to(fault: Fault) -> list[str]:
+            """The tests that reach it; in front the three that noticed most faults of this function."""
+            names = reaching[fault.file, fault.function]
+            if self.args.where == "interpreter":
+                first, last = fault.lines
+                span = ((1 << (last + 1)) - 1) ^ ((1 << first) - 1)
+                names = [name for name in names if ran.get((name, fault.file), 0) & span]
+            kills = self.kills[fault.file, fault.function]
+            best = sorted((n for n in names if kills[short(n)]), key=lambda n: -kills[short(n)])[:3]
+            return best + [name for name in names if name not in best]
+
         print(
             f"\n{self.args.where}: {len(tests)} of {len(items)} tests without a fault in {self.passed():.0f} s;"
             f" {len(self.todo)} faults of {sum(self.total.values())} to try",
@@ -481,7 +543,7 @@ class Campaign:
         )
         self.args.results.parent.mkdir(parents=True, exist_ok=True)
         # First a few tests for each fault, the fast ones; then for what survived them the slower ones too.
-        before: dict[str, int] = defaultdict(int)
+        before: dict[str, set[str]] = defaultdict(set)
         written = time.monotonic()
         for budget in self.args.tests_seconds:
             for fault in self.todo:
@@ -489,20 +551,20 @@ class Campaign:
                     break
                 if before[fault.name] and self.results.get(self.key(fault), {}).get("verdict") != "survived":
                     continue
-                names, shown, spent = reaching[fault.file, fault.function], [], 0.0
-                for i, name in enumerate(names):
-                    spent += tests[name]["seconds"]
-                    if spent > budget and i:
-                        break
-                    if i >= before[fault.name]:
+                names, shown, spent = shown_to(fault), [], 0.0
+                for name in names:
+                    if name not in before[fault.name]:
+                        if spent + tests[name]["seconds"] > budget and shown:
+                            break
+                        spent += tests[name]["seconds"]
                         shown.append(name)
                 if not names:
                     self.record(fault, "untested", "", "")
                 if not shown:
                     continue
-                limit = self.args.patience + 4 * sum(tests[name]["seconds"] for name in shown)
-                before[fault.name] += len(shown)
-                workers.start(shown, self.finished(fault, before[fault.name]), fault, limit=limit)
+                limit = self.args.patience + 4 * spent
+                before[fault.name] |= set(shown)
+                workers.start(shown, self.finished(fault, len(before[fault.name])), fault, limit=limit)
                 if time.monotonic() - written > 5:
                     write(self.args.results, self.results)  # what is known so far
                     written = time.monotonic()
@@ -537,13 +599,18 @@ class Campaign:
         key = self.key(fault)
         row = (
             fault.room, fault.name, fault.file, fault.line, fault.kind, fault.statement, fault.text,
-            key[1], key[2], verdict, by.split("/")[-1], why, "", "",
+            key[1], key[2], verdict, short(by), why, "", "",
         )  # fmt: skip
         self.results[key] = dict(zip(COLUMNS, map(str, row), strict=True))
+        if verdict == "killed" and by:
+            self.kills[fault.file, fault.function][short(by)] += 1
 
 
 def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> None:
     explain(list(results.values()))
+    for row in results.values():
+        if row["verdict"] in DECIDED:  # nobody asks any more what it was
+            row["statement"] = row["text"] = row["why"] = ""
     partly = path.with_suffix(".part")
     with partly.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")

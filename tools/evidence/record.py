@@ -42,6 +42,7 @@ def add(fuzz: dict[str, dict[str, Any]], target: str, more: dict[str, Any]) -> N
             "examples": known["examples"] + more["examples"],
             "shapes": max(known["shapes"], more["shapes"]),
             "element": max(known["element"], more["element"]),
+            "drawn_again": known.get("drawn_again", 0) + more.get("drawn_again", 0),
             "failures": known["failures"] + more["failures"],
         }
 
@@ -132,7 +133,7 @@ def main() -> None:
                     campaign["failures"] = [re.sub(r'File "[^"]*/', 'File "', f) for f in campaign["failures"]]
                     add(told["fuzz"], target, campaign)
             elif name == "sanitizers":
-                told[name] = {"version": found["version"], "runs": told[name].get("runs", {}) | found["runs"]}
+                told[name] = found | {"runs": told[name].get("runs", {}) | found["runs"]}
             elif "gpu" in found:  # the record of a run, which says on what it was
                 told |= {key: found[key] for key in ("gpu", "torch", "triton", "package", "date")}
                 slug = path.stem

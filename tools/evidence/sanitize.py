@@ -7,6 +7,7 @@ wrote). Only our kernels are watched, and PyTorch gives each tensor memory of it
 """
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -18,17 +19,32 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from faults import MEASURED_ONLY, is_kernel
+
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "src" / "kernelbook"
-ROOMS = ("attention", "moe_lora", "scatter_ffn", "sparse_linear", "layer_norm", "nf4", "modules")  # the slow ones first
+ROOMS = (
+    "attention",
+    "moe_lora",
+    "scatter_ffn",
+    "sparse_linear",
+    "layer_norm",
+    "nf4",
+    "modules",
+    "control",
+)  # the slow ones first
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 
 
 def kernels() -> list[str]:
-    """The names of all kernels of the package."""
-    return sorted(
-        {n for path in PACKAGE.rglob("*.py") for n in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
-    )
+    """The names of the package's kernels, without what benches alone launch."""
+    found = {
+        node.name  # type: ignore[attr-defined]
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if is_kernel(node) and node.name.endswith("_kernel")  # type: ignore[attr-defined]
+    }
+    return sorted(found - {*MEASURED_ONLY, "_read_rows_kernel"})
 
 
 def parts(text: str) -> tuple[list[str], bool]:
@@ -59,6 +75,9 @@ def summary(tool: str, logs: list[str], ended: bool) -> dict[str, Any]:
         "clean": clean,
         "calls": begun,
         "tool died in": died,
+        "launched": sorted(
+            {name for log in logs for line in re.findall(r"^launched: (.*)", log, re.M) for name in line.split()}
+        ),
         "kernels": Counter(names).most_common(),
         "reports": Counter(re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d{4,}", "#", r)[:200] for r in reports).most_common(6),
     }
@@ -120,7 +139,7 @@ def main() -> None:
             waiting = []
         time.sleep(0.1)
         known = version[version.index("Version") + 1] if "Version" in version else ""
-        args.out.write_text(json.dumps({"version": known, "runs": told}, indent=1))
+        args.out.write_text(json.dumps({"version": known, "kernels": kernels(), "runs": told}, indent=1))
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ class ExpertParallel(ParallelStyle):
             belong to the mean of the ranks' losses, as ``fully_shard`` and DDP have it for all other parameters.
             ``"sum"``: to the sum of the losses, as autograd has it.
         waits: a token travels to the ranks that have experts for it, in buffers of just the size that is needed, for which the
-            host waits once in each forward pass. ``False``: the host never waits, and a CUDA graph can hold the layer;
+            host waits once in each forward pass. ``False``: the host waits for no device, and a CUDA graph can hold the layer;
             buffers have space for whatever a router may say, as many times more as there are ranks. For few ranks. Where they
             can write to each other's memory (the GPUs of one machine) tokens travel as before, see
             ``windows.exchange_shared``; elsewhere to every rank, which must all bring as many, see ``exchange.exchange_all``.
-            A graph keeps the numbers of tokens with which it was captured: on all ranks, or on none.
+            A graph is captured and replayed by all ranks together, and keeps the numbers of tokens of its capture.
 
     Raises:
         TypeError: the module is no experts module of ours or of transformers.
