@@ -14,7 +14,8 @@ that are not in the pool count as keys that nobody sees; they are never read.
 
 Bytes: the visible keys and values once; q, o, and twice 4 (D + 1) a row and share.
 
-Where that leaves multiprocessors idle, two programs share a share: both take its scores, and each half of the values' columns.
+Where that leaves multiprocessors idle, or much to merge, two or four programs share a share: each takes all of its scores, and
+its part of the values' columns.
 
 Not handled: more rows than fit one tile read the keys again (from the L2 cache, if all goes well); no gradients.
 """
