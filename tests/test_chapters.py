@@ -90,6 +90,12 @@ def test_a_step_shows_the_runs_of_lines_that_are_marked() -> None:
     assert tool.marked_runs("a\nb\nc", {1, 3}) == [1, 3]
 
 
+def test_long_names_break_behind_underscores_and_points() -> None:
+    tool = program("pages")
+    body = '<a title="a_b"><code class="x_y"><span class="pre">torch.where_</span> 1.5</code></a><pre>a_b</pre>'
+    assert tool.with_breaks(body) == body.replace("torch.where_", "torch.<wbr>where_")
+
+
 def test_a_question_keeps_its_answer_folded(tmp_path: Path) -> None:
     (tmp_path / "conf.py").write_text("extensions = ['myst_parser', 'pages']\n")
     (tmp_path / "index.md").write_text("# A page\n\n```{question}\nWhat is $x$?\n\n---\nA letter.\n```\n")

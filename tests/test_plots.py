@@ -199,9 +199,9 @@ def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
     ceilings = pd.DataFrame({"run": ["r"], "copy_gbs": [2000.0], "bf16_tflops": [400.0]})
     ceilings.to_csv(folder / "ceilings.csv", index=False)
     line = plots.step("square_steps", "second", by="tflops", peak=True, x=2)
-    assert "5000.0" in line and "0.80" in line and "1,234" in line and "torch" not in line
+    assert "5,000" in line and "0.80" in line and "1,234" in line and "torch" not in line
     text = plots.steps("square_steps", own=small.assign(ms="7.0"), by={"square": "tflops"})
     assert text.count("Recorded: square, forward + backward, N=") == 2 and text.count("Yours") == 1
-    assert text.count("Not a gain here: second.") == 1 and "7000.0" in text
+    assert text.count("Not a gain here: second.") == 1 and "7,000" in text
     with pytest.raises(ValueError, match="unpack"):
         plots.step("square_steps", "third")

@@ -6,6 +6,7 @@
 - A step's code cell shows what it changes: lines that the most similar cell before it does not have are highlighted, and
   ``book.js`` folds long runs of the others.
 - Exercises and detours at first show their headings only.
+- Long names may break after their underscores and points, and so nowhere else in a table's narrow columns.
 - Terms of the glossary carry their definition to the page on which they are used.
 - The search index holds the text and not the code of cells.
 - Scripts that no page needs are left out: a notebook server's client, the search index on every page, and 1,500 kB of icons of which a dozen are used.
@@ -28,6 +29,7 @@ SHORT = 12  # lines of a kernel of which nothing folds
 SIMILAR = 0.45  # of two cells: below it, a kernel is another one and not the next step
 
 GLUED = re.compile(r"^plots\.glue\(.*\)\n?", re.MULTILINE)
+INLINE_CODE = re.compile(r"(<code\b[^>]*>)(.*?)(?=</code>)", re.DOTALL)
 CELL, LABEL_WIDTH = 26, 92  # of a still picture, in its units
 
 
@@ -231,9 +233,22 @@ def _on_doctree(app: Any, doctree: nodes.document, docname: str) -> None:
         fold_sections(doctree)
 
 
+def with_breaks(body: str) -> str:
+    """A page whose inline code says where a line may end: behind an underscore or a point within a name."""
+
+    def breakable(match: re.Match[str]) -> str:
+        parts = re.split(r"(<[^>]*>)", match[2])
+        parts[::2] = [re.sub(r"(?<=\w)([_.])(?=[A-Za-z])", r"\1<wbr>", part) for part in parts[::2]]
+        return match[1] + "".join(parts)
+
+    return INLINE_CODE.sub(breakable, body)
+
+
 def _on_page(app: Any, pagename: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    body = context.get("body") or ""
-    if doctree is None or pagename == GLOSSARY:
+    if doctree is None:
+        return
+    body = context["body"] = with_breaks(context.get("body") or "")
+    if pagename == GLOSSARY:
         return
     if not hasattr(app.env, "kernelbook_definitions"):
         app.env.kernelbook_definitions = _definitions(app)

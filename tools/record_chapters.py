@@ -198,7 +198,7 @@ PROFILED = {
     "_layer_norm_bwd_locks_kernel": "M=16384 N=4096",
     "_flash_attention_fwd_hopper_kernel": "B=2 H=16 N=4096 D=128",
 }
-SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats")
+SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats")
 # Of some hundred metrics those that the page reads
 METRICS = re.compile(
     r"gpu__time_duration\.sum|dram__bytes_(read|write)\.sum|(gpu__dram_|sm__)throughput\.avg\.pct_of_peak_sustained_elapsed"

@@ -359,6 +359,10 @@ def speedup_figure(
     return finish(figure, rows, own=own) if own_figure else figure
 
 
+def _microseconds(ms: float) -> str:
+    return f"{1e3 * ms:,.0f}" if ms >= 1 else f"{1e3 * ms:.1f}"
+
+
 def ladder(
     rows: pd.DataFrame,
     ceilings: pd.DataFrame,
@@ -393,7 +397,7 @@ def ladder(
     table = pd.DataFrame(
         {
             "step": names,
-            "µs": [f"{1e3 * ms:.1f}" for ms in rows["ms"]],
+            "µs": [_microseconds(ms) for ms in rows["ms"]],
             "of the copy's bandwidth" if by == "gbs" else "of the matmul ceiling": [f"{value:.0%}" for value in share],
             "times the step before": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
         }
@@ -408,7 +412,7 @@ def ladder(
     else:
         table = pd.concat([table[ours], table[~ours]])
         for name, ms in computed:
-            table.loc[len(table)] = [f"*{name}*", f"{1e3 * ms:.1f}", *[""] * (table.shape[1] - 2)]
+            table.loc[len(table)] = [f"*{name}*", _microseconds(ms), *[""] * (table.shape[1] - 2)]
     return table.to_markdown(index=False, disable_numparse=True)
 
 
