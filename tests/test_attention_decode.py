@@ -57,9 +57,12 @@ def _integers(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 @pytest.mark.parametrize("splits", (1, 2, 3, 7, 40))
 @pytest.mark.parametrize(
     ("problem", "pieces"),
-    (((1, 6, 2, 1, 100, 16), 1), ((2, 2, 2, 3, 77, 24), 1), ((1, 2, 1, 16, 50, 16), 1), ((2, 6, 2, 1, 90, 64), 2)),
+    (
+        ((1, 6, 2, 1, 100, 16), 1), ((2, 2, 2, 3, 77, 24), 1), ((1, 2, 1, 16, 50, 16), 1), ((2, 6, 2, 1, 90, 64), 2),
+        ((1, 4, 2, 2, 60, 128), 4),
+    ),
     ids=label,
-)
+)  # fmt: skip
 def test_however_the_keys_are_split(
     problem: tuple[int, ...], pieces: int, splits: int, split_into: Callable[..., None]
 ) -> None:

@@ -156,8 +156,7 @@ x = torch.empty(100, 328, dtype=bf16)[:, :320].requires_grad_()  # rows and sums
 kb.scatter2scatter(x, packed(200, 320, 64), kb.route(torch.zeros(100, 2, dtype=torch.int64), 4)).sum().backward()
 kb.scatter2scatter(torch.empty(9, 36, dtype=bf16), packed(24, 36, 32), kb.route(torch.zeros(9, 2, dtype=torch.int64), 4))
 from kernelbook.nf4 import kernels as nf4_kernels
-nf4_kernels.PACKED_MULTIPLES = (1, 1)
-for tokens in FEW:  # of one matrix: what fills its tiles, and what does not, which the rule leaves to others
+for tokens in FEW:  # of one matrix: what fills its tiles, and what does not
     for n, k, block_size in ((4096, 2048, 64), (4096, 2112, 4096)):
         kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
 """,
@@ -419,7 +418,7 @@ SPILLS_ALLOWED = {
     ),
     ("_one_matrix_kernel", "sm_90"): (
         24,
-        "Two to six registers, so that two programs of eight warps fit a multiprocessor. One of them was measured slower.",
+        "Up to six registers, so that a program of sixteen warps fits a multiprocessor: double quantization and sixteen tokens.",
     ),
     ("_moe_lora_fwd_rows_kernel", "sm_90"): (
         8,

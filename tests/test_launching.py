@@ -493,6 +493,64 @@ def test_a_public_function_is_repeated_with_its_checks(
     assert inspect.signature(public).parameters["deterministic"].default is False
 
 
+def test_what_the_dispatcher_calls_is_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
+    """As a compiled program calls an operator, and with lists, which the dispatcher makes of tuples."""
+    thought = []
+
+    def run(out: torch.Tensor, x: torch.Tensor, needs: Any, shape: Any) -> None:
+        thought.append((list(needs), list(shape)))
+        repeated.launch((1,), out, 33)
+
+    launching.operator(
+        "test_lists(Tensor x, bool[] needs, SymInt[] shape) -> Tensor",
+        outputs=lambda x, needs, shape: x.new_empty(shape), run=run, repeated=launching.settings,
+    )  # fmt: skip
+    for needs, shape in (([True, False], [2, 3]), ([True, True], [2, 3]), ([True, True], [3, 2])):
+        before = len(thought)
+        for _ in range(5):
+            assert torch.ops.kernelbook.test_lists(torch.randn(4), needs, shape).shape == tuple(shape)
+        assert thought[before:] == [(needs, shape)] * 2
+
+
+def test_what_pytorch_writes_to_out_is_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
+    """Products and sorts between launches: of tensors that were given, of new ones, of parts and of transposes."""
+    launch, thought = repeated.launch, []
+
+    def run(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> None:
+        thought.append(x)
+        product, zeros = x.new_empty(3, 3), x.new_zeros(3)
+        torch.mm(x[0], x[1].t(), out=product)
+        torch.addmm(zeros, product.t(), x[0, :, :3], out=out)
+        sorted_ids, order = torch.empty_like(ids), torch.empty_like(ids)
+        torch.sort(ids, stable=True, out=(sorted_ids, order))
+        launch((1,), sorted_ids, 33)
+        launch((1,), order, 33)
+
+    call = launching.operator(
+        "test_products(Tensor x, Tensor ids) -> Tensor",
+        outputs=lambda x, ids: x.new_empty(3, 3), run=run, repeated=launching.settings,
+    )  # fmt: skip
+    for _ in range(6):
+        x, ids = torch.randn(40)[4:34].view(2, 3, 5), torch.randperm(7)
+        expected = (x[0] @ x[1].t()).t() @ x[0, :, :3]
+        torch.testing.assert_close(call(x, ids), expected)
+    assert len(thought) == 2 and len(fake.by_handle) == 2 * 6 - 1
+
+    def run_list(out: torch.Tensor, x: torch.Tensor) -> None:
+        thought.append(x)
+        torch.cat([x, x], out=out)  # of a list
+        launch((1,), x, 33)
+
+    call = launching.operator(
+        "test_list(Tensor x) -> Tensor",
+        outputs=lambda x: x.new_empty(8), run=run_list, repeated=launching.settings,
+    )  # fmt: skip
+    for _ in range(4):
+        x = torch.randn(4)
+        assert torch.equal(call(x), torch.cat([x, x]))
+    assert len(thought) == 2 + 4
+
+
 def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
     storage = torch.zeros(64)
     repeated.part = True
@@ -512,7 +570,7 @@ def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKer
     assert repeated.thought == before + 2
 
 
-@pytest.mark.parametrize("what", ("dropped", "plans", "device", "watched", "deterministic", "mode", "poisoned"))
+@pytest.mark.parametrize("what", ("dropped", "plans", "device", "watched", "deterministic", "profiled", "poisoned"))
 def test_what_changes_a_call_ends_its_repetition(
     fake: _FakeKernel, repeated: _Repeated, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,8 +591,8 @@ def test_what_changes_a_call_ends_its_repetition(
         if what == "deterministic":
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
-        if what == "mode":
-            stack.enter_context(_Passing())
+        if what == "profiled":
+            stack.enter_context(torch.profiler.profile())
         if what == "poisoned":
             stack.enter_context(launching.poisonable())
         repeated.call(x, w, 0.5)
@@ -582,6 +640,9 @@ def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[An
         "scatter_ffn, 16 rows": lambda: (
             kb.scatter_ffn, (draw(16, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
         ),
+        "scatter_ffn, packed": lambda: (
+            kb.scatter_ffn, (draw(300, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
+        ),
         "gather_matmul": lambda: (kb.gather_matmul, (draw(1, 512), draw(2048, 512), listed(200, 2048))),
     }  # fmt: skip
 
@@ -591,7 +652,7 @@ def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[An
 @pytest.mark.parametrize("name", _public_calls())
 def test_what_is_repeated_is_what_is_computed(name: str, gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, bit for bit, for other tensors each time: the calls that are repeated, and the same ones thought anew."""
-    if gradients and name not in ("layer_norm", "rms_norm", "flash_attention", "moe_lora"):
+    if gradients and name not in ("layer_norm", "rms_norm", "flash_attention", "moe_lora") and "ffn" not in name:
         pytest.skip("no gradients, or not by launches alone")
     autotune.forget()
     thought, real = [], launching.Launch.__call__
@@ -709,6 +770,96 @@ def test_threads_share_the_interpreter() -> None:
     with ThreadPoolExecutor(4) as pool:
         for y in pool.map(lambda _: kb.layer_norm(x), range(12)):
             assert torch.equal(y, expected)
+
+
+# --- public functions under the compiler ----------------------------------------------------------------------------
+
+
+def _whole_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """By operator: a public function, tensors, and its other arguments."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=runtime.DEVICE)
+
+    ids = torch.tensor([5, 0, 7], device=runtime.DEVICE)
+    q, k, v = (draw(1, 2, 20, 16) for _ in range(3))
+    pages, table = draw(4, 2, 16, 16), torch.tensor([[3, 1]], device=runtime.DEVICE)
+    x, weight, vector = draw(6, 32), draw(8, 32), draw(32)
+    return {
+        "layer_norm": (kb.layer_norm, (x, vector, vector), {"eps": 1e-3}),
+        "rms_norm": (kb.rms_norm, (x, vector), {"residual": draw(6, 32)}),
+        "flash_attention": (kb.flash_attention, (q, k, v), {"causal": True, "window": 7}),
+        "paged_attention": (kb.paged_attention, (q[:, :, :1], pages, pages * 2, table, ids[:1]), {}),
+        "gather_matmul": (kb.gather_matmul, (x, weight, ids), {"activation": "gelu"}),
+        "scatter_ffn": (kb.scatter_ffn, (x, weight, weight * 2, ids), {}),
+    }
+
+
+@pytest.mark.parametrize("name", _whole_calls())
+def test_to_dynamo_a_public_function_is_one_operator(name: str) -> None:
+    function, tensors, others = _whole_calls()[name]
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *t: function(*t, **others), fullgraph=True, backend=backend)
+    ours, plain = compiled(*tensors), function(*tensors, **others)
+    assert type(ours) is type(plain)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    assert graphs[0][0] == f"kernelbook.{name}_whole.default" and set(graphs[0][1:]) <= {"<built-in function getitem>"}
+
+
+@pytest.mark.parametrize("name", ("layer_norm", "rms_norm", "flash_attention", "scatter_ffn"))
+def test_opcheck_of_a_public_function(name: str) -> None:
+    function, tensors, others = _whole_calls()[name]
+    operator = getattr(torch.ops.kernelbook, f"{name}_whole").default
+    given = dict(zip(inspect.signature(function).parameters, tensors, strict=False)) | others
+    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    names = [argument.name for argument in operator._schema.arguments][:-1]
+    args = [given.get(each, defaults[each]) for each in names]
+    leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    for each in (args, leaves):
+        torch.library.opcheck(operator, (*each, ""))
+
+
+def test_a_compiled_call_is_guarded_by_little_more_than_its_tensors() -> None:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    (x, w, b), counts = _whole_calls()["layer_norm"][1], []
+    for norm in (
+        lambda x, w, b: torch.nn.functional.layer_norm(x, (32,), w, b),
+        lambda x, w, b: kb.layer_norm(x, w, b),
+    ):
+        torch.compile(norm, backend="eager")(x, w, b)
+        [entry] = _debug_get_cache_entry_list(norm.__code__)
+        counts.append(str(entry.guard_manager).count("\n"))
+    assert counts[1] <= counts[0] + 30
+
+
+def test_messages_reach_through_the_compiler() -> None:
+    x, w, _ = _whole_calls()["layer_norm"][1]
+    for error, message, call in (
+        (TypeError, r"a shape goes into normalized_shape=", lambda: kb.layer_norm(x, (32,))),
+        (Exception, r"layer_norm: weight must have shape \(32,\), got \(3,\)", lambda: kb.layer_norm(x, w[:3])),
+        (Exception, "layer_norm: backward must be one of", lambda: kb.layer_norm(x, backward="no")),
+        (Exception, "layer_norm: x must have dtype", lambda: kb.layer_norm(x.int())),
+    ):
+        with pytest.raises(error, match=message):
+            torch.compile(call, backend="eager")()
+
+
+def test_what_pytorch_keeps_of_a_graph_is_not_taken_after_a_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(launching, "__file__", str(tmp_path / "launching.py"))
+    seen = [launching._sources.__wrapped__()]
+    for name in ("kernels.py", "plan.json", "kernels.py"):
+        (tmp_path / name).write_text("#" * len(seen))
+        seen.append(launching._sources.__wrapped__())
+    assert len(set(seen)) == 4
 
 
 # --- checks that are made once --------------------------------------------------------------------------------------

@@ -563,7 +563,6 @@ def test_packed_experts_of_few_rows_bit_for_bit(kind: str, monkeypatch: pytest.M
     """There the table is rounded before the scale multiplies it, in float32: every element is what that gives."""
     for name in ("PACKED_ROWS", "PACKED_ELEMENTS"):  # from which nf4_matmul takes these kernels
         monkeypatch.setattr(nf4_kernels, name, 0)
-    monkeypatch.setattr(nf4_kernels, "PACKED_MULTIPLES", (1, 1))
     experts, n, k = 3, 72, 128
     q = _packed_tensor(kind, experts, n, k)
     for dtype in (torch.bfloat16, torch.float16):

@@ -30,6 +30,7 @@ from kernelbook.nf4 import (
     nf4_quantize_reference,
     op,
 )
+from kernelbook.packed import products
 
 # isort: split
 import triton
@@ -298,13 +299,15 @@ def test_matmul(shape, dtype):
         ((3, 72, 320), 64, False),
         ((1, 520, 4096), 128, True),
         ((2, 4096, 1088), 4096, False),
+        ((1, 14408, 192), 128, False),
+        ((1, 4096, 1024), 64, False),  # parts of whole chunks, but not of whole steps
+        ((1, 28680, 192), 64, True),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, dtype, monkeypatch):
-    """The kernel whose programs stay for several tiles: rows and sums that fill neither, and what lies beside y."""
+    """The kernel whose warps stay with their rows: one to sixteen warps a row, and rows and sums that fill nothing."""
     monkeypatch.setattr(kernels, "PACKED_ELEMENTS", 0)
-    monkeypatch.setattr(kernels, "PACKED_MULTIPLES", (1, 1))
     q = nf4_quantize(torch.randn(shape, device=DEV), block_size=block_size, double_quant=double_quant)
     w = nf4_dequantize(q, dtype=torch.float32)
     for tokens in (1, 3, 4, 5, 8, 11, 16):
@@ -322,6 +325,22 @@ def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, d
     for start in (0, 60, 128, shape[2] - 16):
         for tokens in (4, 8, 16):
             assert torch.equal(nf4_matmul(eye[start : start + tokens], q, 0), rounded[start : start + tokens])
+
+
+@pytest.mark.parametrize("sms", (16, 78, 114, 132))
+def test_rows_of_one_matrix_are_shared_evenly(sms):
+    """Every row is one program's and no program has more groups than warps for them; multiprocessors work equally long."""
+    warps, rows = products.FEW_OF_ONE["WARPS"], products.FEW_OF_ONE["ROWS"]
+    for n in (8, 1000, 1024, 4096, 5120, 14336, 18432, 28672, 151936):
+        parts, groups = products.one_matrix_split(n, sms)
+        tiles, programs = -(-n // rows), -(-n // (rows * groups))
+        assert 1 <= groups <= warps // parts and warps % parts == 0
+        assert (programs - 1) * groups < tiles <= programs * groups
+        rounds = -(-programs // sms)
+        assert rounds == max(1, -(-tiles // (warps // parts * sms)))  # no more than there have to be
+        assert parts == 1 or warps // (2 * parts) * sms < tiles or parts == warps
+        if tiles >= 4 * sms:
+            assert tiles > 0.8 * rounds * sms * groups
 
 
 def test_matmul_takes_batches_and_nothing():

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import test_compiles  # noqa: E402
 
 from kernelbook import autotune, runtime  # noqa: E402
-from kernelbook.compiled import CompiledKernel, compile_calls, write_reports  # noqa: E402
+from kernelbook.compiled import CompiledKernel, compile_each, write_reports  # noqa: E402
 
 TABLE = ROOT / "book" / "compiled.csv"
 
@@ -52,19 +52,14 @@ TILES = (
 )  # fmt: skip
 
 
-def _of_room(room: str, reports: Path) -> list[dict[str, Any]]:
-    """The rows of a room; the calls are compiled one after the other in one process, and told apart by what they launch."""
-    rows = []
-    for call, code in test_compiles.STATED[room].items():
-        kernels = compile_calls(code, tuple(runtime.TARGETS), reports=reports, timeout_s=3000.0)
-        rows += [_row(room, call, kernel) for kernel in kernels]
-    return rows
-
-
 def table(reports: Path) -> pd.DataFrame:
     """The table of the page: what users get at the stated sizes."""
-    rows = [row for room in sorted(test_compiles.STATED) for row in _of_room(room, reports)]
-    return pd.DataFrame(rows)
+    calls = [
+        (room, call, code) for room, stated in sorted(test_compiles.STATED.items()) for call, code in stated.items()
+    ]
+    found = compile_each([code for *_, code in calls], tuple(runtime.TARGETS), reports=reports, timeout_s=3000.0)
+    pairs = zip(calls, found, strict=True)
+    return pd.DataFrame([_row(room, call, kernel) for (room, call, _), kernels in pairs for kernel in kernels])
 
 
 def main() -> int:

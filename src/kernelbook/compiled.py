@@ -12,8 +12,10 @@ compiler is not found.
 import ast
 import csv
 import dataclasses
+import functools
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -35,7 +37,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["CompileError", "CompiledKernel", "compile_calls", "read_reports", "write_reports"]
+__all__ = ["CompileError", "CompiledKernel", "compile_calls", "compile_each", "read_reports", "write_reports"]
 
 # The columns of a file of reports. The key is all that is looked up by; name and target are for those who read the file.
 REPORT_COLUMNS = ("key", "name", "target", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
@@ -153,6 +155,30 @@ def compile_calls(
         CompileError: ``code`` raised, a kernel did not compile, or a stored report does not agree with the compiler; the
             message holds the other process's error.
     """
+    return compile_each(
+        [code],
+        targets,
+        using=using,
+        constants=constants,
+        asm=asm,
+        reports=reports,
+        recompile_every=recompile_every,
+        timeout_s=timeout_s,
+    )[0]
+
+
+def compile_each(
+    codes: Sequence[str],
+    targets: Sequence[str] = ("sm_90",),
+    *,
+    using: Sequence[Callable[..., Any]] = (),
+    constants: Mapping[str, Any] | None = None,
+    asm: Sequence[str] = (),
+    reports: Path | None = None,
+    recompile_every: int = 0,
+    timeout_s: float = 900.0,
+) -> list[list[CompiledKernel]]:
+    """What :func:`compile_calls` returns, for each of several codes; they run one after the other in one process a target."""
     for target in targets:
         if target not in _GPU_TARGETS:
             raise ValueError(f"compile_calls: targets must be of {', '.join(_GPU_TARGETS)}, got {target!r}")
@@ -161,8 +187,10 @@ def compile_calls(
         if using:
             Path(folder, "definitions.py").write_text(_definitions(using, constants or {}))
             names = ", ".join(function.__name__ for function in using)
-            code = f"import sys\n\nsys.path.insert(0, {folder!r})\nfrom definitions import {names}\n{code}"
-        what = {"code": code, "targets": list(targets), "asm": list(asm)}
+            codes = [
+                f"import sys\n\nsys.path.insert(0, {folder!r})\nfrom definitions import {names}\n{c}" for c in codes
+            ]
+        what = {"codes": list(codes), "targets": list(targets), "asm": list(asm)}
         job.write_text(json.dumps({**what, "reports": str(reports or ""), "recompile_every": recompile_every}))
         # A GPU that is there is hidden: its presence would change what is chosen and launched.
         hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -176,7 +204,7 @@ def compile_calls(
         )
         if done.returncode != 0:
             raise CompileError(done.stderr[-6000:])
-        return [CompiledKernel(**entry) for entry in json.loads(result.read_text())]
+        return [[CompiledKernel(**entry) for entry in of_code] for of_code in json.loads(result.read_text())]
 
 
 def _definitions(using: Sequence[Callable[..., Any]], constants: Mapping[str, Any]) -> str:
@@ -277,6 +305,7 @@ def _amd_report(amdgcn: str) -> tuple[int, int]:
     return int(registers[1]), int(spills[1])
 
 
+@functools.cache
 def _text_of(kernel: Any) -> str:
     """The source of a kernel, of the functions that it calls, and the values of the globals that it reads.
 
@@ -379,7 +408,7 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
 def _of_target(target: str, job: Mapping[str, Any], reports: Mapping[str, Mapping[str, str]], result: Path) -> None:
     how = job["asm"], reports, job["recompile_every"]
     with runtime.compiling_for(target):
-        found = [dataclasses.asdict(_report(launch, target, *how)) for launch in _launches(job["code"])]
+        found = [[dataclasses.asdict(_report(launch, target, *how)) for launch in _launches(c)] for c in job["codes"]]
     result.write_text(json.dumps(found))
 
 
@@ -399,7 +428,8 @@ def _main(job_path: str, result_path: str) -> None:
             os._exit(0)
         if os.waitpid(child, 0)[1] != 0:
             raise SystemExit(1)
-    result.write_text(json.dumps([entry for part in parts for entry in json.loads(part.read_text())]))
+    of_targets = [json.loads(part.read_text()) for part in parts]
+    result.write_text(json.dumps([list(itertools.chain(*of_code)) for of_code in zip(*of_targets, strict=True)]))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import math
 import re
-import sys
 import threading
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -61,6 +62,7 @@ def cdiv(a: int, b: int) -> int:
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiling = torch._C._autograd._profiler_enabled
+_reader = torch._C._dynamo.eval_frame.get_eval_frame_callback  # of each Python function before it runs: the compiler
 
 
 def is_transformed() -> bool:
@@ -399,7 +401,7 @@ def tickets(count: int, device: torch.device) -> torch.Tensor:
     """
     found = _counters_on(count, device)
     if isinstance(_of_thread.tracing, _Recording):
-        _of_thread.tracing.counters.append((found, count))
+        _of_thread.tracing.count(found, count)
     return found
 
 
@@ -432,25 +434,39 @@ _NEW = {
         ("empty", "memory_format"), ("empty_like", "default"), ("empty_strided", "default"), ("new_empty", "default"),
     )
 }  # fmt: skip
+_ZEROS = {torch.ops.aten.new_zeros.default}
+# Of operators that take the same arguments under their short names, which cost the host less.
+_BOUND = {torch.ops.aten.mm.out: torch.mm, torch.ops.aten.addmm.out: torch.addmm}
 
 
 class _Recording(TorchDispatchMode):
-    """Notes what a call does: the memory it takes and the kernels it launches; ``complete`` unless it does more than that."""
+    """Notes what a call does: the memory it takes, the kernels it launches, PyTorch's operators that write to ``out=``.
+
+    ``complete`` unless it does more than that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.new: list[torch.Tensor] = []
+        self.new: list[tuple[torch.Tensor, bool]] = []  # memory, and whether it is zeroed
         self.counters: list[tuple[torch.Tensor, int]] = []
-        self.launches: list[tuple[Any, _Handle, tuple[int, ...], tuple[Any, ...]]] = []
+        self.steps: list[Any] = []  # in their order, memory and counters by their number
+        self.launches = 0
         self.complete = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _NEW:
-            self.new.append(result)
+        if func in _NEW or func in _ZEROS:
+            self.steps.append(f"t{len(self.new)}")
+            self.new.append((result, func in _ZEROS))
+        elif any(argument.is_out for argument in func._schema.arguments):
+            self.steps.append((func, args, kwargs or {}))
         elif not func.is_view:
             self.complete = False
         return result
+
+    def count(self, found: torch.Tensor, count: int) -> None:
+        self.steps.append(f"u{len(self.counters)}")
+        self.counters.append((found, count))
 
     def launch(self, launch: Launch, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         _of_thread.tracing = False
@@ -463,89 +479,134 @@ class _Recording(TorchDispatchMode):
         if handle is None:
             self.complete = False
         else:
-            self.launches.append((launch.kernel, handle, grid, args))
+            self.launches += 1
+            self.steps.append((launch.kernel, handle, grid, args))
 
     def written_out(self, given: Sequence[torch.Tensor | None], results: Any) -> Callable[..., Any] | None:
-        """A function of the addresses of the tensors that were ``given`` (0: ``None``) that does the same again.
+        """A function of the addresses of the tensors that were ``given`` (0: ``None``) and of these that does it again.
 
-        It returns whether it has done so, and the results: not where a kernel is another by now than Triton would launch.
+        It returns the results, or that it did nothing: where a kernel is another by now than Triton would launch.
         """
         if not (self.complete and self.launches):
             return None
-        known = {f"p{i}": tensor for i, tensor in enumerate(given) if tensor is not None}
-        known |= {f"q{i}": tensor for i, tensor in enumerate(self.new)}
-        known |= {f"r{i}": tensor for i, (tensor, _) in enumerate(self.counters)}
+        known = {f"g{i}": tensor for i, tensor in enumerate(given) if tensor is not None}
+        known |= {f"t{i}": tensor for i, (tensor, _) in enumerate(self.new)}
+        known |= {f"u{i}": tensor for i, (tensor, _) in enumerate(self.counters)}
         by_memory: dict[int, list[str]] = {}
         for name, tensor in known.items():
             by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-        first = _first_tensor(self.launches[0][3])
+        first = next(_first_tensor(step[3]) for step in self.steps if isinstance(step, tuple) and len(step) == 4)
         device = first.get_device()
         scope: dict[str, Any] = {
             "current_device": torch._C._cuda_getDevice, "stream": torch._C._cuda_getCurrentRawStream, "new": _new,
             "counters": _counters_on, "device": first.device, "keep": _kept, "stale": _STALE,
         }  # fmt: skip
+        used: set[str] = set()  # in the step at hand
 
         def constant(value: Any) -> str:
             name = f"c{len(scope)}"
             scope[name] = value
             return name
 
-        def address(tensor: torch.Tensor) -> str:
+        def owner_of(tensor: torch.Tensor) -> tuple[str, bool]:
+            """-> whose memory it is, and whether it is that very tensor."""
             same = [name for name, other in known.items() if other is tensor]
             # What is no tensor that was given, but a part of one, is found by its memory. Two may lie in the same: whose
             # address is it then?
             owners = same or by_memory.get(tensor.untyped_storage().data_ptr() if tensor.numel() else 0, [])
             if len(owners) != 1:
                 raise _UnknownError
-            [owner] = owners
-            return owner if same else f"{owner} + {tensor.data_ptr() - known[owner].data_ptr()}"
+            used.add(owners[0])
+            return owners[0], bool(same)
 
-        def boxed(handle: _Handle, index: int, box: Box) -> str:
-            kept, make, where = constant({}), constant(handle.maker(index, box)), address(box.tensor)
-            maps.append(f" m{kept} = {kept}.get({where}) or keep({kept}, {where}, {make})")
-            return f"*m{kept}"
+        def address(tensor: torch.Tensor) -> str:
+            owner, same = owner_of(tensor)
+            pointer = f"p{owner[1:]}" if owner[0] == "g" else f"{owner}_at"
+            return pointer if same else f"{pointer} + {tensor.data_ptr() - known[owner].data_ptr()}"
 
-        fresh, maps, calls = list[str](), list[str](), list[str]()
+        def operand(value: Any) -> str:
+            """An argument of one of PyTorch's operators, which wants a tensor and not its address."""
+            if not isinstance(value, torch.Tensor):
+                if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
+                    raise _UnknownError
+                return constant(value)
+            owner, same = owner_of(value)
+            base = known[owner]
+            if same:
+                return owner
+            if value.dtype != base.dtype:
+                raise _UnknownError
+            away = value.storage_offset() - base.storage_offset()
+            if (
+                base.ndim == 2
+                and not away
+                and value.shape == base.shape[::-1]
+                and value.stride() == base.stride()[::-1]
+            ):
+                return f"{owner}.t()"
+            start = f"{owner}.storage_offset() + {away}"
+            return f"{owner}.as_strided({constant(tuple(value.shape))}, {constant(value.stride())}, {start})"
+
+        fresh = list[str]()
+
+        def launched(kernel: Any, handle: _Handle, grid: tuple[int, ...], args: tuple[Any, ...]) -> list[str]:
+            fresh.append(
+                f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) is {constant(handle.compiled)}"
+            )
+            fresh.extend(f"{constant(names)}.get({name!r}) is {constant(v)}" for names, name, v in handle.globals)
+            lines, values, boxes = list[str](), list[str](), 0
+            for arg in args:
+                if type(arg) is Box:
+                    kept, make, where = constant({}), constant(handle.maker(boxes, arg)), address(arg.tensor)
+                    lines.append(f"m{kept} = {kept}.get({where}) or keep({kept}, {where}, {make})")
+                    values.append(f"*m{kept}")
+                    boxes += 1
+                else:
+                    values.append(address(arg) if isinstance(arg, torch.Tensor) else constant(arg))
+            listed = ", ".join([*values, *map(constant, handle.tail)])
+            head = [*map(str, (*grid, 1, 1)[:3]), "s", constant(handle.function), *map(constant, handle.before)]
+            listed = listed if _TRITON == (3, 6) else f"({listed},)"
+            return [*lines, f"{constant(handle.launch)}({', '.join(head)}, {listed})"]
+
+        def written(step: Any) -> list[str]:
+            if isinstance(step, tuple) and len(step) == 4:
+                return launched(*step)
+            if isinstance(step, tuple):
+                func, args, kwargs = step
+                name = constant(_BOUND.get(func, func))
+                listed = ", ".join([*map(operand, args), *(f"{key}={operand(value)}" for key, value in kwargs.items())])
+                return [f"{name}({listed})"]
+            if step[0] == "u":
+                return [f"{step} = counters({self.counters[int(step[1:])][1]}, device); {step}_at = {step}.data_ptr()"]
+            tensor, zeroed = self.new[int(step[1:])]
+            sides = ", ".join(constant(tuple(part)) for part in (tensor.shape, tensor.stride()))
+            made = f"{step} = new({sides}, {constant(tensor.dtype)}); {step}_at = {step}.data_ptr()"
+            return [made, f"{step}.zero_()"] if zeroed else [made]
+
+        last, body = dict[str, int](), list[list[str]]()
         try:
-            for kernel, handle, grid, args in self.launches:
-                fresh.append(
-                    f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) "
-                    f"is {constant(handle.compiled)}"
-                )
-                fresh += [f"{constant(names)}.get({name!r}) is {constant(v)}" for names, name, v in handle.globals]
-                boxes = iter(range(len(args)))
-                values = [
-                    boxed(handle, next(boxes), arg) if type(arg) is Box
-                    else address(arg) if isinstance(arg, torch.Tensor)
-                    else constant(arg)
-                    for arg in args
-                ]  # fmt: skip
-                listed = ", ".join([*values, *map(constant, handle.tail)])
-                head = [*map(str, (*grid, 1, 1)[:3]), "s", constant(handle.function), *map(constant, handle.before)]
-                listed = listed if _TRITON == (3, 6) else f"({listed},)"
-                calls.append(f" {constant(handle.launch)}({', '.join(head)}, {listed})")
+            for i, step in enumerate(self.steps):
+                used.clear()
+                body.append(written(step))
+                last |= dict.fromkeys(used, i)
         except _UnknownError:
             return None
-        places = {(new.data_ptr(), new.shape, new.stride(), new.dtype): i for i, new in enumerate(self.new)}
+        places = {(new.data_ptr(), new.shape, new.stride(), new.dtype): f"t{i}" for i, (new, _) in enumerate(self.new)}
         outputs = results if isinstance(results, tuple) else () if results is None else (results,)
-        found = [places.get((out.data_ptr(), out.shape, out.stride(), out.dtype)) for out in outputs]
-        if None in found:
+        found = [places.get((out.data_ptr(), out.shape, out.stride(), out.dtype), "") for out in outputs]
+        if "" in found:
             return None
-        memory = []
-        for i, tensor in enumerate(self.new):
-            shape_and_strides = ", ".join(constant(tuple(part)) for part in (tensor.shape, tensor.stride()))
-            memory.append(f" t{i} = new({shape_and_strides}, {constant(tensor.dtype)}); q{i} = t{i}.data_ptr()")
-        for i, (_, count) in enumerate(self.counters):
-            memory.append(f" u{i} = counters({count}, device); r{i} = u{i}.data_ptr()")
-        listed = ", ".join(f"t{i}" for i in found)
+        for name, i in last.items():  # its memory can be taken by what comes next
+            if name[0] == "t" and name not in found:
+                body[i].append(f"{name} = None")
+        listed = ", ".join(found)
+        numbers = range(len(given))
         lines = [
-            f"def again({', '.join(f'p{i}' for i in range(len(given)))}):",
+            f"def again({', '.join([*(f'p{i}' for i in numbers), *(f'g{i}' for i in numbers)])}):",
             f" if not (current_device() == {device} and {' and '.join(fresh)}):",
             "  return stale",
-            *memory,
-            *maps,
             f" s = stream({device})",
-            *calls,
+            *(f" {line}" for step_lines in body for line in step_lines),
             f" return {'None' if results is None else f'({listed},)' if isinstance(results, tuple) else listed}",
         ]
         exec("\n".join(lines), scope)  # noqa: S102
@@ -619,7 +680,7 @@ class _Repeats(dict[Any, Callable[..., Any]]):
             f"({' | '.join(f'_p{i}' for i in range(len(tensors)))}) % 16)",
             " _again = _repeats.get(_key)",
             " if _again is not None and not (_deterministic() or _poisoned or _watched()):",
-            f"  _results = _again({', '.join(f'_p{i}' for i in range(len(tensors)))})",
+            f"  _results = _again({', '.join([*(f'_p{i}' for i in range(len(tensors))), *tensors])})",
             "  if _results is not _stale:",
             "   return _results",
             f" return _repeats.learn(_key, {args})",
@@ -635,14 +696,13 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
 
     That is where no gradients are wanted and nobody looks on, from the third call of a kind on: with tensors of the same
     shapes, strides, dtypes and devices, and numbers that are equal. Small calls cost the host more than the device.
+    Under ``torch.compile`` the call is one operator of the graph, see :func:`_whole`.
 
     Args:
         settings: what else decides what is launched, as a value that can be compared.
     """
 
     def decorate(function: Public) -> Public:
-        if not _HAS_HANDLES or _new is None:
-            return function
         parameters = inspect.signature(function).parameters
         hints = typing.get_type_hints(function)
         names = list(parameters)
@@ -651,38 +711,114 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
         given = ", ".join(f"{name}={name}" if name in by_name else name for name in names)
         scope: dict[str, Any] = {"_function": function}
         exec(f"def _plainly({', '.join(names)}):\n return _function({given})", scope)  # noqa: S102
-        repeats = _Repeats(scope["_plainly"], of_tensors)
-        lines, more = repeats.lines(names, lambda name: f"type({name}), {name}", settings)
-        scope |= more | {f"_default_{name}": parameters[name].default for name in names}
-        scope |= {
-            "_is_observed": is_observed, "_is_grad_enabled": torch.is_grad_enabled, "_plain": _PLAIN, "_simple": _SIMPLE,
-            "_is_autocast_enabled": torch.is_autocast_enabled,
-        }  # fmt: skip
-        declared = []
+        declared, lines = [], list[str]()
         for name in names:
             if name in by_name[:1]:
                 declared.append("*")
             optional = parameters[name].default is not inspect.Parameter.empty
             declared.append(f"{name}=_default_{name}" if optional else name)
-        lines += [
-            f"def _call({', '.join(declared)}):",
-            " if _is_observed() or _is_autocast_enabled('cuda'):",
-            f"  return _function({given})",
-            " _recorded = _is_grad_enabled()",
-        ]
-        for i, name in enumerate(names):
-            if i in of_tensors:
-                lines.append(
-                    f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad)):"
-                )
-            else:
-                lines.append(f" if type({name}) not in _simple:")
-            lines.append(f"  return _function({given})")
-        lines.append(f" return _compute({', '.join(names)})")
+        scope |= {f"_default_{name}": parameters[name].default for name in names}
+        compiled = list[str]()
+        if hints["return"] is not type(None):  # what writes into its arguments stays what it is
+            compiled, more = _whole(function.__name__, scope["_plainly"], hints)
+            compiled.append(f"  return _function({given})")
+            scope |= more
+        if not _HAS_HANDLES or _new is None:
+            lines += [f"def _call({', '.join(declared)}):", *compiled, f" return _function({given})"]
+        else:
+            repeats = _Repeats(scope["_plainly"], of_tensors)
+            lines, more = repeats.lines(names, lambda name: f"type({name}), {name}", settings)
+            scope |= more | {
+                "_is_observed": is_observed, "_is_grad_enabled": torch.is_grad_enabled, "_plain": _PLAIN, "_simple": _SIMPLE,
+                "_is_autocast_enabled": torch.is_autocast_enabled,
+            }  # fmt: skip
+            lines += [
+                f"def _call({', '.join(declared)}):",
+                *compiled,
+                " if _is_observed() or _is_autocast_enabled('cuda'):",
+                f"  return _function({given})",
+                " _recorded = _is_grad_enabled()",
+            ]
+            for i, name in enumerate(names):
+                if i in of_tensors:
+                    lines.append(
+                        f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad)):"
+                    )
+                else:
+                    lines.append(f" if type({name}) not in _simple:")
+                lines.append(f"  return _function({given})")
+            lines.append(f" return _compute({', '.join(names)})")
         exec("\n".join(lines), scope)  # noqa: S102
         return cast(Public, functools.wraps(function)(scope["_call"]))
 
     return decorate
+
+
+# What may be an argument of an operator: its type there, and how code tells one. Dynamo guards on each name that it
+# reads, and a guard costs every call; the class of a literal has none.
+_IN_SCHEMA = {
+    torch.Tensor: ("Tensor", "isinstance({0}, _Tensor)"),
+    float: ("float", "({0}.__class__ is (0.0).__class__ or {0}.__class__ is (0).__class__)"),
+    int: ("SymInt", "isinstance({0}, int)"),
+    bool: ("bool", "{0}.__class__ is (True).__class__"),
+    str: ("str", "{0}.__class__ is ''.__class__"),
+}
+
+
+@functools.cache
+def _sources() -> str:
+    """Changes whenever a file of the package does: PyTorch keeps on disk what it made of a graph's operators."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in {".py", ".json"}:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _whole(name: str, compute: Callable[..., Any], hints: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Declares ``kernelbook::<name>_whole``: a public function as one operator, made of those that it calls.
+
+    Dynamo reads Python, and a compiled call is checked against all that was read; it does not read operators. What this
+    one does the compiler sees where it takes operators apart. -> lines that return its result, unless an argument has to
+    be left to the function (and its checks), and what they refer to.
+    """
+    arguments, declared, conditions = [], [], []
+    *parameters, (_, result) = hints.items()
+    for given, hint in parameters:
+        [kind, *others] = [k for k in typing.get_args(hint) or (hint,) if k is not type(None)]
+        optional = type(None) in typing.get_args(hint)
+        if others or kind not in _IN_SCHEMA:
+            conditions.append(f"{given} is None")
+            continue
+        kind, condition = _IN_SCHEMA[kind]
+        condition = condition.format(given)
+        conditions.append(f"({given} is None or {condition})" if optional else condition)
+        declared.append(f"{kind}{'?' * optional} {given}")
+        arguments.append(given)
+    qualified, args = f"{NAMESPACE}::{name}_whole", ", ".join(arguments)
+    several = result is not torch.Tensor
+    scope: dict[str, Any] = {"_compute": compute}
+    lines = [
+        f"def _implementation({args}, _sources):",
+        f" _found = _compute({', '.join(given if given in arguments else 'None' for given, _ in parameters)})",
+        f" return {'list(_found) if type(_found) is tuple else [_found]' if several else '_found'}",
+    ]
+    exec("\n".join(lines), scope)  # noqa: S102
+    torch.library.define(
+        qualified,
+        f"({', '.join(declared)}, str sources) -> Tensor{'[]' * several}",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    torch.library.impl(qualified, "CompositeImplicitAutograd", scope["_implementation"])
+    return [
+        " if _is_compiling():",
+        f"  if {' and '.join(conditions)}:",
+        f"   _found = _operator({args}, {_sources()!r})",
+        f"   return {'_found[0] if len(_found) == 1 else tuple(_found)' if several else '_found'}",
+    ], {
+        "_Tensor": torch.Tensor, "_operator": getattr(getattr(torch.ops, NAMESPACE), f"{name}_whole").default,
+        "_is_compiling": torch.compiler.is_dynamo_compiling,
+    }  # fmt: skip
 
 
 def settings() -> tuple[bool, ...]:
@@ -754,8 +890,10 @@ def operator(
         return torch.compiler.disable(implementation)
 
     def dispatched(*args: Any) -> Any:
-        # Only where the compiler has been imported can it be at work on what calls this. (To import it takes seconds.)
-        return (untraced() if "torch._dynamo" in sys.modules else implementation)(*args)
+        # What the compiler is at work on it would read here too; a program that it has made it does not read.
+        if _reader() is not None:
+            return untraced()(*args)
+        return (implementation if is_observed() else perform)(*args)
 
     def keep_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         keep(ctx, inputs, output)
@@ -780,7 +918,10 @@ def operator(
     scope = {"outputs": outputs, "run": run, "implementation": implementation, "keep": keep, "registered": registered}
     names, lines = [name for _, name in parameters], list[str]()
     if (visible or repeated) and _HAS_HANDLES and _new is not None:
-        lines, more = _Repeats(compute, of_tensors).lines(names, str, repeated)
+        lists = {name for kind, name in parameters if kind.endswith("[]")}  # as the dispatcher gives them
+        lines, more = _Repeats(compute, of_tensors).lines(
+            names, lambda name: f"tuple({name})" if name in lists else name, repeated
+        )
         scope |= more
     forward, call = _written_out(
         names,
@@ -789,6 +930,7 @@ def operator(
         f"[:-{saved}]" if saved and schema.rpartition("->")[2].count(",") > saved else "[0]" if saved else "",
         scope,
     )
+    perform: Callable[..., Any] = scope.get("_compute", implementation)
     Eager: Any = type(
         qualified.partition("::")[2], (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(differentiate)},

@@ -68,8 +68,9 @@ COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT)
 CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
 # Columns that joined later, with what they are in files that were written before.
 LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan"}
-# What decides the figures of every room, beside its own sources and the plans that are shipped for the GPU.
-SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tiles.py", "packed")
+# What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
+# version is the same wherever it is computed.
+SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tiles.py", "packed", "tuned")
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
 
@@ -496,12 +497,10 @@ def page_version(stem: str, kernels: Iterable[Any]) -> str:
 
 
 def package_version(*places: Path) -> str:
-    """``<version of kernelbook>+<digest>`` of the sources in these folders or files, of what all rooms share, and of the plans
-    that are shipped for this GPU."""
+    """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of :data:`SHARED_SOURCES`."""
     from kernelbook import __version__
 
-    plans = f"tuned/{runtime.slug(runtime.properties().name)}.json"
-    shared = [Path(__file__).parent / name for name in (*SHARED_SOURCES, plans)]
+    shared = [Path(__file__).parent / name for name in SHARED_SOURCES]
     return f"{__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
 
 

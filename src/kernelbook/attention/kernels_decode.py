@@ -14,7 +14,8 @@ that are not in the pool count as keys that nobody sees; they are never read.
 
 Bytes: the visible keys and values once; q, o, and twice 4 (D + 1) a row and share.
 
-Where that leaves multiprocessors idle, two programs share a share: both take its scores, and each half of the values' columns.
+Where that leaves multiprocessors idle, or much to merge, two or four programs share a share: each takes all of its scores, and
+its part of the values' columns.
 
 Not handled: more rows than fit one tile read the keys again (from the L2 cache, if all goes well); no gradients.
 """
@@ -373,9 +374,9 @@ def _append_to_pages_kernel(
 
 MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
-# Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and in which one alone does; a program's
-# start; a merge, and what it costs more for 64 kB of shares, in registers and in a pipeline. Ratios decide, much the same
-# on other GPUs.
+# Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and in which one alone does, for one program
+# or for two; a program's start; a merge, and what it costs more for 64 kB of shares, in registers and in a pipeline. Ratios
+# decide, much the same on other GPUs.
 ALL_READ, ONE_READS, START, MERGE, HELD, PIPED = 1.0, 0.8, 1.5, 2.0, 3.5, 1.0
 MAX_LISTED = 512  # pages whose numbers are held at a time
 MERGE_REGISTERS = 128  # of a thread, for shares on their way
@@ -443,7 +444,7 @@ def _splits(
         each = -(-steps // splits) * step_bytes / 32768
         spent = waves * (each * per_sm * ALL_READ + START)
         if rest:
-            spent += each * max(ONE_READS, rest / num_sms * ALL_READ) + START
+            spent += each * max(-(-rest // num_sms) * ONE_READS, rest / num_sms * ALL_READ) + START
         if splits == 1:
             return spent
         merged = triton.next_power_of_2(splits) * HELD if in_registers else splits * PIPED
@@ -482,7 +483,8 @@ def _pieces(tiles: int, stored: int, width: int, d: int, num_sms: int) -> list[i
     less for a program to read, and much less to merge.
     """
     cut = width == d and stored <= 8
-    return [1, 2] if cut and width >= 64 and 4 * tiles <= num_sms else [1]
+    most = min(num_sms // (2 * tiles), width // 32) if cut else 1
+    return [1, *(pieces for pieces in (2, 4) if pieces <= most)]
 
 
 def _tiles_and_shares(

@@ -315,13 +315,12 @@ PACKED_ROWS = (
     32  # rows of W a multiprocessor from which tiles decoded beside tensor cores are enough: they don't split K
 )
 PACKED_ELEMENTS = 2**23  # of W from which filling the table of the kernel for few tokens is worth it
-PACKED_MULTIPLES = (32, 1024)  # of rows and sums: others have not been run on a GPU by the kernel for few tokens
 
 
 def for_tensor_cores(m: int, n: int, k: int, block_size: int, properties: runtime.DeviceProperties) -> bool:
     """Whether a kernel for tensor cores, where there is one, is the right one."""
     if m <= products.FEW_TOKENS and block_size >= 64:
-        return n * k >= PACKED_ELEMENTS and n % PACKED_MULTIPLES[0] == 0 and k % PACKED_MULTIPLES[1] == 0
+        return n * k >= PACKED_ELEMENTS
     return 1 < m <= MAX_PACKED_M and n >= PACKED_ROWS * properties.num_sms
 
 

@@ -12,9 +12,10 @@ Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mm
 later), x of 16 bits with aligned rows, K in multiples of 64. No low-rank product: it is left to ``kernels_hopper``.
 
 ``_few_rows_kernel`` is for the rows that a routing brings to many matrices: a program for each of their tiles, values
-looked up by byte permutation. ``_one_matrix_kernel`` is for one matrix, and its programs stay for several tiles:
+looked up by byte permutation. ``_one_matrix_kernel`` is for one matrix. Each of its warps stays with sixteen rows and a part
+of K, and no warp waits for another between filling the table and the end:
 
-    load the first words and fill the table  |  step i:  load the words of step i + 1, look up those of step i, multiply
+    load the words of DEPTH steps, fill the table  |  step i:  look up its words, multiply, load those of step i + DEPTH
 
 Each byte, two elements, is looked up in a table of 256 pairs in shared memory, of which each lane of a warp has a copy: 32
 lanes never ask one bank twice. That costs three instructions for two elements, where byte permutation takes five, and
@@ -286,24 +287,41 @@ def _sums_layout(warps, rows, halves, tokens):
 
 @gluon.jit
 def _load_step(
-    tile, k, word_ptrs, row_w, k_w, row_s, k_s, x_ptrs, k_x, mask_x, tiles, N, K, within,
+    k, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-    ROWS: gl.constexpr, EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """A step's words, their blocks' scales, and its part of x."""
-    mask_w = (row_w >= 0) & (tile < tiles)
-    mask_s = (row_s >= 0) & (tile < tiles)
-    if not EVEN:
-        mask_w = mask_w & (row_w < N - tile * ROWS) & (k_w + k < K)
-        mask_s = mask_s & (row_s < N - tile * ROWS) & (k_s + k < K)
-        mask_x = mask_x & gl.expand_dims(k_x + k < K, 2)
-    word_ptrs += (tile * ROWS * K + k) // 8
-    words = gl.load(word_ptrs, mask=gl.expand_dims(mask_w, 3), other=0, cache_modifier=".cg")
-    scales = block_scale(
-        block0, (within + (tile * ROWS + row_s) * K + k_s + k) // BLOCK_SIZE, mask_s,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
-    )  # fmt: skip
-    return words, scales, gl.load(x_ptrs + k, mask=mask_x, other=0.0)
+    """A step's words and their blocks' scales."""
+    words = ()
+    scales = ()
+    for c in gl.static_range(CHUNKS):
+        at = k + c * CHUNK
+        mask_w = ok_w & (k < length)
+        mask_s = ok_s & (k < length)
+        if not EVEN:
+            mask_w = mask_w & (k_w + at < K)
+            mask_s = mask_s & (k_s + at < K)
+        words += (gl.load(word_ptrs + at // 8, mask=gl.expand_dims(mask_w, 3), other=0, cache_modifier=".cg"),)
+        scales += (
+            block_scale(
+                block0, (first_s + at) // BLOCK_SIZE, mask_s,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+            ),
+        )  # fmt: skip
+    return words, scales
+
+
+@gluon.jit
+def _load_x(k, length, x_ptrs, k_x, mask_x, K, EVEN: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
+    xs = ()
+    for c in gl.static_range(CHUNKS):
+        at = k + c * CHUNK
+        mask = mask_x & (k < length)
+        if not EVEN:
+            mask = mask & gl.expand_dims(k_x + at < K, 2)
+        xs += (gl.load(x_ptrs + at, mask=mask, other=0.0),)
+    return xs
 
 
 @gluon.jit
@@ -314,25 +332,29 @@ def _issue():
     )
 
 
-@gluon.jit(do_not_specialize=["expert", "E", "M"])
+@gluon.jit(do_not_specialize=["expert", "E", "M", "groups"])
 def _one_matrix_kernel(
     expert_ptr, expert,  # (1,) integer or a number
     x_ptr, stride_xm,  # (M, K)
     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # (E, N, K), words
     y_ptr,  # (M, N)
     E, M, N, K,
+    groups,  # of ROWS rows of W, in a program
     EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
+    CHUNKS: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """M <= TOKENS rows: 4, 8 or 16. Each warp has its own share of K, and a step is one or two blocks of 64 of it.
+    """M <= TOKENS rows: 4, 8 or 16. PARTS warps share a group's rows, each with its part of K.
 
-    An instruction has eight columns. With four tokens it takes two blocks at once, two lanes each: columns 0 to 3 have x
-    of the first block and zeros for the second, columns 4 to 7 the other way round, and each half its own scales.
+    A step is CHUNKS times one or two blocks of 64 of a part. An instruction has eight columns. With four tokens it takes two
+    blocks at once, two lanes each: columns 0 to 3 have x of the first block and zeros for the second, columns 4 to 7 the other
+    way round, and each half its own scales.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     HALVES: gl.constexpr = 2 if TOKENS == 4 else 1
     WORDS: gl.constexpr = 2 * HALVES  # of a lane, side by side
-    STEP: gl.constexpr = 32 * WORDS
+    CHUNK: gl.constexpr = 32 * WORDS
+    STEP: gl.constexpr = CHUNK * CHUNKS
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
@@ -342,38 +364,40 @@ def _one_matrix_kernel(
     sums: gl.constexpr = _sums_layout(WARPS, ROWS, HALVES, TOKENS)
     of_scales: gl.constexpr = gl.SliceLayout(3, sums)  # (WARPS, ROWS, HALVES)
 
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
     if expert_ptr is not None:
         expert = gl.load(expert_ptr)
     expert = expert.to(gl.int64)
     exists = (expert >= 0) & (expert < E)
-    all_tiles = gl.cdiv(N, ROWS)
-    tiles = gl.where(exists, all_tiles, 0)
-    length = gl.cdiv(K, STEP * WARPS) * STEP  # of a warp's share
+    length = gl.cdiv(K, STEP * PARTS) * STEP  # of a part
 
     # Elements are counted from the matrix' first one, in 32 bits.
     row0 = gl.where(exists, expert, 0) * N
     packed_ptr += row0 * (K // 8)
     block0 = row0 * K // BLOCK_SIZE
     within = (row0 * K - block0 * BLOCK_SIZE).to(gl.int32)
+    n0 = gl.program_id(0) * groups * ROWS
     w_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, in_rows))
     w_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_rows))
     w_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_lanes)))
     w_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
-    row_w = gl.expand_dims(0 * w_w[:, None] + w_n[None, :], 2)
-    k_w = gl.expand_dims(w_w[:, None] * length + 0 * w_n[None, :], 2) + (w_l * (8 * WORDS))[None, None, :]
-    word_offs = gl.expand_dims(row_w * (K // 8) + k_w // 8, 3) + w_i[None, None, None, :]
+    row_w = n0 + (w_w // PARTS * ROWS)[:, None] + w_n[None, :]
+    ok_w = (row_w < N) & (w_w // PARTS < groups)[:, None] & exists
+    ok_w = gl.expand_dims(ok_w, 2) & (w_l >= 0)[None, None, :]
+    k_w = gl.expand_dims((w_w % PARTS * length)[:, None] + 0 * w_n[None, :], 2) + (w_l * (8 * WORDS))[None, None, :]
+    word_offs = gl.expand_dims(gl.expand_dims(row_w, 2) * (K // 8) + k_w // 8, 3) + w_i[None, None, None, :]
     word_offs = gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, 1, WORDS]), [1, 1, 1, WORDS])
     word_ptrs = packed_ptr + word_offs
     s_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_scales)))
     s_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_scales)))
     s_h = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(1, of_scales)))
-    row_s = gl.expand_dims(0 * s_w[:, None] + s_n[None, :], 2) + 0 * s_h[None, None, :]
-    k_s = gl.expand_dims(s_w[:, None] * length + 0 * s_n[None, :], 2) + s_h[None, None, :] * 64
+    row_s = n0 + (s_w // PARTS * ROWS)[:, None] + s_n[None, :]
+    ok_s = (row_s < N) & (s_w // PARTS < groups)[:, None] & exists
+    ok_s = gl.expand_dims(ok_s, 2) & (s_h >= 0)[None, None, :]
+    k_s = gl.expand_dims((s_w % PARTS * length)[:, None] + 0 * s_n[None, :], 2) + s_h[None, None, :] * 64
+    first_s = within + gl.expand_dims(row_s, 2) * K + k_s
 
     # The K of x: the instruction's order is (i, lane, 8), that in memory (lane, i, 8).
-    offs_k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
+    offs_k = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
     k_x = offs_k // 8 % 4 * (8 * WORDS) + offs_k // 32 * 8 + offs_k % 8
     half_x = gl.max_constancy(k_x // 64, [8])
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [8]), [8])
@@ -381,47 +405,63 @@ def _one_matrix_kernel(
     columns = gl.arange(0, HALVES * TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
     mask_x = gl.expand_dims(half_x[None, :] + 0 * x_w[:, None], 2) == (columns // TOKENS)[None, None, :]
     mask_x = mask_x & (columns % TOKENS < M)[None, None, :]
-    k_x = x_w[:, None] * length + k_x[None, :]
+    k_x = (x_w % PARTS * length)[:, None] + k_x[None, :]
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [1, 8]), [1, 8])
     x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (columns % TOKENS * stride_xm)[None, None, :]
 
-    next_words, next_scales, next_x = _load_step(
-        pid, 0, word_ptrs, row_w, k_w, row_s, k_s, x_ptrs, k_x, mask_x, tiles, N, K, within,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-        ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK,
-    )  # fmt: skip
+    words = ()
+    scales = ()
+    for d in gl.static_range(DEPTH):
+        first_words, first_scales = _load_step(
+            d * STEP, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
+            absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+            EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, CHUNK, CHUNKS,
+        )  # fmt: skip
+        words += (first_words,)
+        scales += (first_scales,)
+    if DEPTH > 1:
+        next_x = _load_x(0, length, x_ptrs, k_x, mask_x, K, EVEN, CHUNK, CHUNKS)
     begin = _fill_pairs(code_ptr, dtype, WARPS)
     tl.debug_barrier()
     zeros = gl.zeros((WARPS, ROWS, HALVES * TOKENS), gl.float32, layout=mma)
     acc = gl.zeros((WARPS, ROWS, HALVES, TOKENS), gl.float32, layout=sums)
-    of_y: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sums))
-    out_n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_y))
-    out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, of_y))
-    tile = pid
-    k = pid * 0
-    for _ in range(gl.cdiv(all_tiles - pid, programs) * (length // STEP)):
+    for k in range(0, length, STEP * DEPTH):
+        next_words = ()
+        next_scales = ()
+        for d in gl.static_range(DEPTH):
+            at = k + d * STEP
+            if DEPTH > 1:
+                x = next_x
+                next_x = _load_x(at + STEP, length, x_ptrs, k_x, mask_x, K, EVEN, CHUNK, CHUNKS)
+            else:
+                x = _load_x(at, length, x_ptrs, k_x, mask_x, K, EVEN, CHUNK, CHUNKS)
+            for c in gl.static_range(CHUNKS):
+                w = _looked_up(words[d][c], begin, dtype)
+                # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
+                w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, CHUNK))
+                w = gl.convert_layout(w, left, assert_trivial=True)
+                part = gl.reshape(mma_v2(w, x[c], zeros), (WARPS, ROWS, HALVES, TOKENS))
+                acc += gl.convert_layout(part, sums, assert_trivial=True) * gl.expand_dims(scales[d][c], 3)
+            new_words, new_scales = _load_step(
+                at + DEPTH * STEP, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
+                EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, CHUNK, CHUNKS,
+            )  # fmt: skip
+            next_words += (new_words,)
+            next_scales += (new_scales,)
+            _issue()
         words = next_words
         scales = next_scales
-        x = next_x
-        last = k + STEP >= length
-        next_tile = gl.where(last, tile + programs, tile)
-        k = gl.where(last, 0, k + STEP)
-        next_words, next_scales, next_x = _load_step(
-            next_tile, k, word_ptrs, row_w, k_w, row_s, k_s, x_ptrs, k_x, mask_x, tiles, N, K, within,
-            absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-            ROWS, EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK,
-        )  # fmt: skip
-        _issue()
-        w = _looked_up(words, begin, dtype)
-        # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
-        w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, STEP))
-        w = gl.convert_layout(w, left, assert_trivial=True)
-        part = gl.reshape(mma_v2(w, x, zeros), (WARPS, ROWS, HALVES, TOKENS))
-        acc += gl.convert_layout(part, sums, assert_trivial=True) * gl.expand_dims(scales, 3)
-        if last:
-            y = gl.where(exists, gl.sum(gl.sum(acc, axis=2), axis=0), 0.0)  # (ROWS, TOKENS)
-            rows = tile * ROWS + out_n
-            y_ptrs = y_ptr + (out_t * N)[None, :] + rows[:, None]  # y has fewer than 2**31 elements, as W
-            gl.store(y_ptrs, y.to(dtype), mask=(rows < N)[:, None] & (out_t < M)[None, :])
-            acc = gl.zeros((WARPS, ROWS, HALVES, TOKENS), gl.float32, layout=sums)
-        tile = next_tile
+    y = gl.sum(acc, axis=2)  # (WARPS, ROWS, TOKENS)
+    if PARTS > 1:
+        y = gl.sum(gl.reshape(y, (WARPS // PARTS, PARTS, ROWS, TOKENS)), axis=1)
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [WARPS, 1, 1], [1, 2, 0])
+    y = gl.convert_layout(gl.where(exists, y, 0.0).to(dtype), by_rows)
+    out_g = gl.arange(0, WARPS // PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, by_rows)))
+    out_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_rows)))
+    out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, by_rows)))
+    rows = n0 + (out_g * ROWS)[:, None] + out_n[None, :]
+    mask_y = gl.expand_dims((rows < N) & (out_g < groups)[:, None], 2) & (out_t < M)[None, None, :]
+    # y has fewer than 2**31 elements, as W.
+    y_ptrs = y_ptr + gl.expand_dims(rows, 2) + (out_t * N)[None, None, :]
+    gl.store(y_ptrs, y, mask=mask_y)

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     kind: str  # of kernel: for "many" rows, for "few" of many matrices, for a few of "one" matrix
     height: int  # rows of its tiles
     across: int  # programs beside each other
-    parts: int = 1  # and one below the other, for each tile
+    parts: int = 1  # and one below the other, for each tile; of "one": groups of rows in a program
 
 
 HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
@@ -47,9 +47,10 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 # 14336 x 4096). With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
 FEW_ROWS = 6.0
 FEW = {"TOKENS": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
-# A single matrix and up to so many rows: tiles of 32 rows of W, by two programs of eight warps a multiprocessor.
+# A single matrix and up to so many rows: one program of sixteen warps a multiprocessor, each warp with 16 rows of W.
 FEW_TOKENS = 16
-FEW_OF_ONE = {"ROWS": 32, "WARPS": 8}
+FEW_OF_ONE = {"ROWS": 16, "WARPS": 16}
+FEW_AHEAD = {4: {"CHUNKS": 2, "DEPTH": 1}, 8: {"CHUNKS": 2, "DEPTH": 2}, 16: {"CHUNKS": 1, "DEPTH": 3}}  # by tokens
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles.
 TILES = (
     (24.0, {"TOKENS": 32, "HALVES": 1, "OUT": 64, "DEPTH": 128, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
@@ -73,6 +74,20 @@ def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProper
     """
     hopper = _is_hopper(properties or runtime.properties(runtime.DEVICE))
     return rows <= DENSE_ROWS[hopper] * max(1, min(experts, rows))
+
+
+def one_matrix_split(n: int, sms: int) -> tuple[int, int]:
+    """-> the warps that share a group's rows, each with a part of K, and the groups of a program.
+
+    As many warps a group as leave one program a multiprocessor; then as few groups a program as keep all of them busy for as
+    long: 14,336 rows are 896 groups, seven for each of 128 programs.
+    """
+    tiles, warps = cdiv(n, FEW_OF_ONE["ROWS"]), FEW_OF_ONE["WARPS"]
+    parts = warps
+    while parts > 1 and warps // parts * sms < tiles:
+        parts //= 2
+    rounds = cdiv(tiles, warps // parts * sms)
+    return parts, cdiv(tiles, rounds * sms)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,15 +119,15 @@ def plan(
         from kernelbook.packed import kernels_nvidia
 
         tokens = max(4, 1 << (rows - 1).bit_length())
-        height, warps = FEW_OF_ONE["ROWS"], FEW_OF_ONE["WARPS"]
-        resident = 2
+        parts, groups = one_matrix_split(n, properties.num_sms)
+        step = (128 if tokens == 4 else 64) * FEW_AHEAD[tokens]["CHUNKS"]
         one = Launch(
             kernels_nvidia._one_matrix_kernel,
-            EVEN=k % ((128 if tokens == 4 else 64) * warps) == 0 and n % height == 0, BLOCK_SIZE=block_size,
-            SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK, TOKENS=tokens, **FEW_OF_ONE, num_warps=warps,
-            maxnreg=properties.registers_per_sm // (32 * warps * resident),
+            EVEN=k % (step * parts) == 0, BLOCK_SIZE=block_size, SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK,
+            TOKENS=tokens, PARTS=parts, **FEW_OF_ONE, **FEW_AHEAD[tokens],
+            num_warps=FEW_OF_ONE["WARPS"], maxnreg=properties.registers_per_sm // (32 * FEW_OF_ONE["WARPS"]),
         )  # fmt: skip
-        return Plan(one, "one", tokens, min(cdiv(n, height), properties.num_sms * resident))
+        return Plan(one, "one", tokens, cdiv(n, groups * FEW_OF_ONE["ROWS"]), groups)
     if mean <= (FEW_ROWS if routed else FEW["TOKENS"]) and not by_row and not rank:
         from kernelbook.packed import kernels_nvidia
 
@@ -151,7 +166,7 @@ def launch(
     which = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert or 0)
     matrices = (x, x.stride(0), w.packed.view(torch.int32), *w.scales)
     if plan.kind == "one":
-        plan.launch((plan.across,), *which, *matrices, y, experts, x.shape[0], n, k)
+        plan.launch((plan.across,), *which, *matrices, y, experts, x.shape[0], n, k, plan.parts)
         return
     before = (lists, tiles_at, *which, *matrices)
     last = (*strided(bias, 2), y, experts, x.shape[0], n, k, slots)

@@ -208,7 +208,7 @@ def _run_up(
     partial, own_tickets = out, out
     if split > 1:
         shape = (split if gate is None else 2 * split, m, columns)
-        partial = x.new_empty(shape, dtype=launching.accumulator(x.dtype))
+        partial = launching.empty(shape, launching.accumulator(x.dtype), x)
         own_tickets = x.new_zeros(grid[0], dtype=torch.int32)
     launch(grid, *operands, partial, m * columns, own_tickets, tickets, *numbers, split)
 
@@ -243,7 +243,7 @@ def _run_down(
     launch, grid = _down_launch(plan, m, k_out, h.dtype, bias is not None, _wide(weight), pdl)
     partial = y
     if split > 1:
-        partial = h.new_empty((split, m, k_out), dtype=launching.accumulator(h.dtype))
+        partial = launching.empty((split, m, k_out), launching.accumulator(h.dtype), h)
         tickets = h.new_zeros(grid[0], dtype=torch.int32) if tickets is None else tickets
     launch(
         grid,
@@ -266,7 +266,7 @@ def _wide(weight: torch.Tensor) -> bool:
 def _pack(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """-> (L_pad, K), the listed rows; zeros for an id out of range, and from L on: cuBLAS is fast with whole sixteens."""
     (n, k), count = weight.shape, rows.shape[0]
-    out = weight.new_empty((_padded(count), k))
+    out = launching.empty((_padded(count), k), weight.dtype, weight)
     if out.numel():
         config = kernels.COPY_CONFIG
         grid = (cdiv(out.shape[0], config.kwargs["BLOCK_L"]), cdiv(k, config.kwargs["BLOCK_K"]))
@@ -295,8 +295,10 @@ def _place(rows: torch.Tensor, n: int, pairs: Sequence[tuple[torch.Tensor, torch
     """Each pair is a gradient (L, K) or (L,), one a place of the list, and what that of all N rows is written to."""
     if not pairs:
         return
-    by_row, order = torch.sort(rows, stable=True)
-    bounds = torch.searchsorted(by_row, torch.arange(n + 1, dtype=rows.dtype, device=rows.device))
+    by_row, order = launching.empty(rows.shape, rows.dtype, rows), launching.empty(rows.shape, torch.int64, rows)
+    torch.sort(rows, stable=True, out=(by_row, order))
+    numbers, bounds = (launching.empty((n + 1,), dtype, rows) for dtype in (rows.dtype, torch.int64))
+    torch.searchsorted(by_row, torch.arange(n + 1, out=numbers), out=bounds)
     for gradient, out in pairs:
         k = gradient.shape[1] if gradient.ndim == 2 else 1
         if out.numel():
@@ -324,12 +326,12 @@ def _gathered(
         _run_up(out, x, weight, bias, gate, gate_bias, rows, activation, plan)
         return
     padded = (x.shape[0], _padded(rows.shape[0]))
-    whole = out if out.shape == padded else x.new_empty(padded)
+    whole = out if out.shape == padded else launching.empty(padded, x.dtype, x)
     plain = activation == "none" and gate is None
     products = []
     for w, b in ((weight, bias), (gate, gate_bias)):
         if w is not None:
-            products.append(whole if plain else x.new_empty(padded))
+            products.append(whole if plain else launching.empty(padded, x.dtype, x))
             # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's slope
             # jumps.
             _product(products[-1], x, pack(w, rows).t(), None if b is None else pack(b[:, None], rows)[:, 0])
@@ -365,12 +367,14 @@ def _padded(count: int) -> int:
 
 def _empty(x: torch.Tensor, shapes: Sequence[Sequence[int]], needs: Sequence[bool]) -> tuple[torch.Tensor, ...]:
     """For each shape a tensor as ``x``; empty where none is needed."""
-    return tuple(x.new_empty(tuple(shape) if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))
+    return tuple(
+        launching.empty(shape if needed else (0,), x.dtype, x) for shape, needed in zip(shapes, needs, strict=True)
+    )
 
 
 def _autograd(backward: Any, number: int, ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The gradients of the first ``number`` arguments, by the operator ``backward``."""
-    needs = list(ctx.needs_input_grad)
+    needs = ctx.needs_input_grad
     grads = backward(dy, *ctx.saved_tensors, ctx.activation, needs[:number])
     wanted = (grad if needed else None for grad, needed in zip(grads, needs, strict=False))
     return *wanted, *(None for _ in needs[number:])
@@ -401,12 +405,16 @@ def _run_gather_backward(
             _hidden(h, z, None, activation, dh, dz)
         if needs_dx:
             _scattered(launching.matrix(dx), dz, weight, None, rows, plan, pack)
-        pairs = [(torch.mm(dz.t(), x), dw)] if needs_dw else []
+        pairs = [(_transposed_product(dz, x), dw)] if needs_dw else []
         _place(rows, weight.shape[0], pairs + ([(_column_sums(dz), db)] if needs_db else []))
 
 
+def _transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a.t(), b, out=launching.empty((a.shape[1], b.shape[1]), a.dtype, a))
+
+
 def _column_sums(dz: torch.Tensor) -> torch.Tensor:
-    return dz.sum(0, dtype=launching.accumulator(dz.dtype)).to(dz.dtype)
+    return torch.sum(dz, 0, out=launching.empty(dz.shape[1:], dz.dtype, dz))
 
 
 _gather_backward = launching.operator(
@@ -416,6 +424,7 @@ _gather_backward = launching.operator(
         x, (x.shape, weight.shape, weight.shape[:1]), needs
     ),
     run=_run_gather_backward,
+    repeated=launching.settings,
 )
 
 
@@ -426,8 +435,9 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 _gather = launching.operator(
     "gather_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor rows, str activation) -> Tensor",
-    outputs=lambda x, weight, bias, rows, activation: x.new_empty((*x.shape[:-1], rows.shape[0])),
+    outputs=lambda x, weight, bias, rows, activation: launching.empty((*x.shape[:-1], rows.shape[0]), x.dtype, x),
     run=_run_gather,
+    repeated=launching.settings,
     setup_context=_setup_gather,
     backward=functools.partial(_autograd, _gather_backward, 3),
 )
@@ -444,7 +454,7 @@ def _run_ffn(
         y.zero_() if b_down is None else y.copy_(b_down)
         return
     plan = _plan(x, k_out, rows, gated=w_gate is not None)
-    h = x.new_empty((m, _padded(count)))
+    h = launching.empty((m, _padded(count)), x.dtype, x)
     if plan.strategy == "packed":
         _gathered(h, x, w_up, b_up, w_gate, b_gate, rows, activation, plan)
         _scattered(y, h, w_down, b_down, rows, plan)
@@ -453,7 +463,7 @@ def _run_ffn(
     tickets = None
     if plan.down_split > 1:
         _, (tiles, _) = _down_launch(plan, m, k_out, x.dtype, b_down is not None, _wide(w_down), pdl)
-        tickets = x.new_empty(tiles, dtype=torch.int32)
+        tickets = launching.empty((tiles,), torch.int32, x)
     _run_up(h, x, w_up, b_up, w_gate, b_gate, rows, activation, plan, tickets, pdl)
     _run_down(y, h, w_down, b_down, rows, plan, tickets, pdl)
 
@@ -467,7 +477,7 @@ def _run_ffn_backward(
     )
     x, dy, rows = launching.matrix(x), launching.matrix(dy), rows.contiguous()
     plan = _plan(x, w_down.shape[1], rows)
-    u, dh, h, du = (x.new_empty((x.shape[0], _padded(rows.shape[0]))) for _ in range(4))
+    u, dh, h, du = (launching.empty((x.shape[0], _padded(rows.shape[0])), x.dtype, x) for _ in range(4))
     g, dg = (None, None) if w_gate is None else (torch.empty_like(u), torch.empty_like(u))
     pack = functools.cache(_pack)  # of rows that two products want
     with launching.without_autocast(x):
@@ -483,9 +493,9 @@ def _run_ffn_backward(
             if dg is not None:
                 by_gate = torch.empty_like(dx)
                 _scattered(by_gate, dg, w_gate, None, rows, plan, pack)
-                dx += by_gate
+                torch.add(dx, by_gate, out=dx)
         matrices = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate))
-        pairs = [(torch.mm(a.t(), b), out) for a, b, out in matrices if a is not None and out is not None]
+        pairs = [(_transposed_product(a, b), out) for a, b, out in matrices if a is not None and out is not None]
         pairs += [
             (_column_sums(a), out) for a, out in ((du, db_up), (dg, db_gate)) if a is not None and out is not None
         ]
@@ -501,6 +511,7 @@ _ffn_backward = launching.operator(
         x, (x.shape, up.shape, down.shape, up.shape, up.shape[:1], up.shape[:1], down.shape[1:]), needs
     ),
     run=_run_ffn_backward,
+    repeated=launching.settings,
 )
 
 
@@ -512,8 +523,9 @@ def _setup_ffn(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 _ffn = launching.operator(
     "scatter_ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
     "Tensor neurons, str activation, bool deterministic) -> Tensor",
-    outputs=lambda x, w_up, w_down, *_: x.new_empty((*x.shape[:-1], w_down.shape[1])),
+    outputs=lambda x, w_up, w_down, *_: launching.empty((*x.shape[:-1], w_down.shape[1]), x.dtype, x),
     run=_run_ffn,
+    repeated=launching.settings,
     setup_context=_setup_ffn,
     backward=functools.partial(_autograd, _ffn_backward, 7),
 )

@@ -192,8 +192,8 @@ def recall(model: GPT, predictors: Sequence[Predictor], data: TextData, batches:
 
 def _largest(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """(..., N) -> which are among each row's largest, of which it gets as many as ``like`` has in that row."""
-    ranks = values.argsort(dim=-1, descending=True).argsort(dim=-1)
-    return ranks < like.sum(-1, keepdim=True)
+    first = torch.arange(values.shape[-1], device=values.device) < like.sum(-1, keepdim=True)
+    return torch.empty_like(first).scatter_(-1, values.argsort(dim=-1, descending=True), first)
 
 
 @contextlib.contextmanager
