@@ -224,6 +224,7 @@ def test_without_javascript_there_is_a_still_picture(browser: Any, address: str)
     assert len(WITH_INSTRUMENTS) >= 14
     for page_name in WITH_INSTRUMENTS:
         page.goto(address + page_name, wait_until="domcontentloaded")
+        assert page.locator("html").get_attribute("data-theme") == "light"  # else code has no colours
         for box in page.locator(".instrument").all():
             assert box.locator(".still svg").is_visible()
             assert box.locator(".still table").is_visible()

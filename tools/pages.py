@@ -318,6 +318,10 @@ def _lighten(app: Any, exception: Exception | None) -> None:
         parts = parts.replace(
             '<div role="list" class="citation-list">', '<div class="citation-list">'
         )  # its items are none
+        # A script sets the theme that a reader wants; without scripts code would have no colours.
+        parts = parts.replace(
+            '<html lang="en" data-content_root', '<html lang="en" data-theme="light" data-content_root'
+        )
         page.write_text(parts, encoding="utf-8")
     script = out / "_static" / "scripts" / "fontawesome.js"
     if script.exists():
