@@ -389,7 +389,7 @@ def main() -> None:
     parser.add_argument("--slice", default="0/1", help="K/N: every N-th fault from the K-th on, for several machines")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' files, names, kinds or statements")
     parser.add_argument(
-        "--merge", type=Path, nargs="*", default=[], help="adds what these files know, and tries nothing"
+        "--merge", type=Path, nargs="+", default=[], help="adds what these files know, and tries nothing"
     )
     parser.add_argument("--elsewhere", action="store_true", help="only what survived or was untested elsewhere")
     parser.add_argument("--again", action="store_true", help="what survived here is tried again: there are new tests")
