@@ -61,7 +61,7 @@ REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
-WRITTEN = ("test_evidence_kernels.py", "test_evidence_gpu.py")  # for faults
+WRITTEN = ("test_evidence_kernels.py", "test_evidence_helpers.py", "test_evidence_gpu.py")  # for faults
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 RARE = (
     "barrier removed",
@@ -513,25 +513,23 @@ class Campaign:
         if known:
             known.write_text(json.dumps({"files": digests_now, "left_out": sorted(slow), "tests": tests}))
         inside, reaching = planting.reachable(), defaultdict(list)
-        for name in sorted(tests, key=lambda n: tests[n]["seconds"]):
+        fast_first = varied(sorted(tests, key=lambda n: tests[n]["seconds"]))
+        for name in fast_first:
             for place in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
                 reaching[place].append(name)
-        for place, names in reaching.items():
-            reaching[place] = varied(names)
-        ran = {
-            (name, file): int(bits, 16)
-            for name, t in tests.items()
-            for file, bits in t["lines"].items()
-            if self.args.where == "interpreter"
-        }
+        ran: dict[str, list[tuple[str, int]]] = defaultdict(list)  # by file: tests and a bit for each line
+        for name in fast_first:
+            for file, bits in tests[name]["lines"].items():
+                ran[file].append((name, int(bits, 16)))
 
         def shown_to(fault: Fault) -> list[str]:
             """The tests that reach it; in front the three that noticed most faults of this function."""
-            names = reaching[fault.file, fault.function]
             if self.args.where == "interpreter":
                 first, last = fault.lines
                 span = ((1 << (last + 1)) - 1) ^ ((1 << first) - 1)
-                names = [name for name in names if ran.get((name, fault.file), 0) & span]
+                names = [name for name, bits in ran[fault.file] if bits & span]
+            else:
+                names = reaching[fault.file, fault.function]
             kills = self.kills[fault.file, fault.function]
             best = sorted((n for n in names if kills[short(n)]), key=lambda n: -kills[short(n)])[:3]
             return best + [name for name in names if name not in best]
