@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
+from kernelbook.attention.kernels import _dot as attention_dot
 from kernelbook.attention.kernels import _length, _place, _visible
+from kernelbook.moe_lora.kernels import _dot as moe_dot
 from kernelbook.packed.kernels import load_tile
 from kernelbook.tiles import grouped
 
@@ -150,3 +152,27 @@ def test_a_packed_tile_is_what_dequantizing_gives(block: int, double: bool) -> N
             ROWS=16, COLS=64, BLOCK_SIZE=block, SCALE="nested" if double else "float32",
         )  # fmt: skip
         assert torch.equal(out, dense[matrix, row0 : row0 + 16, col0 : col0 + 64]), (matrix, row0, col0)
+
+
+@triton.jit
+def _products_kernel(a_ptr, b_ptr, ours_ptr, theirs_ptr, PRECISION: tl.constexpr):
+    offs = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    a, b = tl.load(a_ptr + offs), tl.load(b_ptr + offs)
+    acc = tl.zeros((16, 16), tl.float32)
+    tl.store(ours_ptr + offs, attention_dot(a, b, acc, PRECISION))
+    tl.store(theirs_ptr + offs, moe_dot(a, b, acc, tl.float32, PRECISION))
+
+
+def _to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest of ten bits behind the first, ties away from zero."""
+    mantissa, exponent = torch.frexp(x.double())
+    return torch.ldexp((mantissa.abs() * 2**11 + 0.5).floor() * mantissa.sign(), exponent - 11).float()
+
+
+def test_operands_are_rounded_to_the_nearest_tf32() -> None:
+    a, b = torch.randn(2, 16, 16, device=runtime.DEVICE)
+    ours, theirs = torch.empty(2, 16, 16, device=a.device)
+    _products_kernel[(1,)](a, b, ours, theirs, PRECISION="tf32")
+    exact = _to_tf32(a).double() @ _to_tf32(b).double()
+    for found in (ours, theirs):
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)  # 1e-3 apart without the rounding

@@ -461,7 +461,11 @@ class Campaign:
         self.total = Counter(f.room for f in faults)
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
         self.results = read_results(args.results, *args.merge)
+        planted = {f.name for f in planting.faults()}
         for known, row in list(self.results.items()):
+            if row["name"] not in planted:
+                del self.results[known]  # it is not planted any more
+                continue
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
             if now != row["function_digest"]:
                 del self.results[known]  # the function is another now
