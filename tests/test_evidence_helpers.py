@@ -176,3 +176,20 @@ def test_operands_are_rounded_to_the_nearest_tf32() -> None:
     exact = _to_tf32(a).double() @ _to_tf32(b).double()
     for found in (ours, theirs):
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)  # 1e-3 apart without the rounding
+
+
+@pytest.mark.parametrize("bits", (0x7FC00000, 0x7FFFFFFF, -1), ids=hex)
+def test_no_nan_is_lost_by_rounding(bits: int) -> None:
+    """PyTorch's, that of NVIDIA's GPUs, which rounding would carry over into a zero, and one with a sign."""
+    nan = torch.tensor([bits], dtype=torch.int32, device=runtime.DEVICE).view(torch.float32)
+    a = torch.randn(16, 16, device=nan.device)
+    a[3, 5] = nan
+    for left in (True, False):
+        ours, theirs = torch.empty(2, 16, 16, device=a.device)
+        _products_kernel[(1,)](
+            *((a, torch.eye(16, device=a.device)) if left else (torch.eye(16, device=a.device), a)),
+            ours,
+            theirs,
+            PRECISION="tf32",
+        )
+        assert ours.isnan().any() and theirs.isnan().any()
