@@ -1210,7 +1210,7 @@ def several_gpus() -> Recording:
         pairs, rows = tokens * slots, int(goes.sum())
         runs.append(
             {
-                "name": f"{slots} experts a token",
+                "name": f"{slots} expert{'s' * (slots > 1)} a token",
                 "frames": frames,
                 "facts": {
                     "rows, if each pair travelled": pairs,
