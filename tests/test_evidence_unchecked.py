@@ -101,7 +101,7 @@ def test_lengths() -> None:
     for causal in (False, True):
         leaves = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
         out = [
-            kb.flash_attention(*l, causal=causal, lengths=n) for l, n in zip(leaves, (lengths, clamped), strict=True)
+            kb.flash_attention(*t, causal=causal, lengths=n) for t, n in zip(leaves, (lengths, clamped), strict=True)
         ]
         grads = [torch.autograd.grad(o.square().sum(), t) for o, t in zip(out, leaves, strict=True)]
         assert torch.equal(*out) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
