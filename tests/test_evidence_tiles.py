@@ -13,8 +13,15 @@ import triton
 from tensors import randn
 
 from kernelbook import autotune, check, runtime
-from kernelbook.attention import flash_attention_reference
+from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
+from kernelbook.attention import kernels_decode as decode_kernels
+from kernelbook.interop import rotary
+from kernelbook.moe_lora import kernels as moe_kernels
+from kernelbook.moe_lora import moe_lora_reference
+from kernelbook.moe_lora import op as moe_op
+from kernelbook.nn import kernels as nn_kernels
+from kernelbook.nn import moe
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
@@ -136,6 +143,133 @@ def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest
         {"q": q, "k": k, "v": v},
         grads=("q", "k", "v"),
     )
+
+
+@pytest.mark.parametrize("late", (False, True), ids=("", "queries asked for with the keys"))
+@pytest.mark.parametrize(("splits", "pieces"), ((1, 1), (3, 1), (4, 2)))
+@pytest.mark.parametrize("n", (1, 7))
+def test_decoding(n: int, splits: int, pieces: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 queries and 16 keys: of 14 heads' queries two tiles; keys in shares, columns in pieces."""
+    pieces = pieces if n == 1 else 1  # only few rows are cut
+    blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 64, "PIECES": pieces, "Q_LATE": late, "STAGES": 1}
+    plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
+    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
+    op._decode_plan.cache_clear()
+    b, h_kv, group, s, page = 3, 2, 4, 90, 16
+    q = randn(b, h_kv * group, n, 64).half()
+    lengths = torch.tensor([90, 37, 0], device=q.device)
+    for window in (None, 20):
+        k, v = (randn(b, h_kv, s, 64).half() for _ in range(2))
+        given = {"causal": True, "lengths": lengths, "window": window}
+        check.check_op(
+            functools.partial(kb.flash_attention, **given),
+            functools.partial(flash_attention_reference, **given),
+            {"q": q, "k": k, "v": v},
+        )
+    if not late:
+        pages = [randn(20, h_kv, page, 64).half() for _ in range(2)]
+        table = torch.randperm(20, device=q.device)[:18].view(3, 6)
+        table[1, 1] = -3  # a page that is not there
+        inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
+        check.check_op(kb.paged_attention, paged_attention_reference, inputs)
+    op._decode_plan.cache_clear()
+
+
+# --- moe_lora and modules -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = moe_kernels.tiles
+    monkeypatch.setattr(
+        moe_kernels,
+        "rows_tiles",
+        lambda rows, experts, rank, itemsize, access, *_: tiles(
+            4,
+            1,
+            BLOCK_M=16,
+            GROUP=2,
+            SMALL_M=16,
+            **dict.fromkeys(("BLOCK_N", "BLOCK_K"), 32 if access == "packed" else 16),
+        ),
+    )
+    monkeypatch.setattr(
+        moe_kernels,
+        "thin_tiles",
+        lambda rows, experts, k, rank, *_: tiles(4, 1, BLOCK_M=16, BLOCK_K=16, BLOCK_R=16, SPLIT=2),
+    )
+    monkeypatch.setattr(moe_kernels, "gram_tiles", lambda *_: tiles(4, 1, BLOCK_P=16, BLOCK_Q=16, BLOCK_M=16))
+    monkeypatch.setattr(moe_kernels, "recompute_tiles", lambda *_: tiles(4, 1, BLOCK_Q=16, BLOCK_M=16, BLOCK_C=16))
+    monkeypatch.setattr(moe_kernels, "slots_tiles", lambda slots, _: tiles(1, 1, BLOCK_S=4, BLOCK_C=16))
+    monkeypatch.setattr(moe_kernels, "route_blocks", lambda rows, experts: (4, 8, 2))
+    monkeypatch.setattr(moe_kernels, "ROUTE_BLOCK", 16)
+
+
+def _forget_launches() -> None:
+    for found in vars(moe_op).values():
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
+
+
+@pytest.mark.usefixtures("_small_moe_tiles")
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+@pytest.mark.parametrize("packed", (False, True))
+def test_moe_lora(strategy: str, packed: bool) -> None:
+    """Two tiles of rows of an expert, of columns, of sums and of the rank; slots to skip; programs that route together."""
+    _forget_launches()
+    tokens, experts, slots, k, n, rank = 45, 5, 3, 64, 40, 20
+    ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
+    ids[::4, 1] = experts
+    inputs = {
+        "x": randn(tokens, k), "lora_a": randn(experts, rank, k) / 8, "lora_b": randn(experts, n, rank) / 4,
+        "bias": randn(experts, n), "gates": torch.rand(tokens, slots, device=ids.device),
+    }  # fmt: skip
+    routing = kb.route(ids, experts)
+    if packed:
+        q = kb.nf4_quantize(randn(experts, n, k) / 8)
+        w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
+        ours = functools.partial(kb.moe_lora, w=q, routing=routing, strategy=strategy, scaling=0.5)
+        check.check_op(
+            ours, lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t), inputs,
+            grads=tuple(inputs),
+        )  # fmt: skip
+    else:
+        inputs["w"] = randn(experts, k, n) / 8
+        for grouped in (False, True):
+            given = dict(inputs)
+            if grouped:
+                given["x"] = randn(tokens * slots, k)
+            how = {"grouped_in": grouped, "scaling": 0.5}
+            check.check_op(
+                functools.partial(kb.moe_lora, routing=routing, strategy=strategy, **how),
+                functools.partial(moe_lora_reference, expert_ids=ids, **how),
+                given,
+                grads=tuple(given),
+            )
+    _forget_launches()
+
+
+def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn_kernels, "BLOCK_I", 16)
+    monkeypatch.setattr(nn_kernels, "ROWS", 2)
+    monkeypatch.setattr(nn_kernels, "HEADS", 4)
+    moe._swiglu_launch.cache_clear()
+    h = randn(5, 74)
+    check.check_op(moe._swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
+    cos, sin = randn(2, 3, 12), randn(1, 3, 12).expand(2, -1, -1)
+
+    def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        halves = torch.cat([-x[..., 6:], x[..., :6]], -1)
+        return x * cos[:, None].to(x.dtype) + halves * sin[:, None].to(x.dtype)
+
+    q, k = randn(2, 3, 9, 12).transpose(1, 2), randn(2, 5, 3, 14)[..., 1:-1]
+    check.check_op(
+        lambda q, k: rotary.rotate(q, k, cos, sin),
+        lambda q, k: (turned(q, cos, sin), turned(k, cos, sin)),
+        {"q": q, "k": k},
+        grads=("q", "k"),
+    )
+    moe._swiglu_launch.cache_clear()
 
 
 # --- training -------------------------------------------------------------------------------------------------------
