@@ -32,6 +32,9 @@ from kernelbook.train.optimizer import ChunkAdamW
 from kernelbook.train.sparse_inference import Predictor
 
 
+pytestmark = pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")
+
+
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No plan outlives a test."""
