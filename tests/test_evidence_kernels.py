@@ -15,6 +15,7 @@ from tensors import randn
 from kernelbook import autotune, check, runtime
 from kernelbook.compiled import compile_calls
 from kernelbook.layer_norm import kernels, rms_norm_reference
+from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference, nf4_quantize_reference
 from kernelbook.scatter_ffn import scatter_ffn_reference
 
@@ -225,3 +226,46 @@ def test_quantized_scales_of_later_experts(shape: tuple[int, ...]) -> None:
     assert torch.equal(kb.nf4_dequantize(q, dtype=torch.float32), expected)
     experts = torch.tensor([shape[0] - 1, 1], device=expected.device)
     assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=torch.float32), expected[experts])
+
+
+@pytest.fixture
+def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of 2 x 16 words, of 64 elements, and of two rows by two tokens: small matrices have many, and rows share them."""
+    words = {"BLOCK_W": 16, "UNROLL": 2, "AHEAD": 4, "SPAN": 2}
+    matmul = {"ROWS": 2, "BLOCK_W": 8, "UNROLL": 2}
+    monkeypatch.setattr(nf4_kernels, "words_config", lambda *_: triton.Config(words, num_warps=1))
+    monkeypatch.setattr(nf4_kernels, "ELEMENTS_CONFIG", triton.Config({"BLOCK": 64}, num_warps=1))
+    monkeypatch.setattr(nf4_kernels, "quantize_config", lambda _: triton.Config({"BLOCKS": 2}, num_warps=1))
+    monkeypatch.setattr(nf4_kernels, "matmul_config", lambda *_: triton.Config(matmul, num_warps=1))
+    monkeypatch.setattr(nf4_kernels, "MATMUL_TOKENS", 2)
+    autotune.forget()
+    yield
+    monkeypatch.undo()
+    autotune.forget()
+
+
+@pytest.mark.parametrize("double", (False, True))
+@pytest.mark.parametrize(("shape", "block"), (((3, 5, 72), 32), ((4, 2, 400), 32), ((3, 3, 37), 64)), ids=str)
+@pytest.mark.usefixtures("_small_nf4_tiles")
+def test_nf4_in_many_tiles(shape: tuple[int, ...], block: int, double: bool) -> None:
+    w = randn(*shape) * torch.logspace(-3, 3, shape[1], device=runtime.DEVICE)[:, None]
+    q = kb.nf4_quantize(w, block_size=block, double_quant=double)
+    plain = kb.nf4_quantize(w, block_size=block)
+    packed, absmax = nf4_quantize_reference(w.reshape(-1), plain.code, block)
+    assert torch.equal(plain.packed.view(-1), packed) and torch.equal(plain.absmax.view(-1), absmax)
+    absmax = q.absmax
+    if double:
+        absmax = nested_absmax_reference(absmax, q.nested_absmax, q.nested_code, q.nested_offset)
+    dense = nf4_dequantize_reference(q.packed, absmax, q.code, q.shape, q.block_size)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(kb.nf4_dequantize(q, dtype=dtype), dense.to(dtype))
+    for listed in ([2, 0, 2], [1]):
+        experts = torch.tensor(listed, device=w.device)
+        assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=torch.float32), dense[experts])
+    for m in (1, 3, 8):
+        for expert in (1, torch.tensor([2], device=w.device)):
+            check.check_op(
+                lambda x, expert=expert: kb.nf4_matmul(x, q, expert),
+                lambda x, expert=expert: x @ dense[int(expert)].to(x.dtype).t(),
+                {"x": randn(m, shape[2])},
+            )

@@ -76,6 +76,13 @@ def _called(node: ast.AST) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
+def _last_value(statement: ast.stmt) -> ast.AST:
+    """The expression with which a block ends."""
+    while isinstance(statement, ast.If):
+        statement = statement.body[-1]
+    return getattr(statement, "value", None) or statement
+
+
 def _without(call: ast.Call, *names: str) -> ast.Call:
     new = copy.deepcopy(call)
     new.keywords = [k for k in new.keywords if k.arg not in names]
@@ -244,6 +251,8 @@ def _of_function(function: ast.FunctionDef) -> Iterator[tuple[str, ast.stmt, ast
         for statement in statements:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 continue  # a docstring
+            if isinstance(statement, ast.If) and _called(_last_value(statement)) in HINTS:
+                continue  # it prepares a hint, and nothing else
             if isinstance(statement, ast.AnnAssign) or _called(getattr(statement, "value", None) or statement) in (
                 "static_assert", "assume", "inline_asm_elementwise",
             ):  # fmt: skip

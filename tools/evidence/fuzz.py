@@ -348,7 +348,8 @@ def flash_attention(
 
     def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """PyTorch's own: like ours it keeps no probabilities, so the backward pass has its differences from the output."""
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~some, scale=softmax, enable_gqa=True)
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))  # heads that share keys would get the plain one on a GPU
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~some, scale=softmax)
         return torch.where(some, o, 0.0)
 
     return check.check_op(

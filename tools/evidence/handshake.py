@@ -46,6 +46,21 @@ READER:
     barrier.sync 1;
     ld.shared.b32 %r1, [word];
     st.global.b32 [%rd0], %r1;""",
+    "an mbarrier, on which a thread arrives after its four warps have met": """
+    @!%first bra THERE;
+    mbarrier.init.shared.b64 [full], 1;
+THERE:
+    barrier.sync 1;
+    @%reads bra READER;
+    st.shared.b32 [word], 42;
+    bar.sync 2, 128;
+    @%first mbarrier.arrive.shared.b64 %rd1, [full];
+    bra END;
+READER:
+    mbarrier.try_wait.parity.shared.b64 %ends, [full], 0;
+    @!%ends bra READER;
+    ld.shared.b32 %r1, [word];
+    st.global.b32 [%rd0], %r1;""",
     "no barrier": """
     @%reads bra READER;
     @!%first bra END;
@@ -107,7 +122,8 @@ PTX = """
 {{
     .reg .pred %first, %reads, %second, %ends;
     .reg .b32 %r<4>;
-    .reg .b64 %rd<1>;
+    .reg .b64 %rd<2>;
+    .shared .align 8 .b64 full;
     .shared .align 4 .b32 word;
     .shared .align 8 .b8 state[8];
     ld.param.u64 %rd0, [out];

@@ -61,7 +61,7 @@ REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
-WRITTEN = ("test_evidence_kernels.py", "test_evidence_gpu.py")  # for faults
+WRITTEN = ("test_evidence_kernels.py", "test_evidence_helpers.py", "test_evidence_gpu.py")  # for faults
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 RARE = (
     "barrier removed",
@@ -278,7 +278,7 @@ def baseline(
     """What each test launches and how long it takes, and the tests that do not pass or take longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
     began, each = time.monotonic(), max(1, min(8, len(tests) // len(workers.free)))
-    shuffled = random.Random(0).sample(tests, len(tests))
+    shuffled = varied(random.Random(0).sample(tests, len(tests)))  # the time may not be enough for all cases
     shuffled.sort(key=lambda name: "test_evidence" not in name)
     broken: list[Any] = []
 
@@ -389,7 +389,7 @@ def main() -> None:
     parser.add_argument("--slice", default="0/1", help="K/N: every N-th fault from the K-th on, for several machines")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' files, names, kinds or statements")
     parser.add_argument(
-        "--merge", type=Path, nargs="*", default=[], help="adds what these files know, and tries nothing"
+        "--merge", type=Path, nargs="+", default=[], help="adds what these files know, and tries nothing"
     )
     parser.add_argument("--elsewhere", action="store_true", help="only what survived or was untested elsewhere")
     parser.add_argument("--again", action="store_true", help="what survived here is tried again: there are new tests")
@@ -461,7 +461,11 @@ class Campaign:
         self.total = Counter(f.room for f in faults)
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
         self.results = read_results(args.results, *args.merge)
+        planted = {f.name for f in planting.faults()}
         for known, row in list(self.results.items()):
+            if row["name"] not in planted:
+                del self.results[known]  # it is not planted any more
+                continue
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
             if now != row["function_digest"]:
                 del self.results[known]  # the function is another now
@@ -513,25 +517,23 @@ class Campaign:
         if known:
             known.write_text(json.dumps({"files": digests_now, "left_out": sorted(slow), "tests": tests}))
         inside, reaching = planting.reachable(), defaultdict(list)
-        for name in sorted(tests, key=lambda n: tests[n]["seconds"]):
+        fast_first = varied(sorted(tests, key=lambda n: tests[n]["seconds"]))
+        for name in fast_first:
             for place in {f for kernel in tests[name]["kernels"] for f in inside.get(kernel, ())}:
                 reaching[place].append(name)
-        for place, names in reaching.items():
-            reaching[place] = varied(names)
-        ran = {
-            (name, file): int(bits, 16)
-            for name, t in tests.items()
-            for file, bits in t["lines"].items()
-            if self.args.where == "interpreter"
-        }
+        ran: dict[str, list[tuple[str, int]]] = defaultdict(list)  # by file: tests and a bit for each line
+        for name in fast_first:
+            for file, bits in tests[name]["lines"].items():
+                ran[file].append((name, int(bits, 16)))
 
         def shown_to(fault: Fault) -> list[str]:
             """The tests that reach it; in front the three that noticed most faults of this function."""
-            names = reaching[fault.file, fault.function]
             if self.args.where == "interpreter":
                 first, last = fault.lines
                 span = ((1 << (last + 1)) - 1) ^ ((1 << first) - 1)
-                names = [name for name in names if ran.get((name, fault.file), 0) & span]
+                names = [name for name, bits in ran[fault.file] if bits & span]
+            else:
+                names = reaching[fault.file, fault.function]
             kills = self.kills[fault.file, fault.function]
             best = sorted((n for n in names if kills[short(n)]), key=lambda n: -kills[short(n)])[:3]
             return best + [name for name in names if name not in best]

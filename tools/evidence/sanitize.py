@@ -115,6 +115,8 @@ def main() -> None:
             watch = [sanitizer, "--tool", tool, "--print-limit", "2000", "--show-backtrace", "no"]
             watch += only if tool != "initcheck" else []
             command = [*watch, sys.executable, str(HERE / "calls.py"), room, "--first", str(first)]
+            if tool == "racecheck" and room != "control":
+                command.append("--products-elsewhere")
             with log_of(*key).open("w") as file:
                 process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
             running[key] = process, time.monotonic()

@@ -83,11 +83,18 @@ def _store_rows(
 
 
 @triton.jit
+def _rounded(x):
+    """float32 to the nearest number of tf32; the tensor cores alone would cut the last bits off."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # a GPU's NaN would carry over into a zero
+
+
+@triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """``acc + a @ b``. To tf32 operands are rounded; the tensor cores alone would cut their last bits off."""
+    """``acc + a @ b``."""
     if PRECISION == "tf32":
-        a = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        b = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        a = _rounded(a)
+        b = _rounded(b)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 

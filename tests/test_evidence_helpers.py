@@ -1,0 +1,195 @@
+"""Functions that kernels share, each alone: which tiles there are, which keys a tile sees, what lies in a packed tile.
+
+A tile that is computed twice, or computed though nothing of it counts, changes no result of a kernel. Here it shows.
+"""
+
+import kernelbook as kb
+
+# isort: split
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook import runtime
+from kernelbook.attention.kernels import _dot as attention_dot
+from kernelbook.attention.kernels import _length, _place, _visible
+from kernelbook.moe_lora.kernels import _dot as moe_dot
+from kernelbook.packed.kernels import load_tile
+from kernelbook.tiles import grouped
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=runtime.DEVICE)
+
+
+@triton.jit
+def _grouped_kernel(out_ptr, num_rows, num_cols, GROUP: tl.constexpr):
+    row, col = grouped(tl.program_id(0), num_rows, num_cols, GROUP)
+    tl.store(out_ptr + 2 * tl.program_id(0), row)
+    tl.store(out_ptr + 2 * tl.program_id(0) + 1, col)
+
+
+@pytest.mark.parametrize(("rows", "cols", "group"), ((7, 3, 4), (8, 1, 4), (3, 5, 8)))
+def test_every_tile_once_in_groups_of_rows(rows: int, cols: int, group: int) -> None:
+    found = _integers(rows * cols, 2)
+    _grouped_kernel[(rows * cols,)](found, rows, cols, GROUP=group)
+    expected = [
+        (row, col)
+        for first in range(0, rows, group)
+        for col in range(cols)
+        for row in range(first, min(first + group, rows))
+    ]
+    assert [tuple(pair) for pair in found.tolist()] == expected
+
+
+@triton.jit
+def _place_kernel(out_ptr, num_blocks, num_heads, section, REVERSED: tl.constexpr):
+    block, head = _place(tl.program_id(0), num_blocks, num_heads, section, REVERSED)
+    tl.store(out_ptr + 2 * tl.program_id(0), block)
+    tl.store(out_ptr + 2 * tl.program_id(0) + 1, head)
+
+
+@pytest.mark.parametrize("reverse", (False, True))
+@pytest.mark.parametrize(("blocks", "heads", "section"), ((3, 7, 4), (4, 2, 5), (1, 6, 3)))
+def test_every_block_of_every_head_once_in_sections(blocks: int, heads: int, section: int, reverse: bool) -> None:
+    found = _integers(blocks * heads, 2)
+    _place_kernel[(blocks * heads,)](found, blocks, heads, section, REVERSED=reverse)
+    expected = [
+        (block, head)
+        for first in range(0, heads, section)
+        for block in (reversed(range(blocks)) if reverse else range(blocks))
+        for head in range(first, min(first + section, heads))
+    ]
+    assert [tuple(pair) for pair in found.tolist()] == expected
+
+
+@triton.jit
+def _length_kernel(out_ptr, lengths_ptr, stride, S, LENGTHS: tl.constexpr):
+    b = tl.program_id(0)
+    tl.store(out_ptr + b, _length(lengths_ptr, stride, b, S, LENGTHS))
+
+
+def test_lengths_lie_between_nothing_and_all() -> None:
+    lengths, found = torch.tensor([-3, 9, 0, 9, 5, 9, 8, 9, 99], device=runtime.DEVICE), _integers(5)
+    _length_kernel[(5,)](found, lengths, 2, 8, LENGTHS=True)
+    assert found.tolist() == [0, 0, 5, 8, 8]
+    _length_kernel[(5,)](found, lengths, 2, 8, LENGTHS=False)
+    assert found.tolist() == [8] * 5
+
+
+@triton.jit
+def _visible_kernel(
+    out_ptr, N, S, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    first, left, full, last = _visible(pid * BLOCK_M, N, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    tl.store(out_ptr + 4 * pid, first)
+    tl.store(out_ptr + 4 * pid + 1, left)
+    tl.store(out_ptr + 4 * pid + 2, full)
+    tl.store(out_ptr + 4 * pid + 3, last)
+
+
+@pytest.mark.parametrize("window", (None, 1, 3, 9, 40))
+@pytest.mark.parametrize(("n", "s"), ((16, 16), (16, 29), (13, 5), (5, 33)))
+def test_no_key_is_visited_in_vain(n: int, s: int, window: int | None) -> None:
+    """Tiles of four queries and of two keys: those that some query sees, and those that all see, no more and no less."""
+    rows, keys = 4, 2
+    blocks = -(-n // rows)
+    found = _integers(blocks, 4)
+    _visible_kernel[(blocks,)](
+        found, n, s, window or 0, CAUSAL=True, WINDOW=window is not None, BLOCK_M=rows, BLOCK_N=keys
+    )
+    for block, (first, left, full, last) in enumerate(found.tolist()):
+        # The block's last queries may not exist; the kernel counts on as if they did.
+        ends = [block * rows + i + s - n for i in range(rows)]
+        begins = [0 if window is None else end - window + 1 for end in ends]
+        seen = [any(a <= key <= e for a, e in zip(begins, ends, strict=True)) for key in range(s)]
+        by_all = [all(a <= key <= e for a, e in zip(begins, ends, strict=True)) for key in range(s)]
+        visited = range(first, max(last, first))
+        assert all(key in visited for key in range(s) if seen[key])
+        if any(seen):
+            assert first == seen.index(True) // keys * keys and last == s - seen[::-1].index(True)
+        whole = range(left, max(full, left))
+        assert all(by_all[key] for key in whole)
+        tiles = [t for t in range(0, s - keys + 1, keys) if all(by_all[t : t + keys])]
+        if tiles:
+            assert list(whole) == list(range(tiles[0], tiles[-1] + keys))
+
+
+def test_all_keys_are_visible_without_an_order() -> None:
+    found = _integers(2, 4)
+    _visible_kernel[(2,)](found, 8, 29, 0, CAUSAL=False, WINDOW=False, BLOCK_M=4, BLOCK_N=4)
+    assert found.tolist() == [[0, 0, 28, 29]] * 2
+
+
+@triton.jit(do_not_specialize=["matrix", "row0", "col0"])  # a one would be a constant, which has no type
+def _tile_kernel(
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, out_ptr,
+    matrix, row0, col0, rows, cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    code = tl.load(code_ptr + tl.arange(0, 16))
+    tile = load_tile(
+        packed_ptr.to(tl.pointer_type(tl.int32)), absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
+        code, None, matrix, row0, col0, rows, cols,
+        ROWS, COLS, BLOCK_SIZE, SCALE, 256, False, tl.float32,
+    )  # fmt: skip
+    tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :], tile)
+
+
+@pytest.mark.parametrize("double", (False, True))
+@pytest.mark.parametrize("block", (32, 64))
+def test_a_packed_tile_is_what_dequantizing_gives(block: int, double: bool) -> None:
+    """Of the second matrix of three, at the edges, and where rows share a block of scales."""
+    q = kb.nf4_quantize(torch.randn(3, 37, 96, device=runtime.DEVICE), block_size=block, double_quant=double)
+    dense = torch.nn.functional.pad(kb.nf4_dequantize(q, dtype=torch.float32), (0, 96, 0, 64))
+    for matrix, row0, col0 in ((1, 0, 0), (2, 16, 64), (1, 32, 32), (0, 5, 0)):
+        out = torch.full((16, 64), float("nan"), device=runtime.DEVICE)
+        _tile_kernel[(1,)](
+            q.packed, q.absmax, q.nested_absmax, q.nested_code, q.nested_offset, q.code, out, matrix, row0, col0, 37, 96,
+            ROWS=16, COLS=64, BLOCK_SIZE=block, SCALE="nested" if double else "float32",
+        )  # fmt: skip
+        assert torch.equal(out, dense[matrix, row0 : row0 + 16, col0 : col0 + 64]), (matrix, row0, col0)
+
+
+@triton.jit
+def _products_kernel(a_ptr, b_ptr, ours_ptr, theirs_ptr, PRECISION: tl.constexpr):
+    offs = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    a, b = tl.load(a_ptr + offs), tl.load(b_ptr + offs)
+    acc = tl.zeros((16, 16), tl.float32)
+    tl.store(ours_ptr + offs, attention_dot(a, b, acc, PRECISION))
+    tl.store(theirs_ptr + offs, moe_dot(a, b, acc, tl.float32, PRECISION))
+
+
+def _to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest of ten bits behind the first, ties away from zero."""
+    mantissa, exponent = torch.frexp(x.double())
+    return torch.ldexp((mantissa.abs() * 2**11 + 0.5).floor() * mantissa.sign(), exponent - 11).float()
+
+
+def test_operands_are_rounded_to_the_nearest_tf32() -> None:
+    a, b = torch.randn(2, 16, 16, device=runtime.DEVICE)
+    ours, theirs = torch.empty(2, 16, 16, device=a.device)
+    _products_kernel[(1,)](a, b, ours, theirs, PRECISION="tf32")
+    exact = _to_tf32(a).double() @ _to_tf32(b).double()
+    for found in (ours, theirs):
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)  # 1e-3 apart without the rounding
+
+
+@pytest.mark.parametrize("bits", (0x7FC00000, 0x7FFFFFFF, -1), ids=hex)
+def test_no_nan_is_lost_by_rounding(bits: int) -> None:
+    """PyTorch's, that of NVIDIA's GPUs, which rounding would carry over into a zero, and one with a sign."""
+    nan = torch.tensor([bits], dtype=torch.int32, device=runtime.DEVICE).view(torch.float32)
+    a = torch.randn(16, 16, device=nan.device)
+    a[3, 5] = nan
+    for left in (True, False):
+        ours, theirs = torch.empty(2, 16, 16, device=a.device)
+        _products_kernel[(1,)](
+            *((a, torch.eye(16, device=a.device)) if left else (torch.eye(16, device=a.device), a)),
+            ours,
+            theirs,
+            PRECISION="tf32",
+        )
+        assert ours.isnan().any() and theirs.isnan().any()
