@@ -126,6 +126,10 @@ def by_windows(xs: Tensors, gates: Tensors, ids: Tensors, grads: Tensors, expert
         )
         windows._put(way, layout, x, g)
     taken = [windows._take(way, layout, x, g) for way, x, g in zip(ways, xs, gates, strict=True)]
+    for way, (rows, weights, i) in zip(ways, taken, strict=True):
+        row = torch.arange(n * layout.capacity, device=rows.device)
+        nothing = row % layout.capacity >= way.counts[row // layout.capacity]
+        assert (i[nothing] == way.own).all() and (weights[nothing] == 0).all() and (rows[nothing] == 0).all()
     for rank, (way, (rows, weights, i)) in enumerate(zip(ways, taken, strict=True)):
         windows._give(way, layout, _experts(rows, weights, i, rank * share, way.own), None)
     out = [torch.empty_like(x) for x in xs]
