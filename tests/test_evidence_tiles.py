@@ -172,12 +172,12 @@ def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("late", (False, True), ids=("", "queries asked for with the keys"))
-@pytest.mark.parametrize(("splits", "pieces"), ((1, 1), (3, 1), (4, 2)))
+@pytest.mark.parametrize(("height", "splits", "pieces"), ((16, 1, 1), (16, 3, 1), (16, 4, 2), (64, 3, 1)))
 @pytest.mark.parametrize("n", (1, 7))
-def test_decoding(n: int, splits: int, pieces: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 16 queries and 16 keys: of 14 heads' queries two tiles; keys in shares, columns in pieces."""
+def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 queries or 64, and 16 keys: of 28 queries two tiles, or one; keys in shares, columns in pieces."""
     pieces = pieces if n == 1 else 1  # only few rows are cut
-    blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 64, "PIECES": pieces, "Q_LATE": late, "STAGES": 1}
+    blocks = {"BLOCK_M": height, "BLOCK_N": 16, "BLOCK_D": 64, "PIECES": pieces, "Q_LATE": late, "STAGES": 1}
     plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
     monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
     op._decode_plan.cache_clear()
