@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kernelbook import cli, runtime
-from kernelbook.compiled import CompiledKernel, CompileError, compile_calls, write_reports
+from kernelbook.compiled import CompiledKernel, CompileError, compile_calls, compile_each, write_reports
 
 # isort: split
 import triton
@@ -531,24 +531,23 @@ def scale(x_ptr, n, BLOCK: tl.constexpr):
     code = "import scaling, torch\nscaling.scale[(8,)](torch.empty(1024), 1024, 128, num_warps=2)"
     reports = tmp_path / "reports.csv"
 
-    def run(text: str = source, code: str = code, target: str = "sm_90", every: int = 0) -> CompiledKernel:
+    def run(text: str, *codes: str, targets: tuple[str, ...] = ("sm_90",), every: int = 0) -> list[CompiledKernel]:
         (tmp_path / "scaling.py").write_text(text)
-        (kernel,) = compile_calls(code, (target,), reports=reports, recompile_every=every)
-        return kernel
+        found = compile_each(codes or (code,), targets, reports=reports, recompile_every=every)
+        return [kernel for of_code in found for kernel in of_code]
 
-    first = run()
+    (first,) = run(source)
     assert not first.stored
     write_reports(reports, [first])
     # A line above changes no kernel; what it calls, what it reads, what it is given and the target do.
-    assert run("\n# a comment\n" + source).stored
-    assert not run(source.replace("x * FACTOR", "x + FACTOR")).stored
-    assert not run(source.replace("constexpr(2)", "constexpr(3)")).stored
-    assert not run(code=code.replace("num_warps=2", "num_warps=4")).stored
-    assert not run(target="sm_80").stored
-    assert run(every=1).stored
+    four = code.replace("num_warps=2", "num_warps=4")
+    found = run("\n# a comment\n" + source, code, four, targets=("sm_90", "sm_80"), every=1)
+    assert [kernel.stored for kernel in found] == [True, False, False, False]
+    for other in (source.replace("x * FACTOR", "x + FACTOR"), source.replace("constexpr(2)", "constexpr(3)")):
+        assert not run(other)[0].stored
     reports.write_text(reports.read_text().replace(f",{first.registers},", f",{first.registers + 8},"))
     with pytest.raises(CompileError, match="the stored report is"):
-        run(every=1)
+        run(source, every=1)
 
 
 def test_reports_and_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,7 @@ def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     autotune.forget()
 
 
+@pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")
 @pytest.mark.parametrize("double", (False, True))
 @pytest.mark.parametrize(("shape", "block"), (((3, 5, 72), 32), ((4, 2, 400), 32), ((3, 3, 37), 64)), ids=str)
 @pytest.mark.usefixtures("_small_nf4_tiles")

@@ -40,6 +40,25 @@ def test_ratios_are_those_of_the_fastest_alternative_within_a_run(tool: Any) -> 
     assert sorted(tool.ratios(rows, "ms")) == [0.5, 2.0]
 
 
+def test_a_gpu_with_few_of_the_points_has_no_line(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = {"op": "layer_norm", "mode": "forward", "dtype": "float32", "shape": "", "x_name": "N", "run": "a"}
+    counts = {"large": 4, "half": 2, "small": 1}
+
+    def tables(gpu: str) -> dict[str, pd.DataFrame]:
+        rows = [
+            {**point, "x": x, "provider": provider, "ms": ms, "host_us": 1.0, "gpu": gpu}
+            for x in range(counts[gpu])
+            for provider, ms in (("kernelbook", 1.0), ("torch", 2.0 + x))
+        ]
+        return {"layer_norm": pd.DataFrame(rows)}
+
+    monkeypatch.setattr(tool, "tables", tables)
+    monkeypatch.setattr(tool, "gpus", lambda: list(counts))
+    (ax,) = tool._figure().axes
+    drawn = {line.get_color() for line in ax.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 2}
+    assert drawn == {tool.COLORS[0], tool.COLORS[1]}
+
+
 def test_readme_and_first_page_begin_with_it() -> None:
     assert "book/figures/first.svg" in (ROOT / "README.md").read_text()[:1500]
     assert "figures/first.svg" in (ROOT / "book" / "intro.md").read_text()[:2500]

@@ -4,8 +4,8 @@
 
 A line for each function: from the worst recorded point to the best, how many times as fast as the fastest alternative there by
 device time, a dot in the middle; a hollow dot is the middle by the clock, where a call takes as long as the device or the host,
-whichever is slower. Everything comes from book/results; the picture keeps a digest of the rows that it was drawn from, and a
-test compares it.
+whichever is slower. A GPU on which less than half of the points were measured has no line there. Everything comes from
+book/results; the picture keeps a digest of the rows that it was drawn from, and a test compares it.
 """
 
 import hashlib
@@ -91,7 +91,8 @@ def _figure(legend: str = "upper") -> Figure:
             for i, gpu in enumerate(recorded)
             if (table := recorded[gpu].get(stem)) is not None
         ]
-        found = [(i, rows) for i, rows in found if len(ratios(rows, "ms"))]
+        counts = [len(ratios(rows, "ms")) for _, rows in found]
+        found = [one for one, count in zip(found, counts, strict=True) if count and count >= counts[0] / 2]
         if not found:
             continue
         for i, rows in found:

@@ -88,8 +88,8 @@ def not_found(app: Any) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>No such page - {title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="robots" content="noindex">'
-        "<style>body{font:17px/1.6 system-ui,sans-serif;max-width:40em;margin:10vh auto;padding:0 1em;"
-        "color-scheme:light dark}</style></head><body><h1>There is no such page</h1>"
+        "<style>body{font:17px/1.6 system-ui,sans-serif;max-width:40em;margin:10vh auto;padding:0 1em}"
+        "html{color-scheme:light dark}</style></head><body><h1>There is no such page</h1>"
         f'<p>These there are in <a href="{home}">{title}</a>:</p><ul>{links}</ul></body></html>\n'
     )
 

@@ -113,6 +113,25 @@ BODIES |= {
     "the compiler's loop, with both": LOOP.format(**PLAIN | PARTS | REGISTERS),
     "the compiler's loop, and nobody waits for the readers": LOOP.format(**PLAIN | {"held": ""}),
 }
+# What initcheck is asked: memory that nobody wrote before is stored to in two ways, and then loaded.
+STORED = {
+    "four words, stored by a thread": """
+    @!%first bra END;
+    mov.b32 %r1, 42;
+    st.global.v4.b32 [%rd0], {%r1, %r1, %r1, %r1};
+    ld.global.b32 %r2, [%rd0 + 4];
+    st.global.b32 [%rd0], %r2;""",
+    "four words, copied out of shared memory as TMA does": """
+    @!%first bra END;
+    mov.b32 %r1, 42;
+    st.shared.v4.b32 [state], {%r1, %r1, %r1, %r1};
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd0], [state], 16;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    ld.global.b32 %r2, [%rd0 + 4];
+    st.global.b32 [%rd0], %r2;""",
+}
 PTX = """
 .version 8.0
 .target sm_{target}
@@ -125,7 +144,7 @@ PTX = """
     .reg .b64 %rd<2>;
     .shared .align 8 .b64 full;
     .shared .align 4 .b32 word;
-    .shared .align 8 .b8 state[8];
+    .shared .align 16 .b8 state[16];
     ld.param.u64 %rd0, [out];
     mov.u32 %r0, %tid.x;
     setp.eq.u32 %first, %r0, 0;
@@ -145,7 +164,8 @@ def launch(name: str) -> None:
     """Runs one program in 32 blocks, of eight warps or, if it is a loop, of twelve, and waits for it."""
     import torch
 
-    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    make = torch.empty if name in STORED else torch.zeros  # that nobody wrote, for initcheck
+    out = make(4, dtype=torch.int32, device="cuda")
     major, minor = torch.cuda.get_device_capability()
     target = f"{major}{minor}" + "a" * (major >= 9)
     cuda = ctypes.CDLL("libcuda.so.1")
@@ -155,19 +175,34 @@ def launch(name: str) -> None:
         if code := getattr(cuda, function_)(*args):
             raise SystemExit(f"handshake: {function_} returned {code}")
 
-    call("cuModuleLoadData", ctypes.byref(module), PTX.format(target=target, body=BODIES[name]).encode())
+    call("cuModuleLoadData", ctypes.byref(module), PTX.format(target=target, body=(BODIES | STORED)[name]).encode())
     call("cuModuleGetFunction", ctypes.byref(function), module, b"handshake_kernel")
     pointer = ctypes.c_uint64(out.data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.byref(pointer), ctypes.c_void_p))
-    call("cuLaunchKernel", function, 32, 1, 1, 384 if "loop" in name else 256, 1, 1, 0, None, arguments, None)
+    call(
+        "cuLaunchKernel",
+        function,
+        1 if name in STORED else 32,
+        1,
+        1,
+        384 if "loop" in name else 256,
+        1,
+        1,
+        0,
+        None,
+        arguments,
+        None,
+    )
     torch.cuda.synchronize()
-    print("word", int(out))
+    print("word", int(out[0]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--launch", choices=tuple(BODIES), help="one program, which is what the sanitizer is given")
+    parser.add_argument(
+        "--launch", choices=(*BODIES, *STORED), help="one program, which is what the sanitizer is given"
+    )
     args = parser.parse_args()
     if args.launch:
         launch(args.launch)
@@ -176,11 +211,12 @@ def main() -> None:
     if not Path(sanitizer).exists():
         raise SystemExit("handshake: compute-sanitizer must be in PATH, it comes with CUDA's toolkit")
     told, running = {}, {}
-    for name in BODIES:
+    for name in (*BODIES, *STORED):
+        tool = "initcheck" if name in STORED else "racecheck"
         command = [
             sanitizer,
             "--tool",
-            "racecheck",
+            tool,
             "--kernel-regex",
             "kns=handshake",
             sys.executable,
@@ -201,8 +237,9 @@ def main() -> None:
         except subprocess.TimeoutExpired:  # it waits for readers that have ended, which is what its name says
             process.kill()
             text = process.communicate()[0] + "\nnever ended"
-        found, word = re.search(r"RACECHECK SUMMARY: (.*)", text), re.search(r"^word (\d+)", text, re.M)
+        found, word = re.search(r"(?:RACECHECK|ERROR) SUMMARY: (.*)", text), re.search(r"^word (\d+)", text, re.M)
         told[name] = {
+            "tool": "initcheck" if name in STORED else "racecheck",
             "summary": found.group(1) if found else text[-400:],
             "hazards": int(found.group(1).split()[0]) if found else None,
             "word": int(word.group(1)) if word else None,

@@ -61,7 +61,7 @@ REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
-WRITTEN = ("test_evidence_kernels.py", "test_evidence_helpers.py", "test_evidence_gpu.py")  # for faults
+WRITTEN = ("kernels", "helpers", "unchecked", "tiles", "gpu")  # for faults: tests/test_evidence_NAME.py
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 RARE = (
     "barrier removed",
@@ -411,7 +411,9 @@ def main() -> None:
     if args.merge:
         campaign.finish()
         return
-    files = args.files or sorted({name for room in args.rooms for name in ROOMS[room][1]} | set(WRITTEN))
+    files = args.files or sorted(
+        {name for room in args.rooms for name in ROOMS[room][1]} | {f"test_evidence_{name}.py" for name in WRITTEN}
+    )
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
         campaign.folder = Path(folder)

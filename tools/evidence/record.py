@@ -47,6 +47,15 @@ def add(fuzz: dict[str, dict[str, Any]], target: str, more: dict[str, Any]) -> N
         }
 
 
+def told_more(run: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Of two runs of one sanitizer, whether this one came further: to its end, or through more calls."""
+    further = (
+        ("time" not in run["summary"], run.get("calls", 0)),
+        ("time" not in before["summary"], before.get("calls", 0)),
+    )
+    return further[0] >= further[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
@@ -133,10 +142,21 @@ def main() -> None:
                     campaign["failures"] = [re.sub(r'File "[^"]*/', 'File "', f) for f in campaign["failures"]]
                     add(told["fuzz"], target, campaign)
             elif name == "sanitizers":
-                told[name] = found | {"runs": told[name].get("runs", {}) | found["runs"]}
+                runs = told[name].get("runs", {})
+                for which, run in found["runs"].items():
+                    if which not in runs or told_more(run, runs[which]):
+                        runs[which] = run
+                told[name] = found | {"runs": runs}
             elif "gpu" in found:  # the record of a run, which says on what it was
                 told |= {key: found[key] for key in ("gpu", "torch", "triton", "package", "date")}
                 slug = path.stem
+            elif name == "repeats":
+                for call, seen in found.items():
+                    known = told[name].setdefault(call, {"repeats": 0, "different": 0})
+                    told[name][call] = {
+                        "repeats": max(known["repeats"], seen["repeats"]),
+                        "different": known["different"] + seen["different"],
+                    }
             elif name in told:
                 told[name] |= found
     told["note"] = args.note

@@ -1,0 +1,345 @@
+"""Kernels in tiles that are far too small, so that small inputs have many of them, and the last of each is not full."""
+
+import kernelbook as kb
+
+# isort: split
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from tensors import randn
+
+from kernelbook import autotune, check, runtime
+from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
+from kernelbook.attention import kernels as attention_kernels
+from kernelbook.attention import kernels_decode as decode_kernels
+from kernelbook.interop import rotary
+from kernelbook.moe_lora import kernels as moe_kernels
+from kernelbook.moe_lora import moe_lora_reference
+from kernelbook.moe_lora import op as moe_op
+from kernelbook.nn import kernels as nn_kernels
+from kernelbook.nn import moe
+from kernelbook.scatter_ffn import kernels as ffn_kernels
+from kernelbook.scatter_ffn import scatter_ffn_reference
+from kernelbook.sparse_linear import kernels as sparse_kernels
+from kernelbook.sparse_linear import sparse_dw_reference, sparse_dx_reference, sparse_forward_reference
+from kernelbook.train import kernels as train_kernels
+from kernelbook.train.chunks import Layout, top_chunks, top_chunks_reference
+from kernelbook.train.optimizer import ChunkAdamW
+from kernelbook.train.sparse_inference import Predictor
+
+
+pytestmark = pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No plan outlives a test."""
+    autotune.forget()
+    yield
+    monkeypatch.undo()
+    autotune.forget()
+
+
+# --- sparse_linear --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", (1, 3))
+@pytest.mark.parametrize(("chunk", "boxes"), ((16, False), (24, False), (64, True)))
+def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = 64 if boxes else 16  # a box has 64 rows
+    blocks = {"BLOCK_R": side, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}
+    plan = sparse_kernels.Plan(triton.Config(blocks, num_warps=4, num_stages=1), split, boxes)
+    monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
+    monkeypatch.setattr(sparse_kernels, "plan_forward", lambda *_: sparse_kernels.Plan(plan.config))
+    monkeypatch.setattr(sparse_kernels, "ZERO_PIECE", 128)
+    monkeypatch.setattr(sparse_kernels, "BLOCK_ZERO", 64)
+    monkeypatch.setattr(sparse_kernels, "ZERO_ROWS", 32)
+    monkeypatch.setattr(sparse_kernels, "BLOCK_A", 2)
+    m, d_in, d_out = 70, 40, 7 * chunk - 8
+    x, w, dy, b = (randn(*s).to(torch.float16) for s in ((m, d_in), (d_out, d_in), (m, d_out), (d_out,)))
+    ids = torch.tensor([6, 0, 3, 4], device=x.device)
+    given = {"active_chunks": ids, "chunk_size": chunk}
+    for compact in (False, True):
+        ours = functools.partial(kb.sparse_backward, compact=compact, **given)
+
+        def both(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, compact: bool = compact) -> tuple:
+            return *sparse_dw_reference(x, dy, compact=compact, **given), sparse_dx_reference(dy, w, **given)
+
+        inputs = {"x": x, "weight": w, "dy": dy}
+        check.check_op(
+            lambda x, weight, dy, ours=ours: ours(x, weight, dy), lambda x, weight, dy, both=both: both(x, weight, dy),
+            inputs, forward_factor=check.GRADIENT_FACTOR,
+        )  # fmt: skip
+        check.check_op(
+            functools.partial(kb.sparse_forward, compact=compact, **given),
+            functools.partial(sparse_forward_reference, compact=compact, **given),
+            {"x": x, "weight": w, "bias": b},
+        )
+
+
+# --- scatter_ffn ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", (False, True))
+@pytest.mark.parametrize("shares", (1, 4))
+@pytest.mark.parametrize("way", ("vector", "tiles"))
+def test_scatter_ffn(way: str, shares: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    m = 3 if way == "vector" else 21
+    if way == "vector":
+        up = ffn_kernels._vector_up(m, 2, 16, 1), 1
+        down = ffn_kernels._vector_down(m, 4, 16, 2, 1), shares
+    else:
+        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_K": 16, "SHARES": shares, "GROUP": 2, "STAGES": 1}
+        up = triton.Config(blocks, num_warps=4), 2
+        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_C": 16, "GROUP": 2, "STAGES": 1, "LISTED": 32, "AHEAD": 0}
+        down = triton.Config(blocks, num_warps=4), 3
+    plan = ffn_kernels.Plan(way, *up, *down)
+    monkeypatch.setattr(ffn_kernels, "plan", lambda *_: plan)
+    inputs = {
+        "x": randn(m, 72 + 16 * shares), "w_up": randn(90, 72 + 16 * shares) / 10, "w_down": randn(90, 56) / 7,
+        "b_up": randn(90), "b_down": randn(56),
+    }  # fmt: skip
+    inputs |= {"w_gate": randn(90, 72 + 16 * shares) / 10, "b_gate": randn(90)} if gated else {}
+    dtype = torch.float32 if way == "vector" else torch.float16
+    inputs = {name: t.to(dtype) for name, t in inputs.items()}
+    given = {"neurons": torch.randperm(90, device=runtime.DEVICE)[:53], "activation": "silu"}
+    check.check_op(
+        functools.partial(kb.scatter_ffn, **given), functools.partial(scatter_ffn_reference, **given), inputs
+    )
+    if not gated:
+        rows = given["neurons"]
+        for bias in (None, inputs["b_up"]):
+            check.check_op(
+                lambda x, w, bias=bias: kb.gather_matmul(x, w, rows, bias=bias),
+                lambda x, w, bias=bias: F.linear(x, w[rows], None if bias is None else bias[rows].to(x.dtype)),
+                {"x": inputs["x"], "w": inputs["w_up"]},
+            )
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", (50, 70))
+@pytest.mark.parametrize("window", (None, 1, 21))
+@pytest.mark.parametrize("causal", (False, True))
+def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if window and not causal:
+        pytest.skip("a window asks for an order")
+    monkeypatch.setattr(
+        attention_kernels,
+        "config",
+        lambda kernel, d, *_: triton.Config(
+            {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": attention_kernels.block_d(d)}, num_warps=4, num_stages=1
+        ),
+    )
+    s = 70
+    lengths = torch.tensor([70, 33, 0], device=runtime.DEVICE)
+    q, k, v = randn(3, 4, n, 24), randn(3, 2, s, 24), randn(3, 2, s, 24)
+    given = {"causal": causal, "window": window, "lengths": lengths}
+    check.check_op(
+        functools.partial(kb.flash_attention, **given),
+        functools.partial(flash_attention_reference, **given),
+        {"q": q, "k": k, "v": v},
+        grads=("q", "k", "v"),
+    )
+
+
+@pytest.mark.parametrize("late", (False, True), ids=("", "queries asked for with the keys"))
+@pytest.mark.parametrize(("splits", "pieces"), ((1, 1), (3, 1), (4, 2)))
+@pytest.mark.parametrize("n", (1, 7))
+def test_decoding(n: int, splits: int, pieces: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 queries and 16 keys: of 14 heads' queries two tiles; keys in shares, columns in pieces."""
+    pieces = pieces if n == 1 else 1  # only few rows are cut
+    blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 64, "PIECES": pieces, "Q_LATE": late, "STAGES": 1}
+    plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
+    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
+    op._decode_plan.cache_clear()
+    b, h_kv, group, s, page = 3, 2, 4, 90, 16
+    q = randn(b, h_kv * group, n, 64).half()
+    lengths = torch.tensor([90, 37, 0], device=q.device)
+    for window in (None, 20):
+        k, v = (randn(b, h_kv, s, 64).half() for _ in range(2))
+        given = {"causal": True, "lengths": lengths, "window": window}
+        check.check_op(
+            functools.partial(kb.flash_attention, **given),
+            functools.partial(flash_attention_reference, **given),
+            {"q": q, "k": k, "v": v},
+        )
+    if not late:
+        pages = [randn(20, h_kv, page, 64).half() for _ in range(2)]
+        table = torch.randperm(20, device=q.device)[:18].view(3, 6)
+        table[1, 1] = -3  # a page that is not there
+        inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
+        check.check_op(kb.paged_attention, paged_attention_reference, inputs)
+    op._decode_plan.cache_clear()
+
+
+# --- moe_lora and modules -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = moe_kernels.tiles
+    monkeypatch.setattr(
+        moe_kernels,
+        "rows_tiles",
+        lambda rows, experts, rank, itemsize, access, *_: tiles(
+            4,
+            1,
+            BLOCK_M=16,
+            GROUP=2,
+            SMALL_M=16,
+            **dict.fromkeys(("BLOCK_N", "BLOCK_K"), 32 if access == "packed" else 16),
+        ),
+    )
+    monkeypatch.setattr(
+        moe_kernels,
+        "thin_tiles",
+        lambda rows, experts, k, rank, *_: tiles(4, 1, BLOCK_M=16, BLOCK_K=16, BLOCK_R=16, SPLIT=2),
+    )
+    monkeypatch.setattr(moe_kernels, "gram_tiles", lambda *_: tiles(4, 1, BLOCK_P=16, BLOCK_Q=16, BLOCK_M=16))
+    monkeypatch.setattr(moe_kernels, "recompute_tiles", lambda *_: tiles(4, 1, BLOCK_Q=16, BLOCK_M=16, BLOCK_C=16))
+    monkeypatch.setattr(moe_kernels, "slots_tiles", lambda slots, _: tiles(1, 1, BLOCK_S=4, BLOCK_C=16))
+    monkeypatch.setattr(moe_kernels, "route_blocks", lambda rows, experts: (4, 8, 2))
+    monkeypatch.setattr(moe_kernels, "ROUTE_BLOCK", 16)
+
+
+def _forget_launches() -> None:
+    for found in vars(moe_op).values():
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
+
+
+@pytest.mark.usefixtures("_small_moe_tiles")
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+@pytest.mark.parametrize("packed", (False, True))
+def test_moe_lora(strategy: str, packed: bool) -> None:
+    """Two tiles of rows of an expert, of columns, of sums and of the rank; slots to skip; programs that route together."""
+    _forget_launches()
+    tokens, experts, slots, k, n, rank = 45, 5, 3, 64, 40, 20
+    ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
+    ids[::4, 1] = experts
+    inputs = {
+        "x": randn(tokens, k), "lora_a": randn(experts, rank, k) / 8, "lora_b": randn(experts, n, rank) / 4,
+        "bias": randn(experts, n), "gates": torch.rand(tokens, slots, device=ids.device),
+    }  # fmt: skip
+    routing = kb.route(ids, experts)
+    if packed:
+        q = kb.nf4_quantize(randn(experts, n, k) / 8)
+        w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
+        ours = functools.partial(kb.moe_lora, w=q, routing=routing, strategy=strategy, scaling=0.5)
+        check.check_op(
+            ours, lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t), inputs,
+            grads=tuple(inputs),
+        )  # fmt: skip
+    else:
+        inputs["w"] = randn(experts, k, n) / 8
+        for grouped in (False, True):
+            given = dict(inputs)
+            if grouped:
+                given["x"] = randn(tokens * slots, k)
+            how = {"grouped_in": grouped, "scaling": 0.5}
+            check.check_op(
+                functools.partial(kb.moe_lora, routing=routing, strategy=strategy, **how),
+                functools.partial(moe_lora_reference, expert_ids=ids, **how),
+                given,
+                grads=tuple(given),
+            )
+    _forget_launches()
+
+
+def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn_kernels, "BLOCK_I", 16)
+    monkeypatch.setattr(nn_kernels, "ROWS", 2)
+    monkeypatch.setattr(nn_kernels, "HEADS", 4)
+    moe._swiglu_launch.cache_clear()
+    h = randn(5, 74)
+    check.check_op(moe._swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
+    cos, sin = randn(2, 3, 12), randn(1, 3, 12).expand(2, -1, -1)
+
+    def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        halves = torch.cat([-x[..., 6:], x[..., :6]], -1)
+        return x * cos[:, None].to(x.dtype) + halves * sin[:, None].to(x.dtype)
+
+    q, k = randn(2, 3, 9, 12).transpose(1, 2), randn(2, 5, 3, 14)[..., 1:-1]
+    check.check_op(
+        lambda q, k: rotary.rotate(q, k, cos, sin),
+        lambda q, k: (turned(q, cos, sin), turned(k, cos, sin)),
+        {"q": q, "k": k},
+        grads=("q", "k"),
+    )
+    moe._swiglu_launch.cache_clear()
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of four; among equal ones the first, NaN and what is taken at the ends."""
+    monkeypatch.setattr(train_kernels, "TOP_BLOCK", 4)
+    layout = Layout.of_fraction([11, 1, 18], 0.4, runtime.DEVICE)
+    scores = torch.randint(0, 6, (layout.total,), device=runtime.DEVICE).float()
+    scores[[3, 20]] = float("nan")
+    ids = torch.full((layout.total_active,), -1, dtype=torch.int64, device=runtime.DEVICE)
+    active = torch.tensor(layout.active, dtype=torch.int32, device=runtime.DEVICE)
+    given = {"longest": 18}
+    chosen = top_chunks(scores, ids, layout.starts(), layout.slots(), active, **given)
+    ranked = scores.nan_to_num(float("inf"))
+    assert torch.equal(ids, top_chunks_reference(ranked, layout.counts, layout.active))
+    assert int(chosen.sum()) == layout.total_active
+    taken = torch.zeros_like(chosen)
+    taken[[5, 13, 29]] = 1
+    chosen = top_chunks(scores, ids, layout.starts(), layout.slots(), active, taken=taken, **given)
+    assert torch.equal(ids, top_chunks_reference(ranked.masked_fill(taken == 1, -1), layout.counts, layout.active))
+    assert int(chosen.sum()) == layout.total_active + 3 and bool((chosen[taken == 1] == 1).all())
+    draws = []
+    for step in (1, 2):
+        now = torch.tensor([step], dtype=torch.int32, device=runtime.DEVICE)
+        top_chunks(None, ids, layout.starts(), layout.slots(), active, chosen=chosen, step=now, seed=5, **given)
+        draws.append(ids.tolist())
+    assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize("inactive", ("skip", "decay"))
+def test_chunks_are_updated_in_pieces(inactive: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 32 elements, ids in steps of two, and a gradient that is scaled."""
+    monkeypatch.setattr(train_kernels, "ADAMW_CONFIG", triton.Config({"BLOCK": 32}, num_warps=1))
+    monkeypatch.setattr(train_kernels, "BLOCK_A", 2)
+    from kernelbook.train import optimizer
+
+    optimizer._launch.cache_clear()
+    start, chunk, d = randn(32, 7), 8, 7
+    given = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
+    ours = torch.nn.Parameter(start.clone())
+    sparse = ChunkAdamW([ours], chunk_size=chunk, inactive=inactive, **given)
+    theirs = [torch.nn.Parameter(part.clone()) for part in start.split(chunk)]
+    dense = [torch.optim.AdamW([part], **given) for part in theirs]
+    scale = torch.tensor(0.5, device=start.device)
+    for active in ([1, 3, 0], [3], [2, 0, 3]):
+        grads = {c: randn(chunk, d) for c in active}
+        rows = torch.cat([torch.arange(c * chunk, (c + 1) * chunk, device=start.device) for c in active])
+        ours.grad = torch.sparse_coo_tensor(rows[None], torch.cat([grads[c] for c in active]), start.shape)
+        sparse.step(scale=scale)
+        for c, (part, step) in enumerate(zip(theirs, dense, strict=True)):
+            part.grad = grads[c] * 0.5 if c in grads else (torch.zeros_like(part) if inactive == "decay" else None)
+            step.step()
+    torch.testing.assert_close(ours.detach(), torch.cat([p.detach() for p in theirs]), rtol=1e-5, atol=1e-6)
+    optimizer._launch.cache_clear()
+
+
+def test_columns_above_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_kernels, "ABOVE_BLOCK", 16)
+    predictor = Predictor(6, 70, 4, count=25)
+    x = randn(3, 6)
+    with torch.no_grad():
+        predictor.b.copy_(randn(70, 4))
+        scores = predictor.scores(x)
+        for threshold in (float(scores.amax(0).sort().values[50]), 1e9, -1e9):
+            predictor.threshold.fill_(threshold)
+            best = (scores > threshold).any(0).nonzero().flatten()[:25]
+            found = predictor(x)
+            assert torch.equal(found[found < 70], best)

@@ -1,0 +1,107 @@
+"""Ids and lengths out of range as kernels on a GPU get them: on a CPU they are an error, so here nobody looks.
+
+Each is as if it were not there; memory is watched meanwhile.
+"""
+
+import kernelbook as kb
+
+# isort: split
+import functools
+
+import pytest
+import torch
+from tensors import randn
+
+from kernelbook import arguments, check, runtime
+from kernelbook.scatter_ffn import gather_matmul_reference, scatter_ffn_reference
+
+BAD = (-1, 10**6, 2**33 + 1, -(2**40))
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "check_index_values", lambda *_, **__: None)
+
+
+def _among(good: list[int], first_bad: int) -> torch.Tensor:
+    """Ids with others between them: the first that does not exist, and far ones."""
+    bad = (first_bad, *BAD)
+    listed = [i for pair in zip(good, bad * len(good), strict=False) for i in pair]
+    return torch.tensor([first_bad, *listed], device=runtime.DEVICE)
+
+
+@pytest.mark.parametrize("tokens", (1, 16, 40))
+@pytest.mark.parametrize("gated", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_neurons(dtype: torch.dtype, gated: bool, tokens: int) -> None:
+    good = [3, 29, 0, 11, 12]
+    ids = _among(good, 30)
+    inputs = {"x": randn(tokens, 40), "w_up": randn(30, 40) / 6, "w_down": randn(30, 24) / 3}
+    inputs |= {"w_gate": randn(30, 40) / 6} if gated else {}
+    inputs = {name: t.to(dtype) for name, t in inputs.items()} | {"b_up": randn(30).to(dtype)}
+    kept = torch.tensor(good, device=ids.device)
+    check.check_op(
+        functools.partial(kb.scatter_ffn, neurons=ids, activation="gelu"),
+        functools.partial(scatter_ffn_reference, neurons=kept, activation="gelu"),
+        inputs,
+        grads=tuple(inputs),
+    )
+
+
+@pytest.mark.parametrize("tokens", (2, 40))
+@pytest.mark.parametrize("bias", (False, True))
+def test_rows(bias: bool, tokens: int) -> None:
+    good = [7, 0, 19]
+    ids = _among(good, 20)
+    inputs = {"x": randn(tokens, 24), "weight": randn(20, 24)} | ({"bias": randn(20)} if bias else {})
+    found = kb.gather_matmul(**inputs, rows=ids)
+    there = torch.isin(ids, torch.tensor(good, device=ids.device))
+    truth = gather_matmul_reference(**{k: v.double() for k, v in inputs.items()}, rows=ids[there])
+    plain = gather_matmul_reference(**inputs, rows=ids[there])
+    check.compare("out", found[:, there], truth, plain).require()
+    assert torch.equal(found[:, ~there], torch.zeros_like(found[:, ~there]))
+
+
+@pytest.mark.parametrize("chunk", (16, 64))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_chunks(dtype: torch.dtype, chunk: int) -> None:
+    d_out, count = 3 * chunk - 5, 3
+    x, w, dy = (randn(*s).to(dtype) for s in ((70, 40), (d_out, 40), (70, d_out)))
+    for good in ([2, 0], [1]):
+        # As many ids as chunks mean all of them, so one more is listed.
+        ids = _among(good, count)[: count - 1 if len(good) == 1 else count + 2]
+        kept = torch.tensor([i for i in ids.tolist() if 0 <= i < count], device=x.device)
+        given, plain = ({"active_chunks": listed, "chunk_size": chunk} for listed in (ids, kept))
+        for ours, exact in (
+            (kb.sparse_dw(x, dy, **given), kb.sparse_dw(x, dy, **plain)),
+            ((kb.sparse_dx(dy, w, **given),), (kb.sparse_dx(dy, w, **plain),)),
+            (kb.sparse_backward(x, w, dy, **given), kb.sparse_backward(x, w, dy, **plain)),
+            ((kb.sparse_forward(x, w, None, **given),), (kb.sparse_forward(x, w, None, **plain),)),
+        ):
+            for a, b in zip(ours, exact, strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3 if dtype == torch.float16 else 1e-4)
+
+
+@pytest.mark.parametrize("double", (False, True))
+@pytest.mark.parametrize("cols", (64, 37))
+def test_experts(cols: int, double: bool) -> None:
+    q = kb.nf4_quantize(randn(3, 5, cols), double_quant=double)
+    dense = kb.nf4_dequantize(q, dtype=torch.float32)
+    ids = _among([2, 0], 3)
+    expected = torch.stack([dense[i] if 0 <= i < 3 else torch.zeros_like(dense[0]) for i in ids.tolist()])
+    assert torch.equal(kb.nf4_dequantize(q, experts=ids, dtype=torch.float32), expected)
+    for i in ids.tolist():
+        found = kb.nf4_matmul(randn(2, cols), q, torch.tensor([i], device=ids.device))
+        assert (found == 0).all() == (not 0 <= i < 3)
+
+
+def test_lengths() -> None:
+    q, k, v = (randn(4, 2, n, 16) for n in (9, 20, 20))
+    lengths, clamped = (torch.tensor(listed, device=q.device) for listed in ([-5, 99, 2**40, 7], [0, 20, 20, 7]))
+    for causal in (False, True):
+        leaves = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
+        out = [
+            kb.flash_attention(*t, causal=causal, lengths=n) for t, n in zip(leaves, (lengths, clamped), strict=True)
+        ]
+        grads = [torch.autograd.grad(o.square().sum(), t) for o, t in zip(out, leaves, strict=True)]
+        assert torch.equal(*out) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
