@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 from tensors import randn
 
-from kernelbook import autotune, check, runtime
+from kernelbook import arguments, autotune, check, runtime
 from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
@@ -31,7 +31,6 @@ from kernelbook.train.chunks import Layout, top_chunks, top_chunks_reference
 from kernelbook.train.optimizer import ChunkAdamW
 from kernelbook.train.sparse_inference import Predictor
 
-
 pytestmark = pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")
 
 
@@ -48,7 +47,7 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("split", (1, 3))
-@pytest.mark.parametrize(("chunk", "boxes"), ((16, False), (24, False), (64, True)))
+@pytest.mark.parametrize(("chunk", "boxes"), ((16, False), (20, False), (64, True)))
 def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     side = 64 if boxes else 16  # a box has 64 rows
     blocks = {"BLOCK_R": side, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}
@@ -61,12 +60,15 @@ def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.
     monkeypatch.setattr(sparse_kernels, "BLOCK_A", 2)
     m, d_in, d_out = 70, 40, 7 * chunk - 8
     x, w, dy, b = (randn(*s).to(torch.float16) for s in ((m, d_in), (d_out, d_in), (m, d_out), (d_out,)))
-    ids = torch.tensor([6, 0, 3, 4], device=x.device)
+    ids = torch.tensor([6, 0, 3], device=x.device)
     given = {"active_chunks": ids, "chunk_size": chunk}
+    unlisted = ~torch.isin(torch.arange(d_out, device=x.device) // chunk, ids)
+    w[unlisted], dy[:, unlisted], b[unlisted] = float("nan"), float("nan"), float("nan")  # nobody has to look there
     for compact in (False, True):
         ours = functools.partial(kb.sparse_backward, compact=compact, **given)
 
         def both(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, compact: bool = compact) -> tuple:
+            dy, w = dy.nan_to_num(0.0), w.nan_to_num(0.0)  # references multiply by zero
             return *sparse_dw_reference(x, dy, compact=compact, **given), sparse_dx_reference(dy, w, **given)
 
         inputs = {"x": x, "weight": w, "dy": dy}
@@ -76,9 +78,27 @@ def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.
         )  # fmt: skip
         check.check_op(
             functools.partial(kb.sparse_forward, compact=compact, **given),
-            functools.partial(sparse_forward_reference, compact=compact, **given),
+            lambda x, weight, bias, compact=compact: sparse_forward_reference(
+                x, weight.nan_to_num(0.0), bias.nan_to_num(0.0), compact=compact, **given
+            ),
             {"x": x, "weight": w, "bias": b},
         )
+
+
+def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU gets them, where nobody looks at the ids before."""
+    monkeypatch.setattr(arguments, "check_index_values", lambda *_, **__: None)
+    plan = sparse_kernels.Plan(
+        triton.Config({"BLOCK_R": 64, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}, num_warps=4, num_stages=1), 1, True
+    )
+    monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
+    x, w, dy = (randn(*s).to(torch.float16) for s in ((40, 24), (6 * 64 - 8, 24), (40, 6 * 64 - 8)))
+    ids, kept = (torch.tensor(listed, device=x.device) for listed in ([-1, 5, 6, 2, -3], [5, 2]))
+    for function in (kb.sparse_dw, kb.sparse_backward):
+        given = (x, dy) if function is kb.sparse_dw else (x, w, dy)
+        found, exact = (function(*given, active_chunks=listed, chunk_size=64) for listed in (ids, kept))
+        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    assert torch.equal(*(kb.sparse_dx(dy, w, active_chunks=listed, chunk_size=64) for listed in (ids, kept)))
 
 
 # --- scatter_ffn ----------------------------------------------------------------------------------------------------
@@ -95,18 +115,21 @@ def test_scatter_ffn(way: str, shares: int, gated: bool, monkeypatch: pytest.Mon
     else:
         blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_K": 16, "SHARES": shares, "GROUP": 2, "STAGES": 1}
         up = triton.Config(blocks, num_warps=4), 2
-        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_C": 16, "GROUP": 2, "STAGES": 1, "LISTED": 32, "AHEAD": 0}
-        down = triton.Config(blocks, num_warps=4), 3
+        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_C": 16, "GROUP": 2, "STAGES": 1, "LISTED": 16, "AHEAD": 0}
+        down = triton.Config(blocks, num_warps=4), 2
     plan = ffn_kernels.Plan(way, *up, *down)
     monkeypatch.setattr(ffn_kernels, "plan", lambda *_: plan)
     inputs = {
-        "x": randn(m, 72 + 16 * shares), "w_up": randn(90, 72 + 16 * shares) / 10, "w_down": randn(90, 56) / 7,
-        "b_up": randn(90), "b_down": randn(56),
+        "x": randn(m, 72 + 16 * shares), "w_up": randn(90, 72 + 16 * shares) / 10, "w_down": randn(90, 40) / 7,
+        "b_up": randn(90), "b_down": randn(40),
     }  # fmt: skip
     inputs |= {"w_gate": randn(90, 72 + 16 * shares) / 10, "b_gate": randn(90)} if gated else {}
     dtype = torch.float32 if way == "vector" else torch.float16
     inputs = {name: t.to(dtype) for name, t in inputs.items()}
     given = {"neurons": torch.randperm(90, device=runtime.DEVICE)[:53], "activation": "silu"}
+    unlisted = ~torch.isin(torch.arange(90, device=runtime.DEVICE), given["neurons"])
+    for name in {"w_up", "w_gate", "w_down", "b_up", "b_gate"} & inputs.keys():
+        inputs[name][unlisted] = float("nan")  # nobody has to look there
     check.check_op(
         functools.partial(kb.scatter_ffn, **given), functools.partial(scatter_ffn_reference, **given), inputs
     )
