@@ -27,7 +27,7 @@ from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
 from kernelbook.sparse_linear import sparse_dw_reference, sparse_dx_reference, sparse_forward_reference
 from kernelbook.train import kernels as train_kernels
-from kernelbook.train.chunks import Layout, top_chunks, top_chunks_reference
+from kernelbook.train.chunks import Layout, knn_scores, knn_scores_reference, top_chunks, top_chunks_reference
 from kernelbook.train.optimizer import ChunkAdamW
 from kernelbook.train.sparse_inference import Predictor
 
@@ -305,7 +305,7 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
     """In steps of four; among equal ones the first, NaN and what is taken at the ends."""
     monkeypatch.setattr(train_kernels, "TOP_BLOCK", 4)
     layout = Layout.of_fraction([11, 1, 18], 0.4, runtime.DEVICE)
-    scores = torch.randint(0, 6, (layout.total,), device=runtime.DEVICE).float()
+    scores = torch.randint(-4, 3, (layout.total,), device=runtime.DEVICE).float()
     scores[[3, 20]] = float("nan")
     ids = torch.full((layout.total_active,), -1, dtype=torch.int64, device=runtime.DEVICE)
     active = torch.tensor(layout.active, dtype=torch.int32, device=runtime.DEVICE)
@@ -317,7 +317,9 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
     taken = torch.zeros_like(chosen)
     taken[[5, 13, 29]] = 1
     chosen = top_chunks(scores, ids, layout.starts(), layout.slots(), active, taken=taken, **given)
-    assert torch.equal(ids, top_chunks_reference(ranked.masked_fill(taken == 1, -1), layout.counts, layout.active))
+    assert torch.equal(
+        ids, top_chunks_reference(ranked.masked_fill(taken == 1, -float("inf")), layout.counts, layout.active)
+    )
     assert int(chosen.sum()) == layout.total_active + 3 and bool((chosen[taken == 1] == 1).all())
     draws = []
     for step in (1, 2):
@@ -325,6 +327,30 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
         top_chunks(None, ids, layout.starts(), layout.slots(), active, chosen=chosen, step=now, seed=5, **given)
         draws.append(ids.tolist())
     assert draws[0] != draws[1]
+    everything = Layout((13,), (13,))
+    ids, orders = torch.empty(13, dtype=torch.int64, device=runtime.DEVICE), []
+    for step in (1, 2):
+        now = torch.tensor([step], dtype=torch.int32, device=runtime.DEVICE)
+        counts = torch.tensor([13], dtype=torch.int32, device=runtime.DEVICE)
+        top_chunks(
+            None, ids, everything.starts(), everything.slots(), counts, longest=13, chosen=torch.empty_like(chosen[:13]),
+            step=now, seed=5,
+        )  # fmt: skip
+        orders.append(ids.tolist())
+    # A step's numbers are no others' moved on by one.
+    assert [i - 1 for i in orders[0] if i > 0] != [i for i in orders[1] if i < 12]
+
+
+def test_neighbours_in_the_first_steps() -> None:
+    """Step 0 was lately, and never is not, though -1 is no further away."""
+    layout = Layout((9, 3), (2, 1))
+    features, norms = randn(4, 12), torch.rand(12, device=runtime.DEVICE) + 0.1
+    seen = torch.tensor([0, -1, 2, 0, -1, 3, -1, 0, 1, -1, -1, -1], dtype=torch.int32, device=norms.device)
+    for step, window in ((3, 9), (3, 2)):
+        now = torch.tensor([step], dtype=torch.int32, device=norms.device)
+        found = knn_scores(features, norms, seen, now, layout.starts(), longest=9, window=window, k=2)
+        expected = knn_scores_reference(features, norms, seen, now, layout.starts(), window=window, k=2)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("inactive", ("skip", "decay"))
@@ -341,14 +367,13 @@ def test_chunks_are_updated_in_pieces(inactive: str, monkeypatch: pytest.MonkeyP
     sparse = ChunkAdamW([ours], chunk_size=chunk, inactive=inactive, **given)
     theirs = [torch.nn.Parameter(part.clone()) for part in start.split(chunk)]
     dense = [torch.optim.AdamW([part], **given) for part in theirs]
-    scale = torch.tensor(0.5, device=start.device)
-    for active in ([1, 3, 0], [3], [2, 0, 3]):
+    for active, scale in (([1, 3, 0], 0.5), ([3], 4.0), ([2, 0, 3], 0.1)):  # AdamW hardly sees a factor that stays
         grads = {c: randn(chunk, d) for c in active}
         rows = torch.cat([torch.arange(c * chunk, (c + 1) * chunk, device=start.device) for c in active])
         ours.grad = torch.sparse_coo_tensor(rows[None], torch.cat([grads[c] for c in active]), start.shape)
-        sparse.step(scale=scale)
+        sparse.step(scale=torch.tensor(scale, device=start.device))
         for c, (part, step) in enumerate(zip(theirs, dense, strict=True)):
-            part.grad = grads[c] * 0.5 if c in grads else (torch.zeros_like(part) if inactive == "decay" else None)
+            part.grad = grads[c] * scale if c in grads else (torch.zeros_like(part) if inactive == "decay" else None)
             step.step()
     torch.testing.assert_close(ours.detach(), torch.cat([p.detach() for p in theirs]), rtol=1e-5, atol=1e-6)
     optimizer._launch.cache_clear()
