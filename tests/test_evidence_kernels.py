@@ -270,3 +270,35 @@ def test_nf4_in_many_tiles(shape: tuple[int, ...], block: int, double: bool) -> 
                 lambda x, expert=expert: x @ dense[int(expert)].to(x.dtype).t(),
                 {"x": randn(m, shape[2])},
             )
+
+
+@pytest.mark.usefixtures("_small_nf4_tiles")
+def test_nf4_of_nan_zeros_and_next_to_nothing() -> None:
+    """A NaN makes its block's scale one, and no other's; blocks of zeros, and of numbers too small for a reciprocal."""
+    w = randn(7, 32)
+    w[1, 3], w[2], w[3] = float("nan"), 0.0, w[3] * 1e-39
+    w[4] *= 1e-38
+    for length in (7 * 32, 6 * 32 + 9):  # the last block is full, or short
+        flat = w.reshape(-1)[:length].clone()
+        for last in (1.0, 1e-39, float("nan")):
+            flat[-3] = last
+            q = kb.nf4_quantize(flat, block_size=32)
+            packed, absmax = nf4_quantize_reference(flat, q.code, 32)
+            torch.testing.assert_close(q.absmax.view(-1), absmax, rtol=0, atol=0, equal_nan=True)
+            expected = nf4_dequantize_reference(packed, absmax, q.code, flat.shape, 32)
+            torch.testing.assert_close(
+                kb.nf4_dequantize(q, dtype=torch.float32), expected, rtol=0, atol=0, equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("m", (5, 9))
+def test_locked_sums_of_more_rows_than_buffers(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, b, dy = randn(m, 70).requires_grad_(), randn(70).requires_grad_(), randn(70).requires_grad_(), randn(m, 70)
+    from kernelbook.layer_norm import op
+
+    add = op._launch_locks
+    monkeypatch.setattr(op, "_launch_locks", lambda *args, **kwargs: add(*args, **{**kwargs, "buffers": 2}))
+    ours = torch.autograd.grad(kb.layer_norm(x, w, b, backward="locks"), (x, w, b), dy)
+    exact = torch.autograd.grad(F.layer_norm(x, (70,), w, b), (x, w, b), dy)
+    for found, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

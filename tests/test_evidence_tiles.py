@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 from tensors import randn
 
-from kernelbook import autotune, check, runtime
+from kernelbook import arguments, autotune, check, runtime
 from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
@@ -27,10 +27,9 @@ from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
 from kernelbook.sparse_linear import sparse_dw_reference, sparse_dx_reference, sparse_forward_reference
 from kernelbook.train import kernels as train_kernels
-from kernelbook.train.chunks import Layout, top_chunks, top_chunks_reference
+from kernelbook.train.chunks import Layout, knn_scores, knn_scores_reference, top_chunks, top_chunks_reference
 from kernelbook.train.optimizer import ChunkAdamW
 from kernelbook.train.sparse_inference import Predictor
-
 
 pytestmark = pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")
 
@@ -48,7 +47,7 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("split", (1, 3))
-@pytest.mark.parametrize(("chunk", "boxes"), ((16, False), (24, False), (64, True)))
+@pytest.mark.parametrize(("chunk", "boxes"), ((16, False), (20, False), (64, True)))
 def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     side = 64 if boxes else 16  # a box has 64 rows
     blocks = {"BLOCK_R": side, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}
@@ -61,12 +60,15 @@ def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.
     monkeypatch.setattr(sparse_kernels, "BLOCK_A", 2)
     m, d_in, d_out = 70, 40, 7 * chunk - 8
     x, w, dy, b = (randn(*s).to(torch.float16) for s in ((m, d_in), (d_out, d_in), (m, d_out), (d_out,)))
-    ids = torch.tensor([6, 0, 3, 4], device=x.device)
+    ids = torch.tensor([6, 0, 3], device=x.device)
     given = {"active_chunks": ids, "chunk_size": chunk}
+    unlisted = ~torch.isin(torch.arange(d_out, device=x.device) // chunk, ids)
+    w[unlisted], dy[:, unlisted], b[unlisted] = float("nan"), float("nan"), float("nan")  # nobody has to look there
     for compact in (False, True):
         ours = functools.partial(kb.sparse_backward, compact=compact, **given)
 
         def both(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, compact: bool = compact) -> tuple:
+            dy, w = dy.nan_to_num(0.0), w.nan_to_num(0.0)  # references multiply by zero
             return *sparse_dw_reference(x, dy, compact=compact, **given), sparse_dx_reference(dy, w, **given)
 
         inputs = {"x": x, "weight": w, "dy": dy}
@@ -76,9 +78,27 @@ def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.
         )  # fmt: skip
         check.check_op(
             functools.partial(kb.sparse_forward, compact=compact, **given),
-            functools.partial(sparse_forward_reference, compact=compact, **given),
+            lambda x, weight, bias, compact=compact: sparse_forward_reference(
+                x, weight.nan_to_num(0.0), bias.nan_to_num(0.0), compact=compact, **given
+            ),
             {"x": x, "weight": w, "bias": b},
         )
+
+
+def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU gets them, where nobody looks at the ids before."""
+    monkeypatch.setattr(arguments, "check_index_values", lambda *_, **__: None)
+    plan = sparse_kernels.Plan(
+        triton.Config({"BLOCK_R": 64, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}, num_warps=4, num_stages=1), 1, True
+    )
+    monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
+    x, w, dy = (randn(*s).to(torch.float16) for s in ((40, 24), (6 * 64 - 8, 24), (40, 6 * 64 - 8)))
+    ids, kept = (torch.tensor(listed, device=x.device) for listed in ([-1, 5, 6, 2, -3], [5, 2]))
+    for function in (kb.sparse_dw, kb.sparse_backward):
+        given = (x, dy) if function is kb.sparse_dw else (x, w, dy)
+        found, exact = (function(*given, active_chunks=listed, chunk_size=64) for listed in (ids, kept))
+        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    assert torch.equal(*(kb.sparse_dx(dy, w, active_chunks=listed, chunk_size=64) for listed in (ids, kept)))
 
 
 # --- scatter_ffn ----------------------------------------------------------------------------------------------------
@@ -95,18 +115,21 @@ def test_scatter_ffn(way: str, shares: int, gated: bool, monkeypatch: pytest.Mon
     else:
         blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_K": 16, "SHARES": shares, "GROUP": 2, "STAGES": 1}
         up = triton.Config(blocks, num_warps=4), 2
-        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_C": 16, "GROUP": 2, "STAGES": 1, "LISTED": 32, "AHEAD": 0}
-        down = triton.Config(blocks, num_warps=4), 3
+        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_C": 16, "GROUP": 2, "STAGES": 1, "LISTED": 16, "AHEAD": 0}
+        down = triton.Config(blocks, num_warps=4), 2
     plan = ffn_kernels.Plan(way, *up, *down)
     monkeypatch.setattr(ffn_kernels, "plan", lambda *_: plan)
     inputs = {
-        "x": randn(m, 72 + 16 * shares), "w_up": randn(90, 72 + 16 * shares) / 10, "w_down": randn(90, 56) / 7,
-        "b_up": randn(90), "b_down": randn(56),
+        "x": randn(m, 72 + 16 * shares), "w_up": randn(90, 72 + 16 * shares) / 10, "w_down": randn(90, 40) / 7,
+        "b_up": randn(90), "b_down": randn(40),
     }  # fmt: skip
     inputs |= {"w_gate": randn(90, 72 + 16 * shares) / 10, "b_gate": randn(90)} if gated else {}
     dtype = torch.float32 if way == "vector" else torch.float16
     inputs = {name: t.to(dtype) for name, t in inputs.items()}
     given = {"neurons": torch.randperm(90, device=runtime.DEVICE)[:53], "activation": "silu"}
+    unlisted = ~torch.isin(torch.arange(90, device=runtime.DEVICE), given["neurons"])
+    for name in {"w_up", "w_gate", "w_down", "b_up", "b_gate"} & inputs.keys():
+        inputs[name][unlisted] = float("nan")  # nobody has to look there
     check.check_op(
         functools.partial(kb.scatter_ffn, **given), functools.partial(scatter_ffn_reference, **given), inputs
     )
@@ -282,7 +305,7 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
     """In steps of four; among equal ones the first, NaN and what is taken at the ends."""
     monkeypatch.setattr(train_kernels, "TOP_BLOCK", 4)
     layout = Layout.of_fraction([11, 1, 18], 0.4, runtime.DEVICE)
-    scores = torch.randint(0, 6, (layout.total,), device=runtime.DEVICE).float()
+    scores = torch.randint(-4, 3, (layout.total,), device=runtime.DEVICE).float()
     scores[[3, 20]] = float("nan")
     ids = torch.full((layout.total_active,), -1, dtype=torch.int64, device=runtime.DEVICE)
     active = torch.tensor(layout.active, dtype=torch.int32, device=runtime.DEVICE)
@@ -294,7 +317,9 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
     taken = torch.zeros_like(chosen)
     taken[[5, 13, 29]] = 1
     chosen = top_chunks(scores, ids, layout.starts(), layout.slots(), active, taken=taken, **given)
-    assert torch.equal(ids, top_chunks_reference(ranked.masked_fill(taken == 1, -1), layout.counts, layout.active))
+    assert torch.equal(
+        ids, top_chunks_reference(ranked.masked_fill(taken == 1, -float("inf")), layout.counts, layout.active)
+    )
     assert int(chosen.sum()) == layout.total_active + 3 and bool((chosen[taken == 1] == 1).all())
     draws = []
     for step in (1, 2):
@@ -302,6 +327,30 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
         top_chunks(None, ids, layout.starts(), layout.slots(), active, chosen=chosen, step=now, seed=5, **given)
         draws.append(ids.tolist())
     assert draws[0] != draws[1]
+    everything = Layout((13,), (13,))
+    ids, orders = torch.empty(13, dtype=torch.int64, device=runtime.DEVICE), []
+    for step in (1, 2):
+        now = torch.tensor([step], dtype=torch.int32, device=runtime.DEVICE)
+        counts = torch.tensor([13], dtype=torch.int32, device=runtime.DEVICE)
+        top_chunks(
+            None, ids, everything.starts(), everything.slots(), counts, longest=13, chosen=torch.empty_like(chosen[:13]),
+            step=now, seed=5,
+        )  # fmt: skip
+        orders.append(ids.tolist())
+    # A step's numbers are no others' moved on by one.
+    assert [i - 1 for i in orders[0] if i > 0] != [i for i in orders[1] if i < 12]
+
+
+def test_neighbours_in_the_first_steps() -> None:
+    """Step 0 was lately, and never is not, though -1 is no further away."""
+    layout = Layout((9, 3), (2, 1))
+    features, norms = randn(4, 12), torch.rand(12, device=runtime.DEVICE) + 0.1
+    seen = torch.tensor([0, -1, 2, 0, -1, 3, -1, 0, 1, -1, -1, -1], dtype=torch.int32, device=norms.device)
+    for step, window in ((3, 9), (3, 2)):
+        now = torch.tensor([step], dtype=torch.int32, device=norms.device)
+        found = knn_scores(features, norms, seen, now, layout.starts(), longest=9, window=window, k=2)
+        expected = knn_scores_reference(features, norms, seen, now, layout.starts(), window=window, k=2)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("inactive", ("skip", "decay"))
@@ -318,14 +367,13 @@ def test_chunks_are_updated_in_pieces(inactive: str, monkeypatch: pytest.MonkeyP
     sparse = ChunkAdamW([ours], chunk_size=chunk, inactive=inactive, **given)
     theirs = [torch.nn.Parameter(part.clone()) for part in start.split(chunk)]
     dense = [torch.optim.AdamW([part], **given) for part in theirs]
-    scale = torch.tensor(0.5, device=start.device)
-    for active in ([1, 3, 0], [3], [2, 0, 3]):
+    for active, scale in (([1, 3, 0], 0.5), ([3], 4.0), ([2, 0, 3], 0.1)):  # AdamW hardly sees a factor that stays
         grads = {c: randn(chunk, d) for c in active}
         rows = torch.cat([torch.arange(c * chunk, (c + 1) * chunk, device=start.device) for c in active])
         ours.grad = torch.sparse_coo_tensor(rows[None], torch.cat([grads[c] for c in active]), start.shape)
-        sparse.step(scale=scale)
+        sparse.step(scale=torch.tensor(scale, device=start.device))
         for c, (part, step) in enumerate(zip(theirs, dense, strict=True)):
-            part.grad = grads[c] * 0.5 if c in grads else (torch.zeros_like(part) if inactive == "decay" else None)
+            part.grad = grads[c] * scale if c in grads else (torch.zeros_like(part) if inactive == "decay" else None)
             step.step()
     torch.testing.assert_close(ours.detach(), torch.cat([p.detach() for p in theirs]), rtol=1e-5, atol=1e-6)
     optimizer._launch.cache_clear()

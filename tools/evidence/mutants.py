@@ -464,9 +464,10 @@ class Campaign:
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
         self.results = read_results(args.results, *args.merge)
         planted = {f.name for f in planting.faults()}
+        gluon = {f for files, _ in ROOMS.values() for f in files if b"experimental.gluon" in (PACKAGE / f).read_bytes()}
         for known, row in list(self.results.items()):
-            if row["name"] not in planted:
-                del self.results[known]  # it is not planted any more
+            if row["name"] not in planted or (row["file"] in gluon and row["where"] == "interpreter"):
+                del self.results[known]  # it is not planted any more, or no interpreter runs it
                 continue
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
             if now != row["function_digest"]:
