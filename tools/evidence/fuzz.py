@@ -127,7 +127,9 @@ def layer_norm(
     wants: int,
 ) -> Verdicts:
     if shift:
-        scale = max(scale, 1.0)  # rows of equal numbers have no deviations: float64 gives a rounding error, and not the truth
+        scale = max(
+            scale, 1.0
+        )  # rows of equal numbers have no deviations: float64 gives a rounding error, and not the truth
     inputs: dict[str, Any] = {"x": laid_out(rand(m, n, dtype=dtype, scale=scale) + shift, layout)}
     if weight:
         inputs["weight"] = rand(n, dtype=dtype, layout=layout)
