@@ -391,3 +391,26 @@ def test_columns_above_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
             best = (scores > threshold).any(0).nonzero().flatten()[:25]
             found = predictor(x)
             assert torch.equal(found[found < 70], best)
+
+
+@pytest.mark.parametrize("gated", (False, True))
+def test_packed_rows_in_many_tiles(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the listed rows, what lies between two products, and where gradients go: three tiles of each."""
+    tiles = {
+        "COPY": {"BLOCK_L": 4, "BLOCK_K": 32}, "HIDDEN": {"BLOCK_M": 4, "BLOCK_L": 8}, "PLACE": {"BLOCK_N": 4, "BLOCK_K": 32},
+        "PLACE_VECTOR": {"BLOCK_N": 8, "BLOCK_K": 1},
+    }  # fmt: skip
+    for name, blocks in tiles.items():
+        config = getattr(ffn_kernels, f"{name}_CONFIG")
+        assert blocks.keys() == config.kwargs.keys()
+        monkeypatch.setattr(ffn_kernels, f"{name}_CONFIG", triton.Config(config.kwargs | blocks, num_warps=1))
+    inputs = {"x": randn(6, 70), "w_up": randn(30, 70) / 8, "w_down": randn(30, 75) / 3, "b_up": randn(30)}
+    inputs |= {"w_gate": randn(30, 70) / 8} if gated else {}
+    rows = torch.tensor([3, 29, 0, 11, 12, 7, 28, 8, 17, 3, 20, 21, 22, 23, 24, 25, 4, 5, 6], device=runtime.DEVICE)
+    given = {"neurons": rows, "activation": "gelu_tanh"}
+    check.check_op(
+        functools.partial(kb.scatter_ffn, **given),
+        functools.partial(scatter_ffn_reference, **given),
+        inputs,
+        grads=tuple(inputs),
+    )

@@ -479,7 +479,8 @@ class Campaign:
             if row["verdict"] == "killed" and row["by"]:
                 self.kills[row["file"], row["name"].split(":")[0]][short(row["by"])] += 1
         decided = {k[:2] for k, row in self.results.items() if row["verdict"] in DECIDED}
-        tried = set() if args.again else self.results.keys()
+        explain(list(self.results.values()))
+        tried = {k for k, row in self.results.items() if not args.again or row["reason"]}  # what is explained stays so
         todo = [f for f in chosen(faults, args.each) if self.key(f) not in tried and self.key(f)[:2] not in decided]
         if args.elsewhere:
             seen = {k[:2] for k in self.results}
