@@ -101,12 +101,15 @@ _sets = itertools.count()  # tab sets of a page, so that each has ids of its own
 def tabs(parts: Mapping[str, object]) -> Any:
     """Figures, HTML or text under tabs, by their labels; the first is open. It needs no script, and prints one after another.
 
-    The markup is that of sphinx-design, whose style sheet every page of the book has.
+    A label that is a GPU's folder in ``book/results`` is shown as that GPU's name. The markup is that of sphinx-design, whose style sheet every page of the book has.
     """
     from IPython.display import HTML
 
+    from kernelbook import timing
+
     number, items = next(_sets), []
-    for i, (label, part) in enumerate(parts.items()):
+    for i, (given, part) in enumerate(parts.items()):
+        label = timing.gpu_name(given)
         name = f"kb-tab-{number}-{i}"
         checked = ' checked="checked"' if i == 0 else ""
         items.append(

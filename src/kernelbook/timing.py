@@ -11,6 +11,7 @@ Tables need the extra ``commands``; :func:`measure` and the ceilings do not.
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import datetime
 import hashlib
@@ -595,6 +596,15 @@ def recorded_gpus(*stems: str) -> list[str]:
     folders = {path.parent.name for stem in stems for path in results_dir().glob(f"*/{stem}.*")}
     first = [gpu for gpu in (BOOKS_GPU, runtime.device_slug()) if gpu in folders]
     return list(dict.fromkeys([*first, *sorted(folders)]))
+
+
+def gpu_name(folder: str) -> str:
+    """The name of the GPU whose rows are in ``folder`` of ``book/results``, as they have it; ``folder`` where it has none."""
+    path = results_dir() / folder / "ceilings.csv"
+    if not path.exists():
+        return folder
+    with path.open() as rows:
+        return next((row["gpu"] for row in csv.DictReader(rows)), folder)
 
 
 def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
