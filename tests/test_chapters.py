@@ -96,6 +96,15 @@ def test_long_names_break_behind_underscores_and_points() -> None:
     assert tool.with_breaks(body) == body.replace("torch.where_", "torch.<wbr>where_")
 
 
+def test_embedded_pictures_become_files(tmp_path: Path) -> None:
+    tool = program("pages")
+    text = '<img alt="a" src="data:image/png;base64,YWJj"><img src="b.png">'
+    moved = tool.with_files(text, tmp_path / "notebooks" / "page.html", tmp_path)
+    (file,) = (tmp_path / "_images").iterdir()
+    assert file.read_bytes() == b"abc"
+    assert moved == f'<img loading="lazy" alt="a" src="../_images/{file.name}"><img src="b.png">'
+
+
 def test_a_question_keeps_its_answer_folded(tmp_path: Path) -> None:
     (tmp_path / "conf.py").write_text("extensions = ['myst_parser', 'pages']\n")
     (tmp_path / "index.md").write_text("# A page\n\n```{question}\nWhat is $x$?\n\n---\nA letter.\n```\n")

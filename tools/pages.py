@@ -9,11 +9,14 @@
 - Long names may break after their underscores and points, and so nowhere else in a table's narrow columns.
 - Terms of the glossary carry their definition to the page on which they are used.
 - The search index holds the text and not the code of cells.
+- Pictures that outputs bring with them become files, so that a page with tabs is not as heavy as all its tabs.
 - Scripts that no page needs are left out: a notebook server's client, the search index on every page, and 1,500 kB of icons of which a dozen are used.
 """
 
 import ast
+import base64
 import difflib
+import hashlib
 import html
 import json
 import re
@@ -29,6 +32,7 @@ SHORT = 12  # lines of a kernel of which nothing folds
 SIMILAR = 0.45  # of two cells: below it, a kernel is another one and not the next step
 
 GLUED = re.compile(r"^plots\.glue\(.*\)\n?", re.MULTILINE)
+EMBEDDED = re.compile(r'<img ([^>]*)src="data:image/png;base64,([^"]+)"')
 INLINE_CODE = re.compile(r"(<code\b[^>]*>)(.*?)(?=</code>)", re.DOTALL)
 CELL, LABEL_WIDTH = 26, 92  # of a still picture, in its units
 
@@ -302,6 +306,20 @@ def _icons(scripts: Path, names: set[str]) -> str:
     return "\n".join(rules)
 
 
+def with_files(text: str, page: Path, out: Path) -> str:
+    """A page whose embedded pictures are files beside the others, which a browser loads when they are looked at."""
+
+    def moved(match: re.Match[str]) -> str:
+        data = base64.b64decode(match[2])
+        name = f"{hashlib.sha256(data).hexdigest()[:20]}.png"
+        (out / "_images").mkdir(exist_ok=True)
+        (out / "_images" / name).write_bytes(data)
+        root = "../" * (len(page.relative_to(out).parts) - 1)
+        return f'<img loading="lazy" {match[1]}src="{root}_images/{name}"'
+
+    return EMBEDDED.sub(moved, text)
+
+
 def _lighten(app: Any, exception: Exception | None) -> None:
     """Takes out of the built pages what they do not use."""
     if exception is not None or app.builder.format != "html":
@@ -318,6 +336,7 @@ def _lighten(app: Any, exception: Exception | None) -> None:
         parts = parts.replace(
             '<div role="list" class="citation-list">', '<div class="citation-list">'
         )  # its items are none
+        parts = with_files(parts, page, out)
         # A script sets the theme that a reader wants; without scripts code would have no colours.
         parts = parts.replace(
             '<html lang="en" data-content_root', '<html lang="en" data-theme="light" data-content_root'
