@@ -451,7 +451,7 @@
       pre.replaceChildren(...pieces);
     }
     // What scrolls has to be reachable by keyboard.
-    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output, .bd-article .formula")) {
+    for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output, .bd-article .sd-tab-content, .bd-article .formula")) {
       if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
     }
   }
