@@ -237,7 +237,7 @@ def generations() -> list[dict[str, str]]:
             "such as": properties.name,
             "shared memory of a program": f"{properties.shared_memory_per_program // 1024} KiB",
             "compiled in the tests": YES,
-            "figures recorded": ", ".join(here) or NO,
+            "figures recorded": ", ".join(timing.gpu_name(gpu) for gpu in here) or NO,
         })  # fmt: skip
     return lines
 
