@@ -3,6 +3,7 @@
 - ``*shape`` outside of code is Python's unpacking, and not the beginning of emphasis.
 - What follows ``Returns:`` is text. Napoleon would take all of it up to the first colon for a type.
 - ``x: (M, K). weight: (N, K).`` under ``Args:`` or ``Attributes:`` are two of them; Napoleon would see one.
+- ``num_experts: E.`` is described by a letter; alone with its point that would begin a list.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import inspect
 import re
 from typing import Any
 
+LETTER = re.compile(r"^(\s+\w+(?:, \w+)*: )(?=[A-Za-z]\.$)")
 UNPACKED = re.compile(r"(?<=[(, ])\*[a-z][\w.]*(\[[^\]]*\])?(?=[),])")
 SECTIONS = ("Args:", "Attributes:")
 
@@ -64,6 +66,7 @@ def _prepare(app: Any, what: str, name: str, obj: object, options: object, lines
         parts = re.split(r"(`+[^`]*`+)", line)  # every other one is code
         parts[::2] = [UNPACKED.sub(r"``\g<0>``", part) for part in parts[::2]]
         line = "".join(parts)
+        line = LETTER.sub(r"\1\\", line)
         lines[i] = re.sub(r"^(\s*)", r"\1: ", line) if i and lines[i - 1].strip() == "Returns:" else line
 
 
