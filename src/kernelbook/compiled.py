@@ -155,37 +155,32 @@ def compile_calls(
         CompileError: ``code`` raised, a kernel did not compile, or a stored report does not agree with the compiler; the
             message holds the other process's error.
     """
-    return compile_each(
-        [code],
-        targets,
-        using=using,
-        constants=constants,
-        asm=asm,
-        reports=reports,
-        recompile_every=recompile_every,
-        timeout_s=timeout_s,
-    )[0]
+    return _compile_codes([code], targets, using, constants or {}, asm, reports, recompile_every, timeout_s)[0]
 
 
 def compile_each(
     codes: Sequence[str],
-    targets: Sequence[str] = ("sm_90",),
+    targets: Sequence[str],
     *,
-    using: Sequence[Callable[..., Any]] = (),
-    constants: Mapping[str, Any] | None = None,
-    asm: Sequence[str] = (),
     reports: Path | None = None,
     recompile_every: int = 0,
     timeout_s: float = 900.0,
 ) -> list[list[CompiledKernel]]:
     """What :func:`compile_calls` returns, for each of several codes; they run one after the other in one process a target."""
+    return _compile_codes(codes, targets, (), {}, (), reports, recompile_every, timeout_s)
+
+
+def _compile_codes(
+    codes: Sequence[str], targets: Sequence[str], using: Sequence[Callable[..., Any]], constants: Mapping[str, Any],
+    asm: Sequence[str], reports: Path | None, recompile_every: int, timeout_s: float,
+) -> list[list[CompiledKernel]]:  # fmt: skip
     for target in targets:
         if target not in _GPU_TARGETS:
             raise ValueError(f"compile_calls: targets must be of {', '.join(_GPU_TARGETS)}, got {target!r}")
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
         if using:
-            Path(folder, "definitions.py").write_text(_definitions(using, constants or {}))
+            Path(folder, "definitions.py").write_text(_definitions(using, constants))
             names = ", ".join(function.__name__ for function in using)
             codes = [
                 f"import sys\n\nsys.path.insert(0, {folder!r})\nfrom definitions import {names}\n{c}" for c in codes
