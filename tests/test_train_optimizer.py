@@ -119,7 +119,9 @@ def test_rows_out_of_range_are_nobodys(device: torch.device) -> None:
     rows = (first[:, None] + torch.arange(CHUNK, device=device)).flatten()
     rate, counts = torch.ones(1, device=device), torch.ones(2, device=device)
     launch = optimizer._launch(0.9, 0.99, 1e-8, 0.1, CHUNK, True, False)
-    launch((len(first), 1), rows, torch.randn(len(rows), 24, device=device), *params, counts, rate, rate, 2 * CHUNK, 24, 6)
+    launch(
+        (len(first), 1), rows, torch.randn(len(rows), 24, device=device), *params, counts, rate, rate, 2 * CHUNK, 24, 6
+    )
     for param, old in zip(params, before, strict=True):
         assert torch.equal(param[CHUNK:], old[CHUNK:]) and not torch.equal(param[:CHUNK], old[:CHUNK])
 
