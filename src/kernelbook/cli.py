@@ -156,7 +156,7 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None, la
     The rows of a case are written before the next one is measured: a run that is stopped keeps what it has.
     """
     if not _can_measure():
-        print("bench: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
+        print("bench: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     folder = out / runtime.device_slug()
     code = 0
