@@ -141,7 +141,9 @@ def _tiles(**configs: triton.Config | ffn_kernels.Plan) -> Iterator[None]:
     autotune.forget()
 
 
-def _check_ffn(inputs: dict[str, torch.Tensor], rows: torch.Tensor, activation: str, grads: tuple[str, ...] = ()) -> None:
+def _check_ffn(
+    inputs: dict[str, torch.Tensor], rows: torch.Tensor, activation: str, grads: tuple[str, ...] = ()
+) -> None:
     given = {"neurons": rows, "activation": activation}
     check.check_op(
         functools.partial(kb.scatter_ffn, **given),
