@@ -167,7 +167,7 @@ def bench(
     ``room`` or ``models``; ``part`` (i, n) takes each n-th case; ``warm`` calls every provider once and records nothing.
     """
     if not _can_measure():
-        print("bench: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
+        print("bench: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     folder = out / runtime.device_slug()
     code = 0
