@@ -6,11 +6,13 @@ import kernelbook as kb
 import functools
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
 from tensors import randn
+from triton.runtime import interpreter
 
 from kernelbook import arguments, autotune, check, runtime
 from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
@@ -25,6 +27,7 @@ from kernelbook.nn import moe
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
+from kernelbook.sparse_linear import op as sparse_op
 from kernelbook.sparse_linear import sparse_dw_reference, sparse_dx_reference, sparse_forward_reference
 from kernelbook.train import kernels as train_kernels
 from kernelbook.train.chunks import Layout, knn_scores, knn_scores_reference, top_chunks, top_chunks_reference
@@ -83,6 +86,56 @@ def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.
             ),
             {"x": x, "weight": w, "bias": b},
         )
+
+
+def _whole(*shape: int) -> torch.Tensor:
+    """Whole numbers, so that all sums are exact, of more bits than float16 has."""
+    return torch.randint(-4, 5, shape, device=runtime.DEVICE).float() * 1025
+
+
+def _assert_exact(m: int, d_in: int, d_out: int, ids: list[int], chunk: int) -> None:
+    """All products of sparse_linear, to the last bit; what is inactive is full of NaN."""
+    x, w = _whole(m, d_in) / 1025, _whole(d_out, d_in) / 1025
+    dy, b = _whole(m, d_out), _whole(d_out)
+    given = {"active_chunks": torch.tensor(ids, device=x.device), "chunk_size": chunk}
+    unlisted = ~torch.isin(torch.arange(d_out, device=x.device) // chunk, given["active_chunks"])
+    clean = [t.double() for t in (x, w, dy, b)]
+    w[unlisted], dy[:, unlisted], b[unlisted] = float("nan"), float("nan"), float("nan")
+    for compact in (False, True):
+        found = *kb.sparse_backward(x, w, dy, compact=compact, **given), kb.sparse_forward(x, w, b, compact=compact, **given)
+        x64, w64, dy64, b64 = clean
+        exact = (
+            *sparse_dw_reference(x64, dy64, compact=compact, **given), sparse_dx_reference(dy64, w64, **given),
+            sparse_forward_reference(x64, w64, b64, compact=compact, **given),
+        )  # fmt: skip
+        for name, ours, true in zip(("dw", "db", "dx", "y"), found, exact, strict=True):
+            assert torch.equal(ours.double(), true), (name, compact)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "side", "boxes"), ((20, 16, False), (64, 128, True), (128, 128, True)), ids=("", "two boxes", "half a chunk")
+)
+def test_sparse_linear_to_the_last_bit(chunk: int, side: int, boxes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of several boxes, the last of them with one that does not exist; fewer pieces of zeros than tiles."""
+    blocks = {"BLOCK_R": side, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}
+    plan = sparse_kernels.Plan(triton.Config(blocks, num_warps=4, num_stages=1), 1, boxes)
+    monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
+    monkeypatch.setattr(sparse_kernels, "plan_forward", lambda *_: sparse_kernels.Plan(plan.config))
+    monkeypatch.setattr(sparse_op, "_strategy", lambda *_, **__: "tiles")  # in float32, which no GPU does
+    _assert_exact(34, 24, 4 * chunk - 8, [3, 0, 2], chunk)
+
+
+def test_packed_chunks_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs for a few rows and a few columns each; a chunk is no power of two."""
+    config = triton.Config({"BLOCK_M": 4, "BLOCK_N": 16, "ROWS": 8}, num_warps=4)
+    launches = sparse_op._pack_launch, sparse_op._place_launch
+    for launch in launches:
+        launch.cache_clear()
+    monkeypatch.setattr(sparse_kernels, "PACK_CONFIG", config)
+    monkeypatch.setattr(sparse_kernels, "PLACE_BLOCK_M", 16)
+    _assert_exact(22, 24, 4 * 20 - 8, [3, 0, 2], 20)
+    for launch in launches:
+        launch.cache_clear()
 
 
 def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +199,7 @@ def test_scatter_ffn(way: str, shares: int, gated: bool, monkeypatch: pytest.Mon
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", (50, 70))
-@pytest.mark.parametrize("window", (None, 1, 21))
-@pytest.mark.parametrize("causal", (False, True))
-def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if window and not causal:
-        pytest.skip("a window asks for an order")
+def _small_attention_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention_kernels,
         "config",
@@ -159,6 +207,29 @@ def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest
             {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": attention_kernels.block_d(d)}, num_warps=4, num_stages=1
         ),
     )
+
+
+@pytest.mark.parametrize(("n", "s", "window"), ((50, 110, 30), (50, 70, 45)))
+def test_attention_to_keys_before_the_queries(n: int, s: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More keys before the first query than a window has, and fewer: which tiles of queries see all keys of a tile."""
+    _small_attention_tiles(monkeypatch)
+    monkeypatch.setattr(attention_kernels, "section", lambda *_: 2)
+    given = {"causal": True, "window": window}
+    check.check_op(
+        functools.partial(kb.flash_attention, **given),
+        functools.partial(flash_attention_reference, **given),
+        {"q": randn(1, 2, n, 24), "k": randn(1, 1, s, 24), "v": randn(1, 1, s, 24)},
+        grads=("q", "k", "v"),
+    )
+
+
+@pytest.mark.parametrize("n", (50, 70))
+@pytest.mark.parametrize("window", (None, 1, 21))
+@pytest.mark.parametrize("causal", (False, True))
+def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if window and not causal:
+        pytest.skip("a window asks for an order")
+    _small_attention_tiles(monkeypatch)
     s = 70
     lengths = torch.tensor([70, 33, 0], device=runtime.DEVICE)
     q, k, v = randn(3, 4, n, 24), randn(3, 2, s, 24), randn(3, 2, s, 24)
@@ -199,6 +270,61 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
         inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
         check.check_op(kb.paged_attention, paged_attention_reference, inputs)
     op._decode_plan.cache_clear()
+
+
+def _among_nan(tensor: torch.Tensor, rows: int = 0) -> torch.Tensor:
+    """The tensor with NaN behind its last column, of which the kernels' tiles have more, and behind its rows."""
+    *outer, n, d = tensor.shape
+    whole = torch.full((*outer, n + rows, 32), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    whole[..., :n, :d] = tensor
+    return whole[..., :n, :d]
+
+
+@pytest.mark.parametrize(
+    ("block_n", "splits", "merged"), ((16, 1, 1), (64, 1, 1), (16, 3, 1), (16, 5, 2))
+)  # fmt: skip
+@pytest.mark.parametrize("listed", (2, 128))
+def test_decoding_among_nan(
+    listed: int, block_n: int, splits: int, merged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns that do not fill a tile, a share of one key; shares merged two at a time; pages listed two at a time.
+
+    A table may name any pages: numbers that are no page's count as keys that are not there, in 64 bits.
+    """
+    blocks = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_D": 32, "PIECES": 1, "Q_LATE": False, "STAGES": 1}
+    plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
+    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
+    monkeypatch.setattr(decode_kernels, "_merged_at_a_time", lambda *_: merged)
+    monkeypatch.setattr(decode_kernels, "MAX_LISTED", listed)
+    q = _among_nan(randn(3, 4, 3, 24))
+    lengths = torch.tensor([81, 33, 0], device=q.device)
+    if listed == 2:
+        k, v = (_among_nan(randn(3, 2, 81, 24), 16) for _ in range(2))
+        given = {"causal": True, "lengths": lengths}
+        ours, reference, inputs = kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v}
+        check.check_op(functools.partial(ours, **given), functools.partial(reference, **given), inputs)
+    pages = [_among_nan(randn(20, 2, 16, 24)) for _ in range(2)]
+    table = torch.randperm(20, device=q.device)[:18].view(3, 6)
+    table[0, 1], table[0, 3], table[1, 1], table[1, 2] = 20, -(2**32) + 1, -3, 2**32 + 1
+    inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
+    check.check_op(kb.paged_attention, paged_attention_reference, inputs)
+
+
+def test_no_share_of_nothing_is_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an integer divided by zero is, no GPU says."""
+    blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 16, "PIECES": 1, "Q_LATE": False, "STAGES": 1}
+    plan = triton.Config(blocks, num_warps=4, num_stages=1), 3
+    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
+    lengths = torch.tensor([40, 0], device=runtime.DEVICE)
+    divide = interpreter.interpreter_builder.create_idiv
+
+    def checked(lhs: object, rhs: object) -> object:
+        assert np.all(rhs.data != 0)
+        return divide(lhs, rhs)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_sdiv", checked)
+    o = kb.flash_attention(randn(2, 2, 1, 16), randn(2, 2, 40, 16), randn(2, 2, 40, 16), lengths=lengths)
+    assert o[0].any() and not o[1].any()
 
 
 # --- moe_lora and modules -------------------------------------------------------------------------------------------
@@ -282,19 +408,19 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     moe._swiglu_launch.cache_clear()
     h = randn(5, 74)
     check.check_op(moe._swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
-    cos, sin = randn(2, 3, 12), randn(1, 3, 12).expand(2, -1, -1)
-
     def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         halves = torch.cat([-x[..., 6:], x[..., :6]], -1)
         return x * cos[:, None].to(x.dtype) + halves * sin[:, None].to(x.dtype)
 
     q, k = randn(2, 3, 9, 12).transpose(1, 2), randn(2, 5, 3, 14)[..., 1:-1]
-    check.check_op(
-        lambda q, k: rotary.rotate(q, k, cos, sin),
-        lambda q, k: (turned(q, cos, sin), turned(k, cos, sin)),
-        {"q": q, "k": k},
-        grads=("q", "k"),
-    )
+    shared, own = randn(1, 3, 12).expand(2, -1, -1), randn(2, 3, 12)
+    for cos, sin in ((own, shared), (shared, own)):
+        check.check_op(
+            functools.partial(rotary.rotate, cos=cos, sin=sin),
+            lambda q, k, cos=cos, sin=sin: (turned(q, cos, sin), turned(k, cos, sin)),
+            {"q": q, "k": k},
+            grads=("q", "k"),
+        )
     moe._swiglu_launch.cache_clear()
 
 
@@ -342,10 +468,11 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_neighbours_in_the_first_steps() -> None:
-    """Step 0 was lately, and never is not, though -1 is no further away."""
+    """Step 0 was lately, and never is not, though -1 is no further away; a neighbour in the same place; nobody but step 0."""
     layout = Layout((9, 3), (2, 1))
     features, norms = randn(4, 12), torch.rand(12, device=runtime.DEVICE) + 0.1
-    seen = torch.tensor([0, -1, 2, 0, -1, 3, -1, 0, 1, -1, -1, -1], dtype=torch.int32, device=norms.device)
+    features[:, 1] = features[:, 2]
+    seen = torch.tensor([0, -1, 2, 0, -1, 3, -1, 0, 1, 0, -1, -1], dtype=torch.int32, device=norms.device)
     for step, window in ((3, 9), (3, 2)):
         now = torch.tensor([step], dtype=torch.int32, device=norms.device)
         found = knn_scores(features, norms, seen, now, layout.starts(), longest=9, window=window, k=2)
@@ -386,7 +513,7 @@ def test_columns_above_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         predictor.b.copy_(randn(70, 4))
         scores = predictor.scores(x)
-        for threshold in (float(scores.amax(0).sort().values[50]), 1e9, -1e9):
+        for threshold in (*scores.amax(0).sort().values[46:54].tolist(), 1e9, -1e9):
             predictor.threshold.fill_(threshold)
             best = (scores > threshold).any(0).nonzero().flatten()[:25]
             found = predictor(x)
