@@ -247,7 +247,7 @@ def test_decoding_among_nan(
     monkeypatch.setattr(decode_kernels, "_merged_at_a_time", lambda *_: merged)
     monkeypatch.setattr(decode_kernels, "MAX_LISTED", listed)
     q = _among_nan(randn(3, 4, n, 24))
-    lengths = torch.tensor([81, 33, 0], device=q.device)
+    lengths = torch.tensor([0, 33, 81], device=q.device)
     if listed == 2:
         k, v = (_among_nan(randn(3, 2, 81, 24), 16) for _ in range(2))
         given = {"causal": True, "lengths": lengths}
@@ -258,9 +258,9 @@ def test_decoding_among_nan(
         )
     pages = [_among_nan(randn(20, 2, page, 24)) for _ in range(2)]
     table = torch.randperm(20, device=q.device)[: 3 * (96 // page)].view(3, -1)
-    table[0, 1], table[1, 1] = 20, -(2**32) + 1
+    table[1, 0], table[2, 0] = 20, -(2**32) + 1
     if page == 16:
-        table[0, 3], table[1, 2] = -3, 2**32 + 1
+        table[1, 2], table[2, 2] = -3, 2**32 + 1
     inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
     check.check_op(kb.paged_attention, paged_attention_reference, inputs)
 
