@@ -106,6 +106,16 @@ def _in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield from _small_tiles(monkeypatch, forward, triton.Config(tiles, num_warps=4))
 
 
+@pytest.mark.usefixtures("_looped")
+def test_the_mean_of_each_tile_is_corrected() -> None:
+    """Two tiles of 64 columns a row, each of which has the whole number in its middle for a mean, and a sum that is rounded."""
+    off = torch.randint(1, 16, (120, 32)).to(torch.float64)
+    off = torch.cat([off, -off], 1)[:, torch.randperm(64)].view(60, 128)
+    x = (2.0**23 + torch.arange(60)[:, None] + off).to(runtime.DEVICE, torch.float32)
+    truth = F.layer_norm(x.to(torch.float64), (128,))
+    check.compare("out", kb.layer_norm(x), truth, truth.float()).require()
+
+
 @pytest.mark.parametrize("residual", (False, True))
 @pytest.mark.usefixtures("_in_tiles")
 def test_rows_in_several_tiles(residual: bool) -> None:
