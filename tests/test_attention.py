@@ -277,6 +277,39 @@ def test_very_large_scores(dtype: torch.dtype, causal: bool) -> None:
     assert all(bool(torch.isfinite(g).all()) for g in grads)
 
 
+@pytest.mark.parametrize("n", (5, 40))
+def test_scores_far_below_zero(n: int) -> None:
+    """All of them: what is kept of a query's sum is far below zero too, and a key that is not there has a score of zero."""
+    q, k, v = _qkv(2, 2, 1, n, 21, 16)
+    q, k = q.abs() + 20, k / 8 - 20
+    for causal, lengths in ((False, None), (True, None), (False, torch.tensor([21, 5], device=q.device))):
+        given: dict[str, Any] = {"causal": causal, "lengths": lengths}
+        check.check_op(
+            functools.partial(kb.flash_attention, **given),
+            functools.partial(flash_attention_reference, **given),
+            {"q": q, "k": k, "v": v},
+            grads=("q", "k", "v"),
+        )
+
+
+@pytest.mark.parametrize("n", (5, 40))  # few queries have a kernel of their own
+@pytest.mark.parametrize("causal", (False, True))
+def test_what_the_backward_pass_is_given(causal: bool, n: int) -> None:
+    """The logarithm of each query's sum, and infinity where a query sees no key."""
+    q, k, v = _qkv(3, 4, 2, n, 30, 16)
+    lengths = torch.tensor([30, 3, 0], device=q.device)
+    o, lse = torch.ops.kernelbook.flash_attention(q, k, v, causal, 0.25, lengths, None)
+    keys, queries = torch.arange(30, device=q.device), torch.arange(n, device=q.device)
+    seen = (keys < lengths[:, None, None]).expand(3, n, 30)
+    if causal:
+        seen = seen & (keys <= (queries[None, :] + lengths[:, None] - n)[..., None])
+    scores = 0.25 * q.double() @ k.double().repeat_interleave(2, 1).mT
+    expected = torch.logsumexp(scores.masked_fill(~seen[:, None], -float("inf")), -1) / math.log(2)
+    nothing = ~seen.any(-1)[:, None].expand(expected.shape)
+    assert nothing.any() and torch.equal(lse == float("inf"), nothing) and not o[nothing].any()
+    torch.testing.assert_close(lse[~nothing].double(), expected[~nothing], rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("sign", (1, -1))
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=label)
 def test_extreme_scales(dtype: torch.dtype, sign: int) -> None:

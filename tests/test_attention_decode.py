@@ -208,13 +208,13 @@ def test_pages_are_the_contiguous_keys_bit_for_bit(dtype: torch.dtype, split_int
 
 
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=label)
-@pytest.mark.parametrize("n", (1, 5))
+@pytest.mark.parametrize("n", (1, 5, 7))  # of seven, two programs a sequence
 def test_append(n: int, dtype: torch.dtype) -> None:
     """Over the border of a page, without room, and into pages that are not there."""
     k, v = (randn(4, 3, n, 20, dtype=dtype) for _ in range(2))
     ours = [randn(8, 3, 16, 20, dtype=dtype) for _ in range(2)]
     theirs = [t.clone() for t in ours]
-    table = _integers([0, 1], [2, 99], [-1, 3], [4, 5])
+    table = _integers([0, 1], [2, 8], [-1, 3], [4, 5])
     lengths = _integers(14, 15, 3, 29)
     assert kb.append_to_pages(k, v, ours[0], ours[1], table, lengths) is None
     append_to_pages_reference(k, v, theirs[0], theirs[1], table, lengths)

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from kernelbook import runtime
 from kernelbook.attention.kernels import _dot as attention_dot
-from kernelbook.attention.kernels import _length, _place, _visible
+from kernelbook.attention.kernels import _flash_attention_bwd_delta_kernel, _length, _place, _visible
 from kernelbook.moe_lora.kernels import _dot as moe_dot
-from kernelbook.packed.kernels import load_tile
+from kernelbook.packed.kernels import bits, halves, in_two, load_tile, table
 from kernelbook.tiles import grouped
 
 
@@ -124,6 +124,24 @@ def test_all_keys_are_visible_without_an_order() -> None:
     assert found.tolist() == [[0, 0, 28, 29]] * 2
 
 
+@pytest.mark.parametrize(("n", "n_padded"), ((20, 32), (32, 64), (7, 9)))
+def test_logarithms_are_padded_for_descriptors(n: int, n_padded: int) -> None:
+    """As Hopper's kernels want them: infinite beyond the last query, where delta is zero; nothing beyond the padding."""
+    o, do = torch.randn(2, 2, 3, n, 24, device=runtime.DEVICE)
+    lse = torch.randn(2, 3, n, device=o.device)
+    delta, padded = (torch.full((2 * 3 * n_padded + 64,), 7.0, device=o.device) for _ in range(2))
+    blocks = -(-n_padded // 16)
+    _flash_attention_bwd_delta_kernel[(blocks * 6,)](
+        o, *o.stride(), do, *do.stride(), lse, delta, padded, 3, n, n_padded,
+        D=24, ACC=tl.float32, PADDED=True, BLOCK_M=16, BLOCK_D=32,
+    )  # fmt: skip
+    beyond = n_padded - n
+    for found, expected, rest in ((padded, lse, float("inf")), (delta, (o * do).sum(-1), 0.0)):
+        expected = torch.nn.functional.pad(expected, (0, beyond), value=rest)
+        torch.testing.assert_close(found[:-64].view(2, 3, n_padded), expected)
+        assert (found[-64:] == 7).all()
+
+
 @triton.jit(do_not_specialize=["matrix", "row0", "col0"])  # a one would be a constant, which has no type
 def _tile_kernel(
     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, out_ptr,
@@ -152,6 +170,57 @@ def test_a_packed_tile_is_what_dequantizing_gives(block: int, double: bool) -> N
             ROWS=16, COLS=64, BLOCK_SIZE=block, SCALE="nested" if double else "float32",
         )  # fmt: skip
         assert torch.equal(out, dense[matrix, row0 : row0 + 16, col0 : col0 + 64]), (matrix, row0, col0)
+
+
+def test_no_scale_is_read_beyond_the_last() -> None:
+    """Blocks behind the last row of a tile would have a scale of scales of their own, which does not exist."""
+    q = kb.nf4_quantize(torch.randn(2, 63, 64, device=runtime.DEVICE), block_size=32, double_quant=True)
+    assert q.nested_absmax.numel() == 1 and q.absmax.numel() == 252
+    dense = torch.nn.functional.pad(kb.nf4_dequantize(q, dtype=torch.float32), (0, 0, 0, 64))
+    out = torch.empty(64, 64, device=dense.device)
+    _tile_kernel[(1,)](
+        q.packed, q.absmax, q.nested_absmax, q.nested_code, q.nested_offset, q.code, out, 1, 32, 0, 63, 64,
+        ROWS=64, COLS=64, BLOCK_SIZE=32, SCALE="nested",
+    )  # fmt: skip
+    assert torch.equal(out, dense[1, 32:96])
+
+
+@triton.jit
+def _bytes_kernel(code_ptr, out_ptr, dtype: tl.constexpr):
+    words = table(code_ptr, dtype)
+    for i in tl.static_range(8):
+        tl.store(out_ptr + i, words[i])
+
+
+@triton.jit
+def _halves_kernel(scale_ptr, out_ptr, parts_ptr, dtype: tl.constexpr, COUNT: tl.constexpr):
+    offs = tl.arange(0, COUNT)
+    first, second = in_two(tl.load(scale_ptr + offs), dtype)
+    places = out_ptr + 2 * offs[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(places, halves(first, dtype).to(tl.float32))
+    tl.store(places + 2 * COUNT, halves(second, dtype).to(tl.float32))
+    tl.store(parts_ptr + offs, bits(tl.load(scale_ptr + offs).to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_a_table_in_registers_and_a_scale_in_two_numbers(dtype: torch.dtype) -> None:
+    """What a word is looked up in on NVIDIA's GPUs: low bytes, then high ones. And a scale that keeps its digits."""
+    known = tl.float16 if dtype == torch.float16 else tl.bfloat16
+    code = torch.randn(16, device=runtime.DEVICE).to(dtype)
+    words = _integers(8)
+    _bytes_kernel[(1,)](code.float(), words, dtype=known)
+    low, high = words.view(torch.uint8).view(2, 16).to(torch.int32)
+    assert torch.equal((low | high << 8).to(torch.int16).view(dtype), code)
+    # The interpreter cuts bfloat16 off, and compares its bits, of which NaN has the same as itself.
+    rest_of = (1e6, 1.0) if dtype == torch.bfloat16 else (float("inf"), float("nan"))
+    scale = torch.tensor([0.3, -7.1, 0.0, 6e4, -0.001, 1.0, *rest_of], device=code.device)
+    found, stored = torch.empty(2, 8, 2, device=code.device), _integers(8)
+    _halves_kernel[(1,)](scale, found, stored, dtype=known, COUNT=8)
+    first, second = found.unbind()
+    assert torch.equal(second[:, 0], second[:, 1]) and (second[:6].abs() <= scale[:6, None].abs() / 64).all()
+    for half in (0, 1):
+        torch.testing.assert_close(first[:, half] + second[:, half], scale, rtol=2.0**-13, atol=1e-7, equal_nan=True)
+    assert torch.equal(stored[:6], first[:6, 0].to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF)
 
 
 @triton.jit

@@ -6,11 +6,13 @@ import kernelbook as kb
 import functools
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
 from tensors import randn
+from triton.runtime import interpreter
 
 from kernelbook import arguments, autotune, check, runtime
 from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
@@ -197,12 +199,7 @@ def test_scatter_ffn(way: str, shares: int, gated: bool, monkeypatch: pytest.Mon
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", (50, 70))
-@pytest.mark.parametrize("window", (None, 1, 21))
-@pytest.mark.parametrize("causal", (False, True))
-def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if window and not causal:
-        pytest.skip("a window asks for an order")
+def _small_attention_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention_kernels,
         "config",
@@ -210,6 +207,29 @@ def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest
             {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": attention_kernels.block_d(d)}, num_warps=4, num_stages=1
         ),
     )
+
+
+@pytest.mark.parametrize(("n", "s", "window"), ((50, 110, 30), (50, 70, 45)))
+def test_attention_to_keys_before_the_queries(n: int, s: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More keys before the first query than a window has, and fewer: which tiles of queries see all keys of a tile."""
+    _small_attention_tiles(monkeypatch)
+    monkeypatch.setattr(attention_kernels, "section", lambda *_: 2)
+    given = {"causal": True, "window": window}
+    check.check_op(
+        functools.partial(kb.flash_attention, **given),
+        functools.partial(flash_attention_reference, **given),
+        {"q": randn(1, 2, n, 24), "k": randn(1, 1, s, 24), "v": randn(1, 1, s, 24)},
+        grads=("q", "k", "v"),
+    )
+
+
+@pytest.mark.parametrize("n", (50, 70))
+@pytest.mark.parametrize("window", (None, 1, 21))
+@pytest.mark.parametrize("causal", (False, True))
+def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if window and not causal:
+        pytest.skip("a window asks for an order")
+    _small_attention_tiles(monkeypatch)
     s = 70
     lengths = torch.tensor([70, 33, 0], device=runtime.DEVICE)
     q, k, v = randn(3, 4, n, 24), randn(3, 2, s, 24), randn(3, 2, s, 24)
@@ -250,6 +270,61 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
         inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
         check.check_op(kb.paged_attention, paged_attention_reference, inputs)
     op._decode_plan.cache_clear()
+
+
+def _among_nan(tensor: torch.Tensor, rows: int = 0) -> torch.Tensor:
+    """The tensor with NaN behind its last column, of which the kernels' tiles have more, and behind its rows."""
+    *outer, n, d = tensor.shape
+    whole = torch.full((*outer, n + rows, 32), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    whole[..., :n, :d] = tensor
+    return whole[..., :n, :d]
+
+
+@pytest.mark.parametrize(
+    ("block_n", "splits", "merged"), ((16, 1, 1), (64, 1, 1), (16, 3, 1), (16, 5, 2))
+)  # fmt: skip
+@pytest.mark.parametrize("listed", (2, 128))
+def test_decoding_among_nan(
+    listed: int, block_n: int, splits: int, merged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns that do not fill a tile, a share of one key; shares merged two at a time; pages listed two at a time.
+
+    A table may name any pages: numbers that are no page's count as keys that are not there, in 64 bits.
+    """
+    blocks = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_D": 32, "PIECES": 1, "Q_LATE": False, "STAGES": 1}
+    plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
+    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
+    monkeypatch.setattr(decode_kernels, "_merged_at_a_time", lambda *_: merged)
+    monkeypatch.setattr(decode_kernels, "MAX_LISTED", listed)
+    q = _among_nan(randn(3, 4, 3, 24))
+    lengths = torch.tensor([81, 33, 0], device=q.device)
+    if listed == 2:
+        k, v = (_among_nan(randn(3, 2, 81, 24), 16) for _ in range(2))
+        given = {"causal": True, "lengths": lengths}
+        ours, reference, inputs = kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v}
+        check.check_op(functools.partial(ours, **given), functools.partial(reference, **given), inputs)
+    pages = [_among_nan(randn(20, 2, 16, 24)) for _ in range(2)]
+    table = torch.randperm(20, device=q.device)[:18].view(3, 6)
+    table[0, 1], table[0, 3], table[1, 1], table[1, 2] = 20, -(2**32) + 1, -3, 2**32 + 1
+    inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
+    check.check_op(kb.paged_attention, paged_attention_reference, inputs)
+
+
+def test_no_share_of_nothing_is_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an integer divided by zero is, no GPU says."""
+    blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 16, "PIECES": 1, "Q_LATE": False, "STAGES": 1}
+    plan = triton.Config(blocks, num_warps=4, num_stages=1), 3
+    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
+    lengths = torch.tensor([40, 0], device=runtime.DEVICE)
+    divide = interpreter.interpreter_builder.create_idiv
+
+    def checked(lhs: object, rhs: object) -> object:
+        assert np.all(rhs.data != 0)
+        return divide(lhs, rhs)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_sdiv", checked)
+    o = kb.flash_attention(randn(2, 2, 1, 16), randn(2, 2, 40, 16), randn(2, 2, 40, 16), lengths=lengths)
+    assert o[0].any() and not o[1].any()
 
 
 # --- moe_lora and modules -------------------------------------------------------------------------------------------

@@ -102,8 +102,10 @@ def test_one_expert(cols: int, double: bool) -> None:
 
 
 def test_lengths() -> None:
-    q, k, v = (randn(4, 2, n, 16) for n in (9, 20, 20))
-    lengths, clamped = (torch.tensor(listed, device=q.device) for listed in ([-5, 99, 2**40, 7], [0, 20, 20, 7]))
+    q, k, v = (randn(5, 1, n, 16) for n in (9, 20, 20))
+    lengths, clamped = (
+        torch.tensor(listed, device=q.device) for listed in ([-5, 99, 2**40, 7, 7 - 2**40], [0, 20, 20, 7, 0])
+    )
     for causal in (False, True):
         leaves = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
         out = [
