@@ -27,8 +27,10 @@ import ranks_in_one_process as ranks
 
 from kernelbook import nn, runtime, train
 from kernelbook.attention import op as attention_op
+from kernelbook.distributed import exchange
 from kernelbook.interop import rotary
 from kernelbook.launching import Launch
+from kernelbook.moe_lora import lora_gradients
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.train import chunks, sparse_inference
 
@@ -190,8 +192,15 @@ def moe_lora() -> Iterator[tuple[str, Call]]:
                 lambda x, w, routing=routing: kb.scatter2scatter(x, w, routing, grouped_out=True), *inputs[:2]
             ),
         )
+        x, dy = inputs[0].detach(), rand(tokens * slots, n, dtype=dtype)
+        factors = [t.detach() for t in inputs[2:]]
+        yield (
+            f"lora_gradients {name}",
+            lambda x=x, dy=dy, factors=factors, routing=routing: lora_gradients(x, dy, *factors, routing),
+        )
         if dtype == BF16:
             q = kb.nf4_quantize(rand(experts, n, k))
+            yield f"scatter2scatter, packed {name}", lambda x=x, q=q, routing=routing: kb.scatter2scatter(x, q, routing)
             gates = torch.rand(ids.shape, device=ids.device)
             yield (
                 f"moe_lora, packed {name}",
@@ -294,6 +303,9 @@ def modules() -> Iterator[tuple[str, Call]]:
     xs, grads = ([rand(5, 300, dtype=torch.float32) for _ in range(3)] for _ in range(2))
     gates = [rand(5, 3, dtype=torch.float32) for _ in range(3)]
     local = [torch.rand(5, 7, device=device).argsort(1)[:, :3].to(torch.int32) for _ in range(3)]
+    message = exchange._Message.empty(20, xs[0], gates[0])
+    message.whole.zero_()
+    yield "ids and weights of one rank of three", lambda: exchange._own(message, 3, 3, 7)
     for passed in (ranks.by_messages, ranks.by_windows):
         yield (
             f"three ranks {passed.__name__.replace('_', ' ')}",

@@ -18,6 +18,7 @@ same. ``reasons.csv`` says of survivors which are none, as they leave what the k
 
 import argparse
 import ast
+import contextlib
 import csv
 import ctypes
 import gc
@@ -63,7 +64,7 @@ REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
-WRITTEN = ("kernels", "helpers", "unchecked", "tiles", "gpu")  # for faults: tests/test_evidence_NAME.py
+WRITTEN = ("kernels", "helpers", "rows", "unchecked", "tiles", "gpu")  # for faults: tests/test_evidence_NAME.py
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 COMPILING = 2.0  # seconds, about, of a kernel in Gluon
 UNSURE = ("out of memory", "No space left", "unknown error")  # what a test says where others have filled the machine
@@ -544,12 +545,13 @@ class Campaign:
         gc.freeze()
         gpus = []
         if self.args.where == "gpu":
-            from triton.backends.nvidia.compiler import get_ptxas_version
-            from triton.runtime.cache import triton_key
-
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-            triton_key(), get_ptxas_version(90)  # children would each find out what they are
+            with contextlib.suppress(ImportError):  # children would each find out what these are
+                from triton.backends.nvidia.compiler import get_ptxas_version
+                from triton.runtime.cache import triton_key
+
+                triton_key(), get_ptxas_version(90)
         workers = Workers(self.args.processes, self.folder, items, self.watcher, gpus)
         digests_now = {file: file_digest(file) for files, _ in ROOMS.values() for file in files}
         tests, slow = {}, set()
