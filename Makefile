@@ -10,7 +10,7 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test test-pages lint serve bench tune compiled evidence hub test-gpu test-oldest test-next clean lock
+.PHONY: book test test-pages lint serve bench measure tune compiled evidence hub test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -37,6 +37,11 @@ serve:
 # make bench ROOM=layer_norm; without ROOM, every room. Needs a GPU.
 bench: $(ENVIRONMENT)
 	$(PY) -m kernelbook bench $(or $(ROOM),--all)
+
+# The whole book on all GPUs of this machine: make measure SECONDS=3600, again until nothing is left; then make measure MERGE=1.
+MEASURE := _build/measure
+measure: $(ENVIRONMENT)
+	$(PY) tools/measure.py $(if $(MERGE),--merge $(MEASURE),--out $(MEASURE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only '$(ONLY)'))
 
 # make tune ROOM=layer_norm; without ROOM, every room. Needs a GPU.
 tune: $(ENVIRONMENT)

@@ -1,0 +1,378 @@
+"""Measures the whole book on the GPUs of one machine, and takes what it brought into book/results.
+
+usage: python tools/measure.py --seconds S --out DIR [--only REGEX] [--gpus 0,1] [--list]
+       python tools/measure.py --merge DIR [--dry]
+
+First every kernel is compiled by as many processes as there are cores; then jobs that measure, one a GPU and nothing beside
+them; then what takes no time, beside each other. A job has a folder in DIR, with its log and its rows, which are written case
+by case: whatever is stopped at the end of the time keeps what it has. The same command with the same DIR goes on, on another
+machine too: what is done, or has rows of the present sources, is not measured again. DIR/cache need not be carried there.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import measure_job
+import pandas as pd
+import record_chapters as chapters
+import torch
+
+import kernelbook
+from kernelbook import cli, timing
+from kernelbook.interop import bench_whole_model
+from kernelbook.train import same_loss, sparse_inference
+
+ROOT = Path(__file__).resolve().parent.parent
+WARM, QUIET, LOUD, LAST = range(4)  # phases; each waits for the one before
+PHASES = ("warm", "quiet", "loud", "last")
+WARM_SHARE = 0.4  # of the time
+STOP_SECONDS = 4  # to stop what runs at the end
+LONGEST = 3600  # what a job is told that it has, where there is no end
+HEALTHY = 0.8  # of the best GPU's ceilings
+START_SECONDS, CASE_SECONDS, JOB_SECONDS = 15, 2, 60  # of a process, a case, a job: they decide the order and the parts
+CEILINGS = ("copy_gbs", "bf16_tflops")
+
+
+@dataclasses.dataclass
+class Job:
+    """One process. ``command``: after the job's folder; ``{seconds}`` in it is what is left."""
+
+    name: str
+    command: tuple[str, ...]
+    version: str
+    phase: int = QUIET
+    seconds: float = JOB_SECONDS
+    least: float = 2 * START_SECONDS  # without so much time it brings nothing
+    cores: int = 1
+    every_gpu: bool = False
+    needs: str = ""
+    replaces: bool = False  # its tables are replaced whole
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:8]
+
+
+def words(*arguments: object) -> tuple[str, ...]:
+    """The command of a job of measure_job.py."""
+    return (sys.executable, str(ROOT / "tools" / "measure_job.py"), "{out}", *map(str, arguments))
+
+
+def plan(out: Path) -> list[Job]:
+    """All jobs."""
+    sources = digest(*(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))))
+    script, what = ROOT / "tools" / "evidence" / "record.py", "fuzz warm repeats largest handshake sanitizers"
+    command = (sys.executable, str(script), "--only", *what.split(), "--seconds", "{seconds}", "--out", "{out}")
+    evidence = Job("evidence", command, sources, LAST, least=2 * JOB_SECONDS, cores=cores(), every_gpu=True)
+    return [*_rooms(out), *_whole_models(), *_chapters(sources), *_training(), evidence]
+
+
+def _rooms(out: Path) -> Iterator[Job]:
+    for room in [*cli.rooms(), *cli.modules_measured()]:
+        version = measure_job.package_of(room)
+        for which in ("room", "models"):
+            ranks = collections.Counter(measure_job.searched(room, case) for case in measure_job.listed(room, which))
+            for rank, count in ranks.items():
+                name = "-".join(filter(None, [room, which if which == "models" else "", rank]))
+                # What a peer's search found is kept under a key without the rank: a cache each.
+                env = {"TRITON_CACHE_DIR": str(out / "cache" / f"triton-{room}-{rank}")} if rank else {}
+                n = count if rank else math.ceil(count / 12)
+                for i, share in itertools.product(range(n), ("0/2", "1/2") if rank else ("0/1",)):
+                    command = words("warm", room, which, f"{i}/{n}", rank, share)
+                    yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, env=env)
+                env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if rank else {}
+                n = math.ceil(count * CASE_SECONDS / JOB_SECONDS)
+                for i in range(n):
+                    command, seconds = words("cases", room, which, f"{i}/{n}", rank), count * CASE_SECONDS / n
+                    yield Job(f"{name}-{i}", command, version, seconds=START_SECONDS + seconds, env=env)
+        if hasattr(cli._bench_of(room), "extras"):
+            yield Job(f"extras-{room}", words("extras", room), version, replaces=True)
+
+
+def _whole_models() -> Iterator[Job]:
+    version = timing.package_version(*bench_whole_model.SOURCES)
+    for name, count in collections.Counter(map(measure_job.group, bench_whole_model.plans())).items():
+        yield Job(f"warm-whole-{name}", words("whole", name, "warm"), version, WARM, 2 * JOB_SECONDS)
+        yield Job(f"whole-{name}", words("whole", name), version, seconds=2 * START_SECONDS + 3 * CASE_SECONDS * count)
+
+
+def _chapters(sources: str) -> Iterator[Job]:
+    for path in sorted(chapters.NOTEBOOKS.glob("*.ipynb")):
+        name, version = path.stem, digest(sources, path.read_text())
+        if "RECORD_STEPS = False" in path.read_text():
+            yield Job(f"warm-ladder-{name}", words("ladder", name, "warm"), version, WARM)
+            yield Job(f"ladder-{name}", words("ladder", name), version, seconds=2 * START_SECONDS, replaces=True)
+        yield Job(f"notebook-{name}", words("notebook", name), version, LOUD, 2 * JOB_SECONDS, JOB_SECONDS, cores=2)
+
+
+def _training() -> Iterator[Job]:
+    version = timing.package_version(*sparse_inference.SOURCES)
+    for width in sparse_inference.WIDTHS:
+        yield Job(f"sparse_inference-{width}", words("module", "sparse_inference", "--widths", width), version)
+    version = timing.package_version(*same_loss.SOURCES)
+    loss = ("module", "same_loss", "--base", "{out}/../loss-base/base.pt", "--ways")
+    yield Job("loss-base", words(*loss), version, LOUD, 4 * JOB_SECONDS, JOB_SECONDS)
+    for way, seed in itertools.product(same_loss.WAYS, range(3)):
+        name, command = f"loss-{way.replace(':', '-')}-{seed}", words(*loss, way, "--seeds", seed)
+        yield Job(name, command, version, LOUD, JOB_SECONDS, JOB_SECONDS, needs="loss-base")
+
+
+def environment() -> dict[str, str]:
+    """That of every job."""
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """Runs jobs on ``gpus`` until ``seconds`` are over, phase by phase, the longest first."""
+
+    def __init__(self, out: Path, gpus: Sequence[str], seconds: float, slots: int | None = None) -> None:
+        self.out, self.gpus, self.slots = out, list(gpus), slots or cores()
+        self.began, self.seconds = time.monotonic(), seconds
+        self.running: dict[str, tuple[Job, subprocess.Popen[bytes], float, str]] = {}
+
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.began)
+
+    def say(self, *words: object) -> None:
+        line = f"[{self.seconds - self.left():5.0f} s] {' '.join(map(str, words))}"
+        print(line, flush=True)
+        with (self.out / "measure.log").open("a") as log:
+            log.write(line + "\n")
+
+    def folder(self, job: Job) -> Path:
+        """Those of jobs that only fill caches lie beside the caches, and are left behind with them."""
+        return self.out / "cache" / job.name if job.phase == WARM else self.out / job.name
+
+    def done(self, job: Job) -> bool:
+        mark = self.folder(job) / "done"
+        return mark.exists() and mark.read_text() == job.version
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Everything of ``jobs`` that is not done yet and has the time."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        by_name = {job.name: job for job in jobs}
+        try:
+            for phase in sorted({job.phase for job in jobs}):
+                todo = [job for job in jobs if job.phase == phase and not self.done(job)]
+                end = (1 - WARM_SHARE) * self.left() if phase == WARM else 0.0
+                self._phase(sorted(todo, key=lambda job: -job.seconds), end, by_name)
+        finally:
+            self._stop()
+
+    def _phase(self, todo: list[Job], end: float, by_name: dict[str, Job]) -> None:
+        """Runs them until all are through or no more than ``end`` seconds are left."""
+        while (todo or self.running) and self.left() > end:
+            self._reap()
+            for job in list(todo):
+                waits = bool(job.needs) and not self.done(by_name[job.needs])
+                if self.left() - end < job.least:
+                    todo.remove(job)
+                    self.say("no time for", job.name)
+                elif waits and job.needs not in {*self.running, *(other.name for other in todo)}:
+                    todo.remove(job)
+                    self.say(job.name, "waits in vain for", job.needs)
+                elif not waits and (gpu := self._free_gpu(job)) is not None:
+                    todo.remove(job)
+                    self._start(job, gpu)
+            time.sleep(0.02)
+        self._stop()
+
+    def _free_gpu(self, job: Job) -> str | None:
+        """The GPU on which it can begin now; None if there is none."""
+        used = collections.Counter(gpu for _, _, _, gpu in self.running.values())
+        best = min(self.gpus, key=lambda gpu: used[gpu])
+        if job.phase == QUIET:
+            return best if not used[best] else None
+        busy = sum(other.cores for other, _, _, _ in self.running.values())
+        if self.running and busy + job.cores > self.slots:
+            return None
+        return ",".join(self.gpus) if job.every_gpu else best
+
+    def _start(self, job: Job, gpu: str) -> None:
+        folder = self.folder(job)
+        mark = folder / "version"
+        if mark.exists() and mark.read_text() != job.version:
+            self.say(job.name, "was of other sources: begun anew")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.write_text(job.version)
+        # Of a process that runs beside many others no library may take all cores.
+        beside = {} if job.phase == QUIET else {"OMP_NUM_THREADS": str(job.cores), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        caches = {f"{name.upper()}_CACHE_DIR": str(self.out / "cache" / name) for name in ("triton", "torchinductor")}
+        env = environment() | caches | beside | job.env | {"CUDA_VISIBLE_DEVICES": gpu}
+        filled = {"{out}": str(folder), "{seconds}": str(max(1, int(min(self.left() - 5, LONGEST))))}
+        command = [re.sub(r"\{\w+\}", lambda found: filled[found[0]], part) for part in job.command]
+        with (folder / "log").open("ab") as log:
+            process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+        self.running[job.name] = (job, process, time.monotonic(), gpu)
+        self.say("begin", job.name, f"on GPU {gpu}, {job.seconds:.0f} s expected")
+
+    def _reap(self) -> None:
+        for name, (job, process, began, _) in list(self.running.items()):
+            if process.poll() is None:
+                continue
+            del self.running[name]
+            if process.returncode == 0:
+                (self.folder(job) / "done").write_text(job.version)
+            result = "done" if process.returncode == 0 else f"FAILED ({process.returncode}), see its log:"
+            self.say(result, name, f"in {time.monotonic() - began:.0f} s")
+
+    def _stop(self) -> None:
+        """Ends what still runs, with all that it started."""
+        self._reap()
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            for _, process, _, _ in self.running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, sign)
+            deadline = time.monotonic() + 2
+            while time.monotonic() < deadline and any(p.poll() is None for _, p, _, _ in self.running.values()):
+                time.sleep(0.02)
+        for name in self.running:
+            self.say("stopped", name)
+        self.running.clear()
+
+
+def healthy(gpus: Sequence[str], out: Path) -> list[str]:
+    """The GPUs that copy and multiply nearly as fast as the best of them; says which are left out."""
+
+    def ask(gpu: str) -> dict[str, float]:
+        command = [part.replace("{out}", str(out / "cache" / "health")) for part in words("health")]
+        env = environment() | {"CUDA_VISIBLE_DEVICES": gpu}
+        with contextlib.suppress(subprocess.TimeoutExpired, ValueError, IndexError):
+            told = subprocess.run(command, env=env, capture_output=True, timeout=120, check=False).stdout
+            return dict(json.loads(told.splitlines()[-1]))
+        return dict.fromkeys(CEILINGS, 0.0)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = dict(zip(gpus, pool.map(ask, gpus), strict=True))
+    best = {name: max((1.0, *(each[name] for each in found.values()))) for name in CEILINGS}
+    fine = [gpu for gpu, each in found.items() if all(each[name] >= HEALTHY * best[name] for name in CEILINGS)]
+    for gpu, each in found.items():
+        shown = ", ".join(f"{name} {each[name]:.0f}" for name in CEILINGS)
+        print(f"GPU {gpu}: {shown}" + ("" if gpu in fine else "  LEFT OUT"), flush=True)
+    return fine
+
+
+# --- merging --------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> pd.DataFrame:
+    if path.suffix == ".jsonl":
+        return pd.DataFrame([json.loads(line) for line in path.read_text().splitlines()])
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
+def slow_jobs(top: Path) -> set[str]:
+    """The jobs whose ceilings are far below the best of their kind of GPU; says all ceilings."""
+    tables = {path: read(path)[list(CEILINGS)].astype(float) for path in sorted(top.glob("*/*/ceilings.csv"))}
+    slow = set()
+    for path, table in tables.items():
+        best = pd.concat([other for place, other in tables.items() if place.parent.name == path.parent.name]).max()
+        name, own = path.parent.parent.name, table.min()
+        slow |= {name} if (own < HEALTHY * best).any() else set()
+        print(f"{name}: {own.round().to_dict()}" + ("  SLOW: left out" if name in slow else ""))
+    return slow
+
+
+def merge(top: Path, results: Path, jobs: Sequence[Job], *, dry: bool = False) -> None:
+    """Takes the rows of every job's folder in ``top`` into ``results``/<gpu>, the oldest job's first."""
+    slow, by_name, touched = slow_jobs(top), {job.name: job for job in jobs}, set()
+    for mark in sorted(top.glob("*/version"), key=lambda path: path.stat().st_mtime):
+        folder, job = mark.parent, by_name.get(mark.parent.name)
+        if job is None or mark.read_text() != job.version:
+            print(f"{folder.name}: REFUSED, it is of other sources")
+            continue
+        if folder.name in slow:
+            continue
+        for path in sorted(path for path in folder.glob("*/*") if path.suffix in (".csv", ".jsonl")):
+            target, rows = results / path.parent.name / path.name, read(path)
+            packages = rows["package"][rows["package"].str.startswith(f"{kernelbook.__version__}+")]
+            if (packages != job.version).any():  # those of a page's own kernels have another name
+                print(f"{folder.name}: {path.name} REFUSED, it has rows of other sources")
+                continue
+            print(f"{folder.name}: {len(rows)} rows of {path.name}")
+            if dry:
+                continue
+            if path.suffix == ".jsonl":
+                for line in path.read_text().splitlines():
+                    same_loss._record(target, json.loads(line))
+            else:
+                if job.replaces and path.name != "ceilings.csv" and (folder / "done").exists():
+                    target.unlink(missing_ok=True)
+                timing.write_results(target, rows, key=json.loads(path.with_suffix(".key").read_text()))
+            touched.add(target.parent)
+        for path in folder.glob("*.json"):
+            print(f"{folder.name}: {path} replaces that of book/evidence, by hand, where it went further")
+    for place in touched:
+        timing.drop_unused_ceilings(place)
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Lists, runs or merges."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=86400, help="when everything has ended (default: a day)")
+    parser.add_argument("--out", type=Path, default=ROOT / "_build" / "measure", help="default: _build/measure")
+    parser.add_argument("--only", default="", help="jobs whose name has this, a regular expression")
+    parser.add_argument("--gpus", help="by number, with commas between (default: all)")
+    parser.add_argument("--list", action="store_true", help="say what there is to do")
+    parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
+    parser.add_argument("--dry", action="store_true", help="with --merge: only say what would be taken")
+    given = parser.parse_args(arguments)
+    out = (given.merge or given.out).resolve()
+    jobs = plan(out)
+    if given.merge:
+        merge(out, timing.results_dir(), jobs, dry=given.dry)
+        return 0
+    wanted = [job for job in jobs if re.search(given.only, job.name)]
+    jobs = [job for job in jobs if job in wanted or job.name in {other.needs for other in wanted}]
+    if given.list:
+        for job in sorted(jobs, key=lambda job: (job.phase, -job.seconds)):
+            print(f"{PHASES[job.phase]:6} {job.seconds:5.0f} s  {job.name}")
+        return 0
+    visible = (
+        given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    )
+    began = time.monotonic()
+    gpus = healthy([gpu for gpu in visible.split(",") if gpu], out)
+    if not gpus:
+        print("measure: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # who ends this ends the jobs too
+    Scheduler(out, gpus, given.seconds - STOP_SECONDS - (time.monotonic() - began)).run(jobs)
+    print(f"next: python tools/measure.py --merge {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

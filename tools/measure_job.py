@@ -1,0 +1,210 @@
+"""One job of tools/measure.py, in a process of its own: python tools/measure_job.py FOLDER WHAT ARGUMENTS.
+
+Whatever it measures is written, as it comes, to FOLDER/<gpu>/<stem>.csv, with the table's key beside it in <stem>.key.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import importlib
+import itertools
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import record_chapters
+import torch
+
+from kernelbook import cli, peers, runtime, timing
+
+NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
+COLUMNS = ("op", "mode", "dtype", "shape", "x_name", "x")  # of a case
+
+
+def redirect(folder: Path) -> None:
+    """Has every table written below ``folder``, wherever it would go, and its key noted."""
+    write = timing.write_results
+
+    def noted(path: Path, rows: pd.DataFrame, key: Sequence[str] = timing.KEY) -> pd.DataFrame:
+        path = folder / runtime.device_slug() / path.name
+        table = write(path, rows, key)
+        path.with_suffix(".key").write_text(json.dumps(list(key)))
+        return table
+
+    timing.write_results = noted  # type: ignore[assignment]
+
+
+def searched(room: str, case: timing.Case) -> str:
+    """For a case whose peer axolotl, where it is installed, times many tiles: its rank (jobs of their own); else nothing."""
+    theirs = room == "moe_block" or (case.op == "moe_lora" and case.mode in ("forward_backward", "first_call"))
+    return f"r{case.shape.get('r', 0)}" if theirs and peers.has("axolotl") else ""
+
+
+def listed(room: str, which: str) -> list[timing.Case]:
+    """The cases of a list, ``room`` or ``models``."""
+    module = cli._bench_of(room)
+    return list(module.cases() if which == "room" else getattr(module, "models", tuple)())
+
+
+def package_of(room: str) -> str:
+    """The version that rows of the present sources have."""
+    module = cli._bench_of(room)
+    return timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
+
+
+def chosen(room: str, which: str, part: str, rank: str) -> list[timing.Case]:
+    own, of = map(int, part.split("/"))
+    return [case for case in listed(room, which) if searched(room, case) == rank][own::of]
+
+
+def measured(folder: Path, package: str, columns: Sequence[str]) -> set[tuple[str, ...]]:
+    """These columns of the rows of ``package`` that this job and those beside it have."""
+    found = set()
+    for path in folder.parent.glob(f"*/{runtime.device_slug()}/*.csv"):
+        with path.open() as file:
+            rows = csv.DictReader(file)
+            if set(columns) <= set(rows.fieldnames or ()):
+                found |= {tuple(row[name] for name in columns) for row in rows if row["package"] == package}
+    return found
+
+
+def told(failures: Sequence[str]) -> int:
+    """Prints what could not be measured; 1 if there is any."""
+    for failure in failures:
+        print(f"NOT RECORDED: {failure}")
+    return int(bool(failures))
+
+
+def health(folder: Path) -> int:
+    """Prints the ceilings of the GPU at hand."""
+    print(json.dumps(dataclasses.asdict(timing.measure_ceilings(quick=True))))
+    return 0
+
+
+def warm(folder: Path, room: str, which: str, part: str, rank: str = "", share: str = "0/1") -> int:
+    """Calls every provider of a part of a list once; of the tiles that a peer searches, compiles each n-th and times none."""
+    from triton.runtime.autotuner import Autotuner
+
+    own, of = map(int, share.split("/"))
+    count = itertools.count()
+
+    def compile_only(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        if next(count) % of == own:
+            with contextlib.suppress(Exception):  # tiles that do not fit; the search will say so again
+                self.fn.run(*args, **{**meta, **config.all_kwargs(), "warmup": True})
+                # What runs at the end of this "search" is the smallest that could be compiled.
+                return [float(config.kwargs.get("BLOCK_K", 0) * config.num_stages)] * 3
+        return [float("inf")] * 3
+
+    Autotuner._bench = compile_only
+    for case in chosen(room, which, part, rank):
+        cli._warm(case)
+        torch.cuda.empty_cache()
+    return 0
+
+
+def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int:
+    """Measures a part of a list, less what is there already. A peer's search of tiles, all compiled, is a short one."""
+    import triton
+
+    def short(call: Any, quantiles: Any) -> Any:
+        return triton.testing.do_bench(call, warmup=5, rep=25, quantiles=quantiles)
+
+    if rank:
+        triton.runtime.autotuner.Autotuner.do_bench = property(lambda self: short)
+    package, there = package_of(room), measured(folder, package_of(room), COLUMNS)
+    left = [
+        case
+        for case in chosen(room, which, part, rank)
+        if (case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}") not in there
+    ]
+    failures = cli._bench_cases(room if which == "room" else which, left, folder, package, 100.0) if left else []
+    return told(failures)
+
+
+def extras(folder: Path, room: str) -> int:
+    """A room's tables of another kind."""
+    failures = cli._bench_extras(cli._bench_of(room), folder)
+    return told(failures)
+
+
+def group(plan: Any) -> str:
+    """Plans of a whole model that one process measures: the same weights, and a step or none."""
+    parts = [plan.model, plan.kind, "step" if plan.task == "step" else "forward", *(["few"] if plan.layers else [])]
+    return "-".join(parts)
+
+
+def whole(folder: Path, name: str, how: str = "") -> int:
+    """The whole models of a group; with ``warm`` one layer of each, which compiles what all layers run."""
+    from kernelbook.interop import bench_whole_model as bench
+
+    wanted = [plan for plan in bench.plans() if group(plan) == name]
+    if how == "warm":
+        return bench.bench(folder, layers=1, samples=1, wanted=wanted)
+    there = measured(folder, timing.package_version(*bench.SOURCES), ("provider", "shape", "x"))
+
+    def key(plan: bench.Plan) -> tuple[str, str, str]:
+        config = bench.configuration(plan.model, plan.layers)
+        return plan.provider, plan.shape(config.num_hidden_layers, bench.PROMPT), str(plan.batch)
+
+    # What may not fit comes last: an allocation that failed leaves its marks.
+    left = sorted(
+        (plan for plan in wanted if key(plan) not in there), key=lambda p: p.task == "step" and not p.checkpoints
+    )
+    return bench.bench(folder, wanted=left) if left else 0
+
+
+def module(folder: Path, name: str, *arguments: str) -> int:
+    """A command of ``kernelbook.train`` with its ``--out`` here."""
+    command = importlib.import_module(f"kernelbook.train.{name}")
+    return int(command.main(["--out", str(folder / runtime.device_slug()), *arguments]))
+
+
+def ladder(folder: Path, name: str, how: str = "") -> int:
+    """The ladder of a chapter; with ``warm`` it is checked and not recorded."""
+    text = record_chapters.steps_program(record_chapters.NOTEBOOKS / f"{name}.ipynb")
+    if how == "warm":
+        text = text.replace("RECORD_STEPS = True", "RECORD_STEPS = False")
+    program = folder / f"{name}.py"
+    program.write_text(text)
+    os.chdir(record_chapters.NOTEBOOKS)
+    runpy.run_path(str(program), run_name="__main__")
+    return 0
+
+
+def notebook(folder: Path, name: str) -> int:
+    """Executes a chapter as a reader does, on a part of the GPU's memory."""
+    import nbformat
+    from ipykernel.kernelspec import write_kernel_spec
+    from nbclient import NotebookClient
+
+    write_kernel_spec(folder / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
+    share = min(1.0, NOTEBOOK_BYTES / torch.cuda.get_device_properties(0).total_memory)
+    os.environ |= {
+        "JUPYTER_PATH": str(folder),
+        "PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{share:.4f}",
+        "MPLBACKEND": "agg",
+    }
+    text = nbformat.read(record_chapters.NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(record_chapters.NOTEBOOKS)}}
+    NotebookClient(text, timeout=600, kernel_name="python3", resources=resources).execute()
+    return 0
+
+
+WHAT = {f.__name__: f for f in (health, warm, cases, extras, whole, module, ladder, notebook)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    folder, what, *rest = arguments
+    place = Path(folder).resolve()
+    redirect(place)
+    return WHAT[what](place, *rest)  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
