@@ -36,7 +36,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _job(tool: Any, name: str, phase: int, seconds: float = 0.1, code: int = 0, **more: Any) -> Any:
     command = (sys.executable, "-S", "-c", FAKE, "{out}", str(seconds), str(code))
-    return tool.Job(name, command, more.pop("version", "1"), phase, least=more.pop("least", 0.0), **more)
+    return tool.Job(name, command, "1", phase, more.pop("expected", 60.0), more.pop("least", 0.0), **more)
 
 
 @pytest.fixture
@@ -73,13 +73,8 @@ def test_what_measures_has_a_gpu_for_itself_and_nothing_loud_beside_it(tool: Any
 
 
 def test_the_longest_begins_first(tool: Any, run: Run) -> None:
-    found = run(_job(tool, "short", tool.QUIET, seconds=0.0), _job(tool, "long", tool.QUIET, 0.0), gpus="0")
-    assert found
-    jobs = [_job(tool, f"again-{s}", tool.QUIET, 0.0) for s in (1, 3, 2)]
-    for job, s in zip(jobs, (1, 3, 2), strict=True):
-        job.seconds = s
-    found = run(*jobs, gpus="0")
-    assert found["again-3"] < found["again-2"] < found["again-1"]
+    found = run(*(_job(tool, str(s), tool.QUIET, 0.0, expected=s) for s in (10, 30, 20)), gpus="0")
+    assert found["30"] < found["20"] < found["10"]
 
 
 def test_no_more_loud_jobs_than_cores(tool: Any, run: Run) -> None:
@@ -97,6 +92,11 @@ def test_the_end_stops_what_runs_and_keeps_what_it_wrote(
     assert (tmp_path / "slow" / "times").read_text() and not (tmp_path / "slow" / "done").exists()
     assert "stopped slow" in capsys.readouterr().out
     assert not (tmp_path / "late").exists()
+
+
+def test_a_job_that_takes_far_too_long_is_stopped(tool: Any, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(_job(tool, "hangs", tool.QUIET, 60.0, expected=0.05), _job(tool, "good", tool.QUIET), gpus="0")
+    assert set(found) == {"good"} and "stopped hangs" in capsys.readouterr().out
 
 
 def test_it_goes_on_with_what_is_not_done(tool: Any, run: Run, tmp_path: Path) -> None:
@@ -129,6 +129,20 @@ def test_a_slow_gpu_is_left_out(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     assert (
         "GPU 1: copy_gbs 4000, bf16_tflops 500  LEFT OUT" in out and "GPU 3: copy_gbs 0, bf16_tflops 0  LEFT OUT" in out
     )
+
+
+def test_the_command_runs_what_was_asked_for_and_needs_a_gpu(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [_job(tool, name, tool.QUIET, 0.0) for name in ("one", "two")]
+    monkeypatch.setattr(tool, "plan", lambda out: jobs)
+    monkeypatch.setattr(tool, "healthy", lambda gpus, out: [gpu for gpu in gpus if gpu != "1"])
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+    how = ["--seconds", "30", "--out", str(tmp_path), "--only", "two"]
+    assert tool.main([*how, "--gpus", "0,1"]) == 0
+    assert (tmp_path / "two" / "done").exists() and not (tmp_path / "one").exists()
+    assert tool.main([*how, "--gpus", "1"]) == 2
+    assert "no GPU runs kernels here" in capsys.readouterr().err
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------

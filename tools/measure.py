@@ -6,7 +6,7 @@ usage: python tools/measure.py --seconds S --out DIR [--only REGEX] [--gpus 0,1]
 First every kernel is compiled by as many processes as there are cores; then jobs that measure, one a GPU and nothing beside
 them; then what takes no time, beside each other. A job has a folder in DIR, with its log and its rows, which are written case
 by case: whatever is stopped at the end of the time keeps what it has. The same command with the same DIR goes on, on another
-machine too: what is done, or has rows of the present sources, is not measured again. DIR/cache need not be carried there.
+machine with such GPUs too: what is done, or has rows of the present sources, is not measured again; DIR/cache may stay behind.
 """
 
 import argparse
@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WARM, QUIET, LOUD, LAST = range(4)  # phases; each waits for the one before
 PHASES = ("warm", "quiet", "loud", "last")
 WARM_SHARE = 0.4  # of the time
+PATIENCE = 10  # times what was expected, then a job is stopped
 STOP_SECONDS = 4  # to stop what runs at the end
 LONGEST = 3600  # what a job is told that it has, where there is no end
 HEALTHY = 0.8  # of the best GPU's ceilings
@@ -87,7 +88,7 @@ def plan(out: Path) -> list[Job]:
     sources = digest(*(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))))
     script, what = ROOT / "tools" / "evidence" / "record.py", "fuzz warm repeats largest handshake sanitizers"
     command = (sys.executable, str(script), "--only", *what.split(), "--seconds", "{seconds}", "--out", "{out}")
-    evidence = Job("evidence", command, sources, LAST, least=2 * JOB_SECONDS, cores=cores(), every_gpu=True)
+    evidence = Job("evidence", command, sources, LAST, LONGEST, 2 * JOB_SECONDS, cores(), every_gpu=True)
     return [*_rooms(out), *_whole_models(), *_chapters(sources), *_training(), evidence]
 
 
@@ -144,7 +145,7 @@ def _training() -> Iterator[Job]:
 def environment() -> dict[str, str]:
     """That of every job."""
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
 # --- running --------------------------------------------------------------------------------------------------------
@@ -203,6 +204,7 @@ class Scheduler:
                     todo.remove(job)
                     self._start(job, gpu)
             time.sleep(0.02)
+        self._reap()
         self._stop()
 
     def _free_gpu(self, job: Job) -> str | None:
@@ -238,6 +240,8 @@ class Scheduler:
     def _reap(self) -> None:
         for name, (job, process, began, _) in list(self.running.items()):
             if process.poll() is None:
+                if time.monotonic() - began > PATIENCE * job.seconds:
+                    self._stop(name)
                 continue
             del self.running[name]
             if process.returncode == 0:
@@ -245,19 +249,18 @@ class Scheduler:
             result = "done" if process.returncode == 0 else f"FAILED ({process.returncode}), see its log:"
             self.say(result, name, f"in {time.monotonic() - began:.0f} s")
 
-    def _stop(self) -> None:
-        """Ends what still runs, with all that it started."""
-        self._reap()
+    def _stop(self, *names: str) -> None:
+        """Ends what still runs, or those of ``names``, with all that they started."""
+        ended = {name: self.running.pop(name) for name in names or tuple(self.running)}
         for sign in (signal.SIGTERM, signal.SIGKILL):
-            for _, process, _, _ in self.running.values():
+            for _, process, _, _ in ended.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, sign)
-            deadline = time.monotonic() + 2
-            while time.monotonic() < deadline and any(p.poll() is None for _, p, _, _ in self.running.values()):
+            deadline = time.monotonic() + STOP_SECONDS / 2
+            while time.monotonic() < deadline and any(process.poll() is None for _, process, _, _ in ended.values()):
                 time.sleep(0.02)
-        for name in self.running:
+        for name in ended:
             self.say("stopped", name)
-        self.running.clear()
 
 
 def healthy(gpus: Sequence[str], out: Path) -> list[str]:

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -183,16 +184,14 @@ def notebook(folder: Path, name: str) -> int:
     from ipykernel.kernelspec import write_kernel_spec
     from nbclient import NotebookClient
 
-    write_kernel_spec(folder / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
     share = min(1.0, NOTEBOOK_BYTES / torch.cuda.get_device_properties(0).total_memory)
-    os.environ |= {
-        "JUPYTER_PATH": str(folder),
-        "PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{share:.4f}",
-        "MPLBACKEND": "agg",
-    }
-    text = nbformat.read(record_chapters.NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{share:.4f}", "MPLBACKEND": "agg"}
+    chapter = nbformat.read(record_chapters.NOTEBOOKS / f"{name}.ipynb", as_version=4)
     resources = {"metadata": {"path": str(record_chapters.NOTEBOOKS)}}
-    NotebookClient(text, timeout=600, kernel_name="python3", resources=resources).execute()
+    with tempfile.TemporaryDirectory() as scratch:
+        write_kernel_spec(Path(scratch) / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
+        os.environ["JUPYTER_PATH"] = scratch
+        NotebookClient(chapter, timeout=600, kernel_name="python3", resources=resources).execute()
     return 0
 
 
