@@ -4,12 +4,14 @@ import itertools
 import json
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import triton
 from programs import TOOLS, program
 
 from kernelbook import cli, peers, runtime, timing
@@ -140,6 +142,7 @@ def test_the_command_runs_what_was_asked_for_and_needs_a_gpu(
     monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
     how = ["--seconds", "30", "--out", str(tmp_path), "--only", "two"]
     assert tool.main([*how, "--gpus", "0,1"]) == 0
+    assert "1 of 1 jobs are done" in capsys.readouterr().out
     assert (tmp_path / "two" / "done").exists() and not (tmp_path / "one").exists()
     assert tool.main([*how, "--gpus", "1"]) == 2
     assert "no GPU runs kernels here" in capsys.readouterr().err
@@ -178,6 +181,31 @@ def test_every_case_is_in_one_job(tool: Any, axolotl: bool, monkeypatch: pytest.
     assert bool(searched) == axolotl
     groups = {job.command[4] for job in jobs if job.command[3] == "whole"}
     assert {tool.measure_job.group(plan) for plan in bench_whole_model.plans()} == groups
+
+
+def test_tiles_that_a_peer_would_time_are_compiled_by_several_processes(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tuner, compiled = triton.runtime.autotuner.Autotuner, []
+    configs = [triton.Config({"BLOCK_K": 64}, num_stages=stages) for stages in (4, 2, 3, 9)]
+
+    def compile_(*_: Any, num_stages: int, warmup: bool, **more: Any) -> None:
+        compiled.append(num_stages)
+        if num_stages == 9:
+            raise RuntimeError("does not fit")
+
+    def search(case: timing.Case) -> None:
+        of = types.SimpleNamespace(fn=types.SimpleNamespace(run=compile_))
+        times.append([tuner._bench(of, config=config)[0] for config in configs])
+
+    monkeypatch.setattr(tuner, "_bench", tuner._bench)
+    monkeypatch.setattr(tool.measure_job, "chosen", lambda *_: ["a case"])
+    monkeypatch.setattr(cli, "_warm", search)
+    times: list[list[float]] = []
+    for share in ("0/2", "1/2"):
+        tool.measure_job.warm(tmp_path, "moe_lora", "room", "0/1", "r16", share)
+    inf = float("inf")
+    assert compiled == [4, 3, 2, 9] and times == [[256, inf, 192, inf], [inf, 128, inf, inf]]
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------

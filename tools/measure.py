@@ -7,6 +7,7 @@ First every kernel is compiled by as many processes as there are cores; then job
 them; then what takes no time, beside each other. A job has a folder in DIR, with its log and its rows, which are written case
 by case: whatever is stopped at the end of the time keeps what it has. The same command with the same DIR goes on, on another
 machine with such GPUs too: what is done, or has rows of the present sources, is not measured again; DIR/cache may stay behind.
+What several GPUs do together, the study of sparse training and chapters with RECORD have commands of their own.
 """
 
 import argparse
@@ -52,7 +53,7 @@ CEILINGS = ("copy_gbs", "bf16_tflops")
 
 @dataclasses.dataclass
 class Job:
-    """One process. ``command``: after the job's folder; ``{seconds}`` in it is what is left."""
+    """One process. In ``command`` ``{out}`` is its folder and ``{seconds}`` what is left; ``version`` is its sources'."""
 
     name: str
     command: tuple[str, ...]
@@ -372,8 +373,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("measure: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # who ends this ends the jobs too
-    Scheduler(out, gpus, given.seconds - STOP_SECONDS - (time.monotonic() - began)).run(jobs)
-    print(f"next: python tools/measure.py --merge {given.out}")
+    scheduler = Scheduler(out, gpus, given.seconds - STOP_SECONDS - (time.monotonic() - began))
+    scheduler.run(jobs)
+    done = sum(map(scheduler.done, jobs))
+    print(f"{done} of {len(jobs)} jobs are done. For the rows: python tools/measure.py --merge {given.out}")
     return 0
 
 
