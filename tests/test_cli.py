@@ -1,6 +1,6 @@
 """The command line: doctor and bench."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,11 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
     monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
 
-    def run(*cases: timing.Case, extras_fail: bool = False) -> int:
+    def run(*cases: timing.Case, extras_fail: bool = False, models: Sequence[timing.Case] = (), more: str = "") -> int:
         room = _Bench(tmp_path, *cases, extras_fail=extras_fail)
         monkeypatch.setattr(cli, "_bench_of", lambda name: room)
-        return cli.main(["bench", "layer_norm", "--out", str(tmp_path), "--rep-ms", "1"])
+        monkeypatch.setattr(room, "models", lambda: models, raising=False)
+        return cli.main(["bench", "layer_norm", "--out", str(tmp_path), "--rep-ms", "1", *more.split()])
 
     return run
 
@@ -163,6 +164,28 @@ def test_a_bench_that_is_stopped_keeps_what_it_measured(bench: Callable[..., int
     assert later[:2] == rows[:2] and sorted(x for _, x in later) == ["1", "1", "2", "2", "3", "3"]
     assert [run == rows[0][0] for run, _ in later] == [True, True, False, False, False, False]
     assert {(run,) for run, _ in later} == set(_recorded(tmp_path, "ceilings"))
+
+
+def test_one_list_a_part_of_it_and_those_that_an_expression_finds(bench: Callable[..., int], tmp_path: Path) -> None:
+    given = {"models": [_case(_double, x) for x in (4, 5)]}
+    assert bench(*(_case(_double, x) for x in (1, 2, 3)), **given, more="--only room --part 0/2") == 0
+    assert [x for _, x in _recorded(tmp_path)] == ["1", "1", "3", "3"] and not _recorded(tmp_path, "models")
+    assert (tmp_path / "fake-gpu" / "room_errors.csv").exists()
+    assert bench(_case(_double, 2), **given, more="--only models --select N=[5-9]$") == 0
+    assert [x for _, x in _recorded(tmp_path, "models")] == ["5", "5"] and len(_recorded(tmp_path)) == 4
+    with pytest.raises(SystemExit):
+        bench(_case(_double), more="--part 2/2")
+
+
+def test_warming_calls_all_and_records_nothing(bench: Callable[..., int], tmp_path: Path) -> None:
+    seen: list[torch.Size] = []
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape)
+        return x
+
+    assert bench(_case(_raises, 1), _case(ours, 2), models=[_case(ours, 3)], more="--warm") == 0
+    assert len(seen) == 2 and not (tmp_path / "fake-gpu").exists()
 
 
 def test_a_case_that_raises_does_not_lose_the_others(

@@ -27,6 +27,7 @@ from kernelbook.nn import moe
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
+from kernelbook.sparse_linear import op as sparse_op
 from kernelbook.sparse_linear import sparse_dw_reference, sparse_dx_reference, sparse_forward_reference
 from kernelbook.train import kernels as train_kernels
 from kernelbook.train.chunks import Layout, knn_scores, knn_scores_reference, top_chunks, top_chunks_reference
@@ -85,6 +86,56 @@ def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.
             ),
             {"x": x, "weight": w, "bias": b},
         )
+
+
+def _whole(*shape: int) -> torch.Tensor:
+    """Whole numbers, so that all sums are exact, of more bits than float16 has."""
+    return torch.randint(-4, 5, shape, device=runtime.DEVICE).float() * 1025
+
+
+def _assert_exact(m: int, d_in: int, d_out: int, ids: list[int], chunk: int) -> None:
+    """All products of sparse_linear, to the last bit; what is inactive is full of NaN."""
+    x, w = _whole(m, d_in) / 1025, _whole(d_out, d_in) / 1025
+    dy, b = _whole(m, d_out), _whole(d_out)
+    given = {"active_chunks": torch.tensor(ids, device=x.device), "chunk_size": chunk}
+    unlisted = ~torch.isin(torch.arange(d_out, device=x.device) // chunk, given["active_chunks"])
+    clean = [t.double() for t in (x, w, dy, b)]
+    w[unlisted], dy[:, unlisted], b[unlisted] = float("nan"), float("nan"), float("nan")
+    for compact in (False, True):
+        found = *kb.sparse_backward(x, w, dy, compact=compact, **given), kb.sparse_forward(x, w, b, compact=compact, **given)
+        x64, w64, dy64, b64 = clean
+        exact = (
+            *sparse_dw_reference(x64, dy64, compact=compact, **given), sparse_dx_reference(dy64, w64, **given),
+            sparse_forward_reference(x64, w64, b64, compact=compact, **given),
+        )  # fmt: skip
+        for name, ours, true in zip(("dw", "db", "dx", "y"), found, exact, strict=True):
+            assert torch.equal(ours.double(), true), (name, compact)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "side", "boxes"), ((20, 16, False), (64, 128, True), (128, 128, True)), ids=("", "two boxes", "half a chunk")
+)
+def test_sparse_linear_to_the_last_bit(chunk: int, side: int, boxes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of several boxes, the last of them with one that does not exist; fewer pieces of zeros than tiles."""
+    blocks = {"BLOCK_R": side, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}
+    plan = sparse_kernels.Plan(triton.Config(blocks, num_warps=4, num_stages=1), 1, boxes)
+    monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
+    monkeypatch.setattr(sparse_kernels, "plan_forward", lambda *_: sparse_kernels.Plan(plan.config))
+    monkeypatch.setattr(sparse_op, "_strategy", lambda *_, **__: "tiles")  # in float32, which no GPU does
+    _assert_exact(34, 24, 4 * chunk - 8, [3, 0, 2], chunk)
+
+
+def test_packed_chunks_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs for a few rows and a few columns each; a chunk is no power of two."""
+    config = triton.Config({"BLOCK_M": 4, "BLOCK_N": 16, "ROWS": 8}, num_warps=4)
+    launches = sparse_op._pack_launch, sparse_op._place_launch
+    for launch in launches:
+        launch.cache_clear()
+    monkeypatch.setattr(sparse_kernels, "PACK_CONFIG", config)
+    monkeypatch.setattr(sparse_kernels, "PLACE_BLOCK_M", 16)
+    _assert_exact(22, 24, 4 * 20 - 8, [3, 0, 2], 20)
+    for launch in launches:
+        launch.cache_clear()
 
 
 def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,19 +414,19 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     moe._swiglu_launch.cache_clear()
     h = randn(5, 74)
     check.check_op(moe._swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
-    cos, sin = randn(2, 3, 12), randn(1, 3, 12).expand(2, -1, -1)
-
     def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         halves = torch.cat([-x[..., 6:], x[..., :6]], -1)
         return x * cos[:, None].to(x.dtype) + halves * sin[:, None].to(x.dtype)
 
     q, k = randn(2, 3, 9, 12).transpose(1, 2), randn(2, 5, 3, 14)[..., 1:-1]
-    check.check_op(
-        lambda q, k: rotary.rotate(q, k, cos, sin),
-        lambda q, k: (turned(q, cos, sin), turned(k, cos, sin)),
-        {"q": q, "k": k},
-        grads=("q", "k"),
-    )
+    shared, own = randn(1, 3, 12).expand(2, -1, -1), randn(2, 3, 12)
+    for cos, sin in ((own, shared), (shared, own)):
+        check.check_op(
+            functools.partial(rotary.rotate, cos=cos, sin=sin),
+            lambda q, k, cos=cos, sin=sin: (turned(q, cos, sin), turned(k, cos, sin)),
+            {"q": q, "k": k},
+            grads=("q", "k"),
+        )
     moe._swiglu_launch.cache_clear()
 
 
@@ -423,10 +474,11 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_neighbours_in_the_first_steps() -> None:
-    """Step 0 was lately, and never is not, though -1 is no further away."""
+    """Step 0 was lately, and never is not, though -1 is no further away; a neighbour in the same place; nobody but step 0."""
     layout = Layout((9, 3), (2, 1))
     features, norms = randn(4, 12), torch.rand(12, device=runtime.DEVICE) + 0.1
-    seen = torch.tensor([0, -1, 2, 0, -1, 3, -1, 0, 1, -1, -1, -1], dtype=torch.int32, device=norms.device)
+    features[:, 1] = features[:, 2]
+    seen = torch.tensor([0, -1, 2, 0, -1, 3, -1, 0, 1, 0, -1, -1], dtype=torch.int32, device=norms.device)
     for step, window in ((3, 9), (3, 2)):
         now = torch.tensor([step], dtype=torch.int32, device=norms.device)
         found = knn_scores(features, norms, seen, now, layout.starts(), longest=9, window=window, k=2)
@@ -467,7 +519,7 @@ def test_columns_above_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         predictor.b.copy_(randn(70, 4))
         scores = predictor.scores(x)
-        for threshold in (float(scores.amax(0).sort().values[50]), 1e9, -1e9):
+        for threshold in (*scores.amax(0).sort().values[46:54].tolist(), 1e9, -1e9):
             predictor.threshold.fill_(threshold)
             best = (scores > threshold).any(0).nonzero().flatten()[:25]
             found = predictor(x)

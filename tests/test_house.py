@@ -24,7 +24,7 @@ DOORS = {
         "outside": {"torch", "triton"},
     },
     "bench.py": {
-        "kernelbook": {"runtime", "check", "timing", "arguments", "launching", "models", "floor", "packed"},
+        "kernelbook": {"runtime", "check", "timing", "arguments", "launching", "models", "floor", "packed", "peers"},
         "outside": None,
     },
     "__init__.py": {"kernelbook": set(), "outside": set()},

@@ -448,6 +448,37 @@ def test_tensors_in_the_same_memory_are_told_apart_by_who_was_given(fake: _FakeK
     assert repeated.thought == 2 and fake.by_handle[-2][2] == (w.data_ptr(), 33, 64)
 
 
+@pytest.mark.parametrize("part", (0, 1, 2, 3))
+def test_empty_tensors_are_told_apart_by_what_they_are(fake: _FakeKernel, repeated: _Repeated, part: int) -> None:
+    """They have no memory to be found by: all of them have the address 0."""
+    thought = []
+
+    def run(results: Any, x: torch.Tensor) -> None:
+        thought.append(x)
+        repeated.launch((1,), (*results, x[4:])[part], 33)
+
+    call = launching.operator(
+        f"test_empty_{part}(Tensor x) -> (Tensor, Tensor, Tensor)",
+        outputs=lambda x: tuple(launching.empty((rows, 16), x.dtype, x) for rows in (0, 4, 0)),
+        run=run, repeated=launching.settings,
+    )  # fmt: skip
+    for _ in range(5):
+        results = call(torch.zeros(4, 16))
+        assert len({id(result) for result in results}) == 3 and [len(result) for result in results] == [0, 4, 0]
+    assert len(thought) == 2
+    assert {values[0] for _, _, values in fake.by_handle[-1:]} == {results[1].data_ptr() if part == 1 else 0}
+
+
+def test_a_part_of_what_was_given_is_nothing_new(fake: _FakeKernel, repeated: _Repeated) -> None:
+    @launching.repeated()
+    def nothing_of(x: torch.Tensor) -> torch.Tensor:
+        repeated.launch((1,), launching.empty((0, 16), x.dtype, x), 33)
+        return x[:0]
+
+    for x in [torch.zeros(4, 16) for _ in range(5)]:
+        assert nothing_of(x).untyped_storage().data_ptr() == x.data_ptr()
+
+
 def test_a_public_function_is_repeated_with_its_checks(
     fake: _FakeKernel, repeated: _Repeated, monkeypatch: pytest.MonkeyPatch
 ) -> None:

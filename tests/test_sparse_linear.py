@@ -305,20 +305,20 @@ def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("chunk", (16, 64))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_ids_out_of_range_write_nowhere(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU such ids are not looked for: they count as no chunk."""
+    """On a GPU such ids are not looked for: they count as no chunk, though their lower 32 bits may be those of one."""
     monkeypatch.setattr(arguments, "check_index_values", lambda *args, **kwargs: None)
-    d_out = 5 * chunk - 6
+    d_out = 5 * chunk - 8  # rows that tensor descriptors can read
     x, weight, dy = randn(20, 24, dtype=dtype), randn(d_out, 24, dtype=dtype), randn(20, d_out, dtype=dtype)
     good = torch.tensor([3, 1], device=x.device)
-    bad = torch.tensor([-1, 3, 5, 10**12, 1, -(10**12)], device=x.device)
+    bad = torch.tensor([-1, 3, 5, 2**33 + 2, 1, -(2**32)], device=x.device)
     untouched = guarded_memory(monkeypatch)
-    results = [
-        (
-            *kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk),
-            kb.sparse_forward(x, weight, None, ids, chunk_size=chunk),
-        )
-        for ids in (good, bad)
-    ]
+    results = []
+    for ids, places in ((good, [0, 1]), (bad, [1, 4])):
+        given = {"active_chunks": ids, "chunk_size": chunk}
+        whole = (*kb.sparse_backward(x, weight, dy, **given), kb.sparse_forward(x, weight, None, **given))
+        compact = [part.unflatten(0, (-1, chunk)) for part in kb.sparse_dw(x, dy, **given, compact=True)]
+        assert all(part.flatten(1).any(1).nonzero().flatten().tolist() == places for part in compact)
+        results.append((*whole, *(part[places] for part in compact)))
     monkeypatch.undo()
     assert untouched()
     for ours, expected in zip(*reversed(results), strict=True):

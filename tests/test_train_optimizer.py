@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from kernelbook import check, sparse_linear
 from kernelbook.nn import SparseLinear, compact_sparse_linear
-from kernelbook.train import ChunkAdamW
+from kernelbook.train import ChunkAdamW, optimizer
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 CHUNK = 16
@@ -109,6 +109,21 @@ def test_rows_that_come_twice_are_added(device: torch.device) -> None:
     theirs.grad = _sparse(_rows([1], device), values[:CHUNK] + values[CHUNK:], theirs)
     twin.step()
     _close(ours, theirs)
+
+
+def test_rows_out_of_range_are_nobodys(device: torch.device) -> None:
+    """What a kernel is given on a GPU: rows whose lower 32 bits may be those of one, and negative ones, are no rows."""
+    params = [torch.rand(2 * CHUNK, 24, device=device) for _ in range(3)]
+    before = [param.clone() for param in params]
+    first = torch.tensor([2**32 + CHUNK, -1, 2**37, -(2**32), 2**31, 0], device=device)
+    rows = (first[:, None] + torch.arange(CHUNK, device=device)).flatten()
+    rate, counts = torch.ones(1, device=device), torch.ones(2, device=device)
+    launch = optimizer._launch(0.9, 0.99, 1e-8, 0.1, CHUNK, True, False)
+    launch(
+        (len(first), 1), rows, torch.randn(len(rows), 24, device=device), *params, counts, rate, rate, 2 * CHUNK, 24, 6
+    )
+    for param, old in zip(params, before, strict=True):
+        assert torch.equal(param[CHUNK:], old[CHUNK:]) and not torch.equal(param[:CHUNK], old[:CHUNK])
 
 
 def test_a_learning_rate_on_the_device_and_a_saved_state(device: torch.device) -> None:

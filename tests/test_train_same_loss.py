@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 
+from kernelbook import check
 from kernelbook.train import same_loss
 
 
@@ -35,6 +37,20 @@ def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
     assert line["train_steps"] == [1, 2, 3] and len(line["train_loss"]) == 3
     other = same_loss.finetune("eager", 4, same_loss.TINY, 3, base, lr=1e-2, small=True)
     assert other["validation_loss"][0] == eager[0] and other["train_loss"] != line["train_loss"]
+
+
+def test_what_is_not_the_loop_of_transformers_is_found(
+    base: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The truth takes every expert for every token; one forgotten gate, and no run begins."""
+    real = same_loss.every_expert
+
+    def without_gates(self: Any, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return real(self, x, ids, torch.ones_like(gates))
+
+    monkeypatch.setattr(same_loss, "every_expert", without_gates)
+    with pytest.raises(check.CheckError, match="every_expert must have the loss of eager"):
+        same_loss.finetune("eager", 0, same_loss.TINY, 1, base, small=True)
 
 
 def test_a_way_that_is_not_there() -> None:

@@ -24,11 +24,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pandas as pd
 import torch
 
 import kernelbook as kb
-from kernelbook import autotune, launching, runtime, timing, train
+from kernelbook import autotune, compiled, launching, runtime, timing, train
 from kernelbook.nf4 import bench as nf4_bench
 from kernelbook.nn.bench_moe_block import MODELS
 from kernelbook.scatter_ffn.kernels import _total
@@ -45,6 +44,15 @@ Recording = dict[str, Any]
 
 
 # --- kernels of a notebook, and what they touch -----------------------------------------------------------------------
+
+
+def constant_of_notebook(stem: str, name: str) -> Any:
+    """What a cell of a notebook gives this name, a literal."""
+    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    nodes = (node for source in sources if f"{name} = " in source for node in ast.parse(source).body)
+    [value] = (n.value for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
+    return ast.literal_eval(value)
 
 
 def from_notebook(stem: str, *names: str, **constants: Any) -> ModuleType:
@@ -475,14 +483,11 @@ def attention_causal() -> Recording:
 
 
 def choosing_tiles() -> Recording:
-    """How many programs fit an SM, for configurations that were compiled and measured."""
-    folder = timing.results_dir() / "nvidia-h200"
-    reports = pd.read_csv(folder / "choosing_tiles_compiled.csv").query("loads == 'pointers'")
+    """How many programs fit an SM, for configurations that are compiled as the page compiles them, and were measured."""
     times = timing.load_results("choosing_tiles").query("x == 8192")
     sides = {"R": "BLOCK_R", "D": "BLOCK_D", "K": "BLOCK_K", "warps": "num_warps", "stages": "num_stages"}
     for column, name in sides.items():
         times = times.assign(**{column: times["shape"].str.extract(rf"{name}=(\d+)")[0].astype(float)})
-    table = reports.merge(times[[*sides, "ms"]], on=list(sides))
     wanted = [
         (64, 64, 64, 4, 4),
         (64, 128, 64, 4, 3),
@@ -493,14 +498,16 @@ def choosing_tiles() -> Recording:
     ]
     h200, places = runtime.TARGETS["sm_90"], 64
     runs, measured = [], []
-    for config in wanted:
-        row = table.loc[(table[list(sides)] == np.array(config)).all(axis=1)].iloc[0]
-        warps = int(row["warps"])
-        found = autotune.occupancy(int(row["registers"]), int(row["shared"]), warps, h200)
+    calls = "".join(f"launch('pointers', *{config!r})\n" for config in wanted)
+    kernels = compiled.compile_calls(constant_of_notebook("choosing_tiles", "COMPILE") + calls)
+    for config, kernel in zip(wanted, kernels, strict=True):
+        ms = float(times.loc[(times[list(sides)] == np.array(config)).all(axis=1), "ms"].iloc[0])
+        warps, shared = kernel.num_warps, kernel.shared_bytes // 1024
+        found = autotune.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
         frames: list[dict[str, Any]] = [
             {
                 "set": [["warps", 0, "." * places]],
-                "note": f"A program takes {row['registers']} registers a lane in {warps} warps, and {row['shared'] // 1024} KiB of shared memory.",
+                "note": f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory.",
             }
         ]
         frames += [
@@ -511,15 +518,15 @@ def choosing_tiles() -> Recording:
             for program in range(found.programs)
         ]
         left = list(range(found.programs * warps, places))
-        frames.append({"set": cells("warps", left, "g"), "note": f"No further program: {found.limit} is used up."})
+        frames.append({"set": cells("warps", left, "g"), "note": f"No further program: the limit is {found.limit}."})
         facts = {
-            "registers a lane": int(row["registers"]),
-            "shared memory, KiB": int(row["shared"]) // 1024,
+            "registers a lane": kernel.registers,
+            "shared memory, KiB": shared,
             "programs on an SM": found.programs,
             "occupancy": f"{found.share:.0%}",
-            "measured, ms": f"{row['ms']:.3f}",
+            "measured, ms": f"{ms:.3f}",
         }
-        measured.append((found.share, float(row["ms"])))
+        measured.append((found.share, ms))
         runs.append({"name": f"{config[0]} by {config[1]}, {warps} warps", "frames": frames, "facts": facts})
     fastest = min(range(len(measured)), key=lambda i: measured[i][1])
     shares = [share for share, _ in measured]

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -150,13 +151,23 @@ def _can_measure() -> bool:
     return runtime.DEVICE.type == "cuda"
 
 
-def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None, layers: int | None = None) -> int:
+def bench(
+    names: Sequence[str],
+    out: Path,
+    rep_ms: float,
+    select: str | None,
+    layers: int | None = None,
+    only: str | None = None,
+    part: tuple[int, int] = (0, 1),
+    warm: bool = False,
+) -> int:
     """Measures rooms, their cases and then those of models, and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
 
-    The rows of a case are written before the next one is measured: a run that is stopped keeps what it has.
+    The rows of a case are written before the next one is measured: a run that is stopped keeps what it has. ``only`` is
+    ``room`` or ``models``; ``part`` (i, n) takes each n-th case; ``warm`` calls every provider once and records nothing.
     """
     if not _can_measure():
-        print("bench: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
+        print("bench: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     folder = out / runtime.device_slug()
     code = 0
@@ -169,23 +180,40 @@ def bench(names: Sequence[str], out: Path, rep_ms: float, select: str | None, la
             code = max(code, module.bench(folder, layers=layers, select=select))
             continue
         package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
-        lists = {room: module.cases(), "models": getattr(module, "models", tuple)()}
+        lists = {} if only == "models" else {room: module.cases()}
+        lists |= {} if only == "room" else {"models": getattr(module, "models", tuple)()}
         chosen = {
-            stem: [case for case in found if select is None or select in str(case)] for stem, found in lists.items()
+            stem: [case for case in found if re.search(select or "", str(case))][part[0] :: part[1]]
+            for stem, found in lists.items()
         }
         print(f"{room}: {sum(map(len, chosen.values()))} cases on {runtime.properties().name}", flush=True)
         for note in getattr(module, "missing_peers", list)():
             print(f"left out: {note}")
+        if warm:
+            for case in (case for cases in chosen.values() for case in cases):
+                _warm(case)
+            continue
         failures = []
         for stem, cases in chosen.items():
             failures += _bench_cases(stem, cases, folder, package, rep_ms) if cases else []
-        if select is None:
+        if select is None and only != "models" and part[0] == 0:
             failures += _bench_extras(module, folder)
         for failure in failures:
             print(f"NOT RECORDED: {failure}", file=sys.stderr)
         code = max(code, 1 if failures else 0)
-    timing.drop_unused_ceilings(folder)
+    if not warm:
+        timing.drop_unused_ceilings(folder)
     return code
+
+
+def _warm(case: timing.Case) -> None:
+    """Calls every provider once, so that the compilers' caches on disk are full before anything is measured."""
+    try:
+        problem = case.build()
+        for call in problem.providers.values() if isinstance(problem, timing.Problem) else ():
+            call()
+    except Exception as error:  # measuring says more; here the other cases matter
+        print(f"not warmed: {case}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
@@ -232,6 +260,13 @@ def _default_out() -> Path:
         return Path("results")
 
 
+def _part(text: str) -> tuple[int, int]:
+    own, _, of = text.partition("/")
+    if not (own.isdigit() and of.isdigit() and int(own) < int(of)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I < N, got {text}")
+    return int(own), int(of)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m kernelbook", description=kernelbook.__doc__)
@@ -243,7 +278,18 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("--all", action="store_true", help="measure everything")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
-    measure.add_argument("--select", help="only the cases whose description contains this, e.g. 'backward bfloat16'")
+    measure.add_argument(
+        "--select", help="only cases whose description has this, a regular expression: 'forward .*r=16'"
+    )
+    measure.add_argument(
+        "--only", choices=("room", "models"), help="the room's own cases, or those of models (default: both)"
+    )
+    measure.add_argument(
+        "--part", type=_part, default=(0, 1), help="I/N: of N processes the I-th, from 0 (default: 0/1)"
+    )
+    measure.add_argument(
+        "--warm", action="store_true", help="call all once and record nothing: fills compilers' caches"
+    )
     measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
     tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), rooms())
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
@@ -265,6 +311,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return profiling.profile(given)
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
-    return bench(
-        _all() if given.all else [given.room], given.out or _default_out(), given.rep_ms, given.select, given.layers
-    )
+    names, out = _all() if given.all else [given.room], given.out or _default_out()
+    return bench(names, out, given.rep_ms, given.select, given.layers, given.only, given.part, given.warm)

@@ -494,7 +494,8 @@ class _Recording(TorchDispatchMode):
         known |= {f"u{i}": tensor for i, (tensor, _) in enumerate(self.counters)}
         by_memory: dict[int, list[str]] = {}
         for name, tensor in known.items():
-            by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+            # By the object: the address would be 0 for every tensor that is empty.
+            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(name)
         first = next(_first_tensor(step[3]) for step in self.steps if isinstance(step, tuple) and len(step) == 4)
         device = first.get_device()
         scope: dict[str, Any] = {
@@ -513,13 +514,15 @@ class _Recording(TorchDispatchMode):
             same = [name for name, other in known.items() if other is tensor]
             # What is no tensor that was given, but a part of one, is found by its memory. Two may lie in the same: whose
             # address is it then?
-            owners = same or by_memory.get(tensor.untyped_storage().data_ptr() if tensor.numel() else 0, [])
+            owners = same or by_memory.get(tensor.untyped_storage()._cdata, [])
             if len(owners) != 1:
                 raise _UnknownError
             used.add(owners[0])
             return owners[0], bool(same)
 
         def address(tensor: torch.Tensor) -> str:
+            if not tensor.numel():
+                return "0"
             owner, same = owner_of(tensor)
             pointer = f"p{owner[1:]}" if owner[0] == "g" else f"{owner}_at"
             return pointer if same else f"{pointer} + {tensor.data_ptr() - known[owner].data_ptr()}"
@@ -591,9 +594,14 @@ class _Recording(TorchDispatchMode):
                 last |= dict.fromkeys(used, i)
         except _UnknownError:
             return None
-        places = {(new.data_ptr(), new.shape, new.stride(), new.dtype): f"t{i}" for i, (new, _) in enumerate(self.new)}
+
+        def lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+            memory = tensor.untyped_storage()._cdata
+            return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+        places = {lies(new): f"t{i}" for i, (new, _) in enumerate(self.new)}
         outputs = results if isinstance(results, tuple) else () if results is None else (results,)
-        found = [places.get((out.data_ptr(), out.shape, out.stride(), out.dtype), "") for out in outputs]
+        found = [places.get(lies(out), "") for out in outputs]
         if "" in found:
             return None
         for name, i in last.items():  # its memory can be taken by what comes next

@@ -607,7 +607,7 @@ def tune(job: Mapping[str, Any], minutes: float, export: bool, out: Path | None 
         out: a folder for the record of the search, ``<gpu>/search.csv``.
     """
     if runtime.DEVICE.type != "cuda":
-        print("tune: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
+        print("tune: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     name = runtime.properties().name
     for room in job["rooms"]:

@@ -7,8 +7,10 @@ python tools/evidence/calls.py attention --repeat 250  the same bits each time, 
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ import ranks_in_one_process as ranks
 
 from kernelbook import nn, runtime, train
 from kernelbook.attention import op as attention_op
+from kernelbook.distributed import exchange
 from kernelbook.interop import rotary
 from kernelbook.launching import Launch
+from kernelbook.moe_lora import lora_gradients
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.train import chunks, sparse_inference
 
@@ -42,13 +46,12 @@ def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Te
 def with_gradients(function: Callable[..., Any], *inputs: torch.Tensor) -> Call:
     """A call that returns the results and the gradients of all inputs."""
     leaves = [t.requires_grad_() for t in inputs]
-    with torch.no_grad():
-        found = function(*leaves)
-    upstream = [torch.randn_like(t) for t in (found if isinstance(found, tuple) else (found,))]
+    upstream: list[torch.Tensor] = []
 
     def call() -> Any:
         out = function(*leaves)
         out = out if isinstance(out, tuple) else (out,)
+        upstream.extend(torch.randn_like(t) for t in out[len(upstream) :])
         return (*out, *torch.autograd.grad(out, leaves, upstream))
 
     return call
@@ -189,8 +192,15 @@ def moe_lora() -> Iterator[tuple[str, Call]]:
                 lambda x, w, routing=routing: kb.scatter2scatter(x, w, routing, grouped_out=True), *inputs[:2]
             ),
         )
+        x, dy = inputs[0].detach(), rand(tokens * slots, n, dtype=dtype)
+        factors = [t.detach() for t in inputs[2:]]
+        yield (
+            f"lora_gradients {name}",
+            lambda x=x, dy=dy, factors=factors, routing=routing: lora_gradients(x, dy, *factors, routing),
+        )
         if dtype == BF16:
             q = kb.nf4_quantize(rand(experts, n, k))
+            yield f"scatter2scatter, packed {name}", lambda x=x, q=q, routing=routing: kb.scatter2scatter(x, q, routing)
             gates = torch.rand(ids.shape, device=ids.device)
             yield (
                 f"moe_lora, packed {name}",
@@ -293,6 +303,9 @@ def modules() -> Iterator[tuple[str, Call]]:
     xs, grads = ([rand(5, 300, dtype=torch.float32) for _ in range(3)] for _ in range(2))
     gates = [rand(5, 3, dtype=torch.float32) for _ in range(3)]
     local = [torch.rand(5, 7, device=device).argsort(1)[:, :3].to(torch.int32) for _ in range(3)]
+    message = exchange._Message.empty(20, xs[0], gates[0])
+    message.whole.zero_()
+    yield "ids and weights of one rank of three", lambda: exchange._own(message, 3, 3, 7)
     for passed in (ranks.by_messages, ranks.by_windows):
         yield (
             f"three ranks {passed.__name__.replace('_', ' ')}",
@@ -386,12 +399,41 @@ def largest() -> dict[str, dict[str, Any]]:
     return told
 
 
+def in_processes(count: int) -> bool:
+    """This command in so many processes, each with its share of the calls and a file of its own -> whether one failed."""
+    visible, pids = os.environ.get("CUDA_VISIBLE_DEVICES"), []
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    for k in range(count):
+        pids.append(os.fork())  # nothing has used CUDA yet
+        if pids[-1] == 0:
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpus[k % len(gpus)]
+            sys.argv += ["--processes", "1", "--share", f"{k}/{count}"]
+            if "--out" in sys.argv:
+                path = Path(sys.argv[sys.argv.index("--out") + 1])
+                sys.argv += ["--out", str(path.with_name(f"{path.stem}_{k}{path.suffix}"))]
+            code = 1
+            try:
+                main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+    ended = [os.waitpid(pid, 0)[1] for pid in pids]
+    return any(ended)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rooms", nargs="*", default=list(ROOMS))
     parser.add_argument("--repeat", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0, help="for the repeats of one call")
     parser.add_argument("--first", type=int, default=0, help="calls before this one are left out")
+    parser.add_argument("--share", default="0/1", help="K/N: every N-th call from the K-th on")
+    parser.add_argument("--processes", type=int, default=1, help="that have a share each, on the GPUs by turns")
     parser.add_argument("--largest", action="store_true")
     parser.add_argument("--products-elsewhere", action="store_true", help="PyTorch's matrix products run on the CPU")
     parser.add_argument("--out")
@@ -403,13 +445,17 @@ def main() -> None:
             with open(args.out, "w") as file:
                 json.dump(told, file)
         sys.exit(not all(t["same"] for t in told.values()))
-    told, wrong = {}, 0
+    if args.processes > 1:
+        sys.exit(in_processes(args.processes))
+    told, wrong, at = {}, 0, -1
+    share, shares = map(int, args.share.split("/"))
     if args.products_elsewhere:
         products_elsewhere()
     for room in args.rooms:
         torch.manual_seed(0)
         for i, (name, call) in enumerate(ROOMS[room]()):
-            if i < args.first:
+            at += 1
+            if i < args.first or at % shares != share:
                 continue
             if not args.repeat:
                 print(f"call {i}: {name}", flush=True)

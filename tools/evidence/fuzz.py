@@ -773,10 +773,13 @@ def main() -> None:
     order = random.Random(args.seed)
     jobs = [(name, each, args.seed + i) for i in range(rounds) for name in order.sample(args.only, len(args.only))]
     pids = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     for p in range(args.processes):
         pid = os.fork()
         if pid == 0:
             code = 1
+            if ON_GPU:  # by turns, before this process uses one
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[p % len(visible.split(","))]
             try:
                 _work(jobs[p :: args.processes], -(-args.examples // args.processes), until, folder / f"{p}.json")
                 code = 0

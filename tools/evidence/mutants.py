@@ -18,10 +18,13 @@ same. ``reasons.csv`` says of survivors which are none, as they leave what the k
 
 import argparse
 import ast
+import contextlib
 import csv
+import ctypes
 import gc
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -61,8 +64,10 @@ REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
-WRITTEN = ("kernels", "helpers", "unchecked", "tiles", "gpu")  # for faults: tests/test_evidence_NAME.py
+WRITTEN = ("kernels", "helpers", "rows", "unchecked", "tiles", "gpu")  # for faults: tests/test_evidence_NAME.py
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
+COMPILING = 2.0  # seconds, about, of a kernel in Gluon
+UNSURE = ("out of memory", "No space left", "unknown error")  # what a test says where others have filled the machine
 RARE = (
     "barrier removed",
     "order relaxed",
@@ -114,10 +119,12 @@ class TooSlow(BaseException):
 class Watcher:
     """What a process tells of its tests: those that failed and why, what each launched, and how long it took."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: bool) -> None:
+        self.traces = traces  # the lines that run; on a GPU none of a kernel do
         self.failed: list[tuple[str, str, str]] = []
         self.tests: dict[str, dict[str, Any]] = {}
         self._launched: set[str] = set()
+        self._variants: set[tuple[str, int]] = set()
         self.failure: Callable[[], None] = lambda: None
         self._files = {str(PACKAGE / file): file for files, _ in ROOMS.values() for file in files}
         self._lines: dict[str, int] = defaultdict(int)  # by file: a bit for each line that ran
@@ -132,7 +139,10 @@ class Watcher:
             self.failure()
         if call.when == "call" and call.excinfo is None:
             lines = {file: f"{bits:x}" for file, bits in self._lines.items()}
-            self.tests[item.nodeid] = {"seconds": call.duration, "kernels": sorted(self._launched), "lines": lines}
+            variants = Counter(name for name, _ in self._variants)  # what a fault in them would have to compile
+            self.tests[item.nodeid] = {
+                "seconds": call.duration, "kernels": sorted(self._launched), "lines": lines, "variants": variants
+            }  # fmt: skip
 
     def trace(self, frame: Any, event: str, arg: Any) -> Any:
         """For ``sys.settrace``: keeps the lines of kernels, which are Python to the interpreter."""
@@ -162,6 +172,7 @@ class Watcher:
 
         def watched_launch(self_: Any, grid: Any, *args: Any) -> None:
             self._launched.add(named(self_.kernel))
+            self._variants.add((named(self_.kernel), id(self_)))
             launch(self_, grid, *args)
 
         KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
@@ -177,8 +188,9 @@ class Watcher:
             self.watch_launches()
         for item in items:
             self._launched.clear()
+            self._variants.clear()
             self._lines.clear()
-            if longest:
+            if longest and self.traces:
                 sys.settrace(self.trace)  # anew for each: Python drops a trace function that was interrupted
             signal.setitimer(signal.ITIMER_REAL, longest)
             try:
@@ -189,11 +201,21 @@ class Watcher:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+def wait_without_spinning() -> None:
+    """Before this process uses CUDA: who waits for the GPU, perhaps for ever, leaves its core to others."""
+    driver, device, blocking = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), 4
+    driver.cuInit(0)
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDevicePrimaryCtxSetFlags_v2(device, blocking)
+
+
 class Workers:
     """At most ``count`` processes at a time, forked from this one, which has collected the tests and run none."""
 
-    def __init__(self, count: int, folder: Path, items: dict[str, Any], watcher: Watcher) -> None:
+    def __init__(self, count: int, folder: Path, items: dict[str, Any], watcher: Watcher, gpus: list[str]) -> None:
         self.folder, self.free, self.items, self.watcher = folder, list(range(count)), items, watcher
+        self.gpus, self.share = gpus, 0.8 * len(gpus) / count  # of a GPU's memory for each process
+        self.stopped: set[int] = set()
         self.running: dict[int, tuple[int, float, Callable[[dict[str, Any] | None, float], None], float]] = {}
 
     def start(
@@ -223,6 +245,13 @@ class Workers:
         """In the forked process: leaves what its tests told in the slot's file."""
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.gpus:
+            import torch
+
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+            wait_without_spinning()
+            if fault is not None:
+                torch.cuda._lazy_call(lambda: torch.cuda.set_per_process_memory_fraction(self.share))
         log = os.open(self.folder / f"{slot}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -249,14 +278,15 @@ class Workers:
         """Until a process has ended."""
         while True:
             for pid, (slot, began, done, limit) in list(self.running.items()):
-                over = time.monotonic() - began > limit
-                if over:
+                if time.monotonic() - began > limit and pid not in self.stopped:
+                    self.stopped.add(pid)  # it may take a while to end: a GPU has to get rid of its kernel
                     try:
                         os.killpg(pid, signal.SIGKILL)
                     except ProcessLookupError:
                         os.kill(pid, signal.SIGKILL)
-                ended, _ = os.waitpid(pid, 0 if over else os.WNOHANG)
-                if ended:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    over = pid in self.stopped
+                    self.stopped.discard(pid)
                     del self.running[pid]
                     self.free.append(slot)
                     path = self.folder / f"{slot}.json"
@@ -357,7 +387,7 @@ def explain(rows: Sequence[dict[str, str]]) -> None:
 
 
 def chosen(faults: Sequence[Fault], each: int) -> list[Fault]:
-    """All that concerns order between threads, and a sample of the rest: the rooms in turn, ``each`` of them at most."""
+    """All that concerns order between threads, by turns with a sample of the rest: the rooms in turn, ``each`` at most."""
     by_room: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
         by_room[fault.room].append(fault)
@@ -365,7 +395,9 @@ def chosen(faults: Sequence[Fault], each: int) -> list[Fault]:
     for room, those in by_room.items():
         rest = [f for f in those if f.kind not in RARE]
         rare = [f for f in those if f.kind in RARE]
-        picked.append((rare + random.Random(room).sample(rest, len(rest)))[:each])
+        # By turns: what lacks a barrier may never end, and many of these at a time would be in each other's way.
+        pairs = itertools.zip_longest(rare, random.Random(room).sample(rest, len(rest)))
+        picked.append([f for pair in pairs for f in pair if f is not None][:each])
     return [those[i] for i in range(max(map(len, picked), default=0)) for those in picked if i < len(those)]
 
 
@@ -418,8 +450,10 @@ def main() -> None:
     files = args.files or sorted(
         {name for room in args.rooms for name in ROOMS[room][1]} | {f"test_evidence_{name}.py" for name in WRITTEN}
     )
-    with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")
+        if args.where == "gpu":
+            os.environ.setdefault("KERNELBOOK_TRUTHS", folder)
         campaign.folder = Path(folder)
         options = [
             "-q",
@@ -462,7 +496,7 @@ class Campaign:
     folder: Path
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.began, self.watcher = args, time.monotonic(), Watcher()
+        self.args, self.began, self.watcher = args, time.monotonic(), Watcher(args.where == "interpreter")
         faults = planting.faults(tuple(args.rooms))
         self.total = Counter(f.room for f in faults)
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
@@ -472,6 +506,9 @@ class Campaign:
         for known, row in list(self.results.items()):
             if row["name"] not in planted or (row["file"] in gluon and row["where"] == "interpreter"):
                 del self.results[known]  # it is not planted any more, or no interpreter runs it
+                continue
+            if row["verdict"] == "untested" and row["where"] == "gpu":
+                del self.results[known]  # there was no time for the tests that reach it
                 continue
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
             if now != row["function_digest"]:
@@ -492,6 +529,7 @@ class Campaign:
         todo = [
             f for f in todo if any(part in f"{f.file} {f.name} {f.kind} {f.statement}" for part in args.only or [""])
         ]
+        self.unsure: list[tuple[list[str], Fault, float]] = []
         share, shares = map(int, args.slice.split("/"))
         self.todo = todo[share::shares]
 
@@ -509,7 +547,16 @@ class Campaign:
         # A collection of garbage in a child would touch, and so copy, all that this process holds.
         gc.collect()
         gc.freeze()
-        workers = Workers(self.args.processes, self.folder, items, self.watcher)
+        gpus = []
+        if self.args.where == "gpu":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+            with contextlib.suppress(ImportError):  # children would each find out what these are
+                from triton.backends.nvidia.compiler import get_ptxas_version
+                from triton.runtime.cache import triton_key
+
+                triton_key(), get_ptxas_version(90)
+        workers = Workers(self.args.processes, self.folder, items, self.watcher, gpus)
         digests_now = {file: file_digest(file) for files, _ in ROOMS.values() for file in files}
         tests, slow = {}, set()
         known = self.args.baseline
@@ -520,6 +567,8 @@ class Campaign:
             slow = {*told.get("left_out", ())}  # and those that failed
         new = [name for name in items if name not in tests and name not in slow]
         found, left_out = baseline(new, workers, self.args.seconds / 3, self.args.longest)
+        if gpus:  # again: what is compiled by now is not a test's time
+            found = baseline([*found], workers, self.args.seconds / 3, self.args.longest)[0]
         tests |= found
         slow |= left_out
         if known:
@@ -534,6 +583,12 @@ class Campaign:
             for file, bits in tests[name]["lines"].items():
                 ran[file].append((name, int(bits, 16)))
 
+        def cost(name: str, fault: Fault) -> float:
+            """Seconds: on a GPU each kernel in which the fault is has to be compiled anew, as often as the test does."""
+            seconds, variants = tests[name]["seconds"], tests[name].get("variants", {}) if gpus else {}
+            place = fault.file, fault.function
+            return float(seconds + COMPILING * sum(n for k, n in variants.items() if place in inside.get(k, ())))
+
         def shown_to(fault: Fault) -> list[str]:
             """The tests that reach it; in front the three that noticed most faults of this function."""
             if self.args.where == "interpreter":
@@ -541,7 +596,7 @@ class Campaign:
                 span = ((1 << (last + 1)) - 1) ^ ((1 << first) - 1)
                 names = [name for name, bits in ran[fault.file] if bits & span]
             else:
-                names = reaching[fault.file, fault.function]
+                names = sorted(reaching[fault.file, fault.function], key=lambda name: cost(name, fault))
             kills = self.kills[fault.file, fault.function]
             best = sorted((n for n in names if kills[short(n)]), key=lambda n: -kills[short(n)])[:3]
             return best + [name for name in names if name not in best]
@@ -555,18 +610,27 @@ class Campaign:
         # First a few tests for each fault, the fast ones; then for what survived them the slower ones too.
         before: dict[str, set[str]] = defaultdict(set)
         written = time.monotonic()
+
+        def once_more() -> None:
+            """What others may have kept from passing, a few at a time."""
+            for shown, fault, limit in self.unsure[: max(1, self.args.processes // 5)]:
+                workers.start(shown, self.finished(fault, len(before[fault.name])), fault, limit=limit)
+            del self.unsure[: max(1, self.args.processes // 5)]
+
         for budget in self.args.tests_seconds:
             for fault in self.todo:
                 if self.passed() > self.args.seconds:
                     break
+                if len(self.unsure) >= max(1, self.args.processes // 5):
+                    once_more()
                 if before[fault.name] and self.results.get(self.key(fault), {}).get("verdict") != "survived":
                     continue
                 names, shown, spent = shown_to(fault), [], 0.0
                 for name in names:
                     if name not in before[fault.name]:
-                        if spent + tests[name]["seconds"] > budget and shown:
+                        if spent + cost(name, fault) > budget and shown:
                             break
-                        spent += tests[name]["seconds"]
+                        spent += cost(name, fault)
                         shown.append(name)
                 if not names:
                     self.record(fault, "untested", "", "")
@@ -574,22 +638,59 @@ class Campaign:
                     continue
                 limit = self.args.patience + 4 * spent
                 before[fault.name] |= set(shown)
-                workers.start(shown, self.finished(fault, len(before[fault.name])), fault, limit=limit)
+                again = (shown, fault, 2 * limit) if gpus else None
+                workers.start(shown, self.finished(fault, len(before[fault.name]), again), fault, limit=limit)
                 if time.monotonic() - written > 5:
                     write(self.args.results, self.results)  # what is known so far
                     written = time.monotonic()
             workers.wait_for_all()
+            write(self.args.results, self.results)
+            while self.unsure and self.passed() < self.args.seconds:
+                once_more()
+            workers.wait_for_all()
+        if gpus:
+            self.without_faults(workers)
         self.finish()
         return True
+
+    def without_faults(self, workers: Workers) -> None:
+        """The tests that noticed something, beside as much else as then: what one noticed that fails now is not known."""
+        failed: set[str] = set()
+        named = {short(name): name for name in workers.items}
+        those = [
+            named[test]
+            for test in {row["by"] for row in self.results.values() if row["where"] == "gpu"}
+            if test in named
+        ]
+
+        def done(test: str) -> Callable[[dict[str, Any] | None, float], None]:
+            return lambda result, _: failed.add(short(test)) if not result or result["failed"] else None
+
+        for test in 2 * those:
+            workers.start([test], done(test), limit=60.0)
+        workers.wait_for_all()
+        print(f"{len(those)} tests without a fault at the end, twice: {len(failed)} fail: {sorted(failed)}", flush=True)
+        for key in [k for k, row in self.results.items() if row["by"] in failed and row["where"] == "gpu"]:
+            del self.results[key]
 
     def finish(self) -> None:
         write(self.args.results, self.results)
         report(self.results, self.total)
         print(f"{self.passed():.0f} s", flush=True)
 
-    def finished(self, fault: Fault, shown: int) -> Callable[[dict[str, Any] | None, float], None]:
+    def finished(
+        self, fault: Fault, shown: int, again: tuple[list[str], Fault, float] | None = None
+    ) -> Callable[[dict[str, Any] | None, float], None]:
+        """``again``: how to try it once more before it counts, where others may be why no test passed."""
+
         def done(result: dict[str, Any] | None, seconds: float) -> None:
             by = why = ""
+            others = not result or "died" in result or any(u in f[2] for u in UNSURE for f in result["failed"])
+            if others and again:
+                self.unsure.append(again)
+                return
+            if result and not again and any(u in f[2] for u in UNSURE for f in result["failed"]):
+                return  # still: it is not known
             if result is None:
                 verdict, why = "timed out", f"after {seconds:.0f} s"
             elif result["failed"]:

@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from faults import MEASURED_ONLY, is_kernel
 
 HERE = Path(__file__).parent
@@ -33,6 +34,7 @@ ROOMS = (
     "modules",
     "control",
 )  # the slow ones first
+PARTS = {"attention": 4, "moe_lora": 3, "modules": 2}  # processes that share a room's calls; of others there is one
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 
 
@@ -47,10 +49,10 @@ def kernels() -> list[str]:
     return sorted(found - {*MEASURED_ONLY, "_read_rows_kernel"})
 
 
-def parts(text: str) -> tuple[list[str], bool]:
-    """-> the names of the calls that were begun, and whether the sanitizer itself ended the process."""
+def parts(text: str) -> tuple[list[tuple[str, str]], bool]:
+    """-> the numbers and names of the calls that were begun, and whether the sanitizer itself ended the process."""
     died = "Internal Sanitizer Error" in text or "process didn't terminate successfully" in text
-    return re.findall(r"^call \d+: (.*)", text, re.M), died
+    return re.findall(r"^call (\d+): (.*)", text, re.M), died
 
 
 def summary(tool: str, logs: list[str], ended: bool) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def summary(tool: str, logs: list[str], ended: bool) -> dict[str, Any]:
     found_at = re.findall(r"========= (?!COMPUTE|ERROR|RACECHECK|Internal|\s)(.*)\n=========\s+(?:at )?(.*)", text)
     reports = [f"{what} {where}" for what, where in found_at if re.search(r"\b_\w+_kernel\b", f"{what} {where}")]
     names = [re.search(r"\b_\w+_kernel\b", report).group() for report in reports]  # type: ignore[union-attr]
-    died = [begun[-1] for begun, died in map(parts, logs) if died and begun]
+    died = [begun[-1][1] for begun, died in map(parts, logs) if died and begun]
     begun = sum(len(parts(log)[0]) for log in logs)
     clean = (
         bool(found)
@@ -101,43 +103,58 @@ def main() -> None:
     if re.search(r"more than once|unrecogni[sz]ed|invalid", probe.stdout + probe.stderr):
         print(f"all kernels are watched: {(probe.stdout + probe.stderr)[:200]}", flush=True)
         only = []
-    waiting = [(room, tool, 0) for tool in args.tools for room in args.rooms]
-    running: dict[tuple[str, str, int], tuple[subprocess.Popen[bytes], float]] = {}
+    waiting = [
+        (room, tool, part, 0)
+        for room in args.rooms
+        for tool in args.tools
+        for part in range(PARTS.get(room, 1))
+        if room != "control" or tool in ("racecheck", "memcheck")
+    ]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(1, torch.cuda.device_count()))))
+    gpus, started = visible.split(","), 0
+    running: dict[tuple[str, str, int, int], tuple[subprocess.Popen[bytes], float]] = {}
+    late: set[str] = set()
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     folder = args.out.with_suffix(".logs")
     folder.mkdir(parents=True, exist_ok=True)
-    log_of = lambda room, tool, first: folder / f"{room}_{tool}_{first:02}.log"  # noqa: E731
+    log_of = lambda room, tool, part, first: folder / f"{room}_{tool}_{part}_{first:02}.log"  # noqa: E731
     while waiting or running:
         over = time.monotonic() - began > args.seconds
         while waiting and len(running) < args.processes and not over:
-            room, tool, first = key = waiting.pop(0)
+            room, tool, part, first = key = waiting.pop(0)
             # initcheck has to see who writes memory, so it watches PyTorch's kernels too.
             watch = [sanitizer, "--tool", tool, "--print-limit", "2000", "--show-backtrace", "no"]
             watch += only if tool != "initcheck" else []
             command = [*watch, sys.executable, str(HERE / "calls.py"), room, "--first", str(first)]
+            command += ["--share", f"{part}/{PARTS.get(room, 1)}"]
             if tool == "racecheck" and room != "control":
                 command.append("--products-elsewhere")
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[started % len(gpus)]
+            started += 1
             with log_of(*key).open("w") as file:
                 process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
             running[key] = process, time.monotonic()
         for key, (process, since) in list(running.items()):
             ended = process.poll() is not None
             if ended or over:
+                room, tool, part, _ = key
                 if not ended:
                     os.killpg(process.pid, 9)
                     process.wait()
-                room, tool, first = key
+                    late.add(f"{room} {tool}")
                 begun, died = parts(log_of(*key).read_text(errors="replace"))
                 if died and begun and not over:
-                    waiting.insert(0, (room, tool, first + len(begun)))
+                    waiting.insert(0, (room, tool, part, int(begun[-1][0]) + 1))
                 logs = [p.read_text(errors="replace") for p in sorted(folder.glob(f"{room}_{tool}_*.log"))]
                 seconds = told.get(f"{room} {tool}", {}).get("seconds", 0) + round(time.monotonic() - since)
-                told[f"{room} {tool}"] = {**summary(tool, logs, ended), "seconds": seconds}
                 del running[key]
+                unfinished = {f"{room} {tool}" for room, tool, *_ in [*waiting, *running]} | late
+                whole = f"{room} {tool}" not in unfinished
+                told[f"{room} {tool}"] = {**summary(tool, logs, whole), "seconds": seconds}
                 print(key, told[f"{room} {tool}"], flush=True)
         if over:
             nothing = {"summary": "not run: no time", "clean": False, "kernels": [], "reports": [], "seconds": 0}
-            told = {f"{room} {tool}": {"tool": tool, **nothing} for room, tool, first in waiting if not first} | told
+            told = {f"{room} {tool}": {"tool": tool, **nothing} for room, tool, *_ in waiting} | told
             waiting = []
         time.sleep(0.1)
         known = version[version.index("Version") + 1] if "Version" in version else ""

@@ -18,7 +18,7 @@ from kernelbook.attention import op
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 from kernelbook.models import MODELS
 
-__all__ = ["cases", "extras", "host_calls", "small_checks", "tuning_cases"]
+__all__ = ["cases", "extras", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
 
 # B, H, H_kv, N, D, causal
 SHAPES = (
@@ -460,6 +460,11 @@ def _errors() -> pd.DataFrame:
 def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
     """Tables besides the measurements, by the stem of their file."""
     return {"attention_errors": (_errors(), ERROR_KEY)}
+
+
+def missing_peers() -> list[str]:
+    """Peers that are not measured, and why."""
+    return ["flashinfer (it compiles its kernels with nvcc where it runs)"]
 
 
 def small_checks() -> list[check.Verdict]:

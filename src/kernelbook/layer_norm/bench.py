@@ -1,5 +1,5 @@
 """What is measured of ``layer_norm`` and ``rms_norm``: forward and backward beside PyTorch, torch.compile and Liger (and
-Quack's RMSNorm where it is installed), and the lock's barrier."""
+Quack where it is installed), and the lock's barrier."""
 
 import functools
 import importlib.util
@@ -82,8 +82,13 @@ def _listed(norm: LayerNorm, *inputs: torch.Tensor) -> Callable[[], list[torch.T
 def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Problem:
     x, w, b, _ = _inputs(m, n, dtype)
     norms = _layer_norms(with_compile)
+    providers = {name: _listed(norm, x, w, b) for name, norm in norms.items()}
+    if with_compile is not None and _has("quack"):  # no gradients, and parameters in float32 alone
+        from quack.rmsnorm import layernorm_fwd
+
+        providers["quack"] = _listed(functools.partial(layernorm_fwd, eps=EPS), x, w.float(), b.float())
     return timing.Problem(
-        providers={name: _listed(norm, x, w, b) for name, norm in norms.items()},
+        providers=providers,
         truth=lambda: [layer_norm_reference(x.double(), w.double(), b.double(), EPS)],
         baseline=lambda: [norms["torch"](x, w, b)],
         factor=check.FORWARD_FACTOR,

@@ -2,17 +2,13 @@
 
 import dataclasses
 import functools
-import importlib.machinery
-import importlib.util
 import math
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, peers, runtime, timing
 from kernelbook.models import MODELS as LATEST
 from kernelbook.moe_lora import op
 from kernelbook.moe_lora.reference import (
@@ -26,7 +22,6 @@ from kernelbook.packed import NF4, NF4Tensor
 __all__ = [
     "MODELS",
     "Shape",
-    "axolotl_lora",
     "cases",
     "host_calls",
     "missing_peers",
@@ -130,7 +125,7 @@ def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         "grouped_mm": lambda: [grouped_mm_rows(t.x, t.w, None, None, *t.sorted_routing, **how)],
         "kernelbook": lambda: [op.scatter2scatter(t.x, t.w, t.routing, **how)],
     }
-    if _has("scattermoe"):
+    if peers.has("scattermoe"):
         calls["scattermoe"] = _scattermoe(t, shape)
 
     def truth() -> Tensors:
@@ -254,7 +249,7 @@ def _step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         "kernelbook:split": ours("split"),
     }
     views: dict[str, Callable[[Tensors], Tensors]] = {}
-    if _has("axolotl"):
+    if peers.has("axolotl"):
         calls["axolotl"], views["axolotl"] = _axolotl(t, shape)
     return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR, views)
 
@@ -430,10 +425,11 @@ w = randn({shape.experts}, {shape.k}, {shape.n}, grad=False)
 x, a, b = randn({shape.tokens}, {shape.k}), randn({shape.experts}, 16, {shape.k}), randn({shape.experts}, {shape.n}, 16)
 """
     codes = {"kernelbook": f"# first call\nkb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()\n"}
-    if _has("axolotl"):
+    if peers.has("axolotl"):
         codes["axolotl"] = f"""
-from kernelbook.moe_lora.bench import axolotl_lora
-lora, offsets = axolotl_lora(), torch.bincount(ids.flatten(), minlength={shape.experts}).cumsum(0)
+from kernelbook import peers
+lora = peers.axolotl("parallel_linear_lora").parallel_linear_lora
+offsets = torch.bincount(ids.flatten(), minlength={shape.experts}).cumsum(0)
 a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).flatten(1).requires_grad_()
 # first call
 lora(x, w, {shape.slots}, *torch.sort(ids.flatten()), offsets, a, b, use_fused_dX=True).sum().backward()
@@ -516,14 +512,10 @@ def models() -> Iterator[timing.Case]:
 # --- peers that may be missing --------------------------------------------------------------------------------------
 
 
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 def missing_peers() -> list[str]:
     """Peers that are not measured, and why."""
     where = {"scattermoe": "it is on no package index", "axolotl": "pip install --no-deps axolotl"}
-    return [f"{peer}: not installed ({how})" for peer, how in where.items() if not _has(peer)]
+    return [f"{peer}: not installed ({how})" for peer, how in where.items() if not peers.has(peer)]
 
 
 def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
@@ -537,26 +529,12 @@ def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
     ]
 
 
-@functools.cache
-def axolotl_lora() -> Any:
-    """axolotl's ``parallel_linear_lora``, without the packages above it: their imports need all that axolotl installs."""
-    found = importlib.util.find_spec("axolotl")
-    assert found is not None and found.submodule_search_locations is not None
-    name, folder = "axolotl", found.submodule_search_locations[0]
-    for part in ("integrations", "kernels", "libs", "scattermoe_lora", ""):
-        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [folder]
-        sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
-        name, folder = (f"{name}.{part}", os.path.join(folder, part)) if part else (name, folder)
-    return importlib.import_module(f"{name}.parallel_linear_lora").parallel_linear_lora
-
-
 def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
     """A step of axolotl's ScatterMoE LoRA with the faster of its ways to dX; and its result in our layout.
 
     Its A and B keep the experts side by side: (E r, K) and (N, E r).
     """
-    apply = axolotl_lora()
+    apply = peers.axolotl("parallel_linear_lora").parallel_linear_lora
     experts, order = torch.sort(t.ids.flatten())
     offsets = torch.bincount(experts, minlength=shape.experts).cumsum(0)
     a = t.lora_a.detach().reshape(-1, shape.k).clone().requires_grad_()

@@ -3,7 +3,9 @@
 Providers: ``bitsandbytes`` dequantizes all experts, whatever is asked for; ``gather_bitsandbytes`` gathers the bytes and
 absmax of the active experts first and dequantizes these. For a product ``bitsandbytes`` is its ``matmul_4bit``, and
 ``kernelbook:dequantize`` is what ``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes
-is not installed its rows are left out.
+is not installed its rows are left out. ``axolotl`` chooses among experts as we do: bitsandbytes' scales, then a kernel of
+its own. ``torchao`` packs in a format of its own (whose scales are always nested, and lose more), without a choice of
+experts, so only the active ones are packed.
 
 A product's floor is ``read_rows``, a kernel that reads the matrix' bytes and scales and does nothing else; ``dense`` is
 PyTorch's product with the same matrix in bfloat16.
@@ -12,19 +14,18 @@ Two of PyTorch's own operations are measured beside, for scale: ``copy_`` moves 
 half of them read, and ``fill_`` writes the output alone. Neither is a lower bound.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kernelbook import check, floor, runtime
+from kernelbook import check, floor, peers, runtime
 from kernelbook.models import MODELS
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.timing import Case, Problem
 
-__all__ = ["cases", "host_calls", "small_checks", "tuning_cases"]
+__all__ = ["cases", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
 
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -73,7 +74,18 @@ def _bitsandbytes(q: NF4Tensor, experts: torch.Tensor) -> dict[str, Callable[[],
     if len(experts) == num_experts:
         state = _state(q, q.shape, q.absmax, q.nested_absmax)
         providers["bitsandbytes"] = lambda: [dequantize_4bit(q.packed[:, None], state)]
+    if peers.has("axolotl"):
+        dequantize = peers.axolotl("selective_dequant")._selective_dequant_bnb4
+        whole = _state(q, q.shape, q.absmax, q.nested_absmax)
+        providers["axolotl"] = lambda: [dequantize(q.packed, whole, experts, rest)]
     return providers
+
+
+def _torchao(w: torch.Tensor) -> Any:
+    """A matrix as torchao packs it."""
+    from torchao.quantization import NF4Tensor
+
+    return NF4Tensor.from_tensor(w, BLOCK_SIZE, 256)
 
 
 def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_quant: bool) -> Problem:
@@ -85,8 +97,11 @@ def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_q
     ids = torch.arange(shape[0]) if active == shape[0] else torch.randperm(shape[0])[:active]
     experts = ids.to(runtime.DEVICE)
     providers: dict[str, Callable[[], Any]] = {"kernelbook": lambda: [nf4_dequantize(q, experts=experts, dtype=dtype)]}
-    if importlib.util.find_spec("bitsandbytes") is not None and runtime.DEVICE.type == "cuda":
+    if peers.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
         providers.update(_bitsandbytes(q, experts))
+    if double_quant and peers.has("torchao"):
+        packed = _torchao(nf4_dequantize(q, experts=experts, dtype=dtype).flatten(0, 1))
+        providers["torchao"] = lambda: [packed.get_original_weight().view(active, *shape[1:])]
     return Problem(
         providers=providers,
         truth=lambda: [_truth(q, ids, torch.float64)],
@@ -136,8 +151,13 @@ def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, d
         "dense": lambda: [x @ dense.t()],
         "kernelbook:dequantize": lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()],
     }
-    if importlib.util.find_spec("bitsandbytes") is not None and runtime.DEVICE.type == "cuda":
+    if peers.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
         providers["bitsandbytes"] = _matmul_bitsandbytes(x, q, number)
+    if double_quant and peers.has("torchao"):
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        packed = _torchao(dense)
+        providers["torchao"] = lambda: [linear_nf4(x, packed)]
     return Problem(
         providers=providers,
         truth=lambda: [x.double() @ _truth(q, ids, torch.float64)[0].t()],
@@ -256,6 +276,11 @@ def models() -> Iterator[Case]:
     for rows, cols in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
         for tokens in (1, 16):
             yield _matmul_case((1, rows, cols), tokens, BLOCK_SIZE, False)
+
+
+def missing_peers() -> list[str]:
+    """Peers that are not measured, and why."""
+    return [f"{peer}: not installed" for peer in ("bitsandbytes", "axolotl", "torchao") if not peers.has(peer)]
 
 
 def small_checks() -> list[check.Verdict]:

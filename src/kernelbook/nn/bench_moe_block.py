@@ -4,6 +4,7 @@ All providers are the same module of transformers with the same LoRA, which PEFT
 
 - ``eager``, ``grouped_mm``, ``batched_mm``: transformers' own implementations on bfloat16 weights, with what PEFT does for
   them (it adds each pair to the whole weight);
+- ``axolotl``: its ScatterMoE on the same bfloat16 weights, where it is installed, with the pairs as its patch of PEFT hands them on;
 - ``kernelbook``: ours on 4-bit experts, ``kernelbook:all`` and ``:count`` with that choice of experts instead of the automatic
   one where it differs, and ``kernelbook:dense`` on the bfloat16 weights.
 
@@ -14,7 +15,6 @@ Memory is counted beyond the weights: the 4-bit ones take 0.28 times the bfloat1
 
 import contextlib
 import copy
-import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, peers, runtime, timing
 from kernelbook.nf4 import nf4_dequantize, nf4_quantize
 from kernelbook.nn import moe
 from kernelbook.timing import Case, Problem
@@ -53,7 +53,7 @@ RANK = 16
 # By model: tokens of a forward pass without LoRA, and of a training step with it.
 DECODING = {"Qwen3-30B-A3B": (1, 4, 8, 16, 64, 2048), "OLMoE-1B-7B": (1, 8, 2048), "Mixtral-8x7B": (1, 2048)}
 TRAINING = {"Qwen3-30B-A3B": (16, 128, 2048, 8192), "OLMoE-1B-7B": (16, 2048), "Mixtral-8x7B": (16, 2048)}
-PEERS = ("eager", "grouped_mm", "batched_mm")
+PEERS = ("eager", "grouped_mm", "batched_mm", "axolotl")
 BATCHED_TOKENS = 16  # batched_mm copies the weights of each pair
 EAGER_TOKENS, EAGER_EXPERTS = (1, 16, 2048), 128  # a loop over many experts takes its time to measure
 
@@ -170,7 +170,17 @@ class _Layer:
             out: torch.Tensor = self.modules[kind](x, ids, gates)
             return out
 
-        return forward, self.parameters[kind]
+        return self._axolotl if own == "axolotl" else forward, self.parameters[kind]
+
+    def _axolotl(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """What axolotl's patch of PEFT does in front of its kernels: each pair is cast and laid out anew."""
+        to_theirs, parameters = peers.axolotl("layers").peft_lora_to_scattermoe, self.parameters["dense"]
+        self.dense._scattermoe_lora = {
+            name: (*to_theirs(a.to(x.dtype), b.to(x.dtype), len(pair[0]), pair[0].shape[1]), pair[2])
+            for (name, pair), a, b in zip(self.pairs.items(), parameters[::2], parameters[1::2], strict=True)
+        }
+        out: torch.Tensor = peers.axolotl("experts").scattermoe_experts_forward(self.dense, x, ids, gates)
+        return out
 
 
 # --- the cases ------------------------------------------------------------------------------------------------------
@@ -194,6 +204,8 @@ def _providers(mode: str, tokens: int, sizes: Sequence[int]) -> list[str]:
         names.insert(0, "eager")
     if mode == "forward" and tokens <= BATCHED_TOKENS and sizes[0] > 8:
         names.insert(0, "batched_mm")
+    if peers.has("axolotl"):
+        names.append("axolotl")
     names.append("kernelbook:all")  # every expert is made dense first
     if tokens == 16 and sizes[0] > 8:
         names.append("kernelbook:count")
@@ -274,12 +286,9 @@ def cases() -> Iterator[Case]:
 
 
 def missing_peers() -> list[str]:
-    """Every provider here is a module of transformers."""
-    return [
-        f"everything (package {name} is not installed)"
-        for name in ("transformers", "peft")
-        if importlib.util.find_spec(name) is None
-    ]
+    """Without the first two every provider is missing: each is a module of transformers."""
+    packages = ("transformers", "peft", "axolotl")
+    return [f"{name}: not installed" for name in packages if not peers.has(name)]
 
 
 # --- what choosing costs --------------------------------------------------------------------------------------------

@@ -212,9 +212,9 @@ def _dw_tile_boxes(
     columns = ()
     for j in tl.static_range(BLOCK_R // BOX):
         first = pid_r * BLOCK_R + j * BOX
-        chunk = tl.load(ids_ptr + first // CHUNK, mask=first // CHUNK < A, other=-1).to(tl.int32)
+        chunk = tl.load(ids_ptr + first // CHUNK, mask=first // CHUNK < A, other=-1)
         # Beyond the tensor a descriptor reads zeros.
-        chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+        chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks).to(tl.int32)
         columns = columns + (chunk * CHUNK + first % CHUNK,)
     per_share = tl.cdiv(tl.cdiv(M, BLOCK_K), SPLIT) * BLOCK_K
     low = share * per_share
@@ -248,11 +248,11 @@ def _dx_tile_boxes(
     pid_r, pid_d = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
     num_chunks = tl.cdiv(d_out, CHUNK)
     acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
-    chunk = tl.load(ids_ptr).to(tl.int32)  # one step ahead, as in _dx_tile
+    loaded = tl.load(ids_ptr)  # one step ahead, as in _dx_tile
     for k in range(0, A * CHUNK, BLOCK_K):
-        chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
+        chunk = tl.where((loaded >= 0) & (loaded < num_chunks), loaded, num_chunks).to(tl.int32)
         column = chunk * CHUNK + k % CHUNK
-        chunk = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1)).to(tl.int32)
+        loaded = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1))
         dy = dy_box.load([pid_r * BLOCK_R, column])  # (BLOCK_R, BLOCK_K)
         w = w_box.load([column, pid_d * BLOCK_D])  # (BLOCK_K, BLOCK_D)
         acc = tl.dot(dy, w, acc, out_dtype=ACC)

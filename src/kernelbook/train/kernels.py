@@ -183,7 +183,8 @@ def _adamw_chunks_kernel(
                 found = tl.maximum(found, tl.where(row == chunk * CHUNK, offs_a, -1))
             slot = tl.max(found, axis=0)
         else:  # a program for each chunk that has a gradient
-            chunk = (tl.load(rows_ptr + slot * CHUNK) // CHUNK).to(tl.int32)
+            row = tl.load(rows_ptr + slot * CHUNK)
+            chunk = tl.where((row >= 0) & (row < rows), row // CHUNK, -1).to(tl.int32)
     within = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offs = chunk.to(tl.int64) * CHUNK * D + within
     mask = (within < CHUNK * D) & (offs < rows.to(tl.int64) * D) & (chunk >= 0)

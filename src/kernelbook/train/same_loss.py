@@ -4,14 +4,15 @@ A mixture-of-experts language model (transformers' Qwen3-MoE) of some 120 millio
 on the sources of Python's standard library. Then it is fine-tuned with LoRA (PEFT, rank 8, experts and attention) on another
 corpus, the prose that ``help()`` shows, in five ways that share the data, their order and the pairs' beginning:
 
-- ``eager``: transformers' own, everything in float32: the truth;
+- ``eager``: plain PyTorch, everything in float32: the truth. Every expert sees every token, and the gates of those that a
+  token did not choose are zero: transformers' loop computes the same, and has to ask the host how many tokens each has. Each
+  run checks the one against the other before it begins;
 - ``grouped_mm``: transformers' own, frozen weights in bfloat16;
 - ``kernelbook:dense``: ours on the same bfloat16 weights;
 - ``kernelbook:nf4`` and ``kernelbook:nf4_double``: ours on 4-bit experts.
 
-Each way and seed is one line of ``same_loss_curves.jsonl``, written when that run ends. On a GPU a step is one CUDA graph, all
-but eager's, whose experts ask the host how many tokens each has. No time is taken. ``--seeds 1`` does one seed's part: the
-seeds may run side by side, on as many GPUs.
+Each way and seed is one line of ``same_loss_curves.jsonl``, written when that run ends. On a GPU a step is one CUDA graph.
+No time is taken: with ``--base`` in a file, ``--ways`` and ``--seeds`` do a part each, side by side, each with its own ``--out``.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from kernelbook import runtime, timing
+from kernelbook import check, runtime, timing
 from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
 
@@ -45,6 +46,7 @@ TINY: dict[str, Any] = SIZES | {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
     "num_experts": 4, "moe_intermediate_size": 32, "vocab": 300, "context": 16, "batch": 2, "rank": 2,
 }  # fmt: skip
+EVERY_EXPERT = "every_expert"  # the name of ours in plain PyTorch on transformers' interface
 EAGER_STEPS = 3  # before a step is captured: kernels are compiled and the optimizer's states made
 HERE = Path(__file__).resolve().parent
 SOURCES = (
@@ -83,6 +85,32 @@ def new_model(sizes: dict[str, Any], vocab: int) -> Any:
     )
     with torch.device(runtime.DEVICE):
         return Qwen3MoeForCausalLM(config)
+
+
+def every_expert(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' eager experts without their loop: two products over all experts, so that nothing waits for the host."""
+    gates = hidden_states.new_zeros(len(hidden_states), self.num_experts).scatter(1, top_k_index, top_k_weights)
+    up = torch.nn.functional.linear(hidden_states, self.gate_up_proj.flatten(0, 1)).unflatten(1, (self.num_experts, -1))
+    rows = self._apply_gate(up) * gates[..., None]  # (T, E, I)
+    out: torch.Tensor = rows.flatten(1) @ self.down_proj.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def _check_against_the_loop(model: Any, data: TextData) -> None:
+    """Switches ``model`` to :func:`every_expert`; ``CheckError`` where its loss is not that of transformers' loop."""
+    from transformers.integrations import moe
+
+    moe.ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
+    found = []
+    for way in ("eager", EVERY_EXPERT):
+        model.get_base_model().set_experts_implementation(way)
+        found.append(_validation(model, data, mixed=False, count=1))
+    if not math.isclose(*found, rel_tol=1e-4):  # a near tie in a router may go the other way
+        raise check.CheckError(
+            f"same_loss: {EVERY_EXPERT} must have the loss of eager, {found[0]:.7f}, got {found[1]:.7f}"
+        )
 
 
 def _autocast(on: bool) -> contextlib.AbstractContextManager[Any]:
@@ -186,7 +214,8 @@ def finetune(
     model = new_model(sizes, data.vocab_size)
     model.load_state_dict(base)
     parameters = sum(p.numel() for p in model.parameters())
-    mixed = way != "eager" and runtime.DEVICE.type == "cuda"
+    real = runtime.DEVICE.type == "cuda"
+    mixed = real and way != "eager"
     if mixed:
         model.to(torch.bfloat16)
     settings = peft.LoraConfig(
@@ -200,11 +229,12 @@ def finetune(
         interop.quantize_experts(model, double_quant=way.endswith("double"))
     if way.startswith("kernelbook"):
         interop.use_kernels(model)
+    elif way == "eager":
+        _check_against_the_loop(model, data)
     else:
         base_model: Any = model.get_base_model()
         base_model.set_experts_implementation(way)
-    every = max(1, steps // 10)
-    losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=every, graph=mixed)
+    losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=max(1, steps // 10), graph=real)
     block = max(1, steps // 50)
     return {
         "way": way, "seed": seed, "steps": steps,

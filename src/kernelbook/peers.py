@@ -1,0 +1,30 @@
+"""Packages that benches compare with, where they are installed."""
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from typing import Any
+
+__all__ = ["axolotl", "has"]
+
+
+def has(module: str) -> bool:
+    """Whether the top-level ``module`` is installed; it is not imported."""
+    return importlib.util.find_spec(module) is not None
+
+
+@functools.cache
+def axolotl(module: str) -> Any:
+    """A module of axolotl's ScatterMoE, without the packages above it: their imports need all that axolotl installs."""
+    found = importlib.util.find_spec("axolotl")
+    assert found is not None and found.submodule_search_locations is not None
+    name, folder = "axolotl", found.submodule_search_locations[0]
+    for part in ("integrations", "kernels", "libs", "scattermoe_lora", ""):
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [folder]
+        sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+        name, folder = (f"{name}.{part}", os.path.join(folder, part)) if part else (name, folder)
+    return importlib.import_module(f"{name}.{module}")
