@@ -106,6 +106,16 @@ def _in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield from _small_tiles(monkeypatch, forward, triton.Config(tiles, num_warps=4))
 
 
+@pytest.mark.usefixtures("_looped")
+def test_the_mean_of_each_tile_is_corrected() -> None:
+    """Two tiles of 64 columns a row, each of which has the whole number in its middle for a mean, and a sum that is rounded."""
+    off = torch.randint(1, 16, (120, 32)).to(torch.float64)
+    off = torch.cat([off, -off], 1)[:, torch.randperm(64)].view(60, 128)
+    x = (2.0**23 + torch.arange(60)[:, None] + off).to(runtime.DEVICE, torch.float32)
+    truth = F.layer_norm(x.to(torch.float64), (128,))
+    check.compare("out", kb.layer_norm(x), truth, truth.float()).require()
+
+
 @pytest.mark.parametrize("residual", (False, True))
 @pytest.mark.usefixtures("_in_tiles")
 def test_rows_in_several_tiles(residual: bool) -> None:
@@ -228,6 +238,15 @@ def test_quantized_scales_of_later_experts(shape: tuple[int, ...]) -> None:
     assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=torch.float32), expected[experts])
 
 
+def test_a_tile_that_ends_with_the_blocks_of_a_scale() -> None:
+    """No scale of scales comes after the 256 blocks."""
+    w = randn(256 * 32)
+    q = kb.nf4_quantize(w, block_size=32, double_quant=True)
+    absmax = nested_absmax_reference(q.absmax, q.nested_absmax, q.nested_code, q.nested_offset)
+    expected = nf4_dequantize_reference(q.packed, absmax, q.code, w.shape, 32)
+    assert torch.equal(kb.nf4_dequantize(q, dtype=torch.float32), expected)
+
+
 @pytest.fixture
 def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of 2 x 16 words, of 64 elements, and of two rows by two tokens: small matrices have many, and rows share them."""
@@ -280,8 +299,10 @@ def test_nf4_of_nan_zeros_and_next_to_nothing() -> None:
     w[4] *= 1e-38
     for length in (7 * 32, 6 * 32 + 9):  # the last block is full, or short
         flat = w.reshape(-1)[:length].clone()
-        for last in (1.0, 1e-39, float("nan")):
+        for last in (1.0, 1e-39, float("nan"), 0.0):
             flat[-3] = last
+            if last == 0.0:
+                flat[6 * 32 :] *= 1e-39
             q = kb.nf4_quantize(flat, block_size=32)
             packed, absmax = nf4_quantize_reference(flat, q.code, 32)
             torch.testing.assert_close(q.absmax.view(-1), absmax, rtol=0, atol=0, equal_nan=True)

@@ -113,16 +113,20 @@ def _assert_exact(m: int, d_in: int, d_out: int, ids: list[int], chunk: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("chunk", "side", "boxes"), ((20, 16, False), (64, 128, True), (128, 128, True)), ids=("", "two boxes", "half a chunk")
+    ("m", "chunk", "side", "boxes", "split"),
+    ((34, 20, 16, False, 1), (34, 64, 128, True, 1), (34, 128, 128, True, 1), (70, 64, 64, True, 2)),
+    ids=("", "two boxes", "half a chunk", "shares"),
 )
-def test_sparse_linear_to_the_last_bit(chunk: int, side: int, boxes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_linear_to_the_last_bit(
+    m: int, chunk: int, side: int, boxes: bool, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiles of several boxes, the last of them with one that does not exist; fewer pieces of zeros than tiles."""
     blocks = {"BLOCK_R": side, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}
-    plan = sparse_kernels.Plan(triton.Config(blocks, num_warps=4, num_stages=1), 1, boxes)
+    plan = sparse_kernels.Plan(triton.Config(blocks, num_warps=4, num_stages=1), split, boxes)
     monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
     monkeypatch.setattr(sparse_kernels, "plan_forward", lambda *_: sparse_kernels.Plan(plan.config))
     monkeypatch.setattr(sparse_op, "_strategy", lambda *_, **__: "tiles")  # in float32, which no GPU does
-    _assert_exact(34, 24, 4 * chunk - 8, [3, 0, 2], chunk)
+    _assert_exact(m, 24, 4 * chunk - 8, [3, 1, 2], chunk)
 
 
 def test_packed_chunks_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_chunks(dtype: torch.dtype, chunk: int) -> None:
 def test_experts(cols: int, double: bool) -> None:
     q = kb.nf4_quantize(randn(3, 5, cols), double_quant=double)
     dense = kb.nf4_dequantize(q, dtype=torch.float32)
-    ids = _among([2, 0], 3)
+    ids = torch.cat([_among([2, 0], 3), torch.tensor(BAD, device=q.packed.device)])
     expected = torch.stack([dense[i] if 0 <= i < 3 else torch.zeros_like(dense[0]) for i in ids.tolist()])
     assert torch.equal(kb.nf4_dequantize(q, experts=ids, dtype=torch.float32), expected)
 

@@ -5,7 +5,7 @@ it is given. So it gives right results for kernels that are wrong on a GPU. With
 
 - Bounds: each address that a load, a store or an atomic touches lies within a tensor that the launch was given.
 - Unset values: where a mask is false and nothing was said of the value (no ``other=``), a load of a block returns NaN, or
-  large integers, instead of zeros.
+  integers of which every other one is large, instead of zeros.
 - One store of several threads: lanes that store different values to one address.
 - Programs: what another program of the launch has stored may be read, or overwritten by another value, only if that program
   let go of it before (its threads met at a barrier, then an atomic that releases), and this one took hold of it since (an
@@ -19,6 +19,7 @@ it is given. So it gives right results for kernels that are wrong on a GPU. With
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,16 +189,20 @@ class _Watch:
                     known[program] = max(known.get(program, 0), barriers)
 
 
+_turns = itertools.cycle((0, 1))
+
+
 def _unset(pointers: Any) -> Any:
     """A value for each lane that no kernel may count on."""
     kind, dtype = pointers.get_element_ty(), interpreter._get_np_dtype(pointers.get_element_ty())
+    value = np.full_like(pointers.data, 0, dtype=dtype)
     if str(kind) == "bf16":
-        value: Any = 0x7FC0
+        value[...] = 0x7FC0
     elif np.issubdtype(dtype, np.floating):
-        value = np.nan
-    else:
-        value = True if dtype == np.bool_ else np.iinfo(dtype).max // 3
-    return interpreter.TensorHandle(np.full_like(pointers.data, value, dtype=dtype), kind)
+        value[...] = np.nan
+    else:  # zero is somebody's id, and by turns with numbers that are nobody's
+        value.reshape(-1)[next(_turns) :: 2] = True if dtype == np.bool_ else np.iinfo(dtype).max // 3
+    return interpreter.TensorHandle(value, kind)
 
 
 @contextlib.contextmanager
