@@ -288,31 +288,37 @@ def _among_nan(tensor: torch.Tensor, rows: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("block_n", "splits", "merged"), ((16, 1, 1), (64, 1, 1), (16, 3, 1), (16, 5, 2))
-)  # fmt: skip
+    ("n", "block_n", "page", "splits", "merged"),
+    ((3, 16, 16, 1, 1), (3, 64, 16, 1, 1), (1, 16, 32, 3, 1), (3, 16, 32, 5, 2)),
+)
 @pytest.mark.parametrize("listed", (2, 128))
 def test_decoding_among_nan(
-    listed: int, block_n: int, splits: int, merged: int, monkeypatch: pytest.MonkeyPatch
+    listed: int, n: int, block_n: int, page: int, splits: int, merged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Columns that do not fill a tile, a share of one key; shares merged two at a time; pages listed two at a time.
+    """Columns that do not fill a tile, a share of one key and one that begins within a page.
 
-    A table may name any pages: numbers that are no page's count as keys that are not there, in 64 bits.
+    Shares are merged two at a time, pages listed two at a time. Numbers of no page count as keys that are not there.
     """
     blocks = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_D": 32, "PIECES": 1, "Q_LATE": False, "STAGES": 1}
     plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
     monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
     monkeypatch.setattr(decode_kernels, "_merged_at_a_time", lambda *_: merged)
     monkeypatch.setattr(decode_kernels, "MAX_LISTED", listed)
-    q = _among_nan(randn(3, 4, 3, 24))
-    lengths = torch.tensor([81, 33, 0], device=q.device)
+    q = _among_nan(randn(3, 4, n, 24))
+    lengths = torch.tensor([0, 33, 81], device=q.device)
     if listed == 2:
         k, v = (_among_nan(randn(3, 2, 81, 24), 16) for _ in range(2))
         given = {"causal": True, "lengths": lengths}
-        ours, reference, inputs = kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v}
-        check.check_op(functools.partial(ours, **given), functools.partial(reference, **given), inputs)
-    pages = [_among_nan(randn(20, 2, 16, 24)) for _ in range(2)]
-    table = torch.randperm(20, device=q.device)[:18].view(3, 6)
-    table[0, 1], table[0, 3], table[1, 1], table[1, 2] = 20, -(2**32) + 1, -3, 2**32 + 1
+        check.check_op(
+            functools.partial(kb.flash_attention, **given),
+            functools.partial(flash_attention_reference, **given),
+            {"q": q, "k": k, "v": v},
+        )
+    pages = [_among_nan(randn(20, 2, page, 24)) for _ in range(2)]
+    table = torch.randperm(20, device=q.device)[: 3 * (96 // page)].view(3, -1)
+    table[1, 0], table[2, 0] = 20, -(2**32) + 1
+    if page == 16:
+        table[1, 2], table[2, 2] = -3, 2**32 + 1
     inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
     check.check_op(kb.paged_attention, paged_attention_reference, inputs)
 
