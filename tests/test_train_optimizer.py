@@ -126,6 +126,15 @@ def test_rows_out_of_range_are_nobodys(device: torch.device) -> None:
     assert torch.equal(*found) and (found[0] != start).all()
 
 
+def test_a_step_before_the_backward_pass_is_noticed(device: torch.device) -> None:
+    weight, x = torch.nn.Parameter(torch.randn(1, 24, device=device)), torch.randn(4, 24, device=device)
+    loss = (x.requires_grad_() @ weight.t()).sum()
+    weight.grad = torch.ones_like(weight)
+    ChunkAdamW([weight], chunk_size=CHUNK).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_learning_rate_on_the_device_and_a_saved_state(device: torch.device) -> None:
     ours, adam, theirs = _pair((32, 8), device)
     lr = torch.tensor([1e-2], device=device)

@@ -284,6 +284,7 @@ def top_chunks(
         step if step is not None else starts,
         seed, n, longest,
     )  # fmt: skip
+    torch.autograd.graph.increment_version(ids)  # a backward pass that has kept them as they were has to notice
     return chosen
 
 

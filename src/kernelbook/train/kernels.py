@@ -187,7 +187,7 @@ def _adamw_chunks_kernel(
             chunk = tl.where((row >= 0) & (row < rows), row // CHUNK, -1).to(tl.int32)
     within = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offs = chunk.to(tl.int64) * CHUNK * D + within
-    mask = (within < CHUNK * D) & (offs < rows.to(tl.int64) * D) & (chunk >= 0)
+    mask = (within < CHUNK * D) & (offs < tl.cast(rows, tl.int64) * D) & (chunk >= 0)
     grad_ptrs = grad_ptr + slot.to(tl.int64) * CHUNK * D + within
     grad = tl.load(grad_ptrs, mask=mask & (slot >= 0), other=0.0)
     grad *= tl.load(scale_ptr)

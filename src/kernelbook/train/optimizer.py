@@ -193,3 +193,5 @@ class ChunkAdamW(torch.optim.Optimizer):
             lr, scale,
             rows, d, active,
         )  # fmt: skip
+        # As PyTorch's own: a backward pass that has kept the weight as it was has to notice.
+        torch.autograd.graph.increment_version(param)
