@@ -602,15 +602,18 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
 @pytest.mark.parametrize("how", ("decode", "pointers", "boxes"))
 def test_offsets_are_64_bit(how: str, monkeypatch: pytest.MonkeyPatch, overflow_raises: Callable[[], None]) -> None:
-    """Rows, heads and batches lie 2^31 elements and more apart (the memory is reserved, not touched)."""
+    """Rows, heads and batches lie 2^31 elements and more apart (the memory is reserved, not touched).
+
+    A stride that has 64 bits makes a product of 64 bits of any number; so there is one that has not, and a third row.
+    """
     overflow_raises()
     monkeypatch.setattr(op, "_in_boxes", lambda *tensors: how == "boxes")
     if how != "decode":
         monkeypatch.setattr(kernels_decode, "MAX_QUERIES", 0)
     far = 2**31 + 8
-    for step in ((far, 64, 16), (64, far, 16), (64, 128, far)):
-        dense = _qkv(2, 2, 2, 2, 2, 16)
-        size = sum(step) + 16
+    for step, n in (((far, 64, 16), 2), ((64, far, 16), 2), ((64, 128, far), 2), ((64, 128, 2**30), 3)):
+        dense = _qkv(2, 2, 2, n, n, 16)
+        size = sum(step) + (n - 2) * step[-1] + 16
         strided = [torch.empty(size).as_strided(t.shape, (*step, 1)).copy_(t).requires_grad_() for t in dense]
         dense = [t.requires_grad_() for t in dense]
         ours, plain = kb.flash_attention(*strided), kb.flash_attention(*dense)

@@ -346,6 +346,49 @@ def test_offsets_are_64_bit(overflow_raises: Callable[[], None]) -> None:
     assert torch.equal(apart["k_pages"][inputs["block_table"][0, 0], :, 13:15], new[0][0])
 
 
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
+@pytest.mark.parametrize(
+    ("far", "sizes"), ((0, (4, 1, 1)), (1, (1, 3, 1)), (2, (1, 1, 3)), (3, (1, 1, 1))), ids=("pages", "heads", "slots", "columns")
+)  # fmt: skip
+def test_products_with_strides_of_32_bits_are_64_bit(
+    far: int, sizes: tuple[int, ...], overflow_raises: Callable[[], None]
+) -> None:
+    """As above, with strides that have 32 bits themselves; new keys and the table lie as far apart as the pages."""
+    overflow_raises()
+    pages, heads, n = sizes
+    d = 9 if far == 3 else 8
+    whole, last = (pages, heads, 16, d), (pages, heads, 16, d)[far] - 1
+    strides = [heads * 16 * d, 16 * d, d, 1]
+    strides[far] = 2**31 // last + 8 if far != 2 else 2**28
+    inputs = _paged(1, heads, heads, n, d, 16, 1, torch.float16, [14])
+    pools = [randn(*whole, dtype=torch.float16) for _ in range(2)]
+    inputs |= {"k_pages": pools[0], "v_pages": pools[1], "block_table": _integers([pages - 1])}
+    apart = [
+        torch.empty(1 + sum((m - 1) * step for m, step in zip(whole, strides, strict=True)), dtype=torch.float16)
+        .as_strided(whole, strides)
+        .copy_(pool)
+        for pool in pools
+    ]
+    expected = kb.paged_attention(**inputs)
+    assert torch.equal(kb.paged_attention(**inputs | {"k_pages": apart[0], "v_pages": apart[1]}), expected)
+    shape, steps = (1, heads, n, d), {1: (0, 2**30, d, 1), 2: (0, n * d, 2**30, 1), 3: (0, d, d, 2**28)}.get(far)
+    new = [randn(*shape, dtype=torch.float16) for _ in range(2)]
+    if steps:
+        size = 1 + sum((m - 1) * step for m, step in zip(shape, steps, strict=True))
+        new = [torch.empty(size, dtype=torch.float16).as_strided(shape, steps).copy_(t) for t in new]
+    for pool in (pools, apart):
+        kb.append_to_pages(*new, *pool, inputs["block_table"], _integers(13))
+    assert all(torch.equal(a, b) for a, b in zip(pools, apart, strict=True))
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
+def test_a_table_may_lie_far_apart(overflow_raises: Callable[[], None]) -> None:
+    overflow_raises()
+    inputs = _paged(1, 2, 1, 1, 16, 16, 3, torch.float32, [40])
+    table = torch.empty(2**31 + 1, dtype=torch.int32).as_strided((1, 3), (1, 2**30)).copy_(inputs["block_table"])
+    assert torch.equal(kb.paged_attention(**inputs | {"block_table": table}), kb.paged_attention(**inputs))
+
+
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 

@@ -172,6 +172,21 @@ def test_a_packed_tile_is_what_dequantizing_gives(block: int, double: bool) -> N
         assert torch.equal(out, dense[matrix, row0 : row0 + 16, col0 : col0 + 64]), (matrix, row0, col0)
 
 
+@pytest.mark.skipif(not runtime.INTERPRET, reason="memory that is reserved, not touched")
+def test_the_last_matrix_of_a_large_packed_tensor_is_found() -> None:
+    """Its first element is number 2^31: the bytes are all but one matrix's last and never written."""
+    rows, cols = 2**15, 2**15
+    packed = torch.empty(3 * rows * cols // 2, dtype=torch.uint8)
+    absmax = torch.empty(3 * rows * cols // 64)
+    packed[rows * cols :][: 16 * cols // 2], absmax[2 * rows * cols // 64 :][: 16 * cols // 64] = 0x17, 2.0
+    out, code = torch.empty(16, 64), torch.arange(16.0)
+    _tile_kernel[(1,)](
+        packed, absmax, absmax, absmax, absmax, code, out, 2, 0, 64, rows, cols,
+        ROWS=16, COLS=64, BLOCK_SIZE=64, SCALE="float32",
+    )  # fmt: skip
+    assert torch.equal(out, torch.tensor([2.0, 14.0]).repeat(16, 32))
+
+
 def test_no_scale_is_read_beyond_the_last() -> None:
     """Blocks behind the last row of a tile would have a scale of scales of their own, which does not exist."""
     q = kb.nf4_quantize(torch.randn(2, 63, 64, device=runtime.DEVICE), block_size=32, double_quant=True)

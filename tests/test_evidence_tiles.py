@@ -102,7 +102,10 @@ def _assert_exact(m: int, d_in: int, d_out: int, ids: list[int], chunk: int) -> 
     clean = [t.double() for t in (x, w, dy, b)]
     w[unlisted], dy[:, unlisted], b[unlisted] = float("nan"), float("nan"), float("nan")
     for compact in (False, True):
-        found = *kb.sparse_backward(x, w, dy, compact=compact, **given), kb.sparse_forward(x, w, b, compact=compact, **given)
+        found = (
+            *kb.sparse_backward(x, w, dy, compact=compact, **given),
+            kb.sparse_forward(x, w, b, compact=compact, **given),
+        )
         x64, w64, dy64, b64 = clean
         exact = (
             *sparse_dw_reference(x64, dy64, compact=compact, **given), sparse_dx_reference(dy64, w64, **given),
@@ -418,6 +421,7 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     moe._swiglu_launch.cache_clear()
     h = randn(5, 74)
     check.check_op(moe._swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
+
     def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         halves = torch.cat([-x[..., 6:], x[..., :6]], -1)
         return x * cos[:, None].to(x.dtype) + halves * sin[:, None].to(x.dtype)

@@ -44,7 +44,9 @@ _FOLLOWED = (
     "create_expand_dims",
 )
 _LARGEST = 2**26  # bytes of a tensor whose stores are remembered
-reached: list[torch.Tensor] = []  # by addresses that kernels load: every launch counts as given these too, until the test ends
+reached: list[
+    torch.Tensor
+] = []  # by addresses that kernels load: every launch counts as given these too, until the test ends
 
 
 class WrongAccessError(AssertionError):

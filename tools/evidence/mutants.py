@@ -355,9 +355,13 @@ def read_results(*paths: Path) -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 def _known(row: dict[str, str]) -> tuple[bool, bool, int]:
-    """More, the more is known: decided, tried, shown to how many tests."""
+    """More, the more is known: decided, run, shown to how many tests. What was killed once is a program."""
     tests = row["why"].split()[0] if row["verdict"] == "survived" else "0"
-    return row["verdict"] in DECIDED, row["verdict"] != "untested", int(tests) if tests.isdigit() else 0
+    return (
+        row["verdict"] in DECIDED,
+        row["verdict"] not in ("untested", "stillborn"),
+        int(tests) if tests.isdigit() else 0,
+    )
 
 
 def explain(rows: Sequence[dict[str, str]]) -> None:
@@ -692,6 +696,7 @@ class Campaign:
             elif result["failed"]:
                 by, kind, message = result["failed"][0]
                 no_program = any(k in kind for k in NO_PROGRAM) and kind.split(" < ")[-1] in CAUSES
+                no_program &= "overflow detected" not in message  # what a test asks the interpreter to look for
                 verdict = "stillborn" if no_program else "killed"
                 why = f"{kind}: {message}".replace("\n", " ")[:100]
             elif "died" in result:
