@@ -174,6 +174,13 @@ def test_ladder_compares_each_step_with_the_one_before_and_puts_peers_last() -> 
         plots.ladder(steps, ceilings, upto="third")
 
 
+def test_rows_of_other_sources_are_named() -> None:
+    table = pd.concat([rows(), rows(provider="torch", package="1"), rows(provider="eager", package="1")])
+    assert plots.vintage(rows(), "0") == ""
+    assert plots.vintage(rows(), "1") == "These rows were measured with older sources than this book's."
+    assert plots.vintage(table, "0").startswith("Rows of `eager`, `torch` were")
+
+
 def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
     rows = pd.DataFrame(
         {"provider": ["kernelbook"] * 7 + ["peer"] * 2, "x": [*range(1, 8), 1, 7], "ms": 1.0, "run": "r"}

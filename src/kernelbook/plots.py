@@ -43,6 +43,7 @@ __all__ = [
     "step",
     "steps",
     "tabs",
+    "vintage",
     "with_records",
 ]
 
@@ -193,6 +194,17 @@ def provenance(*tables: pd.DataFrame | None) -> str:
     parts.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
     parts.append(f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs")
     return " · ".join(parts)
+
+
+def vintage(rows: pd.DataFrame, version: str) -> str:
+    """Whose rows do not carry ``version``, that of today's sources, as a sentence; nothing where all do."""
+    behind = rows["package"] != version
+    if not behind.any():
+        return ""
+    if behind.all():
+        return "These rows were measured with older sources than this book's."
+    names = ", ".join(f"`{name}`" for name in sorted({*rows["provider"][behind]}))
+    return f"Rows of {names} were measured with older sources than this book's."
 
 
 @_styled
@@ -473,6 +485,9 @@ def steps(
             lost = ours["provider"].str.removeprefix("kernelbook:").replace("kernelbook", "the package")[gains < 0.99]
             if len(lost):
                 text += f"Not a gain here: {', '.join(lost)}.\n\n"
+        # Such rows carry the version of the page's kernels, which says nothing of the package's.
+        if title == "Recorded" and "kernelbook" in set(rows["provider"]):
+            text += "A ladder is a run of its own; the package in it is that of the day.\n\n"
     return text or "Nothing is recorded yet."
 
 
