@@ -413,7 +413,10 @@ def _counters_on(count: int, device: torch.device) -> torch.Tensor:
         spare = _counters.get((index, None))
         if spare is None or spare.numel() < count:
             return torch.zeros(count, dtype=torch.int32, device=device)
-        found, _counters[index, None] = spare[:count], spare[count:]
+        after = (
+            cdiv(count, 4) * 4
+        )  # on 16 bytes, as the kernel that was compiled for a call outside of the graph has it
+        found, _counters[index, None] = spare[:count], spare[after:]
         return found
     key = index, torch._C._cuda_getCurrentRawStream(index)
     if key not in _counters or _counters[key].numel() < count:
@@ -553,8 +556,10 @@ class _Recording(TorchDispatchMode):
         fresh = list[str]()
 
         def launched(kernel: Any, handle: _Handle, grid: tuple[int, ...], args: tuple[Any, ...]) -> list[str]:
+            name = constant(kernel)
             fresh.append(
-                f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) is {constant(handle.compiled)}"
+                f"{name}.device_caches[{device}][0].get({constant(handle.key)}) is {constant(handle.compiled)} "
+                f"and not {name}.pre_run_hooks"
             )
             fresh.extend(f"{constant(names)}.get({name!r}) is {constant(v)}" for names, name, v in handle.globals)
             lines, values, boxes = list[str](), list[str](), 0
@@ -750,7 +755,8 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
             for i, name in enumerate(names):
                 if i in of_tensors:
                     lines.append(
-                        f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad)):"
+                        f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad) "
+                        f"or {name}.is_neg()):"
                     )
                 else:
                     lines.append(f" if type({name}) not in _simple:")
@@ -974,7 +980,7 @@ def _written_out(
     for name in tensors:
         lines += [
             f" if {name} is not None:",
-            f"  if type({name}) not in plain or {name}.is_meta:",
+            f"  if type({name}) not in plain or {name}.is_meta or {name}.is_neg():",  # PyTorch negates it on the way
             f"   return registered({args}){given}",
             f"  if {name}.requires_grad:",
             "   wanted = True",
