@@ -512,6 +512,10 @@ class _Recording(TorchDispatchMode):
             scope[name] = value
             return name
 
+        def lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+            memory = tensor.untyped_storage()._cdata
+            return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
         def owner_of(tensor: torch.Tensor) -> tuple[str, bool]:
             """-> whose memory it is, and whether it is that very tensor."""
             same = [name for name, other in known.items() if other is tensor]
@@ -538,7 +542,7 @@ class _Recording(TorchDispatchMode):
                 return constant(value)
             owner, same = owner_of(value)
             base = known[owner]
-            if same:
+            if same or lies(value) == lies(base):  # torch.empty() gives another tensor than the one that was noted
                 return owner
             if value.dtype != base.dtype:
                 raise _UnknownError
@@ -599,11 +603,6 @@ class _Recording(TorchDispatchMode):
                 last |= dict.fromkeys(used, i)
         except _UnknownError:
             return None
-
-        def lies(tensor: torch.Tensor) -> tuple[Any, ...]:
-            memory = tensor.untyped_storage()._cdata
-            return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
         places = {lies(new): f"t{i}" for i, (new, _) in enumerate(self.new)}
         outputs = results if isinstance(results, tuple) else () if results is None else (results,)
         found = [places.get(lies(out), "") for out in outputs]
