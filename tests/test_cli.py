@@ -199,3 +199,15 @@ def test_a_case_that_raises_does_not_lose_the_others(
         "NOT RECORDED: double forward float32 N=8 N=1: RuntimeError: no such kernel",
         "NOT RECORDED: kernelbook.room.bench.extras: RuntimeError: no second table",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"), [(("--select", "forward ("), "must be a regular expression"), (("--part", "2/2"), "I < N")]
+)
+def test_what_bench_cannot_take_is_named(
+    given: tuple[str, str], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "nf4", *given])
+    said = capsys.readouterr().err
+    assert given[0] in said and wrong in said and given[1] in said

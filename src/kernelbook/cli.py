@@ -267,6 +267,14 @@ def _part(text: str) -> tuple[int, int]:
     return int(own), int(of)
 
 
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"must be a regular expression, got {text}: {error}") from None
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m kernelbook", description=kernelbook.__doc__)
@@ -279,7 +287,9 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument(
-        "--select", help="only cases whose description has this, a regular expression: 'forward .*r=16'"
+        "--select",
+        type=_pattern,
+        help="only cases whose description has this, a regular expression: 'forward .*r=16'; several_gpus: parts of it, with commas between",
     )
     measure.add_argument(
         "--only", choices=("room", "models"), help="the room's own cases, or those of models (default: both)"
