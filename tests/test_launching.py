@@ -601,7 +601,9 @@ def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKer
     assert repeated.thought == before + 2
 
 
-@pytest.mark.parametrize("what", ("dropped", "plans", "device", "watched", "deterministic", "profiled", "poisoned"))
+@pytest.mark.parametrize(
+    "what", ("dropped", "plans", "device", "watched", "hooked", "deterministic", "profiled", "poisoned")
+)
 def test_what_changes_a_call_ends_its_repetition(
     fake: _FakeKernel, repeated: _Repeated, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -618,6 +620,8 @@ def test_what_changes_a_call_ends_its_repetition(
         fake.device = 1
     elif what == "watched":
         monkeypatch.setattr(triton.knobs.runtime, "debug", True)
+    elif what == "hooked":
+        fake.pre_run_hooks.append(_hook)
     with contextlib.ExitStack() as stack:
         if what == "deterministic":
             torch.use_deterministic_algorithms(True)
@@ -765,6 +769,14 @@ def test_pytorchs_dispatcher_is_asked_only_where_somebody_looks(scale: Any) -> N
     with FakeTensorMode() as mode:
         y, _ = scale.call(mode.from_tensor(x), 2.0)
     assert y.shape == (4,) and scale.seen[-1] == "dispatcher"
+
+
+def test_what_is_to_be_negated_is_negated() -> None:
+    """A tensor of PyTorch's may say that its numbers have the other sign, as ``z.conj().imag`` does."""
+    x = torch._neg_view(torch.randn(4, 16, device=runtime.DEVICE))
+    for given_x in (x, x.detach().requires_grad_()):
+        assert given_x.is_neg()
+        assert torch.equal(kb.layer_norm(given_x), kb.layer_norm(x.resolve_neg()))
 
 
 def test_gradients_are_the_same_both_ways(scale: Any) -> None:

@@ -993,6 +993,18 @@ for strategy in ("fused", "split"):
         assert 0 < waits < instructions, str(kernel)
 
 
+def test_packed_experts_compile_for_any_rank() -> None:
+    """Rows of the low-rank product lie in shared memory in pieces of 128 bytes at most, however large the rank is."""
+    code = """
+import torch, kernelbook as kb
+q = kb.nf4_quantize(torch.empty(5, 256, 512))
+x, a, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((40, 512), (5, 128, 512), (5, 256, 128)))
+kb.moe_lora(x, q, a, b, kb.route(torch.zeros(40, 2, dtype=torch.int64), 5))
+"""
+    compiled = [k for k in compile_calls(code) if k.name == "_many_rows_kernel"]
+    assert [k.constants["RANK"] for k in compiled] == [128] and not compiled[0].spill_bytes
+
+
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 

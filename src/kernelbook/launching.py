@@ -413,7 +413,10 @@ def _counters_on(count: int, device: torch.device) -> torch.Tensor:
         spare = _counters.get((index, None))
         if spare is None or spare.numel() < count:
             return torch.zeros(count, dtype=torch.int32, device=device)
-        found, _counters[index, None] = spare[:count], spare[count:]
+        after = (
+            cdiv(count, 4) * 4
+        )  # on 16 bytes, as the kernel that was compiled for a call outside of the graph has it
+        found, _counters[index, None] = spare[:count], spare[after:]
         return found
     key = index, torch._C._cuda_getCurrentRawStream(index)
     if key not in _counters or _counters[key].numel() < count:
@@ -509,6 +512,10 @@ class _Recording(TorchDispatchMode):
             scope[name] = value
             return name
 
+        def lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+            memory = tensor.untyped_storage()._cdata
+            return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
         def owner_of(tensor: torch.Tensor) -> tuple[str, bool]:
             """-> whose memory it is, and whether it is that very tensor."""
             same = [name for name, other in known.items() if other is tensor]
@@ -535,7 +542,7 @@ class _Recording(TorchDispatchMode):
                 return constant(value)
             owner, same = owner_of(value)
             base = known[owner]
-            if same:
+            if same or lies(value) == lies(base):  # torch.empty() gives another tensor than the one that was noted
                 return owner
             if value.dtype != base.dtype:
                 raise _UnknownError
@@ -553,8 +560,10 @@ class _Recording(TorchDispatchMode):
         fresh = list[str]()
 
         def launched(kernel: Any, handle: _Handle, grid: tuple[int, ...], args: tuple[Any, ...]) -> list[str]:
+            name = constant(kernel)
             fresh.append(
-                f"{constant(kernel)}.device_caches[{device}][0].get({constant(handle.key)}) is {constant(handle.compiled)}"
+                f"{name}.device_caches[{device}][0].get({constant(handle.key)}) is {constant(handle.compiled)} "
+                f"and not {name}.pre_run_hooks"
             )
             fresh.extend(f"{constant(names)}.get({name!r}) is {constant(v)}" for names, name, v in handle.globals)
             lines, values, boxes = list[str](), list[str](), 0
@@ -594,11 +603,6 @@ class _Recording(TorchDispatchMode):
                 last |= dict.fromkeys(used, i)
         except _UnknownError:
             return None
-
-        def lies(tensor: torch.Tensor) -> tuple[Any, ...]:
-            memory = tensor.untyped_storage()._cdata
-            return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
         places = {lies(new): f"t{i}" for i, (new, _) in enumerate(self.new)}
         outputs = results if isinstance(results, tuple) else () if results is None else (results,)
         found = [places.get(lies(out), "") for out in outputs]
@@ -750,7 +754,8 @@ def repeated(settings: Callable[[], Any] | None = None) -> Callable[[Public], Pu
             for i, name in enumerate(names):
                 if i in of_tensors:
                     lines.append(
-                        f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad)):"
+                        f" if {name} is not None and (type({name}) not in _plain or (_recorded and {name}.requires_grad) "
+                        f"or {name}.is_neg()):"
                     )
                 else:
                     lines.append(f" if type({name}) not in _simple:")
@@ -974,7 +979,7 @@ def _written_out(
     for name in tensors:
         lines += [
             f" if {name} is not None:",
-            f"  if type({name}) not in plain or {name}.is_meta:",
+            f"  if type({name}) not in plain or {name}.is_meta or {name}.is_neg():",  # PyTorch negates it on the way
             f"   return registered({args}){given}",
             f"  if {name}.requires_grad:",
             "   wanted = True",

@@ -188,14 +188,14 @@ def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[N
     if torch.compiler.is_compiling():
         yield
         return
-    storage = w.untyped_storage().data_ptr()
+    storage = w.untyped_storage()._cdata  # the object: the address of all that is empty is 0
     # Hooks do not stack: the rest goes to those that were there, such as those
     # of activation checkpointing.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     keep, give = outer if outer is not None else (lambda t: t, lambda t: t)
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() == storage:
+        if tensor.untyped_storage()._cdata == storage:
             return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return _Kept(keep(tensor))
 

@@ -172,7 +172,7 @@ def _tile(
     acc = gl.zeros((OUT, TOKENS), gl.float32, layout=mma)
     if RANK > 0:
         # Before the loop: behind it, ptxas would serialize the tensor cores' instructions.
-        PART: gl.constexpr = max(16, min(RANK, 4096 // TOKENS))
+        PART: gl.constexpr = max(16, min(RANK, 64, 4096 // TOKENS))  # a row of 128 bytes at most
         b_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // PART, PART // 8], [WARPS, 1], [1, 0])
         shared: gl.constexpr = gl.NVMMASharedLayout(PART * 2, 16, 2)
         b_n = gl.arange(0, OUT, layout=gl.SliceLayout(1, b_layout))
