@@ -24,6 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+BASIS = ("gpu", "torch", "triton", "package", "date", "sources")
 NICE = {"fuzz": 10, "mutants": 5}  # what takes longest, however long, lets the others go first
 
 import kernelbook  # noqa: E402
@@ -146,11 +147,20 @@ def main() -> None:
                 told["late"].append(name)
         sources: dict[str, dict[str, str]] = {}
         told |= {"fuzz": {}, "sanitizers": {}, "soak": {}, "largest": {}, "handshake": {}, "repeats": {}}
+        found_in = []
         for path in sorted(path for parts_ in args.parts or [parts] for path in parts_.glob("*.json")):
-            try:
-                name, found = path.stem.split("_")[0], json.loads(path.read_text())
-            except json.JSONDecodeError:  # who wrote it was stopped
-                continue
+            with contextlib.suppress(json.JSONDecodeError):  # who wrote it was stopped
+                found = json.loads(path.read_text())
+                if "gpu" not in found:
+                    found_in.append((path.stem.split("_")[0], found))
+                    continue
+                # The record of a run, which says on what it was; with all that its parts told, if nothing stopped it.
+                if found["sources"] != sources.setdefault("of parts", found["sources"]):
+                    raise SystemExit(f"record: {path} is of other sources than another part")
+                slug = path.stem
+                told |= {key: found[key] for key in BASIS}
+                found_in += [(name, found[name]) for name in told if found.get(name) and name not in (*BASIS, "late")]
+        for name, found in found_in:
             if name == "fuzz":
                 for target, campaign in found.items():
                     campaign["failures"] = [re.sub(r'File "[^"]*/', 'File "', f) for f in campaign["failures"]]
@@ -161,11 +171,6 @@ def main() -> None:
                     if which not in runs or told_more(run, runs[which]):
                         runs[which] = run
                 told[name] = found | {"runs": runs}
-            elif "gpu" in found:  # the record of a run, which says on what it was
-                if found["sources"] != sources.setdefault("of parts", found["sources"]):
-                    raise SystemExit(f"record: {path} is of other sources than another part")
-                told |= {key: found[key] for key in ("gpu", "torch", "triton", "package", "date", "sources")}
-                slug = path.stem
             elif name == "repeats":
                 for call, seen in found.items():
                     known = told[name].setdefault(call, {"repeats": 0, "different": 0})
