@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import subprocess
 import sys
+import threading
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -522,6 +525,94 @@ def test_a_public_function_is_repeated_with_its_checks(
         other()
         assert len(thought) == before + 1
     assert inspect.signature(public).parameters["deterministic"].default is False
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A GPU's counters without one: ``now`` is the current stream, and every thread notes where it makes zeros."""
+    state = types.SimpleNamespace(now=1, capturing=False, made=[], within={})
+
+    @contextlib.contextmanager
+    def within(stream: Any) -> Any:
+        state.within[threading.get_ident()] = stream.number
+        yield
+        del state.within[threading.get_ident()]
+
+    def zeros(count: int, **how: Any) -> torch.Tensor:
+        thread = threading.get_ident()
+        state.made.append((count, state.within.get(thread, state.now), thread == threading.main_thread().ident))
+        return real(count, dtype=how["dtype"])
+
+    real = torch.zeros
+    monkeypatch.setattr(launching, "_counters", {})
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: types.SimpleNamespace(number=state.now, device=device)
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.now, raising=False)
+    return state
+
+
+def test_counters_that_stay_are_made_by_another_thread(streams: types.SimpleNamespace) -> None:
+    """A call's own thread may take its memory from a pool, which is not to hold what outlives the call."""
+    gpu = torch.device("cuda", 0)
+    recording = launching._Recording()
+    with recording:  # as the second call of a kind is watched
+        first = launching.tickets(5, gpu)
+    assert recording.complete and not recording.new
+    assert streams.made == [(launching.COUNTERS, 1, False), (launching.CAPTURED_COUNTERS, 1, False)]
+    assert launching.tickets(launching.COUNTERS, gpu) is first, "one stream, one after the other"
+    more = launching.tickets(launching.COUNTERS + 1, gpu)
+    assert more.numel() > launching.COUNTERS and launching.tickets(5, gpu) is more
+    streams.now = 2
+    assert launching.tickets(5, gpu).data_ptr() not in (first.data_ptr(), more.data_ptr())
+    assert streams.made[2:] == [(launching.COUNTERS + 1, 1, False), (launching.COUNTERS, 2, False)]
+
+
+def test_each_call_in_a_graph_has_counters_of_its_own(
+    streams: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "CAPTURED_COUNTERS", 24)
+    gpu, streams.capturing = torch.device("cuda", 0), True
+    launching.tickets(5, gpu)
+    assert streams.made.pop() == (5, 1, True) and not launching._counters, "nothing was made before"
+    streams.capturing = False
+    eager = launching.tickets(5, gpu)
+    streams.made.clear()
+    streams.capturing = True
+    found = [launching.tickets(count, gpu) for count in (5, 8, 3)]
+    begins = [part.data_ptr() for part in found]
+    assert [part.numel() for part in found] == [5, 8, 3] and not streams.made
+    assert [begin - begins[0] for begin in begins] == [0, 32, 64] and begins[0] != eager.data_ptr()
+    assert launching.tickets(5, gpu).numel() == 5 and streams.made == [(5, 1, True)], "of the graph's own memory"
+    assert launching.tickets(4, gpu).data_ptr() == begins[0] + 80 and len(streams.made) == 1
+    streams.capturing = False
+    assert launching.tickets(5, gpu) is eager
+
+
+def test_what_a_watched_call_made_dies_with_it(
+    fake: _FakeKernel, repeated: _Repeated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, without the garbage collector: a graph's pool is looked through as soon as the graph is there."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    empty = launching.empty
+
+    def noted(*args: Any) -> torch.Tensor:
+        tensor = empty(*args)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(launching, "empty", noted)
+    gc.disable()
+    try:
+        for known in (3, 6, 6):
+            repeated.call(torch.zeros(4, 16), torch.zeros(64), 0.5)
+            fake.by_triton.clear()
+            assert len(made) == known and not any(ref() is not None for ref in made)
+    finally:
+        gc.enable()
 
 
 def test_what_the_dispatcher_calls_is_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
