@@ -572,10 +572,12 @@ class _Session:
         if runtime.DEVICE.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        with _running(model, plan.provider):
-            self._measure(plan, model, base, ratio)
-        if plan.graph == "compile":
-            torch._dynamo.reset()
+        try:
+            with _running(model, plan.provider):
+                self._measure(plan, model, base, ratio)
+        finally:
+            if plan.graph == "compile":
+                torch._dynamo.reset()  # what was compiled holds the model
 
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
         before: Callable[[], None] = _nothing
