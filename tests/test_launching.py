@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import compiled_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -30,7 +31,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
-from kernelbook import arguments, autotune, launching, runtime
+from kernelbook import arguments, autotune, launching, nn, runtime
 
 
 def test_cdiv_is_tritons() -> None:
@@ -810,6 +811,110 @@ def test_both_ways_choose_the_same_kernel() -> None:
         handle = variant[1][launching._key(args, x.get_device())]
         assert handle.compiled is kernel[(1,)](*args, BLOCK=64)
         assert variant[0]((1,), args), "the handle is not taken"
+
+
+# --- graphs that torch.compile makes --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_what_stays_is_in_nobodys_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls on a stream are made in a pool, and one of a graph: nothing of theirs stays in either."""
+    monkeypatch.setattr(launching, "_counters", {})
+    q, k = torch.randn(1, 8, 1, 64, device=runtime.DEVICE), torch.randn(1, 2, 30000, 64, device=runtime.DEVICE)
+    pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+        for _ in range(4):
+            first = kb.flash_attention(q, k, k)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kb.flash_attention(q, k, k)
+    graph.replay()
+    assert torch.equal(first, captured) and torch.equal(first, kb.flash_attention(q, k, k))
+    assert len(launching._counters) == 3 and not any(counters.any() for counters in launching._counters.values())
+    torch.cuda.synchronize()
+    del first
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert blocks and all(block["state"] == "inactive" for block in blocks)
+
+
+def _in_graphs() -> dict[str, Callable[[], tuple[Callable[..., torch.Tensor], Callable[[], tuple[torch.Tensor, ...]]]]]:
+    """By name: what makes a function, and arguments for it, other ones each time."""
+    how: dict[str, Any] = {"device": runtime.DEVICE, "dtype": torch.bfloat16}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, **how)
+
+    def listed(count: int, rows: int) -> torch.Tensor:
+        return torch.randperm(rows, device=runtime.DEVICE)[:count]
+
+    def decoding() -> Any:
+        def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return kb.flash_attention(2 * kb.flash_attention(q, k, v), k, v, lengths=lengths)
+
+        k, v = draw(2, 2, 3000, 128), draw(2, 2, 3000, 128)
+        return twice, lambda: (draw(2, 8, 1, 128), k, v, torch.randint(1, 3001, (2,), device=runtime.DEVICE))
+
+    def paged() -> Any:
+        k, v, table = draw(32, 2, 64, 128), draw(32, 2, 64, 128), torch.arange(32, device=runtime.DEVICE).view(2, 16)
+        lengths = functools.partial(torch.randint, 1, 1025, (2,), device=runtime.DEVICE)
+        return lambda q, n: 2 * kb.paged_attention(q, k, v, table, n), lambda: (draw(2, 8, 1, 128), lengths())
+
+    def experts() -> Any:
+        layer = nn.MoELayer(8, 256, 128, 2, **how)
+        layer.experts.quantize(double_quant=True)
+        return lambda x: layer(x) + x, lambda: (draw(3, 256),)
+
+    def neurons() -> Any:
+        up, down = draw(2048, 512), draw(2048, 512)
+        return lambda x, ids: 2 * kb.scatter_ffn(x, up, down, ids), lambda: (draw(4, 512), listed(200, 2048))
+
+    return {"decoding": decoding, "paged attention": paged, "experts in 4 bits": experts, "scatter_ffn": neurons}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _in_graphs())
+def test_a_first_call_may_be_one_of_a_compiled_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_counters", {})
+    function, draw = _in_graphs()[name]()
+    graphed = torch.compile(function, mode="reduce-overhead", fullgraph=True)
+    with compiled_graphs(), torch.no_grad():
+        for _ in range(6):
+            args = draw()
+            torch.compiler.cudagraph_mark_step_begin()
+            ours = graphed(*args).clone()
+            torch.testing.assert_close(ours, function(*args), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_step_of_training_in_compiled_graphs() -> None:
+    """Forward and backward, each a graph, of all that has gradients; other inputs and chunks each time."""
+    how: dict[str, Any] = {"device": runtime.DEVICE, "dtype": torch.float32}
+    torch.manual_seed(0)
+    norm, layer = nn.LayerNorm(256, **how), nn.MoELayer(8, 256, 128, 2, **how)
+    ffn, linear = nn.SparseFFN(256, 512, **how), torch.nn.Linear(256, 256, **how)
+    leaves = [p for module in (norm, layer, ffn, linear) for p in module.parameters()]
+
+    def loss(x: torch.Tensor, neurons: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
+        x = x + layer(norm(x))
+        heads = x.view(2, 64, 4, 64).transpose(1, 2)
+        x = x + kb.flash_attention(heads, heads, heads, causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + kb.scatter_ffn(x.flatten(0, 1), ffn.w_up, ffn.w_down, neurons).view(x.shape)
+        return kb.sparse_linear(x, linear.weight, linear.bias, chunks, chunk_size=32).square().sum()
+
+    graphed = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+    with compiled_graphs():
+        for _ in range(6):
+            x = torch.randn(2, 64, 256, **how)
+            ids = torch.randperm(512, device=runtime.DEVICE)[:100], torch.randperm(8, device=runtime.DEVICE)[:3]
+            outcomes = []
+            for each in (graphed, loss):
+                torch.compiler.cudagraph_mark_step_begin()
+                given = x.clone().requires_grad_()
+                value = each(given, *ids)
+                found = torch.autograd.grad(value, [given, *leaves])
+                outcomes.append([value.detach().clone(), *(g.clone() for g in found)])
+            for ours, plain in zip(*outcomes, strict=True):
+                assert (ours - plain).norm() <= 1e-4 * plain.norm()
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
