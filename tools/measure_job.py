@@ -134,17 +134,17 @@ def extras(folder: Path, room: str) -> int:
     return told(failures)
 
 
-def group(plan: Any) -> str:
-    """Plans of a whole model that one process measures: the same weights, and a step or none."""
-    parts = [plan.model, plan.kind, "step" if plan.task == "step" else "forward", *(["few"] if plan.layers else [])]
-    return "-".join(parts)
+def group(plan: Any, task: bool = False) -> str:
+    """Plans of a whole model that one process measures: the same weights; with ``task`` it also says whether it is a step."""
+    how = ["few"] if plan.layers else []
+    return "-".join([plan.model, *how, plan.kind, *([plan.mode] if task else [])])
 
 
 def whole(folder: Path, name: str, how: str = "") -> int:
     """The whole models of a group; with ``warm`` one layer of each, which compiles what all layers run."""
     from kernelbook.interop import bench_whole_model as bench
 
-    wanted = [plan for plan in bench.plans() if group(plan) == name]
+    wanted = [plan for plan in bench.plans() if name == group(plan, task=how == "warm")]
     if how == "warm":
         return bench.bench(folder, layers=1, samples=1, wanted=wanted)
     there = measured(folder, timing.package_version(*bench.SOURCES), ("provider", "shape", "x"))
@@ -153,10 +153,12 @@ def whole(folder: Path, name: str, how: str = "") -> int:
         config = bench.configuration(plan.model, plan.layers)
         return plan.provider, plan.shape(config.num_hidden_layers, bench.PROMPT), str(plan.batch)
 
-    # What may not fit comes last: an allocation that failed leaves its marks.
-    left = sorted(
-        (plan for plan in wanted if key(plan) not in there), key=lambda p: p.task == "step" and not p.checkpoints
-    )
+    # What may not fit comes last, the one that needs the most at the end: an allocation that failed leaves its marks.
+    def late(plan: bench.Plan) -> tuple[bool, ...]:
+        large = plan.task == "step" and not plan.checkpoints
+        return plan.provider == "kernelbook:all", large, large and plan.provider == "grouped_mm"
+
+    left = sorted((plan for plan in wanted if key(plan) not in there), key=late)
     return bench.bench(folder, wanted=left) if left else 0
 
 

@@ -494,7 +494,8 @@ def missing_peers() -> list[str]:
     return [
         *missing,
         "steps of bitsandbytes (PEFT 0.21 cannot put LoRA on experts in its 4 bits)",
-        "axolotl and Unsloth (their kernels come as patches of whole models from a hub, not for a model that is there)",
+        "axolotl (its kernels try hundreds of tiles for each size, which takes minutes; one layer of it: bench moe_block)",
+        "Unsloth (its kernels come as patches of whole models from a hub, not for a model that is there)",
     ]
 
 
