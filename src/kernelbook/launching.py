@@ -423,10 +423,8 @@ def _counters_on(count: int, device: torch.device) -> torch.Tensor:
     if key not in _counters or _counters[key].numel() < count:
         stream = torch.cuda.current_stream(device)
         _counters[key] = _kept_zeros(max(count, COUNTERS), stream)
-        if (
-            index,
-            None,
-        ) not in _counters:  # no graph begins before they are zero: whoever captures waits for the device
+        # No graph begins before these are zero: whoever captures waits for the device.
+        if (index, None) not in _counters:
             _counters.setdefault((index, None), _kept_zeros(CAPTURED_COUNTERS, stream))
     return _counters[key]
 
