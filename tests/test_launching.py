@@ -671,7 +671,23 @@ def test_what_pytorch_writes_to_out_is_repeated(fake: _FakeKernel, repeated: _Re
     for _ in range(4):
         x = torch.randn(4)
         assert torch.equal(call(x), torch.cat([x, x]))
-    assert len(thought) == 2 + 4
+    assert len(thought) == 2 + 2
+
+
+def test_what_a_repeated_call_writes_is_counted(fake: _FakeKernel, repeated: _Repeated) -> None:
+    thought = []
+
+    @launching.repeated()
+    def write(x: torch.Tensor, y: torch.Tensor) -> None:
+        thought.append(x)
+        repeated.launch((1,), x, 33)
+        launching.written(x, y)
+
+    x, y = torch.zeros(64), torch.zeros(64)
+    for i in range(6):
+        assert (x._version, y._version) == (i, i)
+        write(x, y)
+    assert len(thought) == 2
 
 
 def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:

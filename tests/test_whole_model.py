@@ -296,7 +296,7 @@ def test_swap_turns_queries_and_keys_in_one_launch(monkeypatch: pytest.MonkeyPat
 
 
 def test_another_rotation_is_left_alone() -> None:
-    """One that turns neighbouring features; no attention at all; a part of the features, or float64."""
+    """One that turns neighbouring features; no attention at all; a part of the features, float64, a tangent to carry on."""
     from transformers.models.cohere.modeling_cohere import CohereAttention
 
     assert rotary._with_kernel(CohereAttention) is None
@@ -305,3 +305,5 @@ def test_another_rotation_is_left_alone() -> None:
     assert rotary._or(lambda *others: others)(*given)[2] is given[2]
     doubles = tuple(torch.randn(1, 2, 3, 8, dtype=torch.float64) for _ in range(2))
     assert rotary._or(lambda *others: others)(*doubles, *torch.randn(2, 1, 3, 8))[0] is doubles[0]
+    with torch.autograd.forward_ad.dual_level():
+        assert rotary._or(lambda *others: others)(*given[:2], *torch.randn(2, 1, 3, 8))[0] is given[0]

@@ -52,6 +52,7 @@ __all__ = [
     "tickets",
     "tl_accumulator",
     "without_autocast",
+    "written",
 ]
 
 
@@ -557,7 +558,7 @@ class _Recording(TorchDispatchMode):
             """An argument of one of PyTorch's operators, which wants a tensor and not its address."""
             if not isinstance(value, torch.Tensor):
                 if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
-                    raise _UnknownError
+                    return f"({', '.join(map(operand, value))},)"
                 return constant(value)
             owner, same = owner_of(value)
             base = known[owner]
@@ -851,6 +852,16 @@ def _whole(name: str, compute: Callable[..., Any], hints: dict[str, Any]) -> tup
         "_Tensor": torch.Tensor, "_operator": getattr(getattr(torch.ops, NAMESPACE), f"{name}_whole").default,
         "_is_compiling": torch.compiler.is_dynamo_compiling,
     }  # fmt: skip
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """Says that kernels have written into tensors that the caller has.
+
+    A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
+    """
+    torch._C._increment_version(tensors)
+    if isinstance(_of_thread.tracing, _Recording):
+        _of_thread.tracing.steps.append((torch._C._increment_version, (tensors,), {}))
 
 
 def settings() -> tuple[bool, ...]:
