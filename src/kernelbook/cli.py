@@ -216,7 +216,7 @@ def _warm(case: timing.Case) -> None:
     for provider, call in problem.providers.items() if isinstance(problem, timing.Problem) else ():
         try:
             call()
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203
             print(f"not warmed: {case}: {provider}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
