@@ -124,7 +124,9 @@ def _whole_models() -> Iterator[Job]:
     for plan in {measure_job.group(plan, task=True): None for plan in bench_whole_model.plans()}:
         yield Job(f"warm-whole-{plan}", words("whole", plan, "warm"), version, WARM, 2 * JOB_SECONDS)
     for name, count in collections.Counter(map(measure_job.group, bench_whole_model.plans())).items():
-        yield Job(f"whole-{name}", words("whole", name), version, seconds=3 * START_SECONDS + 2.5 * CASE_SECONDS * count)
+        yield Job(
+            f"whole-{name}", words("whole", name), version, seconds=3 * START_SECONDS + 2.5 * CASE_SECONDS * count
+        )
 
 
 def _chapters(sources: str) -> Iterator[Job]:
@@ -366,7 +368,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose name has this, a regular expression")
     parser.add_argument("--gpus", help="by number, with commas between (default: all)")
     parser.add_argument(
-        "--also", action="append", default=[], metavar="ROOM=FOLDERS", help="with peers that only this room's jobs import"
+        "--also",
+        action="append",
+        default=[],
+        metavar="ROOM=FOLDERS",
+        help="with peers that only this room's jobs import",
     )
     parser.add_argument("--list", action="store_true", help="say what there is to do")
     parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
