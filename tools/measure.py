@@ -365,7 +365,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose name has this, a regular expression")
     parser.add_argument("--gpus", help="by number, with commas between (default: all)")
     parser.add_argument(
-        "--also", action="append", default=[], metavar="ROOM=FOLDERS", help="with peers that only this room's jobs import"
+        "--also",
+        action="append",
+        default=[],
+        metavar="ROOM=FOLDERS",
+        help="with peers that only this room's jobs import",
     )
     parser.add_argument("--list", action="store_true", help="say what there is to do")
     parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
