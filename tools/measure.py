@@ -108,8 +108,8 @@ def _rooms(out: Path) -> Iterator[Job]:
                 n = count if rank else math.ceil(count / (WARM_BLOCKS if room in blocks else WARM_CASES))
                 for i, share in itertools.product(range(n), ("0/2", "1/2") if rank else ("0/1",)):
                     command = words("warm", room, which, f"{i}/{n}", rank, share)
-                    seconds = JOB_SECONDS + (room in blocks)  # those first
-                    yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, seconds, env=env)
+                    first = JOB_SECONDS + (room in blocks)  # these begin first
+                    yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, first, env=env)
                 env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if rank else {}
                 n = math.ceil(count * CASE_SECONDS / PART_SECONDS)
                 for i in range(n):
@@ -391,7 +391,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     )
     began = time.monotonic()
-    gpus = healthy([gpu for gpu in visible.split(",") if gpu], out)
+    gpus = [gpu for gpu in visible.split(",") if gpu]
+    if any(job.phase == QUIET for job in jobs):
+        gpus = healthy(gpus, out)
     if not gpus:
         print("measure: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
