@@ -47,7 +47,8 @@ PATIENCE = 10  # times what was expected, then a job is stopped
 STOP_SECONDS = 4  # to stop what runs at the end
 LONGEST = 3600  # what a job is told that it has, where there is no end
 HEALTHY = 0.8  # of the best GPU's ceilings
-START_SECONDS, CASE_SECONDS, JOB_SECONDS = 15, 2, 60  # of a process, a case, a job: they decide the order
+START_SECONDS, CASE_SECONDS, JOB_SECONDS = 15, 1.5, 60  # of a process, a case, a job: they decide the order
+LONG_SECONDS = {"attention": 3, "moe_block": 3}  # of their cases
 PART_SECONDS = 150  # a room's cases are measured in parts of so much: each process costs START_SECONDS again
 WARM_CASES, WARM_BLOCKS = 12, 4  # that a process compiles: of a room, and of whole blocks, which call many kernels each
 CEILINGS = ("copy_gbs", "bf16_tflops")
@@ -111,9 +112,10 @@ def _rooms(out: Path) -> Iterator[Job]:
                     first = JOB_SECONDS + (room in blocks)  # these begin first
                     yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, first, env=env)
                 env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if rank else {}
-                n = math.ceil(count * CASE_SECONDS / PART_SECONDS)
+                total = count * LONG_SECONDS.get(room, CASE_SECONDS)
+                n = math.ceil(total / PART_SECONDS)
                 for i in range(n):
-                    command, seconds = words("cases", room, which, f"{i}/{n}", rank), count * CASE_SECONDS / n
+                    command, seconds = words("cases", room, which, f"{i}/{n}", rank), total / n
                     yield Job(f"{name}-{i}", command, version, seconds=START_SECONDS + seconds, env=env)
         if hasattr(cli._bench_of(room), "extras"):
             yield Job(f"extras-{room}", words("extras", room), version, replaces=True)
@@ -123,7 +125,7 @@ def _whole_models() -> Iterator[Job]:
     version = timing.package_version(*bench_whole_model.SOURCES)
     for name, count in collections.Counter(map(measure_job.group, bench_whole_model.plans())).items():
         yield Job(f"warm-whole-{name}", words("whole", name, "warm"), version, WARM, 2 * JOB_SECONDS)
-        yield Job(f"whole-{name}", words("whole", name), version, seconds=2 * START_SECONDS + 3 * CASE_SECONDS * count)
+        yield Job(f"whole-{name}", words("whole", name), version, seconds=2 * START_SECONDS + 4 * CASE_SECONDS * count)
 
 
 def _chapters(sources: str) -> Iterator[Job]:
