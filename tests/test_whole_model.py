@@ -1,5 +1,6 @@
 """Whole models by the wall clock: what they ask for, how they are built, and that the rows are what they say."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ pytest.importorskip("transformers", minversion="5")
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
-from kernelbook import check, cli, nn, runtime, timing
+from kernelbook import check, cli, launching, nn, runtime, timing
 from kernelbook.interop import arithmetic, rotary, transformers_norms
 from kernelbook.interop import bench_whole_model as bench
 from kernelbook.interop import transformers as interop
@@ -149,6 +151,31 @@ def test_a_step_of_decoding() -> None:
     assert not torch.equal(first, again) and bool(again.isfinite().all())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("provider", ("kernelbook", "kernelbook:dense"))
+def test_steps_of_decoding_in_a_compiled_graph(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens and logits of the eager steps; the first call of all is one in the pool of the compiler's graphs."""
+    from torch._dynamo.utils import counters
+
+    config = bench.configuration(QWEN, 2, tiny=True)
+    config.initializer_range = 0.2  # weak weights would make every block look the same
+    model = bench.build(config, bench.Plan(QWEN, provider, "decode").kind, dtype=torch.float32)
+    outcomes = []
+    with bench._running(model, provider):
+        for compiled in (True, False):
+            torch.manual_seed(0)
+            step, rewind = bench._decode_task(model, 2, 3000, compiled=compiled)
+            monkeypatch.setattr(launching, "_counters", {})
+            with compiled_graphs() if compiled else contextlib.nullcontext():
+                outcomes.append([step().clone() for _ in range(6)])
+                rewind()
+                outcomes[-1] += [step().clone() for _ in range(3)]
+                copied = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+                assert copied <= 1, "no more than the tokens: weights and caches stay where they are"
+    for ours, plain in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3)
+
+
 def test_covered() -> None:
     assert bench.covered([(0, 10), (5, 12), (20, 25), (21, 22)]) == 17
     assert bench.covered([]) == 0
@@ -176,7 +203,8 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert set(rows["mode"]) == {"step", "forward"} and (rows["ms"] > 0).all()
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
     assert rows["x"].tolist() == [1, 2, 1] and rows["err_ratio"].notna().all()
-    assert "axolotl and Unsloth" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "left out: axolotl (" in printed and "left out: Unsloth (" in printed
 
 
 def test_a_wrong_result_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
