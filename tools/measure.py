@@ -1,6 +1,6 @@
 """Measures the whole book on the GPUs of one machine, and takes what it brought into book/results.
 
-usage: python tools/measure.py --seconds S --out DIR [--only REGEX] [--gpus 0,1] [--list]
+usage: python tools/measure.py --seconds S --out DIR [--only REGEX] [--gpus 0,1] [--also ROOM=FOLDERS] [--list]
        python tools/measure.py --merge DIR [--dry]
 
 First every kernel is compiled by as many processes as there are cores; then jobs that measure, one a GPU and nothing beside
@@ -42,12 +42,15 @@ from kernelbook.train import same_loss, sparse_inference
 ROOT = Path(__file__).resolve().parent.parent
 WARM, QUIET, LOUD, LAST = range(4)  # phases; each waits for the one before
 PHASES = ("warm", "quiet", "loud", "last")
-WARM_SHARE = 0.4  # of the time
+WARM_SHARE = 0.4  # of the time, where something comes after it
 PATIENCE = 10  # times what was expected, then a job is stopped
 STOP_SECONDS = 4  # to stop what runs at the end
 LONGEST = 3600  # what a job is told that it has, where there is no end
 HEALTHY = 0.8  # of the best GPU's ceilings
-START_SECONDS, CASE_SECONDS, JOB_SECONDS = 15, 2, 60  # of a process, a case, a job: they decide the order and the parts
+START_SECONDS, CASE_SECONDS, JOB_SECONDS = 15, 1.5, 60  # of a process, a case, a job: they decide the order
+LONG_SECONDS = {"attention": 3, "moe_block": 3}  # of their cases
+PART_SECONDS = 150  # a room's cases are measured in parts of so much: each process costs START_SECONDS again
+WARM_CASES, WARM_BLOCKS = 12, 4  # that a process compiles: of a room, and of whole blocks, which call many kernels each
 CEILINGS = ("copy_gbs", "bf16_tflops")
 
 
@@ -94,7 +97,8 @@ def plan(out: Path) -> list[Job]:
 
 
 def _rooms(out: Path) -> Iterator[Job]:
-    for room in [*cli.rooms(), *cli.modules_measured()]:
+    blocks = cli.modules_measured()
+    for room in [*cli.rooms(), *blocks]:
         version = measure_job.package_of(room)
         for which in ("room", "models"):
             ranks = collections.Counter(measure_job.searched(room, case) for case in measure_job.listed(room, which))
@@ -102,14 +106,16 @@ def _rooms(out: Path) -> Iterator[Job]:
                 name = "-".join(filter(None, [room, which if which == "models" else "", rank]))
                 # What a peer's search found is kept under a key without the rank: a cache each.
                 env = {"TRITON_CACHE_DIR": str(out / "cache" / f"triton-{room}-{rank}")} if rank else {}
-                n = count if rank else math.ceil(count / 12)
+                n = count if rank else math.ceil(count / (WARM_BLOCKS if room in blocks else WARM_CASES))
                 for i, share in itertools.product(range(n), ("0/2", "1/2") if rank else ("0/1",)):
                     command = words("warm", room, which, f"{i}/{n}", rank, share)
-                    yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, env=env)
+                    first = JOB_SECONDS + (room in blocks)  # these begin first
+                    yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, first, env=env)
                 env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if rank else {}
-                n = math.ceil(count * CASE_SECONDS / JOB_SECONDS)
+                total = count * LONG_SECONDS.get(room, CASE_SECONDS)
+                n = math.ceil(total / PART_SECONDS)
                 for i in range(n):
-                    command, seconds = words("cases", room, which, f"{i}/{n}", rank), count * CASE_SECONDS / n
+                    command, seconds = words("cases", room, which, f"{i}/{n}", rank), total / n
                     yield Job(f"{name}-{i}", command, version, seconds=START_SECONDS + seconds, env=env)
         if hasattr(cli._bench_of(room), "extras"):
             yield Job(f"extras-{room}", words("extras", room), version, replaces=True)
@@ -117,9 +123,10 @@ def _rooms(out: Path) -> Iterator[Job]:
 
 def _whole_models() -> Iterator[Job]:
     version = timing.package_version(*bench_whole_model.SOURCES)
+    for plan in {measure_job.group(plan, task=True): None for plan in bench_whole_model.plans()}:
+        yield Job(f"warm-whole-{plan}", words("whole", plan, "warm"), version, WARM, 2 * JOB_SECONDS)
     for name, count in collections.Counter(map(measure_job.group, bench_whole_model.plans())).items():
-        yield Job(f"warm-whole-{name}", words("whole", name, "warm"), version, WARM, 2 * JOB_SECONDS)
-        yield Job(f"whole-{name}", words("whole", name), version, seconds=2 * START_SECONDS + 3 * CASE_SECONDS * count)
+        yield Job(f"whole-{name}", words("whole", name), version, seconds=3 * START_SECONDS + 3 * CASE_SECONDS * count)
 
 
 def _chapters(sources: str) -> Iterator[Job]:
@@ -141,6 +148,14 @@ def _training() -> Iterator[Job]:
     for way, seed in itertools.product(same_loss.WAYS, range(3)):
         name, command = f"loss-{way.replace(':', '-')}-{seed}", words(*loss, way, "--seeds", seed)
         yield Job(name, command, version, LOUD, JOB_SECONDS, JOB_SECONDS, needs="loss-base")
+
+
+def beside(jobs: Sequence[Job], also: Sequence[str]) -> None:
+    """Puts folders, given as ROOM=FOLDERS, on the path of a room's jobs: peers that cost the other rooms' time."""
+    for room, _, folders in (text.partition("=") for text in also):
+        for job in jobs:
+            if re.match(rf"(warm-|extras-)?{re.escape(room)}(-|$)", job.name):
+                job.env = job.env | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], folders])}
 
 
 def environment() -> dict[str, str]:
@@ -184,7 +199,8 @@ class Scheduler:
         try:
             for phase in sorted({job.phase for job in jobs}):
                 todo = [job for job in jobs if job.phase == phase and not self.done(job)]
-                end = (1 - WARM_SHARE) * self.left() if phase == WARM else 0.0
+                last = all(job.phase == phase for job in jobs)
+                end = (1 - WARM_SHARE) * self.left() if phase == WARM and not last else 0.0
                 self._phase(sorted(todo, key=lambda job: -job.seconds), end, by_name)
         finally:
             self._stop()
@@ -228,7 +244,9 @@ class Scheduler:
         folder.mkdir(parents=True, exist_ok=True)
         mark.write_text(job.version)
         # Of a process that runs beside many others no library may take all cores.
-        beside = {} if job.phase == QUIET else {"OMP_NUM_THREADS": str(job.cores), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        # One that measures finds all compiled, and needs no processes that wait for something to compile.
+        beside = {} if job.phase == QUIET else {"OMP_NUM_THREADS": str(job.cores)}
+        beside["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         caches = {f"{name.upper()}_CACHE_DIR": str(self.out / "cache" / name) for name in ("triton", "torchinductor")}
         env = environment() | caches | beside | job.env | {"CUDA_VISIBLE_DEVICES": gpu}
         filled = {"{out}": str(folder), "{seconds}": str(max(1, int(min(self.left() - 5, LONGEST))))}
@@ -349,12 +367,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "_build" / "measure", help="default: _build/measure")
     parser.add_argument("--only", default="", help="jobs whose name has this, a regular expression")
     parser.add_argument("--gpus", help="by number, with commas between (default: all)")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="ROOM=FOLDERS",
+        help="with peers that only this room's jobs import",
+    )
     parser.add_argument("--list", action="store_true", help="say what there is to do")
     parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
     parser.add_argument("--dry", action="store_true", help="with --merge: only say what would be taken")
     given = parser.parse_args(arguments)
     out = (given.merge or given.out).resolve()
     jobs = plan(out)
+    beside(jobs, given.also)
     if given.merge:
         merge(out, timing.results_dir(), jobs, dry=given.dry)
         return 0
@@ -368,7 +394,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     )
     began = time.monotonic()
-    gpus = healthy([gpu for gpu in visible.split(",") if gpu], out)
+    gpus = [gpu for gpu in visible.split(",") if gpu]
+    if any(job.phase == QUIET for job in jobs):
+        gpus = healthy(gpus, out)
     if not gpus:
         print("measure: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
