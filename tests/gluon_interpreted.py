@@ -153,7 +153,8 @@ class Product:
 
 def _warpgroup_mma(a: Shared, b: Shared, acc: Any, is_async: bool = False) -> Any:
     before = acc._value if isinstance(acc, Product) else acc
-    found = _tensor(before.handle.data + a.operand() @ b.operand(), tl.float32)
+    with np.errstate(invalid="ignore"):
+        found = _tensor(before.handle.data + a.operand() @ b.operand(), tl.float32)
     if not is_async:
         return found
     _program.products.append(Product(found, [*a.slots, *b.slots]))
@@ -167,7 +168,8 @@ def _warpgroup_mma_wait(outstanding: Any, deps: Sequence[Any]) -> Any:
 
 
 def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
-    product = a.handle.data.astype(np.float32) @ b.handle.data.astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        product = a.handle.data.astype(np.float32) @ b.handle.data.astype(np.float32)
     return _tensor(product + acc.handle.data, tl.float32)
 
 
