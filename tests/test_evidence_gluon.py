@@ -10,10 +10,13 @@ import kernelbook as kb
 # isort: split
 import pytest
 import torch
+import triton
 from gluon_interpreted import interpreted
 from tensors import far_apart, guarded_memory, randn
 
-from kernelbook import arguments, check, runtime
+from kernelbook import arguments, autotune, check, runtime
+from kernelbook.attention import flash_attention_reference
+from kernelbook.attention import kernels_hopper as hopper
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.packed import products
@@ -174,3 +177,49 @@ def test_what_is_infinite_stays_in_its_feature() -> None:
     q.absmax.view(experts, n, k // 64)[:, n - 2, -1] = float("inf")
     others = torch.arange(n) != n - 2
     assert torch.equal(call(x)[:, others], first[:, others])
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+# Features, whether causal, batch, heads, of keys, queries, keys; tiles: rows, keys a tile, warpgroups, buffers, overlap.
+ATTENTION = (
+    (32, False, 1, 2, 1, 70, 90, (16, 16, 2, 2, True)),
+    (32, True, 1, 2, 1, 90, 90, (16, 16, 2, 2, True)),
+    (24, True, 2, 2, 2, 70, 100, (16, 32, 3, 2, False)),
+    (32, True, 1, 4, 1, 100, 70, (16, 16, 2, 3, True)),
+    (32, False, 1, 3, 3, 150, 40, (16, 16, 3, 2, False)),
+    (256, True, 1, 2, 1, 70, 70, (16, 16, 2, 2, True)),
+    (256, False, 1, 2, 1, 40, 70, (16, 16, 2, 2, True)),
+)
+
+
+@pytest.mark.parametrize("problem", ATTENTION, ids=lambda p: "-".join(map(str, p[:7])))
+def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    d, causal, b, h, h_kv, n, s, (rows, block_n, warpgroups, stages, overlap) = problem
+    width = triton.next_power_of_2(d)
+    blocks = {"BLOCK_D": width, "ROWS": rows, "STAGES": stages}
+    configs = {
+        "fwd": blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap},
+        "dkdv": blocks | {"BLOCK_M": 16},
+        "dq": blocks | {"BLOCK_N": block_n},
+    }
+    launched = []
+
+    def config(kernel: str, *_: Any) -> triton.Config:
+        launched.append(kernel)
+        return triton.Config(configs[kernel], num_warps=4)
+
+    grid = hopper.forward_grid
+    monkeypatch.setattr(hopper, "config", config)
+    monkeypatch.setattr(hopper, "forward_grid", lambda *args: grid(*args[:-1], 3))
+    autotune.forget()
+    shapes = {"q": (b, h, n, d), "k": (b, h_kv, s, d), "v": (b, h_kv, s, d)}
+    check.check_op(
+        functools.partial(kb.flash_attention, causal=causal),
+        functools.partial(flash_attention_reference, causal=causal),
+        {name: randn(*shape, dtype=F16) for name, shape in shapes.items()},
+        grads=("q", "k", "v"),
+    )
+    autotune.forget()
+    assert {*launched} == {"fwd", "dkdv", "dq"}
