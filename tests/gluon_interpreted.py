@@ -8,7 +8,7 @@ copies, and so as far ahead of the others as it can be.
 The order of what happens beside the program is the worst that is allowed. A copy to shared memory destroys what is there when
 it is issued, and brings its values when somebody waits for it. An asynchronous product reads its operands until somebody waits
 for it, so nobody may write there before, and nobody may look at its result. Tensor cores read what threads have stored once
-these have fenced it and then met. A tile arrives only when nobody can go on without it.
+these have fenced it and then met. A tile arrives only when nobody can go on without it, and first what somebody waits for.
 """
 
 import ast
@@ -55,6 +55,7 @@ class _Partition:
         self.stored: list[_Slot] = []  # and not fenced; then fenced, and the threads have not met since
         self.fenced: list[_Slot] = []
         self.waits: Callable[[], bool] = lambda: False
+        self.barrier: Barrier | None = None
         self.turn = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.done = self.cancelled = False
@@ -65,7 +66,7 @@ class _Program:
 
     def __init__(self) -> None:
         self.copies: list[list[tuple[Shared, np.ndarray]]] = [[]]  # by group, the last one is open
-        self.arriving: list[Callable[[], None]] = []
+        self.arriving: list[tuple[Barrier, Callable[[], None]]] = []
         self.here = _Partition()
         self.partitions = [self.here]
         self.scheduler = threading.Semaphore(0)
@@ -237,6 +238,9 @@ class _MBarrier:
     @staticmethod
     def wait(barrier: Barrier, phase: Any) -> None:
         phase, here = operator.index(phase), _program.here
+        if phase not in (0, 1):
+            raise WrongOrderError("the parity of a phase is 0 or 1")
+        here.barrier = barrier
         here.waits = lambda: barrier.phase == phase
         if here.waits():
             _program.scheduler.release()
@@ -266,7 +270,7 @@ class _Tma:
                 slot.visible = True
             barrier.arrive(-values.nbytes, 0)
 
-        _program.arriving.append(arrived)
+        _program.arriving.append((barrier, arrived))
 
     @staticmethod
     def async_copy_shared_to_global(tiles: Tiles, at: Sequence[Any], memory: Shared) -> None:
@@ -317,7 +321,9 @@ def _warp_specialize(functions: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) 
                 if ready.error is not None:
                     raise ready.error
             elif program.arriving:
-                program.arriving.pop(0)()
+                wanted = [part.barrier for part in parts if not part.done]
+                program.arriving.sort(key=lambda arriving: arriving[0] not in wanted)
+                program.arriving.pop(0)[1]()
             else:
                 raise WrongOrderError("partitions wait for each other for ever")
         if program.arriving:
