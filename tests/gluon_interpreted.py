@@ -8,12 +8,14 @@ copies, and so as far ahead of the others as it can be.
 The order of what happens beside the program is the worst that is allowed. A copy to shared memory destroys what is there when
 it is issued, and brings its values when somebody waits for it. An asynchronous product reads its operands until somebody waits
 for it, so nobody may write there before, and nobody may look at its result. Tensor cores read what threads have stored once
-these have fenced it and then met. A tile arrives only when nobody can go on without it, and first what somebody waits for.
+these have fenced it and then met. A tile arrives only when nobody can go on without it, and first what somebody waits for, in one program the oldest, in the next
+the newest.
 """
 
 import ast
 import contextlib
 import functools
+import itertools
 import operator
 import sys
 import threading
@@ -61,6 +63,9 @@ class _Partition:
         self.done = self.cancelled = False
 
 
+_numbers = itertools.count()
+
+
 class _Program:
     """What is under way in the program that runs."""
 
@@ -71,6 +76,7 @@ class _Program:
         self.partitions = [self.here]
         self.scheduler = threading.Semaphore(0)
         self.pairs = self.filling = None
+        self.number = next(_numbers)
         self.barriers: list[Barrier] = []  # that are not fenced since they were made
 
 
@@ -322,8 +328,10 @@ def _warp_specialize(functions: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) 
                     raise ready.error
             elif program.arriving:
                 wanted = [part.barrier for part in parts if not part.done]
-                program.arriving.sort(key=lambda arriving: arriving[0] not in wanted)
-                program.arriving.pop(0)[1]()
+                those = [a for a in program.arriving if a[0] in wanted] or program.arriving
+                tile = those[-(program.number % 2)]
+                program.arriving.remove(tile)
+                tile[1]()
             else:
                 raise WrongOrderError("partitions wait for each other for ever")
         if program.arriving:
@@ -568,6 +576,8 @@ def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Within the context the interpreter runs kernels in Gluon too."""
+    global _numbers
+    _numbers = itertools.count()
     set_grid_idx, create_barrier = (
         getattr(interpreter.InterpreterBuilder, n) for n in ("set_grid_idx", "create_barrier")
     )
