@@ -3,13 +3,13 @@
 What a kernel says of layouts is left out, and the rest is Triton's language, so that ``watched_memory`` watches it too. What the
 interpreter does not have is here: assembly of ``packed`` by what it is to give, products of tensor cores, shared memory, copies
 of tiles by descriptors, barriers there, partitions of warps. One partition runs at a time, until it waits: the last one first, which
-copies, and so as far ahead of the others as it can be.
+copies, and so as far ahead of the others as it can be; in every third program the first one first.
 
 The order of what happens beside the program is the worst that is allowed. A copy to shared memory destroys what is there when
 it is issued, and brings its values when somebody waits for it. An asynchronous product reads its operands until somebody waits
 for it, so nobody may write there before, and nobody may look at its result. Tensor cores read what threads have stored once
 these have fenced it and then met. A tile arrives only when nobody can go on without it, and first what somebody waits for, in one program the oldest, in the next
-the newest.
+the newest, and in every third one at once.
 """
 
 import ast
@@ -277,6 +277,8 @@ class _Tma:
             barrier.arrive(-values.nbytes, 0)
 
         _program.arriving.append((barrier, arrived))
+        if _program.number % 3 == 2:
+            _program.arriving.pop()[1]()
 
     @staticmethod
     def async_copy_shared_to_global(tiles: Tiles, at: Sequence[Any], memory: Shared) -> None:
@@ -321,7 +323,8 @@ def _warp_specialize(functions: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) 
 
     try:
         while not all(part.done for part in parts):
-            ready = next((part for part in reversed(parts) if not part.done and not part.waits()), None)
+            order = parts if program.number % 3 == 2 else parts[::-1]
+            ready = next((part for part in order if not part.done and not part.waits()), None)
             if ready is not None:
                 go_on(ready)
                 if ready.error is not None:
@@ -329,7 +332,7 @@ def _warp_specialize(functions: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) 
             elif program.arriving:
                 wanted = [part.barrier for part in parts if not part.done]
                 those = [a for a in program.arriving if a[0] in wanted] or program.arriving
-                tile = those[-(program.number % 2)]
+                tile = those[-(program.number % 3)]
                 program.arriving.remove(tile)
                 tile[1]()
             else:
