@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import types
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from hypothesis import strategies as st
 from tensors import compiled_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -597,12 +597,14 @@ def test_what_a_watched_call_made_dies_with_it(
     fake: _FakeKernel, repeated: _Repeated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself, without the garbage collector: a graph's pool is looked through as soon as the graph is there."""
-    made: list[weakref.ref[torch.Tensor]] = []
+    import torch._dynamo  # else the watched call imports it, and PyTorch keeps the frames that led there
+
+    made: list[StorageWeakRef] = []
     empty = launching.empty
 
     def noted(*args: Any) -> torch.Tensor:
         tensor = empty(*args)
-        made.append(weakref.ref(tensor))
+        made.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
 
     monkeypatch.setattr(launching, "empty", noted)
@@ -611,7 +613,7 @@ def test_what_a_watched_call_made_dies_with_it(
         for known in (3, 6, 6):
             repeated.call(torch.zeros(4, 16), torch.zeros(64), 0.5)
             fake.by_triton.clear()
-            assert len(made) == known and not any(ref() is not None for ref in made)
+            assert len(made) == known and all(memory.expired() for memory in made)
     finally:
         gc.enable()
 
