@@ -1,6 +1,7 @@
 """Whole models by the wall clock: what they ask for, how they are built, and that the rows are what they say."""
 
 import contextlib
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,23 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert rows["x"].tolist() == [1, 2, 1] and rows["err_ratio"].notna().all()
     printed = capsys.readouterr().out
     assert "left out: axolotl (" in printed and "left out: Unsloth (" in printed
+
+
+def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours with LoRA and with a cache, bitsandbytes where it is installed, and a model without experts."""
+    monkeypatch.setattr(bench, "error_ratio", lambda *_: 1.0)  # other tests ask for it
+    monkeypatch.setattr(bench, "_wall", lambda *_, **__: (timing.Timing.of([1.0]), 1.0))
+    wanted = [
+        bench.Plan(QWEN, "kernelbook", "step", checkpoints=True),
+        bench.Plan(QWEN, "kernelbook", "decode"),
+        bench.Plan("GPT-2", "kernelbook:dense", "prefill"),
+    ]
+    wanted += [bench.Plan(QWEN, "bitsandbytes", "decode")] if importlib.util.find_spec("bitsandbytes") else []
+    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=wanted) == 0
+    rows = pd.read_csv(tmp_path / "whole_model.csv")
+    assert rows["provider"].tolist() == [plan.provider for plan in wanted]
+    known = rows.loc[rows["shape"].str.contains(QWEN)]
+    assert (known[["gbytes", "gflop"]] > 0).all(axis=None) and len(known) == len(rows) - 1
 
 
 def test_a_wrong_result_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
