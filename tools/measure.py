@@ -47,7 +47,8 @@ PATIENCE = 10  # times what was expected, then a job is stopped
 STOP_SECONDS = 4  # to stop what runs at the end
 LONGEST = 3600  # what a job is told that it has, where there is no end
 HEALTHY = 0.8  # of the best GPU's ceilings
-START_SECONDS, CASE_SECONDS, JOB_SECONDS = 15, 2, 60  # of a process, a case, a job: they decide the order
+START_SECONDS, CASE_SECONDS, JOB_SECONDS = 15, 1.5, 60  # of a process, a case, a job: they decide the order
+LONG_SECONDS = {"attention": 3, "moe_block": 3}  # of their cases
 PART_SECONDS = 150  # a room's cases are measured in parts of so much: each process costs START_SECONDS again
 WARM_CASES, WARM_BLOCKS = 12, 4  # that a process compiles: of a room, and of whole blocks, which call many kernels each
 CEILINGS = ("copy_gbs", "bf16_tflops")
@@ -108,12 +109,13 @@ def _rooms(out: Path) -> Iterator[Job]:
                 n = count if rank else math.ceil(count / (WARM_BLOCKS if room in blocks else WARM_CASES))
                 for i, share in itertools.product(range(n), ("0/2", "1/2") if rank else ("0/1",)):
                     command = words("warm", room, which, f"{i}/{n}", rank, share)
-                    seconds = JOB_SECONDS + (room in blocks)  # those first
-                    yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, seconds, env=env)
+                    first = JOB_SECONDS + (room in blocks)  # these begin first
+                    yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, first, env=env)
                 env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if rank else {}
-                n = math.ceil(count * CASE_SECONDS / PART_SECONDS)
+                total = count * LONG_SECONDS.get(room, CASE_SECONDS)
+                n = math.ceil(total / PART_SECONDS)
                 for i in range(n):
-                    command, seconds = words("cases", room, which, f"{i}/{n}", rank), count * CASE_SECONDS / n
+                    command, seconds = words("cases", room, which, f"{i}/{n}", rank), total / n
                     yield Job(f"{name}-{i}", command, version, seconds=START_SECONDS + seconds, env=env)
         if hasattr(cli._bench_of(room), "extras"):
             yield Job(f"extras-{room}", words("extras", room), version, replaces=True)
@@ -124,7 +126,7 @@ def _whole_models() -> Iterator[Job]:
     for plan in {measure_job.group(plan, task=True): None for plan in bench_whole_model.plans()}:
         yield Job(f"warm-whole-{plan}", words("whole", plan, "warm"), version, WARM, 2 * JOB_SECONDS)
     for name, count in collections.Counter(map(measure_job.group, bench_whole_model.plans())).items():
-        yield Job(f"whole-{name}", words("whole", name), version, seconds=3 * START_SECONDS + 2.5 * CASE_SECONDS * count)
+        yield Job(f"whole-{name}", words("whole", name), version, seconds=3 * START_SECONDS + 3 * CASE_SECONDS * count)
 
 
 def _chapters(sources: str) -> Iterator[Job]:
@@ -366,7 +368,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose name has this, a regular expression")
     parser.add_argument("--gpus", help="by number, with commas between (default: all)")
     parser.add_argument(
-        "--also", action="append", default=[], metavar="ROOM=FOLDERS", help="with peers that only this room's jobs import"
+        "--also",
+        action="append",
+        default=[],
+        metavar="ROOM=FOLDERS",
+        help="with peers that only this room's jobs import",
     )
     parser.add_argument("--list", action="store_true", help="say what there is to do")
     parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
@@ -388,7 +394,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     )
     began = time.monotonic()
-    gpus = healthy([gpu for gpu in visible.split(",") if gpu], out)
+    gpus = [gpu for gpu in visible.split(",") if gpu]
+    if any(job.phase == QUIET for job in jobs):
+        gpus = healthy(gpus, out)
     if not gpus:
         print("measure: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2

@@ -208,16 +208,16 @@ def bench(
 
 def _warm(case: timing.Case) -> None:
     """Calls every provider once, so that the compilers' caches on disk are full before anything is measured."""
-    try:
-        problem = case.build()
-    except Exception as error:  # measuring says more; here the others matter
-        print(f"not warmed: {case}: {type(error).__name__}: {error}", file=sys.stderr)
-        return
-    for provider, call in problem.providers.items() if isinstance(problem, timing.Problem) else ():
+
+    def attempt(what: str, call: Callable[[], Any]) -> Any:
         try:
-            call()
-        except Exception as error:  # noqa: PERF203
-            print(f"not warmed: {case}: {provider}: {type(error).__name__}: {error}", file=sys.stderr)
+            return call()
+        except Exception as error:  # measuring says more; here the others matter
+            print(f"not warmed: {what}: {type(error).__name__}: {error}", file=sys.stderr)
+
+    problem = attempt(str(case), case.build)
+    for provider, call in problem.providers.items() if isinstance(problem, timing.Problem) else ():
+        attempt(f"{case}: {provider}", call)
 
 
 def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
