@@ -1,6 +1,7 @@
 """What the tests of the rooms share: random tensors, tensors whose rows lie far apart, calls with a wrong argument."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -71,3 +72,20 @@ def launches(call: Callable[[], object]) -> int:
         patch.setattr(Launch, "__call__", lambda self, grid, *args: (grids.append(grid), launch(self, grid, *args)))
         call()
     return len(grids)
+
+
+@contextlib.contextmanager
+def compiled_graphs() -> Iterator[None]:
+    """What is compiled within, with ``mode="reduce-overhead"``, becomes graphs of the GPU, and nothing of it is left out."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import cudagraph_trees
+
+    torch.compiler.reset()
+    counters.clear()
+    try:
+        yield
+        manager = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        assert manager is not None and any(True for _ in manager.get_roots()), "no graph was made"
+        assert counters["inductor"]["cudagraph_skips"] == 0
+    finally:
+        torch.compiler.reset()

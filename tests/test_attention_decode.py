@@ -227,6 +227,21 @@ def test_append(n: int, dtype: torch.dtype) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
+def test_a_backward_pass_over_pages_that_were_written_is_noticed(dtype: torch.dtype) -> None:
+    k, v = (randn(1, 1, 1, 16, dtype=dtype) for _ in range(2))
+    pages, x = [randn(1, 1, 16, 16, dtype=dtype) for _ in range(2)], randn(16, dtype=dtype).requires_grad_()
+    for page in pages * 3:  # the third call of a kind is repeated
+        kept = (x * page).sum()
+        kb.append_to_pages(k, v, *pages, _integers([0]), _integers(3))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+    with torch.inference_mode():
+        pages = [torch.zeros(1, 1, 16, 16, dtype=dtype, device=runtime.DEVICE) for _ in range(2)]
+        kb.append_to_pages(k, v, *pages, _integers([0]), _integers(3))
+    assert torch.equal(pages[0][0, 0, 3], k[0, 0, 0])
+
+
 def test_generating_from_pages_is_generating_from_a_cache() -> None:
     keys, values, queries = (randn(1, heads, 20, 16) for heads in (2, 2, 4))
     pages = [torch.zeros(3, 2, 16, 16, device=runtime.DEVICE) for _ in range(2)]

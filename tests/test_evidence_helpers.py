@@ -15,6 +15,7 @@ from kernelbook import runtime
 from kernelbook.attention.kernels import _dot as attention_dot
 from kernelbook.attention.kernels import _flash_attention_bwd_delta_kernel, _length, _place, _visible
 from kernelbook.moe_lora.kernels import _dot as moe_dot
+from kernelbook.packed import NF4
 from kernelbook.packed.kernels import bits, halves, in_two, load_tile, table
 from kernelbook.tiles import grouped
 
@@ -232,10 +233,29 @@ def test_a_table_in_registers_and_a_scale_in_two_numbers(dtype: torch.dtype) -> 
     found, stored = torch.empty(2, 8, 2, device=code.device), _integers(8)
     _halves_kernel[(1,)](scale, found, stored, dtype=known, COUNT=8)
     first, second = found.unbind()
-    assert torch.equal(second[:, 0], second[:, 1]) and (second[:6].abs() <= scale[:6, None].abs() / 64).all()
+    torch.testing.assert_close(second[:, 0], second[:, 1], rtol=0, atol=0, equal_nan=True)
+    assert (second[:6].abs() <= scale[:6, None].abs() / 64).all()
     for half in (0, 1):
         torch.testing.assert_close(first[:, half] + second[:, half], scale, rtol=2.0**-13, atol=1e-7, equal_nan=True)
     assert torch.equal(stored[:6], first[:6, 0].to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_a_scale_beyond_the_largest_number_gives_what_dense_elements_are(dtype: torch.dtype) -> None:
+    """Infinite where they are too large, finite where they are not, and never NaN: up to twice what float16 holds."""
+    known, largest = (tl.float16, 65504.0) if dtype == torch.float16 else (tl.bfloat16, torch.finfo(dtype).max)
+    scale = torch.tensor([1.0, 1.0001, 1.0003, 1.002, 1.5, 1.9, 1.99, 2.0], device=runtime.DEVICE) * largest
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    found, stored = torch.empty(2, 8, 2, device=scale.device), _integers(8)
+    _halves_kernel[(1,)](scale, found, stored, dtype=known, COUNT=8)
+    first, second = found[:, :, :1].double()
+    elements = torch.tensor(NF4.values, dtype=torch.float64, device=scale.device).to(dtype).double()
+    sums = (elements * first + (elements * second).to(dtype).double()).to(dtype)  # as two fma compute it
+    # An element this close to the largest number may be rounded to it, or to infinity.
+    dense = elements * scale[:, None].double()
+    away = ((dense.abs() / largest - 1).abs() > 2.0**-10) | (sums == dense.to(dtype))
+    assert away.sum() >= 100
+    torch.testing.assert_close(sums[away], dense.to(dtype)[away], rtol=2 * torch.finfo(dtype).eps, atol=0.0)
 
 
 @triton.jit

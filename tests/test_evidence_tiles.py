@@ -461,12 +461,12 @@ def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) ->
         ids, top_chunks_reference(ranked.masked_fill(taken == 1, -float("inf")), layout.counts, layout.active)
     )
     assert int(chosen.sum()) == layout.total_active + 3 and bool((chosen[taken == 1] == 1).all())
-    draws = []
+    draws, versions = [], (ids._version, chosen._version)
     for step in (1, 2):
         now = torch.tensor([step], dtype=torch.int32, device=runtime.DEVICE)
         top_chunks(None, ids, layout.starts(), layout.slots(), active, chosen=chosen, step=now, seed=5, **given)
         draws.append(ids.tolist())
-    assert draws[0] != draws[1]
+    assert draws[0] != draws[1] and (ids._version, chosen._version) == tuple(version + 2 for version in versions)
     everything = Layout((13,), (13,))
     ids, orders = torch.empty(13, dtype=torch.int64, device=runtime.DEVICE), []
     for step in (1, 2):

@@ -1,5 +1,6 @@
 """Loading, saving and training with ``NF4ExpertsConfig``: experts that are 4-bit from the moment they are read."""
 
+import gc
 import json
 import math
 import weakref
@@ -124,6 +125,26 @@ def test_no_more_than_one_tensor_of_the_checkpoint_is_dense_at_a_time(
     assert len(alive) == 2 * 3 * experts.num_experts
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("double_quant", (False, True))
+def test_peak_of_the_gpus_memory_while_loading(double_quant: bool, tmp_path: Path) -> None:
+    """No more than what is kept in the end and the checkpoint's largest tensor; a layer's dense experts are larger."""
+    sizes = {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 3, "num_experts": 32, "head_dim": 64}
+    model = tiny_model("qwen3_moe", **sizes, moe_intermediate_size=512).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="20MB")
+    experts = next(iter(interop.expert_modules(model)))[1]
+    largest = model.get_input_embeddings().weight.nbytes
+    assert largest < experts.gate_up_proj.nbytes / 1.5
+    del model, experts
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loaded = load(tmp_path, NF4ExpertsConfig(double_quant))
+    held = torch.cuda.memory_allocated() - before
+    assert packed(loaded) and torch.cuda.max_memory_allocated() - before <= held + largest
+
+
 def test_blocks_that_cross_tensors_are_quantized_as_a_whole(tmp_path: Path) -> None:
     """24 x 20 weights of an expert are no multiple of 64: then a layer's experts come together."""
     model = tiny_model("qwen3_moe", hidden_size=20, num_hidden_layers=1, head_dim=8)
@@ -172,6 +193,8 @@ def test_fine_tuning_with_peft(tmp_path: Path) -> None:
     interop.use_kernels(again)
     with torch.no_grad():
         assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+    how: dict[str, Any] = {"input_ids": ids[:, :4], "max_new_tokens": 2, "do_sample": False}
+    assert torch.equal(again.generate(**how), model.generate(**how))
 
 
 def test_trainer_trains_what_was_loaded(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import subprocess
 import sys
+import threading
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,7 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import compiled_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -27,7 +31,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
-from kernelbook import arguments, autotune, launching, runtime
+from kernelbook import arguments, autotune, launching, nn, runtime
 
 
 def test_cdiv_is_tritons() -> None:
@@ -524,6 +528,94 @@ def test_a_public_function_is_repeated_with_its_checks(
     assert inspect.signature(public).parameters["deterministic"].default is False
 
 
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A GPU's counters without one: ``now`` is the current stream, and every thread notes where it makes zeros."""
+    state = types.SimpleNamespace(now=1, capturing=False, made=[], within={})
+
+    @contextlib.contextmanager
+    def within(stream: Any) -> Any:
+        state.within[threading.get_ident()] = stream.number
+        yield
+        del state.within[threading.get_ident()]
+
+    def zeros(count: int, **how: Any) -> torch.Tensor:
+        thread = threading.get_ident()
+        state.made.append((count, state.within.get(thread, state.now), thread == threading.main_thread().ident))
+        return real(count, dtype=how["dtype"])
+
+    real = torch.zeros
+    monkeypatch.setattr(launching, "_counters", {})
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: types.SimpleNamespace(number=state.now, device=device)
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.now, raising=False)
+    return state
+
+
+def test_counters_that_stay_are_made_by_another_thread(streams: types.SimpleNamespace) -> None:
+    """A call's own thread may take its memory from a pool, which is not to hold what outlives the call."""
+    gpu = torch.device("cuda", 0)
+    recording = launching._Recording()
+    with recording:  # as the second call of a kind is watched
+        first = launching.tickets(5, gpu)
+    assert recording.complete and not recording.new
+    assert streams.made == [(launching.COUNTERS, 1, False), (launching.CAPTURED_COUNTERS, 1, False)]
+    assert launching.tickets(launching.COUNTERS, gpu) is first, "one stream, one after the other"
+    more = launching.tickets(launching.COUNTERS + 1, gpu)
+    assert more.numel() > launching.COUNTERS and launching.tickets(5, gpu) is more
+    streams.now = 2
+    assert launching.tickets(5, gpu).data_ptr() not in (first.data_ptr(), more.data_ptr())
+    assert streams.made[2:] == [(launching.COUNTERS + 1, 1, False), (launching.COUNTERS, 2, False)]
+
+
+def test_each_call_in_a_graph_has_counters_of_its_own(
+    streams: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "CAPTURED_COUNTERS", 24)
+    gpu, streams.capturing = torch.device("cuda", 0), True
+    launching.tickets(5, gpu)
+    assert streams.made.pop() == (5, 1, True) and not launching._counters, "nothing was made before"
+    streams.capturing = False
+    eager = launching.tickets(5, gpu)
+    streams.made.clear()
+    streams.capturing = True
+    found = [launching.tickets(count, gpu) for count in (5, 8, 3)]
+    begins = [part.data_ptr() for part in found]
+    assert [part.numel() for part in found] == [5, 8, 3] and not streams.made
+    assert [begin - begins[0] for begin in begins] == [0, 32, 64] and begins[0] != eager.data_ptr()
+    assert launching.tickets(5, gpu).numel() == 5 and streams.made == [(5, 1, True)], "of the graph's own memory"
+    assert launching.tickets(4, gpu).data_ptr() == begins[0] + 80 and len(streams.made) == 1
+    streams.capturing = False
+    assert launching.tickets(5, gpu) is eager
+
+
+def test_what_a_watched_call_made_dies_with_it(
+    fake: _FakeKernel, repeated: _Repeated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, without the garbage collector: a graph's pool is looked through as soon as the graph is there."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    empty = launching.empty
+
+    def noted(*args: Any) -> torch.Tensor:
+        tensor = empty(*args)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(launching, "empty", noted)
+    gc.disable()
+    try:
+        for known in (3, 6, 6):
+            repeated.call(torch.zeros(4, 16), torch.zeros(64), 0.5)
+            fake.by_triton.clear()
+            assert len(made) == known and not any(ref() is not None for ref in made)
+    finally:
+        gc.enable()
+
+
 def test_what_the_dispatcher_calls_is_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
     """As a compiled program calls an operator, and with lists, which the dispatcher makes of tuples."""
     thought = []
@@ -579,7 +671,23 @@ def test_what_pytorch_writes_to_out_is_repeated(fake: _FakeKernel, repeated: _Re
     for _ in range(4):
         x = torch.randn(4)
         assert torch.equal(call(x), torch.cat([x, x]))
-    assert len(thought) == 2 + 4
+    assert len(thought) == 2 + 2
+
+
+def test_what_a_repeated_call_writes_is_counted(fake: _FakeKernel, repeated: _Repeated) -> None:
+    thought = []
+
+    @launching.repeated()
+    def write(x: torch.Tensor, y: torch.Tensor) -> None:
+        thought.append(x)
+        repeated.launch((1,), x, 33)
+        launching.written(x, y)
+
+    x, y = torch.zeros(64), torch.zeros(64)
+    for i in range(6):
+        assert (x._version, y._version) == (i, i)
+        write(x, y)
+    assert len(thought) == 2
 
 
 def test_what_cannot_be_told_apart_or_written_out_is_not_repeated(fake: _FakeKernel, repeated: _Repeated) -> None:
@@ -719,6 +827,110 @@ def test_both_ways_choose_the_same_kernel() -> None:
         handle = variant[1][launching._key(args, x.get_device())]
         assert handle.compiled is kernel[(1,)](*args, BLOCK=64)
         assert variant[0]((1,), args), "the handle is not taken"
+
+
+# --- graphs that torch.compile makes --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_what_stays_is_in_nobodys_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls on a stream are made in a pool, and one of a graph: nothing of theirs stays in either."""
+    monkeypatch.setattr(launching, "_counters", {})
+    q, k = torch.randn(1, 8, 1, 64, device=runtime.DEVICE), torch.randn(1, 2, 30000, 64, device=runtime.DEVICE)
+    pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+        for _ in range(4):
+            first = kb.flash_attention(q, k, k)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kb.flash_attention(q, k, k)
+    graph.replay()
+    assert torch.equal(first, captured) and torch.equal(first, kb.flash_attention(q, k, k))
+    assert len(launching._counters) == 3 and not any(counters.any() for counters in launching._counters.values())
+    torch.cuda.synchronize()
+    del first
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert blocks and all(block["state"] == "inactive" for block in blocks)
+
+
+def _in_graphs() -> dict[str, Callable[[], tuple[Callable[..., torch.Tensor], Callable[[], tuple[torch.Tensor, ...]]]]]:
+    """By name: what makes a function, and arguments for it, other ones each time."""
+    how: dict[str, Any] = {"device": runtime.DEVICE, "dtype": torch.bfloat16}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, **how)
+
+    def listed(count: int, rows: int) -> torch.Tensor:
+        return torch.randperm(rows, device=runtime.DEVICE)[:count]
+
+    def decoding() -> Any:
+        def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return kb.flash_attention(2 * kb.flash_attention(q, k, v), k, v, lengths=lengths)
+
+        k, v = draw(2, 2, 3000, 128), draw(2, 2, 3000, 128)
+        return twice, lambda: (draw(2, 8, 1, 128), k, v, torch.randint(1, 3001, (2,), device=runtime.DEVICE))
+
+    def paged() -> Any:
+        k, v, table = draw(32, 2, 64, 128), draw(32, 2, 64, 128), torch.arange(32, device=runtime.DEVICE).view(2, 16)
+        lengths = functools.partial(torch.randint, 1, 1025, (2,), device=runtime.DEVICE)
+        return lambda q, n: 2 * kb.paged_attention(q, k, v, table, n), lambda: (draw(2, 8, 1, 128), lengths())
+
+    def experts() -> Any:
+        layer = nn.MoELayer(8, 256, 128, 2, **how)
+        layer.experts.quantize(double_quant=True)
+        return lambda x: layer(x) + x, lambda: (draw(3, 256),)
+
+    def neurons() -> Any:
+        up, down = draw(2048, 512), draw(2048, 512)
+        return lambda x, ids: 2 * kb.scatter_ffn(x, up, down, ids), lambda: (draw(4, 512), listed(200, 2048))
+
+    return {"decoding": decoding, "paged attention": paged, "experts in 4 bits": experts, "scatter_ffn": neurons}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _in_graphs())
+def test_a_first_call_may_be_one_of_a_compiled_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_counters", {})
+    function, draw = _in_graphs()[name]()
+    graphed = torch.compile(function, mode="reduce-overhead", fullgraph=True)
+    with compiled_graphs(), torch.no_grad():
+        for _ in range(6):
+            args = draw()
+            torch.compiler.cudagraph_mark_step_begin()
+            ours = graphed(*args).clone()
+            torch.testing.assert_close(ours, function(*args), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_step_of_training_in_compiled_graphs() -> None:
+    """Forward and backward, each a graph, of all that has gradients; other inputs and chunks each time."""
+    how: dict[str, Any] = {"device": runtime.DEVICE, "dtype": torch.float32}
+    torch.manual_seed(0)
+    norm, layer = nn.LayerNorm(256, **how), nn.MoELayer(8, 256, 128, 2, **how)
+    ffn, linear = nn.SparseFFN(256, 512, **how), torch.nn.Linear(256, 256, **how)
+    leaves = [p for module in (norm, layer, ffn, linear) for p in module.parameters()]
+
+    def loss(x: torch.Tensor, neurons: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
+        x = x + layer(norm(x))
+        heads = x.view(2, 64, 4, 64).transpose(1, 2)
+        x = x + kb.flash_attention(heads, heads, heads, causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + kb.scatter_ffn(x.flatten(0, 1), ffn.w_up, ffn.w_down, neurons).view(x.shape)
+        return kb.sparse_linear(x, linear.weight, linear.bias, chunks, chunk_size=32).square().sum()
+
+    graphed = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+    with compiled_graphs():
+        for _ in range(6):
+            x = torch.randn(2, 64, 256, **how)
+            ids = torch.randperm(512, device=runtime.DEVICE)[:100], torch.randperm(8, device=runtime.DEVICE)[:3]
+            outcomes = []
+            for each in (graphed, loss):
+                torch.compiler.cudagraph_mark_step_begin()
+                given = x.clone().requires_grad_()
+                value = each(given, *ids)
+                found = torch.autograd.grad(value, [given, *leaves])
+                outcomes.append([value.detach().clone(), *(g.clone() for g in found)])
+            for ours, plain in zip(*outcomes, strict=True):
+                assert (ours - plain).norm() <= 1e-4 * plain.norm()
 
 
 # --- operators ------------------------------------------------------------------------------------------------------

@@ -179,8 +179,21 @@ def test_every_case_is_in_one_job(tool: Any, axolotl: bool, monkeypatch: pytest.
             assert sorted(found) == sorted(map(str, tool.measure_job.listed(room, which)))
     searched = [job for job in jobs if "TRITON_CACHE_AUTOTUNING" in job.env]
     assert bool(searched) == axolotl
-    groups = {job.command[4] for job in jobs if job.command[3] == "whole"}
-    assert {tool.measure_job.group(plan) for plan in bench_whole_model.plans()} == groups
+    groups = [job.command[4:] for job in jobs if job.command[3] == "whole"]
+    assert len(set(groups)) == len(groups)
+    for warm in (False, True):
+        named = {name for name, *how in groups if bool(how) == warm}
+        assert {tool.measure_job.group(plan, task=warm) for plan in bench_whole_model.plans()} == named
+
+
+def test_what_may_not_fit_is_measured_last(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(bench_whole_model, "bench", lambda folder, **given: seen.update(given) or 0)
+    assert tool.measure_job.whole(tmp_path, "Qwen3-30B-A3B-dense") == 0
+    measured = [(plan.provider, plan.task == "step" and not plan.checkpoints) for plan in seen["wanted"]]
+    assert len(measured) == 22 and measured[-3:] == [("kernelbook:dense", True)] * 2 + [("grouped_mm", True)]
+    assert tool.measure_job.whole(tmp_path, "Qwen3-30B-A3B-nf4_double-step", "warm") == 0
+    assert {plan.task for plan in seen["wanted"]} == {"step"} and seen["layers"] == 1
 
 
 def test_tiles_that_a_peer_would_time_are_compiled_by_several_processes(

@@ -520,6 +520,17 @@ def test_packed_experts_bit_for_bit(shape: tuple[int, ...], double_quant: bool) 
             assert check.relative_error(decoded, dense.double()) < 2 * check.FLOOR[dtype]
 
 
+@pytest.mark.parametrize("k", (64, 96))  # on Hopper decoded in its own kernels, and in those of every GPU
+def test_packed_elements_beyond_float16_are_infinite_and_not_nan(k: int) -> None:
+    w, x = randn(1, 33, k), randn(4, k, dtype=torch.float16).abs() + 0.1
+    w[:, :-1, ::32] = 1e5  # beside it all others of a block are zero
+    q = kb.nf4_quantize(w, block_size=32)
+    ids = torch.zeros(4, 1, dtype=torch.int64, device=runtime.DEVICE)
+    y = kb.scatter2scatter(x, q, kb.route(ids, 1))
+    assert (y[:, :-1] == float("inf")).all() and torch.isfinite(y[:, -1]).all()
+    torch.testing.assert_close(y, x @ kb.nf4_dequantize(q, dtype=torch.float16)[0].t(), rtol=1e-2, atol=1e-2)
+
+
 HOPPER = pytest.mark.skipif(
     runtime.INTERPRET or not runtime.HAS_GPU or runtime.properties(runtime.DEVICE).arch != "sm_90",
     reason="kernels of Hopper GPUs",

@@ -5,6 +5,8 @@ import dataclasses
 import io
 import math
 import pickle
+import sys
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -612,6 +614,20 @@ def test_offsets_are_64_bit(words, overflow_raises):
     more = {"PREFETCH": "load"} if words else {}
     kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, True, 64, 256, **config.kwargs, **more)
     assert bool((out == 0).all())
+
+
+@pytest.mark.parametrize(("rows", "fits"), ((16383, True), (16384, False)))
+def test_a_peer_is_left_out_where_its_grid_is_too_large(rows: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = MagicMock()
+    for name in ("bitsandbytes", "bitsandbytes.functional"):
+        monkeypatch.setitem(sys.modules, name, found)
+    monkeypatch.setattr(bench.peers, "has", lambda name: True)
+    monkeypatch.setattr(bench.peers, "axolotl", lambda name: found)
+    q = MagicMock(shape=(2, rows, 4096), nested_absmax=None)
+    assert ("axolotl" in bench._bitsandbytes(q, torch.tensor([1]))) == fits
+    assert bench.missing_peers() == [
+        "axolotl: for experts of more than 67,107,840 elements its launch grid is too large"
+    ]
 
 
 def test_benchmark_cases_are_correct():

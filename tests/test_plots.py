@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from kernelbook import plots, runtime, timing
+from kernelbook.layer_norm import bench
 
 # isort: split
 import pandas as pd
@@ -128,6 +129,22 @@ def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
     other = plots.tabs({"a < b": "1 < 2"}).data
     assert "a &lt; b" in other and "1 &lt; 2" in other
     assert not set(re.findall(r'id="([^"]+)"', text)) & set(re.findall(r'id="([^"]+)"', other))
+
+
+def test_a_tab_says_that_its_rows_are_of_older_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    current = timing.package_version(Path(bench.__file__).parent)
+    for gpu, packages in (("a-gpu", [current, current]), ("b-gpu", ["0", "0"]), ("c-gpu", [current, "0"])):
+        (tmp_path / gpu).mkdir()
+        table = pd.DataFrame({"provider": ["kernelbook", "a<b"], "package": packages})
+        table.to_csv(tmp_path / gpu / "layer_norm.csv", index=False)
+        table.to_csv(tmp_path / gpu / "whole_model.csv", index=False)
+    tabs = plots.by_gpu("layer_norm", lambda gpu: gpu).data.split("<input")[1:]
+    older = "were measured with older sources than this book's."
+    notes = ["", f"These rows {older}", f"Rows of <code>a&lt;b</code> {older}"]
+    for tab, note in zip(tabs, notes, strict=True):
+        assert ("kb-vintage" in tab) == bool(note) and note.replace("'", "&#x27;") in tab
+    assert "kb-vintage" not in plots.by_gpu("whole_model", lambda gpu: gpu).data  # its page says whose rows are
 
 
 def test_a_chapters_names_hold_another_gpus_record_while_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

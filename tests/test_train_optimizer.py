@@ -135,6 +135,15 @@ def test_a_step_before_the_backward_pass_is_noticed(device: torch.device) -> Non
         loss.backward()
 
 
+def test_a_gradient_that_is_yet_to_be_negated(device: torch.device) -> None:
+    ours, adam, theirs = _pair((32, 8), device)
+    twin = ChunkAdamW([theirs], chunk_size=CHUNK, **SETTINGS)
+    theirs.grad = torch.randn(32, 8, device=device)
+    ours.grad = torch._neg_view(-theirs.grad)
+    adam.step(), twin.step()
+    _close(ours, theirs)
+
+
 def test_a_learning_rate_on_the_device_and_a_saved_state(device: torch.device) -> None:
     ours, adam, theirs = _pair((32, 8), device)
     lr = torch.tensor([1e-2], device=device)

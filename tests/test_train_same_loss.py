@@ -10,7 +10,7 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 
-from kernelbook import check
+from kernelbook import check, runtime
 from kernelbook.train import same_loss
 
 
@@ -27,8 +27,9 @@ def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
         way: same_loss.finetune(way, 3, same_loss.TINY, 3, base, lr=1e-2, small=True) for way in same_loss.WAYS
     }  # fmt: skip
     eager, dense = (lines[way]["validation_loss"] for way in ("eager", "kernelbook:dense"))
-    assert eager[-1] < eager[0] and dense == pytest.approx(eager, abs=2e-4)
-    assert lines["grouped_mm"]["validation_loss"] == pytest.approx(eager, abs=2e-4)
+    apart = 2e-4 if runtime.DEVICE.type == "cpu" else 0.02  # on a GPU all but eager compute in bfloat16
+    assert eager[-1] < eager[0] and dense == pytest.approx(eager, abs=apart)
+    assert lines["grouped_mm"]["validation_loss"] == pytest.approx(eager, abs=apart)
     for way in ("kernelbook:nf4", "kernelbook:nf4_double"):
         assert lines[way]["validation_loss"] != eager
         assert lines[way]["validation_loss"] == pytest.approx(eager, abs=0.05)
@@ -37,6 +38,18 @@ def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
     assert line["train_steps"] == [1, 2, 3] and len(line["train_loss"]) == 3
     other = same_loss.finetune("eager", 4, same_loss.TINY, 3, base, lr=1e-2, small=True)
     assert other["validation_loss"][0] == eager[0] and other["train_loss"] != line["train_loss"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", same_loss.WAYS)
+def test_replays_learn_what_launches_do(
+    way: str, base: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for launched in (same_loss.EAGER_STEPS, 8):
+        monkeypatch.setattr(same_loss, "EAGER_STEPS", launched)
+        found.append(same_loss.finetune(way, 0, same_loss.TINY, 8, base, lr=1e-2, small=True)["train_loss"])
+    assert found[0] == pytest.approx(found[1], abs=1e-3 if way == "eager" else 0.02) and len(set(found[0])) == 8
 
 
 def test_what_is_not_the_loop_of_transformers_is_found(

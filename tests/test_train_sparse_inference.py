@@ -84,6 +84,24 @@ def test_the_decoder_is_the_model(trained: tuple[GPT, Any]) -> None:
     assert sparse_inference.error_ratio(model, predictors, data) < check.FORWARD_FACTOR
 
 
+@pytest.mark.gpu
+def test_one_graph_generates_what_launches_do(trained: tuple[GPT, Any]) -> None:
+    """The list of neurons and the place in the cache change from token to token, and the graph with them."""
+    model, data = trained
+    predictors = sparse_inference.train_predictors(model, data, rank=4, steps=5)
+    predictors = sparse_inference.calibrated(model, predictors, data, 0.25)
+    generated = []
+    for graph in (False, True):
+        decoder = sparse_inference.Decoder(model, 1, 16, predictors=predictors, dtype=torch.float32)
+        step = sparse_inference._captured(decoder.step) if graph else decoder.step
+        decoder.length.zero_()
+        decoder.tokens.fill_(5)
+        for _ in range(8):
+            step()
+            generated.append(decoder.tokens.item())
+    assert generated[:8] == generated[8:]
+
+
 def test_a_router_takes_what_any_token_needs() -> None:
     predictor = sparse_inference.Predictor(4, 8, 4, count=3)
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """Whole models by the wall clock: what they ask for, how they are built, and that the rows are what they say."""
 
+import contextlib
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ pytest.importorskip("transformers", minversion="5")
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
-from kernelbook import check, cli, nn, runtime, timing
+from kernelbook import check, cli, launching, nn, runtime, timing
 from kernelbook.interop import arithmetic, rotary, transformers_norms
 from kernelbook.interop import bench_whole_model as bench
 from kernelbook.interop import transformers as interop
@@ -149,6 +152,31 @@ def test_a_step_of_decoding() -> None:
     assert not torch.equal(first, again) and bool(again.isfinite().all())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("provider", ("kernelbook", "kernelbook:dense"))
+def test_steps_of_decoding_in_a_compiled_graph(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens and logits of the eager steps; the first call of all is one in the pool of the compiler's graphs."""
+    from torch._dynamo.utils import counters
+
+    config = bench.configuration(QWEN, 2, tiny=True)
+    config.initializer_range = 0.2  # weak weights would make every block look the same
+    model = bench.build(config, bench.Plan(QWEN, provider, "decode").kind, dtype=torch.float32)
+    outcomes = []
+    with bench._running(model, provider):
+        for compiled in (True, False):
+            torch.manual_seed(0)
+            step, rewind = bench._decode_task(model, 2, 3000, compiled=compiled)
+            monkeypatch.setattr(launching, "_counters", {})
+            with compiled_graphs() if compiled else contextlib.nullcontext():
+                outcomes.append([step().clone() for _ in range(6)])
+                rewind()
+                outcomes[-1] += [step().clone() for _ in range(3)]
+                copied = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+                assert copied <= 1, "no more than the tokens: weights and caches stay where they are"
+    for ours, plain in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3)
+
+
 def test_covered() -> None:
     assert bench.covered([(0, 10), (5, 12), (20, 25), (21, 22)]) == 17
     assert bench.covered([]) == 0
@@ -176,7 +204,25 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert set(rows["mode"]) == {"step", "forward"} and (rows["ms"] > 0).all()
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
     assert rows["x"].tolist() == [1, 2, 1] and rows["err_ratio"].notna().all()
-    assert "axolotl and Unsloth" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "left out: axolotl (" in printed and "left out: Unsloth (" in printed
+
+
+def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours with LoRA and with a cache, bitsandbytes where it is installed, and a model without experts."""
+    monkeypatch.setattr(bench, "error_ratio", lambda *_: 1.0)  # other tests ask for it
+    monkeypatch.setattr(bench, "_wall", lambda *_, **__: (timing.Timing.of([1.0]), 1.0))
+    wanted = [
+        bench.Plan(QWEN, "kernelbook", "step", checkpoints=True),
+        bench.Plan(QWEN, "kernelbook", "decode"),
+        bench.Plan("GPT-2", "kernelbook:dense", "prefill"),
+    ]
+    wanted += [bench.Plan(QWEN, "bitsandbytes", "decode")] if importlib.util.find_spec("bitsandbytes") else []
+    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=wanted) == 0
+    rows = pd.read_csv(tmp_path / "whole_model.csv")
+    assert rows["provider"].tolist() == [plan.provider for plan in wanted]
+    known = rows.loc[rows["shape"].str.contains(QWEN)]
+    assert (known[["gbytes", "gflop"]] > 0).all(axis=None) and len(known) == len(rows) - 1
 
 
 def test_a_wrong_result_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +314,7 @@ def test_swap_turns_queries_and_keys_in_one_launch(monkeypatch: pytest.MonkeyPat
 
 
 def test_another_rotation_is_left_alone() -> None:
-    """One that turns neighbouring features; no attention at all; a part of the features, or float64."""
+    """One that turns neighbouring features; no attention at all; a part of the features, float64, a tangent to carry on."""
     from transformers.models.cohere.modeling_cohere import CohereAttention
 
     assert rotary._with_kernel(CohereAttention) is None
@@ -277,3 +323,5 @@ def test_another_rotation_is_left_alone() -> None:
     assert rotary._or(lambda *others: others)(*given)[2] is given[2]
     doubles = tuple(torch.randn(1, 2, 3, 8, dtype=torch.float64) for _ in range(2))
     assert rotary._or(lambda *others: others)(*doubles, *torch.randn(2, 1, 3, 8))[0] is doubles[0]
+    with torch.autograd.forward_ad.dual_level():
+        assert rotary._or(lambda *others: others)(*given[:2], *torch.randn(2, 1, 3, 8))[0] is given[0]

@@ -9,10 +9,12 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 import os
 import runpy
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -139,17 +141,17 @@ def extras(folder: Path, room: str) -> int:
     return told(failures)
 
 
-def group(plan: Any) -> str:
-    """Plans of a whole model that one process measures: the same weights, and a step or none."""
-    parts = [plan.model, plan.kind, "step" if plan.task == "step" else "forward", *(["few"] if plan.layers else [])]
-    return "-".join(parts)
+def group(plan: Any, task: bool = False) -> str:
+    """Plans of a whole model that one process measures: the same weights; with ``task`` it also says whether it is a step."""
+    how = ["few"] if plan.layers else []
+    return "-".join([plan.model, *how, plan.kind, *([plan.mode] if task else [])])
 
 
 def whole(folder: Path, name: str, how: str = "") -> int:
     """The whole models of a group; with ``warm`` one layer of each, which compiles what all layers run."""
     from kernelbook.interop import bench_whole_model as bench
 
-    wanted = [plan for plan in bench.plans() if group(plan) == name]
+    wanted = [plan for plan in bench.plans() if name == group(plan, task=how == "warm")]
     if how == "warm":
         return bench.bench(folder, layers=1, samples=1, wanted=wanted)
     there = measured(folder, timing.package_version(*bench.SOURCES), ("provider", "shape", "x"))
@@ -158,10 +160,12 @@ def whole(folder: Path, name: str, how: str = "") -> int:
         config = bench.configuration(plan.model, plan.layers)
         return plan.provider, plan.shape(config.num_hidden_layers, bench.PROMPT), str(plan.batch)
 
-    # What may not fit comes last: an allocation that failed leaves its marks.
-    left = sorted(
-        (plan for plan in wanted if key(plan) not in there), key=lambda p: p.task == "step" and not p.checkpoints
-    )
+    # What may not fit comes last, the one that needs the most at the end: an allocation that failed leaves its marks.
+    def late(plan: bench.Plan) -> tuple[bool, ...]:
+        large = plan.task == "step" and not plan.checkpoints
+        return plan.provider == "kernelbook:all", large, large and plan.provider == "grouped_mm"
+
+    left = sorted((plan for plan in wanted if key(plan) not in there), key=late)
     return bench.bench(folder, wanted=left) if left else 0
 
 
@@ -183,21 +187,76 @@ def ladder(folder: Path, name: str, how: str = "") -> int:
     return 0
 
 
+# The first cell of a chapter that is watched; measurements reset the peak.
+WATCH = """
+def watch(path):
+    import json, pathlib, torch
+    peak, reset = [0], torch.cuda.reset_peak_memory_stats
+    def note(*_):
+        if torch.cuda.is_initialized():
+            peak[0] = max(peak[0], torch.cuda.max_memory_allocated())
+            share = torch.cuda.get_per_process_memory_fraction()
+            limit = share * torch.cuda.get_device_properties(0).total_memory
+            pathlib.Path(path).write_text(json.dumps([peak[0], limit]))
+    def noted_reset(*device):
+        note()
+        reset(*device)
+    torch.cuda.reset_peak_memory_stats = noted_reset
+    get_ipython().events.register("post_run_cell", note)
+watch({path!r})
+"""
+
+
 def notebook(folder: Path, name: str) -> int:
-    """Executes a chapter as a reader does, on a part of the GPU's memory."""
+    """Executes a chapter as a reader does, on a part of the GPU's memory; after each cell a row says how far it came."""
     import nbformat
     from ipykernel.kernelspec import write_kernel_spec
     from nbclient import NotebookClient
 
-    share = min(1.0, NOTEBOOK_BYTES / torch.cuda.get_device_properties(0).total_memory)
-    os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{share:.4f}", "MPLBACKEND": "agg"}
-    chapter = nbformat.read(record_chapters.NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    # Of the allocator's variables the one that is read first, in every version that has this limit.
+    os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": "", "MPLBACKEND": "agg"}
+    if runtime.DEVICE.type == "cuda":
+        share = min(1.0, NOTEBOOK_BYTES / torch.cuda.get_device_properties(0).total_memory)
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{share:.4f}"
+    path, watched, began = record_chapters.NOTEBOOKS / f"{name}.ipynb", folder / "watched", time.monotonic()
+    chapter = nbformat.read(path, as_version=4)
+    last = max(i for i, cell in enumerate(chapter.cells) if cell.cell_type == "code")
+    run, about = timing.new_run(), timing.environment(f"{name}+{timing.source_digest(path)}")
+    failed: list[str] = []
+    left_out: list[str] = []
+
+    def note(state: str) -> None:
+        peak, limit = json.loads(watched.read_text()) if watched.exists() else (math.nan, math.nan)
+        if limit > 1.01 * NOTEBOOK_BYTES:
+            state = f"without a limit: {state}"
+        figures = {"seconds": f"{time.monotonic() - began:.0f}", "peak_mib": f"{peak / 2**20:.0f}"}
+        figures |= {"limit_mib": f"{limit / 2**20:.0f}", "left_out": len(left_out)}
+        row = pd.DataFrame([{"run": run, "chapter": name, "state": "; ".join(failed) or state, **figures, **about}])
+        timing.write_results(timing.results_dir() / runtime.device_slug() / "chapters.csv", row, ("chapter",))
+
+    def executed(cell: Any, cell_index: int, **_: Any) -> None:
+        number, outputs = cell_index - 1, cell.get("outputs", [])  # of the chapter's own cells
+        printed = "".join(output.get("text", "") for output in outputs if output["output_type"] == "stream")
+        left_out.extend(line for line in printed.splitlines() if "left out, too little GPU memory" in line)
+        if "raises-exception" not in cell.metadata.get("tags", []):
+            errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
+            failed.extend(f"cell {number}: {error[:300]}" for error in errors)
+        note("passed" if number == last else f"stopped behind cell {number}")
+
+    chapter.cells.insert(0, nbformat.v4.new_code_cell(WATCH.format(path=str(watched))))
     resources = {"metadata": {"path": str(record_chapters.NOTEBOOKS)}}
     with tempfile.TemporaryDirectory() as scratch:
         write_kernel_spec(Path(scratch) / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
         os.environ["JUPYTER_PATH"] = scratch
-        NotebookClient(chapter, timeout=600, kernel_name="python3", resources=resources).execute()
-    return 0
+        # All that fails is to be known, not the first alone.
+        how = {"timeout": 600, "kernel_name": "python3", "allow_errors": True, "on_cell_executed": executed}
+        try:
+            NotebookClient(chapter, resources=resources, **how).execute()
+        except Exception as error:  # the kernel died, or a cell does not end
+            failed.append(f"{type(error).__name__}: {str(error)[-300:]}")
+            note("")
+    print(*left_out, sep="\n")
+    return told(failed)
 
 
 WHAT = {f.__name__: f for f in (health, warm, cases, extras, whole, module, ladder, notebook)}

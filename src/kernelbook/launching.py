@@ -9,6 +9,7 @@ import re
 import threading
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -51,6 +52,7 @@ __all__ = [
     "tickets",
     "tl_accumulator",
     "without_autocast",
+    "written",
 ]
 
 
@@ -390,6 +392,7 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
 
 # Counters that are zero, as each launch leaves them: by device and stream, and (without a stream) for captured graphs.
 _counters: dict[tuple[int, int | None], torch.Tensor] = {}
+_counters_lock = threading.Lock()  # two threads may capture at once
 COUNTERS, CAPTURED_COUNTERS = 2**12, 2**18
 
 
@@ -410,20 +413,37 @@ def _counters_on(count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
-        spare = _counters.get((index, None))
-        if spare is None or spare.numel() < count:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        after = (
-            cdiv(count, 4) * 4
-        )  # on 16 bytes, as the kernel that was compiled for a call outside of the graph has it
-        found, _counters[index, None] = spare[:count], spare[after:]
-        return found
+        with _counters_lock:
+            spare = _counters.get((index, None))
+            if spare is not None and spare.numel() >= count:
+                after = cdiv(count, 4) * 4  # on 16 bytes, as the kernel has it that was compiled for a call outside
+                found, _counters[index, None] = spare[:count], spare[after:]
+                return found
+        return torch.zeros(count, dtype=torch.int32, device=device)
     key = index, torch._C._cuda_getCurrentRawStream(index)
     if key not in _counters or _counters[key].numel() < count:
-        _counters[key] = torch.zeros(max(count, COUNTERS), dtype=torch.int32, device=device)
+        stream = torch.cuda.current_stream(device)
+        _counters[key] = _kept_zeros(max(count, COUNTERS), stream)
+        # No graph begins before these are zero: whoever captures waits for the device.
         if (index, None) not in _counters:
-            _counters[index, None] = torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device)
+            _counters.setdefault((index, None), _kept_zeros(CAPTURED_COUNTERS, stream))
     return _counters[key]
+
+
+def _kept_zeros(count: int, stream: torch.cuda.Stream) -> torch.Tensor:
+    """``count`` zeros (int32) that outlive the call, made on ``stream`` by a thread of their own.
+
+    This thread's memory may come from a pool: of ``torch.cuda.use_mem_pool``, or of the graphs that ``torch.compile`` makes
+    with ``mode="reduce-overhead"``, which calls it an error where anything but outputs of graphs stays in there. Such
+    contexts are of a thread, and so are PyTorch's modes.
+    """
+
+    def make() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(count, dtype=torch.int32, device=stream.device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 # --- calls that are repeated --------------------------------------------------------------------------------------
@@ -538,7 +558,7 @@ class _Recording(TorchDispatchMode):
             """An argument of one of PyTorch's operators, which wants a tensor and not its address."""
             if not isinstance(value, torch.Tensor):
                 if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
-                    raise _UnknownError
+                    return f"({', '.join(map(operand, value))},)"
                 return constant(value)
             owner, same = owner_of(value)
             base = known[owner]
@@ -832,6 +852,16 @@ def _whole(name: str, compute: Callable[..., Any], hints: dict[str, Any]) -> tup
         "_Tensor": torch.Tensor, "_operator": getattr(getattr(torch.ops, NAMESPACE), f"{name}_whole").default,
         "_is_compiling": torch.compiler.is_dynamo_compiling,
     }  # fmt: skip
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """Says that kernels have written into tensors that the caller has.
+
+    A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
+    """
+    torch._C._increment_version(tensors)
+    if isinstance(_of_thread.tracing, _Recording):
+        _of_thread.tracing.steps.append((torch._C._increment_version, (tensors,), {}))
 
 
 def settings() -> tuple[bool, ...]:

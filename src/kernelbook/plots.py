@@ -9,8 +9,10 @@ import base64
 import io
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -99,10 +101,11 @@ def glue(name: str, value: object) -> None:
 _sets = itertools.count()  # tab sets of a page, so that each has ids of its own
 
 
-def tabs(parts: Mapping[str, object]) -> Any:
+def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) -> Any:
     """Figures, HTML or text under tabs, by their labels; the first is open. It needs no script, and prints one after another.
 
-    A label that is a GPU's folder in ``book/results`` is shown as that GPU's name. The markup is that of sphinx-design, whose style sheet every page of the book has.
+    ``notes`` are sentences in Markdown below some of them. A label that is a GPU's folder in ``book/results`` is shown as that
+    GPU's name. The markup is that of sphinx-design, whose style sheet every page of the book has.
     """
     from IPython.display import HTML
 
@@ -113,10 +116,13 @@ def tabs(parts: Mapping[str, object]) -> Any:
         label = timing.gpu_name(given)
         name = f"kb-tab-{number}-{i}"
         checked = ' checked="checked"' if i == 0 else ""
+        note = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape((notes or {}).get(given, "")))
         items.append(
             f'<input{checked} id="{name}" name="kb-tabs-{number}" type="radio">'
             f'<label class="sd-tab-label" for="{name}">{escape(label)}</label>'
-            f'<div class="sd-tab-content docutils">{_as_html(part, label)}</div>'
+            f'<div class="sd-tab-content docutils">{_as_html(part, label)}'
+            + (f'<p class="kb-vintage">{note}</p>' if note else "")
+            + "</div>"
         )
     return HTML(f'<div class="sd-tab-set docutils">{"".join(items)}</div>')
 
@@ -150,7 +156,21 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
 
     gpus = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
-    return tabs(drawn) if len(drawn) > 1 else next(iter(drawn.values()), None)
+    if len(drawn) <= 1:
+        return next(iter(drawn.values()), None)
+    return tabs(drawn, {gpu: _room_vintage(stem, gpu) for gpu in drawn} if isinstance(stem, str) else None)
+
+
+def _room_vintage(room: str, gpu: str) -> str:
+    """The :func:`vintage` of a room's rows on a GPU; nothing for rows of another kind, whose sources only their page knows."""
+    from kernelbook import cli
+
+    path = timing.results_dir() / gpu / f"{room}.csv"
+    if room not in [*cli.rooms(), *cli.modules_measured()] or not path.exists():
+        return ""
+    bench = cli._bench_of(room)
+    version = timing.package_version(*getattr(bench, "SOURCES", [Path(bench.__file__).parent]))
+    return vintage(pd.read_csv(path, usecols=["package", "provider"], dtype=str), version)
 
 
 def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[str], Any]) -> Callable[..., Any]:

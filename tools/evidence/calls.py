@@ -300,7 +300,7 @@ def modules() -> Iterator[tuple[str, Call]]:
     predictor = sparse_inference.Predictor(64, 9000, 8, count=700)
     x = rand(3, 64, dtype=torch.float32)
     yield "Predictor", lambda: (predictor(x),)
-    xs, grads = ([rand(5, 300, dtype=torch.float32) for _ in range(3)] for _ in range(2))
+    xs, grads = ([rand(5, 200, dtype=torch.float32) for _ in range(3)] for _ in range(2))
     gates = [rand(5, 3, dtype=torch.float32) for _ in range(3)]
     local = [torch.rand(5, 7, device=device).argsort(1)[:, :3].to(torch.int32) for _ in range(3)]
     message = exchange._Message.empty(20, xs[0], gates[0])

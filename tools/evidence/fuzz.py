@@ -643,6 +643,9 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
                     return
                 raise wrong(text, str(error)) from error
             except Exception as error:
+                if "out of memory" in str(error):  # others have filled the GPU: not tried, and not counted
+                    torch.cuda.empty_cache()
+                    return
                 trace = "".join(traceback.format_tb(error.__traceback__)[-2:])
                 raise wrong(text, f"{type(error).__name__}: {error}"[:400] + trace) from error
         told["examples"] += 1
@@ -719,6 +722,8 @@ def _work(jobs: list[tuple[str, int, int]], share: int, until: float, out: Path)
         results.setdefault(name, []).append(told)
         campaign(told, name, examples, seed, until, save)
         save(after=0.0)
+        if "CUDA error" in told["failure"]:
+            break  # this process can use its GPU no more
 
 
 def summed_up(folder: Path) -> dict[str, dict[str, Any]]:

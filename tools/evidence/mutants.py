@@ -24,13 +24,13 @@ import ctypes
 import gc
 import hashlib
 import importlib
-import itertools
 import json
 import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -67,15 +67,8 @@ CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError",
 WRITTEN = ("kernels", "helpers", "rows", "unchecked", "tiles", "gpu")  # for faults: tests/test_evidence_NAME.py
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 COMPILING = 2.0  # seconds, about, of a kernel in Gluon
+STUCK = 10.0  # seconds that a test may stay at one instruction: longer than the GPU needs when it is full, and not a compiler
 UNSURE = ("out of memory", "No space left", "unknown error")  # what a test says where others have filled the machine
-RARE = (
-    "barrier removed",
-    "order relaxed",
-    "NaN takes the other side",
-    "cache modifier dropped",
-    "guard dropped",
-    "accumulator lost",
-)
 
 
 def file_digest(file: str) -> str:
@@ -125,6 +118,7 @@ class Watcher:
         self.tests: dict[str, dict[str, Any]] = {}
         self._launched: set[str] = set()
         self._variants: set[tuple[str, int]] = set()
+        self._compiling = 0.0
         self.failure: Callable[[], None] = lambda: None
         self._files = {str(PACKAGE / file): file for files, _ in ROOMS.values() for file in files}
         self._lines: dict[str, int] = defaultdict(int)  # by file: a bit for each line that ran
@@ -141,7 +135,7 @@ class Watcher:
             lines = {file: f"{bits:x}" for file, bits in self._lines.items()}
             variants = Counter(name for name, _ in self._variants)  # what a fault in them would have to compile
             self.tests[item.nodeid] = {
-                "seconds": call.duration, "kernels": sorted(self._launched), "lines": lines, "variants": variants
+                "seconds": max(0.0, call.duration - self._compiling), "kernels": sorted(self._launched), "lines": lines, "variants": variants
             }  # fmt: skip
 
     def trace(self, frame: Any, event: str, arg: Any) -> Any:
@@ -176,6 +170,13 @@ class Watcher:
             launch(self_, grid, *args)
 
         KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
+        with contextlib.suppress(ImportError, AttributeError):  # what is compiled by now is not a test's time
+            from triton import knobs
+
+            def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
+                self._compiling += 0.0 if cache_hit else times.total / 1e6
+
+            knobs.compilation.listener = listen
 
     def run(self, items: Sequence[Any], longest: float) -> None:
         """All items, each no longer than ``longest``, if that is not zero."""
@@ -190,6 +191,7 @@ class Watcher:
             self._launched.clear()
             self._variants.clear()
             self._lines.clear()
+            self._compiling = 0.0
             if longest and self.traces:
                 sys.settrace(self.trace)  # anew for each: Python drops a trace function that was interrupted
             signal.setitimer(signal.ITIMER_REAL, longest)
@@ -209,6 +211,32 @@ def wait_without_spinning() -> None:
     driver.cuDevicePrimaryCtxSetFlags_v2(device, blocking)
 
 
+def tell_when_stuck(stuck: Callable[[], None], seconds: float) -> None:
+    """Calls ``stuck`` once this thread has been at one instruction for so long, and no thread has worked: a kernel never ends.
+
+    Compilers and the start of CUDA take long too, and are not meant.
+    """
+    thread = threading.get_ident()
+
+    def watch() -> None:
+        before, since, worked = None, time.monotonic(), 0.0
+        while True:
+            time.sleep(0.5)
+            at, frame = [], sys._current_frames().get(thread)
+            while frame is not None:
+                at.append((frame.f_code, frame.f_lasti))
+                frame = frame.f_back
+            names = " ".join(f"{code.co_filename}:{code.co_name}" for code, _ in at)
+            waits = any(part in names for part in ("subprocess.py", "triton/compiler", ":_lazy_init"))
+            work = time.process_time() - time.thread_time()  # of all threads but this one
+            if at != before or waits or work > worked + 0.02:
+                before, since, worked = at, time.monotonic(), work
+            elif time.monotonic() - since > seconds:
+                stuck()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class Workers:
     """At most ``count`` processes at a time, forked from this one, which has collected the tests and run none."""
 
@@ -225,6 +253,7 @@ class Workers:
         fault: Fault | None = None,
         longest: float = 0.0,
         limit: float = 60.0,
+        stuck: float = STUCK,
     ) -> None:
         while not self.free:
             self.wait()
@@ -233,7 +262,7 @@ class Workers:
         pid = os.fork()
         if pid == 0:
             try:
-                self._child(slot, tests, fault, longest)
+                self._child(slot, tests, fault, longest, stuck)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -241,7 +270,7 @@ class Workers:
                 os._exit(0)
         self.running[pid] = slot, time.monotonic(), done, limit
 
-    def _child(self, slot: int, tests: Sequence[str], fault: Fault | None, longest: float) -> None:
+    def _child(self, slot: int, tests: Sequence[str], fault: Fault | None, longest: float, stuck: float) -> None:
         """In the forked process: leaves what its tests told in the slot's file."""
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -269,8 +298,14 @@ class Workers:
             tell()
             os._exit(0)  # pytest would take its time to say why
 
+        def never_ends() -> None:
+            (self.folder / f"{slot}.json").write_text(json.dumps({"failed": [], "tests": {}, "stuck": True}))
+            os._exit(0)
+
         if not longest:
             self.watcher.failure = first_failure
+        if self.gpus and fault is not None:
+            tell_when_stuck(never_ends, stuck)
         self.watcher.run(items, longest)
         tell()
 
@@ -293,7 +328,7 @@ class Workers:
                     result = (
                         json.loads(path.read_text()) if path.exists() else {"failed": [], "tests": {}, "died": True}
                     )
-                    done(None if over else result, time.monotonic() - began)
+                    done(None if over or "stuck" in result else result, time.monotonic() - began)
                     return
             time.sleep(0.01)
 
@@ -387,18 +422,15 @@ def explain(rows: Sequence[dict[str, str]]) -> None:
 
 
 def chosen(faults: Sequence[Fault], each: int) -> list[Fault]:
-    """All that concerns order between threads, by turns with a sample of the rest: the rooms in turn, ``each`` at most."""
-    by_room: dict[str, list[Fault]] = defaultdict(list)
-    for fault in faults:
-        by_room[fault.room].append(fault)
-    picked: list[list[Fault]] = []
-    for room, those in by_room.items():
-        rest = [f for f in those if f.kind not in RARE]
-        rare = [f for f in those if f.kind in RARE]
-        # By turns: what lacks a barrier may never end, and many of these at a time would be in each other's way.
-        pairs = itertools.zip_longest(rare, random.Random(room).sample(rest, len(rest)))
-        picked.append([f for pair in pairs for f in pair if f is not None][:each])
-    return [those[i] for i in range(max(map(len, picked), default=0)) for those in picked if i < len(those)]
+    """In an order whose every beginning is spread evenly over files, functions and kinds; of a room ``each`` at most."""
+    alike = sorted(faults, key=lambda f: (f.file, f.function, f.kind))
+    golden = (5**0.5 - 1) / 2  # of its multiples, modulo 1, any number lie apart
+    picked, seen = [], Counter[str]()
+    for i in sorted(range(len(alike)), key=lambda i: i * golden % 1):
+        seen[alike[i].room] += 1
+        if seen[alike[i].room] <= each:
+            picked.append(alike[i])
+    return picked
 
 
 def main() -> None:
@@ -529,6 +561,7 @@ class Campaign:
         todo = [
             f for f in todo if any(part in f"{f.file} {f.name} {f.kind} {f.statement}" for part in args.only or [""])
         ]
+        todo.sort(key=lambda f: self.results.get(self.key(f), {}).get("verdict") != "survived")  # first what lived
         self.unsure: list[tuple[list[str], Fault, float]] = []
         share, shares = map(int, args.slice.split("/"))
         self.todo = todo[share::shares]
@@ -567,8 +600,6 @@ class Campaign:
             slow = {*told.get("left_out", ())}  # and those that failed
         new = [name for name in items if name not in tests and name not in slow]
         found, left_out = baseline(new, workers, self.args.seconds / 3, self.args.longest)
-        if gpus:  # again: what is compiled by now is not a test's time
-            found = baseline([*found], workers, self.args.seconds / 3, self.args.longest)[0]
         tests |= found
         slow |= left_out
         if known:
@@ -599,6 +630,8 @@ class Campaign:
                 names = sorted(reaching[fault.file, fault.function], key=lambda name: cost(name, fault))
             kills = self.kills[fault.file, fault.function]
             best = sorted((n for n in names if kills[short(n)]), key=lambda n: -kills[short(n)])[:3]
+            if fault.kind == "cast dropped":
+                best = [name for name in names if "64_bit" in name] or best
             return best + [name for name in names if name not in best]
 
         print(
@@ -614,7 +647,7 @@ class Campaign:
         def once_more() -> None:
             """What others may have kept from passing, a few at a time."""
             for shown, fault, limit in self.unsure[: max(1, self.args.processes // 5)]:
-                workers.start(shown, self.finished(fault, len(before[fault.name])), fault, limit=limit)
+                workers.start(shown, self.finished(fault, len(before[fault.name])), fault, limit=limit, stuck=2 * STUCK)
             del self.unsure[: max(1, self.args.processes // 5)]
 
         for budget in self.args.tests_seconds:

@@ -24,15 +24,17 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NICE = {"fuzz": 2, "mutants": 2}  # what takes longest, however long, lets the others go first
+BASIS = ("gpu", "torch", "triton", "package", "date", "sources")
+NICE = {"fuzz": 10, "mutants": 5}  # what takes longest, however long, lets the others go first
 
 import kernelbook  # noqa: E402
 
 # isort: split
 import torch  # noqa: E402
 import triton  # noqa: E402
+from faults import PACKAGE, ROOMS  # noqa: E402
 
-from kernelbook import runtime  # noqa: E402
+from kernelbook import runtime, timing  # noqa: E402
 
 
 def add(fuzz: dict[str, dict[str, Any]], target: str, more: dict[str, Any]) -> None:
@@ -88,6 +90,7 @@ def main() -> None:
         "triton": triton.__version__,
         "package": kernelbook.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "sources": {room: timing.source_digest(PACKAGE / room) for room in ROOMS},
     }
     seconds, share = args.seconds - 12, max(1, n // 4)
     slug = runtime.device_slug() if on_gpu else "cpu"
@@ -115,7 +118,7 @@ def main() -> None:
         if on_gpu:
             start("fuzz", "fuzz.py", *fuzz, "--processes", max(2, 5 * n // 8), "--seconds", seconds)
             # Compiled before anything watches or repeats it: under a sanitizer that would take most of the time.
-            start("warm", "calls.py", "--processes", 3 * share)
+            start("warm", "calls.py", "--processes", n)
             if "warm" in jobs:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     jobs["warm"].wait(args.seconds / 4)
@@ -128,7 +131,7 @@ def main() -> None:
             # What the interpreter cannot run or tell.
             what = ["--rooms", "attention", "packed", "scatter_ffn", "--where", "gpu"]
             what += ["--files", "test_evidence_gpu.py"]
-            limits = ["--processes", 2 * n, "--seconds", seconds - 60, "--tests-seconds", 8, 90, "--longest", 100]
+            limits = ["--processes", 5 * n // 4, "--seconds", seconds - 60, "--tests-seconds", 45, "--longest", 100]
             start("mutants", "mutants.py", *what, *results, *limits)
         else:
             start("fuzz", "fuzz.py", *fuzz, "--processes", max(1, n // 3), "--seconds", seconds)
@@ -142,12 +145,22 @@ def main() -> None:
             except subprocess.TimeoutExpired:  # noqa: PERF203
                 os.killpg(job.pid, signal.SIGKILL)
                 told["late"].append(name)
+        sources: dict[str, dict[str, str]] = {}
         told |= {"fuzz": {}, "sanitizers": {}, "soak": {}, "largest": {}, "handshake": {}, "repeats": {}}
+        found_in = []
         for path in sorted(path for parts_ in args.parts or [parts] for path in parts_.glob("*.json")):
-            try:
-                name, found = path.stem.split("_")[0], json.loads(path.read_text())
-            except json.JSONDecodeError:  # who wrote it was stopped
-                continue
+            with contextlib.suppress(json.JSONDecodeError):  # who wrote it was stopped
+                found = json.loads(path.read_text())
+                if "gpu" not in found:
+                    found_in.append((path.stem.split("_")[0], found))
+                    continue
+                # The record of a run, which says on what it was; with all that its parts told, if nothing stopped it.
+                if found["sources"] != sources.setdefault("of parts", found["sources"]):
+                    raise SystemExit(f"record: {path} is of other sources than another part")
+                slug = path.stem
+                told |= {key: found[key] for key in BASIS}
+                found_in += [(name, found[name]) for name in told if found.get(name) and name not in (*BASIS, "late")]
+        for name, found in found_in:
             if name == "fuzz":
                 for target, campaign in found.items():
                     campaign["failures"] = [re.sub(r'File "[^"]*/', 'File "', f) for f in campaign["failures"]]
@@ -158,9 +171,6 @@ def main() -> None:
                     if which not in runs or told_more(run, runs[which]):
                         runs[which] = run
                 told[name] = found | {"runs": runs}
-            elif "gpu" in found:  # the record of a run, which says on what it was
-                told |= {key: found[key] for key in ("gpu", "torch", "triton", "package", "date")}
-                slug = path.stem
             elif name == "repeats":
                 for call, seen in found.items():
                     known = told[name].setdefault(call, {"repeats": 0, "different": 0})

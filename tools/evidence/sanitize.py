@@ -55,7 +55,7 @@ def parts(text: str) -> tuple[list[tuple[str, str]], bool]:
     return re.findall(r"^call (\d+): (.*)", text, re.M), died
 
 
-def summary(tool: str, logs: list[str], ended: bool) -> dict[str, Any]:
+def summary(tool: str, logs: list[str], ended: bool, failed: bool) -> dict[str, Any]:
     """What the tool said, by kernel. A call in which the tool itself died is named, and those after it had a new process."""
     found = [m.group(1) for log in logs for m in [re.search(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", log)] if m]
     text = "\n".join(logs)
@@ -68,12 +68,15 @@ def summary(tool: str, logs: list[str], ended: bool) -> dict[str, Any]:
     clean = (
         bool(found)
         and ended
+        and not failed
         and not died
         and (all(f.startswith("0 ") for f in found) or (tool == "initcheck" and not reports))
     )
     return {
         "tool": tool,
-        "summary": ("; ".join(found) or "no summary") + ("" if ended else ", ran out of time"),
+        "summary": ("; ".join(found) or "no summary")
+        + ("" if ended else ", ran out of time")
+        + ", a call failed" * failed,
         "clean": clean,
         "calls": begun,
         "tool died in": died,
@@ -114,6 +117,7 @@ def main() -> None:
     gpus, started = visible.split(","), 0
     running: dict[tuple[str, str, int, int], tuple[subprocess.Popen[bytes], float]] = {}
     late: set[str] = set()
+    failed: set[str] = set()
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     folder = args.out.with_suffix(".logs")
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,12 +149,15 @@ def main() -> None:
                 begun, died = parts(log_of(*key).read_text(errors="replace"))
                 if died and begun and not over:
                     waiting.insert(0, (room, tool, part, int(begun[-1][0]) + 1))
+                elif ended and process.returncode and not died:
+                    failed.add(f"{room} {tool}")
                 logs = [p.read_text(errors="replace") for p in sorted(folder.glob(f"{room}_{tool}_*.log"))]
                 seconds = told.get(f"{room} {tool}", {}).get("seconds", 0) + round(time.monotonic() - since)
                 del running[key]
                 unfinished = {f"{room} {tool}" for room, tool, *_ in [*waiting, *running]} | late
                 whole = f"{room} {tool}" not in unfinished
-                told[f"{room} {tool}"] = {**summary(tool, logs, whole), "seconds": seconds}
+                found = summary(tool, logs, whole, f"{room} {tool}" in failed)
+                told[f"{room} {tool}"] = {**found, "seconds": seconds}
                 print(key, told[f"{room} {tool}"], flush=True)
         if over:
             nothing = {"summary": "not run: no time", "clean": False, "kernels": [], "reports": [], "seconds": 0}

@@ -582,6 +582,7 @@ def _run_append(
         *_strided(k), *_strided(v), *_strided(k_pages), *_strided(v_pages), *_strided(block_table), *_strided(lengths),
         h_kv, n, page * block_table.shape[1], pages,
     )  # fmt: skip
+    launching.written(k_pages, v_pages)
 
 
 # launching.operator() is for operators that return what they compute; this one writes into its arguments.

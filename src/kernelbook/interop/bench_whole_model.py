@@ -494,7 +494,8 @@ def missing_peers() -> list[str]:
     return [
         *missing,
         "steps of bitsandbytes (PEFT 0.21 cannot put LoRA on experts in its 4 bits)",
-        "axolotl and Unsloth (their kernels come as patches of whole models from a hub, not for a model that is there)",
+        "axolotl (its kernels try hundreds of tiles for each size, which takes minutes; one layer of it: bench moe_block)",
+        "Unsloth (its kernels come as patches of whole models from a hub, not for a model that is there)",
     ]
 
 
@@ -572,10 +573,12 @@ class _Session:
         if runtime.DEVICE.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        with _running(model, plan.provider):
-            self._measure(plan, model, base, ratio)
-        if plan.graph == "compile":
-            torch._dynamo.reset()
+        try:
+            with _running(model, plan.provider):
+                self._measure(plan, model, base, ratio)
+        finally:
+            if plan.graph == "compile":
+                torch._dynamo.reset()  # what was compiled holds the model
 
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
         before: Callable[[], None] = _nothing

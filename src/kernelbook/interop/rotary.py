@@ -82,9 +82,11 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 
 def _or(theirs: Any) -> Any:
-    """:func:`rotate`, or ``theirs`` where a model turns a part of the features, or computes in float64."""
+    """:func:`rotate`, or ``theirs`` where a model turns a part of the features, computes in float64, or is transformed."""
 
     def either(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        if launching.is_transformed() and not torch.compiler.is_compiling():  # forward-mode differentiation, torch.func
+            return theirs(q, k, cos, sin)
         whole = q.ndim == 4 and q.shape[-1] == cos.shape[-1] and q.shape[-1] % 2 == 0 and cos.ndim == 3
         return (rotate if whole and q.dtype != torch.float64 else theirs)(q, k, cos, sin)
 

@@ -2,7 +2,6 @@
 Quack where it is installed), and the lock's barrier."""
 
 import functools
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, launching, runtime, timing
+from kernelbook import check, launching, peers, runtime, timing
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
 from kernelbook.models import MODELS
@@ -33,13 +32,13 @@ LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 PEERS = {"liger": ("liger_kernel", "liger-kernel"), "quack": ("quack", "quack-kernels")}  # module, package
 
 
-def _has(peer: str) -> bool:
-    return importlib.util.find_spec(PEERS[peer][0]) is not None
-
-
 def missing_peers() -> list[str]:
     """The peers that are not installed, in words."""
-    return [f"{name} (package {package} is not installed)" for name, (_, package) in PEERS.items() if not _has(name)]
+    return [
+        f"{name} (package {package} is not installed)"
+        for name, (module, package) in PEERS.items()
+        if not peers.has(module)
+    ]
 
 
 def _layer_norms(with_compile: bool | None) -> dict[str, LayerNorm]:
@@ -56,7 +55,7 @@ def _layer_norms(with_compile: bool | None) -> dict[str, LayerNorm]:
         providers["torch.compile"] = torch.compile(torch_layer_norm, dynamic=False)
         ours = torch.compile(lambda x, w, b: op.layer_norm(x, w, b, EPS), dynamic=False, fullgraph=True)
         providers["kernelbook:compiled"] = ours
-    if with_compile is not None and _has("liger"):
+    if with_compile is not None and peers.has("liger_kernel"):
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
         def liger_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -83,7 +82,7 @@ def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> t
     x, w, b, _ = _inputs(m, n, dtype)
     norms = _layer_norms(with_compile)
     providers = {name: _listed(norm, x, w, b) for name, norm in norms.items()}
-    if with_compile is not None and _has("quack"):  # no gradients, and parameters in float32 alone
+    if with_compile is not None and peers.has("quack"):  # no gradients, and parameters in float32 alone
         from quack.rmsnorm import layernorm_fwd
 
         providers["quack"] = _listed(functools.partial(layernorm_fwd, eps=EPS), x, w.float(), b.float())
@@ -168,7 +167,7 @@ def _rms_norms(with_compile: bool | None) -> dict[str, RMSNorm]:
         torch._functorch.config.donated_buffer = False
         providers["torch.compile"] = torch.compile(torch_rms_norm, dynamic=False)
         providers["kernelbook:compiled"] = torch.compile(ours, dynamic=False, fullgraph=True)
-    if with_compile is not None and _has("liger"):
+    if with_compile is not None and peers.has("liger_kernel"):
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -179,7 +178,7 @@ def _rms_norms(with_compile: bool | None) -> dict[str, RMSNorm]:
             return (LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False),)
 
         providers["liger"] = liger_rms_norm
-    if with_compile is not None and _has("quack"):
+    if with_compile is not None and peers.has("quack"):
         from quack import rmsnorm
 
         def quack_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -14,6 +14,7 @@ Two of PyTorch's own operations are measured beside, for scale: ``copy_`` moves 
 half of them read, and ``fill_`` writes the output alone. Neither is a lower bound.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ __all__ = ["cases", "host_calls", "missing_peers", "small_checks", "tuning_cases
 
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Elements of an expert. axolotl's kernel has a program for each 1,024 of them, in the grid's second dimension, where CUDA
+# takes 65,535: a launch beyond is an "invalid argument".
+MOST_OF_AXOLOTL = 65_535 * 1_024
 
 
 def dequantize_gbytes(elements: int, block_size: int, double_quant: bool, itemsize: int = 2) -> float:
@@ -74,7 +78,7 @@ def _bitsandbytes(q: NF4Tensor, experts: torch.Tensor) -> dict[str, Callable[[],
     if len(experts) == num_experts:
         state = _state(q, q.shape, q.absmax, q.nested_absmax)
         providers["bitsandbytes"] = lambda: [dequantize_4bit(q.packed[:, None], state)]
-    if peers.has("axolotl"):
+    if peers.has("axolotl") and math.prod(rest) <= MOST_OF_AXOLOTL:
         dequantize = peers.axolotl("selective_dequant")._selective_dequant_bnb4
         whole = _state(q, q.shape, q.absmax, q.nested_absmax)
         providers["axolotl"] = lambda: [dequantize(q.packed, whole, experts, rest)]
@@ -280,7 +284,10 @@ def models() -> Iterator[Case]:
 
 def missing_peers() -> list[str]:
     """Peers that are not measured, and why."""
-    return [f"{peer}: not installed" for peer in ("bitsandbytes", "axolotl", "torchao") if not peers.has(peer)]
+    found = [f"{peer}: not installed" for peer in ("bitsandbytes", "axolotl", "torchao") if not peers.has(peer)]
+    if peers.has("axolotl"):
+        found.append(f"axolotl: for experts of more than {MOST_OF_AXOLOTL:,} elements its launch grid is too large")
+    return found
 
 
 def small_checks() -> list[check.Verdict]:

@@ -364,7 +364,8 @@ def _run_packed(
     )  # fmt: skip
     if plan is None or packed.data_ptr() % 16 or num_experts == 0:
         return False
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+    # The kernel for one matrix finds a row of x, of sixteen at most, by 32 bits.
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or x.stride(0) >= 2**27:
         x = x.clone(memory_format=torch.contiguous_format)
     w = products.Matrices(packed, absmax, code, tuple(nested), block_size, (num_experts, k, n))
     tiles = cdiv(m, plan.height)

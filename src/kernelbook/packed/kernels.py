@@ -152,11 +152,14 @@ def table(code_ptr, dtype: tl.constexpr):
 
 @triton.jit
 def in_two(scale, dtype: tl.constexpr):
-    """float32 as the sum of two 16-bit numbers, each twice in an int32."""
-    first = scale.to(dtype)
+    """float32 as the sum of two 16-bit numbers, each twice in an int32.
+
+    The first is finite, as infinity less infinity is NaN. What float16 cannot hold twice makes the second infinite: then no
+    element of the block is finite, though a small one times the scale, and zero, may be where W is made dense.
+    """
+    LARGEST: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
+    first = tl.minimum(scale, LARGEST).to(dtype)
     second = (scale - first.to(tl.float32)).to(dtype)
-    # Infinity and NaN have no rest; the first number alone says it.
-    second = tl.where(second == second, second, 0.0).to(dtype)
     return bits(first) * 0x10001, bits(second) * 0x10001
 
 

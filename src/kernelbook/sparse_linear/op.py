@@ -41,7 +41,7 @@ def sparse_linear(
         bias: (d_out,), the dtype of ``x``, or ``None``.
         active_chunks: (A,) int64 or int32, different ids in [0, ceil(d_out / chunk_size)) in any order; ``None``: all. On
             the CPU and under ``KERNELBOOK_DEBUG=1`` the ids are checked; on a GPU without it an id out of range counts
-            as no chunk, and ids that repeat, or as many ids as chunks that are not all different, give wrong gradients.
+            as no chunk, and ids that repeat give wrong gradients; but as many ids as chunks count as all chunks, unread.
         chunk_size: features in a chunk, at least 16; the last chunk may be shorter. Multiples of 64 are fastest.
         mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``.
 

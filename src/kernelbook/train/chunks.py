@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.launching import Launch, cdiv
 from kernelbook.train import kernels
 
@@ -199,6 +199,7 @@ def knn_scores(
         features.contiguous(), norms.contiguous(), seen.contiguous(), step, scores, starts.contiguous(),
         n, features.shape[0], window,
     )  # fmt: skip
+    launching.written(scores)
     return scores
 
 
@@ -284,7 +285,7 @@ def top_chunks(
         step if step is not None else starts,
         seed, n, longest,
     )  # fmt: skip
-    torch.autograd.graph.increment_version(ids)  # a backward pass that has kept them as they were has to notice
+    launching.written(ids, chosen)
     return chosen
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
 from kernelbook.launching import Launch
 from kernelbook.train import kernels
 
@@ -173,7 +173,8 @@ class ChunkAdamW(torch.optim.Optimizer):
                 _check_whole_chunks(indices, chunk)
             active = values.shape[0] // chunk
         else:
-            indices, values, active = grad, grad.contiguous(), chunks
+            # A tensor that PyTorch has yet to negate may be contiguous.
+            indices, values, active = grad, grad.contiguous().resolve_neg(), chunks
         if sparse and not decay:
             state["counts"].index_add_(0, indices[::chunk] // chunk, state["counts"].new_ones(()).expand(active))
         else:
@@ -193,5 +194,4 @@ class ChunkAdamW(torch.optim.Optimizer):
             lr, scale,
             rows, d, active,
         )  # fmt: skip
-        # As PyTorch's own: a backward pass that has kept the weight as it was has to notice.
-        torch.autograd.graph.increment_version(param)
+        launching.written(param)
