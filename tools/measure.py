@@ -263,7 +263,8 @@ class Scheduler:
                     self._stop(name)
                 continue
             del self.running[name]
-            if process.returncode == 0:
+            # What failed while it compiled fails again when it is measured, and is told there.
+            if process.returncode == 0 or (job.phase == WARM and process.returncode > 0):
                 (self.folder(job) / "done").write_text(job.version)
             result = "done" if process.returncode == 0 else f"FAILED ({process.returncode}), see its log:"
             self.say(result, name, f"in {time.monotonic() - began:.0f} s")

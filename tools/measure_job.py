@@ -43,9 +43,14 @@ def redirect(folder: Path) -> None:
 
 
 def searched(room: str, case: timing.Case) -> str:
-    """For a case whose peer axolotl, where it is installed, times many tiles: its rank (jobs of their own); else nothing."""
+    """For a case whose peer axolotl, where it is installed, times many tiles: its rank (jobs of their own); else nothing.
+
+    A first call, which does so with empty caches, has a job of its own too.
+    """
     theirs = room == "moe_block" or (case.op == "moe_lora" and case.mode in ("forward_backward", "first_call"))
-    return f"r{case.shape.get('r', 0)}" if theirs and peers.has("axolotl") else ""
+    if not theirs or not peers.has("axolotl"):
+        return ""
+    return "first" if case.mode == "first_call" else f"r{case.shape.get('r', 0)}"
 
 
 def listed(room: str, which: str) -> list[timing.Case]:
