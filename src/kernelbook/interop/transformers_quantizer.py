@@ -89,8 +89,11 @@ class NF4ExpertsQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Converters that stack the tensors of single experts become such that quantize them one by one."""
+    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
+        """Converters that stack the tensors of single experts become such that quantize them one by one.
+
+        An older transformers 5 does not say for which model.
+        """
         if self.pre_quantized:
             return weight_conversions
         return [_streaming(converter) or converter for converter in weight_conversions]
