@@ -270,6 +270,6 @@ def _streaming(converter: Any) -> _Streaming | None:
         return None
     if (len(kinds) == 2) != (len(converter.source_patterns) > 1):
         return None
-    new = copy.deepcopy(converter)
+    new: Any = copy.deepcopy(converter)
     new.__class__ = _Streaming  # what a converter is made from is another in each version of transformers
     return new
