@@ -25,6 +25,7 @@ import torch
 
 from kernelbook import cli, peers, runtime, timing
 
+REP_MS = 50.0  # of samples, 20 at least, for each call
 NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
 COLUMNS = ("op", "mode", "dtype", "shape", "x_name", "x")  # of a case
 
@@ -131,7 +132,7 @@ def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int
         for case in chosen(room, which, part, rank)
         if (case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}") not in there
     ]
-    failures = cli._bench_cases(room if which == "room" else which, left, folder, package, 100.0) if left else []
+    failures = cli._bench_cases(room if which == "room" else which, left, folder, package, REP_MS) if left else []
     return told(failures)
 
 
