@@ -131,6 +131,13 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     assert not error and executed.cells[0].outputs[0]["data"]["text/plain"] == "2"
     tool.keep(tool.open_cache(), path, executed, seconds)
     assert tool.is_kept(tool.open_cache(), path)
+    page = tmp_path / "page.md"
+    page.write_text("---\nfile_format: mystnb\n---\n\nWords\n\n```{code-cell} python\n2 + 3\n```\n")
+    assert not tool.is_kept(tool.open_cache(), page)
+    executed, seconds, _ = tool.execute(page)
+    assert executed.cells[1].outputs[0]["data"]["text/plain"] == "5"
+    tool.keep(tool.open_cache(), page, executed, seconds)
+    assert tool.is_kept(tool.open_cache(), page)
     notebook.cells[1].source = "other words"
     nbformat.write(notebook, path)
     assert tool.is_kept(tool.open_cache(), path)
