@@ -1,30 +1,36 @@
-"""Kernels in Gluon, run by Triton's interpreter, which knows none: for those without partitions of warps.
+"""Kernels in Gluon, run by Triton's interpreter, which knows none.
 
 What a kernel says of layouts is left out, and the rest is Triton's language, so that ``watched_memory`` watches it too. What the
-interpreter does not have is here: assembly of ``packed`` by what it is to give, products of tensor cores, shared memory.
+interpreter does not have is here: assembly of ``packed`` by what it is to give, products of tensor cores, shared memory, copies
+of tiles by descriptors, barriers there, partitions of warps. One partition runs at a time, until it waits: the last one first, which
+copies, and so as far ahead of the others as it can be.
 
 The order of what happens beside the program is the worst that is allowed. A copy to shared memory destroys what is there when
 it is issued, and brings its values when somebody waits for it. An asynchronous product reads its operands until somebody waits
 for it, so nobody may write there before, and nobody may look at its result. Tensor cores read what threads have stored once
-these have fenced it and then met.
+these have fenced it and then met. A tile arrives only when nobody can go on without it, and first what somebody waits for, in one program the oldest, in the next
+the newest.
 """
 
 import ast
 import contextlib
 import functools
+import itertools
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import interpreter
 from watched_memory import Bounded
 
-from kernelbook.packed import kernels, kernels_hopper, kernels_nvidia
+from kernelbook.packed import kernels, kernels_nvidia
 
 # A matrix has fewer than 2^31 elements (``products.plan``), and they are counted from its first one; strides that ``op`` checks.
 BOUNDED = {"_one_matrix_kernel": ("N", "K", "groups", "stride_xm")}
@@ -42,15 +48,36 @@ def _tensor(data: np.ndarray, dtype: Any, scalar: bool = False) -> Any:
 # --- shared memory --------------------------------------------------------------------------------------------------
 
 
+class _Partition:
+    """What warps of one kind have under way, and what they wait for."""
+
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+        self.stores: list[_Slot] = []  # which are being copied out of shared memory
+        self.stored: list[_Slot] = []  # and not fenced; then fenced, and the threads have not met since
+        self.fenced: list[_Slot] = []
+        self.waits: Callable[[], bool] = lambda: False
+        self.barrier: Barrier | None = None
+        self.turn = threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.done = self.cancelled = False
+
+
+_numbers = itertools.count()
+
+
 class _Program:
     """What is under way in the program that runs."""
 
     def __init__(self) -> None:
         self.copies: list[list[tuple[Shared, np.ndarray]]] = [[]]  # by group, the last one is open
-        self.products: list[Product] = []
-        self.stored: list[_Slot] = []  # and not fenced; then fenced, and the threads have not met since
-        self.fenced: list[_Slot] = []
+        self.arriving: list[tuple[Barrier, Callable[[], None]]] = []
+        self.here = _Partition()
+        self.partitions = [self.here]
+        self.scheduler = threading.Semaphore(0)
         self.pairs = self.filling = None
+        self.number = next(_numbers)
+        self.barriers: list[Barrier] = []  # that are not fenced since they were made
 
 
 _program = _Program()
@@ -70,8 +97,12 @@ class Shared:
         self.data, self.dtype, self.slots = data, dtype, slots
 
     @classmethod
-    def allocate(cls, dtype: Any, shape: Sequence[int], layout: Any, value: Any = None) -> "Shared":
-        count = int(shape[0]) if len(shape) > 2 else 1
+    def allocate(
+        cls, dtype: Any, shape: Sequence[int], layout: Any, value: Any = None
+    ) -> "Shared | Barriers | Barrier":
+        if dtype == tl.int64:
+            return Barriers(int(shape[0])) if len(shape) > 1 else Barrier()
+        count = int(shape[0])
         kind = interpreter._get_np_dtype(dtype)
         memory = cls(np.empty([int(n) for n in shape], kind), dtype, [_Slot() for _ in range(count)])
         memory.data.view(np.uint8)[...] = 0xFF  # NaN, or minus one
@@ -93,16 +124,19 @@ class Shared:
 
     def overwrite(self, data: np.ndarray | None) -> None:
         """What threads store is for tensor cores only behind a fence and a barrier; without data nobody may read it."""
-        for product in _program.products:
-            if not {*self.slots}.isdisjoint(product.slots):
-                raise WrongOrderError("shared memory is written that a product may still read")
+        self.check_nobody_reads()
         if data is None:
             self.data[...] = np.frombuffer(b"\xff" * self.data.itemsize, self.data.dtype)[0]
         else:
             self.data[...] = data
         for slot in self.slots:
             slot.visible = False
-            _program.stored.append(slot)
+            _program.here.stored.append(slot)
+
+    def check_nobody_reads(self) -> None:
+        for part in _program.partitions:
+            if not {*self.slots}.isdisjoint([*part.stores, *(s for product in part.products for s in product.slots)]):
+                raise WrongOrderError("shared memory is written that a product or a copy may still read")
 
     def store(self, value: Any) -> None:
         self.overwrite(value.handle.data.astype(self.data.dtype, copy=False))
@@ -138,6 +172,177 @@ class _Copies:
         del _program.copies[:here]
 
 
+# --- tiles, barriers, partitions --------------------------------------------------------------------------------------
+
+
+class Tiles:
+    """A descriptor."""
+
+    def __init__(self, descriptor: Any) -> None:
+        base = descriptor.base
+        self.data = base.detach().as_strided([*descriptor.shape], [*descriptor.strides]).numpy()
+        self.block = [*descriptor.block_shape]
+        self.dtype = {torch.float16: tl.float16, torch.float32: tl.float32}[base.dtype]
+
+    def part(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Of the tensor, and of a tile: what both have."""
+        begins = [operator.index(i) for i in at]
+        spans = [
+            (max(0, i), max(0, min(i + n, size)))
+            for i, n, size in zip(begins, self.block, self.data.shape, strict=True)
+        ]
+        return (
+            tuple(slice(low, max(low, high)) for low, high in spans),
+            tuple(slice(low - i, max(low, high) - i) for (low, high), i in zip(spans, begins, strict=True)),
+        )
+
+
+class Barrier:
+    """An mbarrier: its phase ends when so many have arrived and all bytes that were announced are there."""
+
+    def __init__(self) -> None:
+        self.count = self.missing = self.bytes = self.phase = 0
+
+    def arrive(self, bytes: int = 0, arrivals: int = 1) -> None:
+        if not self.count:
+            raise WrongOrderError("a barrier is used that nobody has made")
+        self.bytes += bytes
+        self.missing -= arrivals
+        if self.missing == 0 and self.bytes == 0:
+            self.phase, self.missing = 1 - self.phase, self.count
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.barriers = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        i = operator.index(i)
+        if not 0 <= i < len(self.barriers):
+            raise WrongOrderError(f"barrier {i} of {len(self.barriers)}")
+        return self.barriers[i]
+
+
+class _MBarrier:
+    """The module mbarrier."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    @staticmethod
+    def init(barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.missing = count
+        _program.barriers.append(barrier)
+
+    @staticmethod
+    def expect(barrier: Barrier, bytes: Any) -> None:
+        barrier.arrive(operator.index(bytes))
+
+    @staticmethod
+    def arrive(barrier: Barrier) -> None:
+        barrier.arrive()
+
+    @staticmethod
+    def wait(barrier: Barrier, phase: Any) -> None:
+        phase, here = operator.index(phase), _program.here
+        if phase not in (0, 1):
+            raise WrongOrderError("the parity of a phase is 0 or 1")
+        here.barrier = barrier
+        here.waits = lambda: barrier.phase == phase
+        if here.waits():
+            _program.scheduler.release()
+            here.turn.acquire()
+        if here.cancelled:
+            raise SystemExit
+
+
+class _Tma:
+    """The module tma."""
+
+    @staticmethod
+    def async_copy_global_to_shared(tiles: Tiles, at: Sequence[Any], barrier: Barrier, memory: Shared) -> None:
+        if barrier in _program.barriers:
+            raise WrongOrderError("a copy is to arrive at a barrier that was not fenced")
+        memory.check_nobody_reads()
+        values = np.zeros(tiles.block, tiles.data.dtype)
+        source, target = tiles.part(at)
+        values[target] = tiles.data[source]
+        memory.data[...] = np.frombuffer(b"\xff" * memory.data.itemsize, memory.data.dtype)[0]
+        for slot in memory.slots:
+            slot.visible = False
+
+        def arrived() -> None:
+            memory.data[...] = values.reshape(memory.data.shape)
+            for slot in memory.slots:
+                slot.visible = True
+            barrier.arrive(-values.nbytes, 0)
+
+        _program.arriving.append((barrier, arrived))
+
+    @staticmethod
+    def async_copy_shared_to_global(tiles: Tiles, at: Sequence[Any], memory: Shared) -> None:
+        here = _program.here
+        if not {*memory.slots}.isdisjoint(here.stored):
+            raise WrongOrderError("what threads have stored is copied without a fence")
+        here.stores += memory.slots
+        target, source = tiles.part(at)
+        tiles.data[target] = memory.data.reshape(tiles.block)[source]
+
+    @staticmethod
+    def store_wait(outstanding: int) -> None:
+        _program.here.stores.clear()
+
+
+def _warp_specialize(functions: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+    program, trace = _program, sys.gettrace()
+
+    def run(part: _Partition, function: Any, args: tuple[Any, ...]) -> None:
+        sys.settrace(trace)
+        part.turn.acquire()
+        try:
+            if not part.cancelled:
+                function(*args)
+            if part.stores and not part.cancelled:
+                raise WrongOrderError("a program ends while its shared memory is copied")
+        except SystemExit:
+            pass
+        except BaseException as error:
+            part.error = error
+        part.done = True
+        program.scheduler.release()
+
+    parts = program.partitions = [_Partition() for _ in functions]
+    for part, (function, args) in zip(parts, functions, strict=True):
+        threading.Thread(target=run, args=(part, function, args), daemon=True).start()
+
+    def go_on(part: _Partition) -> None:
+        program.here = part
+        part.turn.release()
+        program.scheduler.acquire()
+
+    try:
+        while not all(part.done for part in parts):
+            ready = next((part for part in reversed(parts) if not part.done and not part.waits()), None)
+            if ready is not None:
+                go_on(ready)
+                if ready.error is not None:
+                    raise ready.error
+            elif program.arriving:
+                wanted = [part.barrier for part in parts if not part.done]
+                those = [a for a in program.arriving if a[0] in wanted] or program.arriving
+                tile = those[-(program.number % 2)]
+                program.arriving.remove(tile)
+                tile[1]()
+            else:
+                raise WrongOrderError("partitions wait for each other for ever")
+        if program.arriving:
+            raise WrongOrderError("a program ends while its shared memory is written")
+    finally:
+        for part in parts:
+            if not part.done:
+                part.cancelled = True
+                go_on(part)
+
+
 # --- tensor cores ---------------------------------------------------------------------------------------------------
 
 
@@ -151,20 +356,24 @@ class Product:
         raise WrongOrderError("the result of a product is used before anybody waits for it")
 
 
-def _warpgroup_mma(a: Shared, b: Shared, acc: Any, is_async: bool = False) -> Any:
-    before = acc._value if isinstance(acc, Product) else acc
-    with np.errstate(invalid="ignore"):
-        found = _tensor(before.handle.data + a.operand() @ b.operand(), tl.float32)
+def _warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    left = a.operand() if isinstance(a, Shared) else a.handle.data.astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = left @ b.operand()
+        if use_acc:
+            product = (acc._value if isinstance(acc, Product) else acc).handle.data + product
     if not is_async:
-        return found
-    _program.products.append(Product(found, [*a.slots, *b.slots]))
-    return _program.products[-1]
+        return _tensor(product, tl.float32)
+    products = _program.here.products
+    products.append(Product(_tensor(product, tl.float32), [*getattr(a, "slots", ()), *b.slots]))
+    return products[-1]
 
 
 def _warpgroup_mma_wait(outstanding: Any, deps: Sequence[Any]) -> Any:
-    del _program.products[: max(0, len(_program.products) - operator.index(outstanding))]
-    (result,) = deps
-    return result if result in _program.products or not isinstance(result, Product) else result._value
+    products = _program.here.products
+    del products[: max(0, len(products) - operator.index(outstanding))]
+    found = [d._value if isinstance(d, Product) and d not in products else d for d in deps]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
@@ -174,14 +383,17 @@ def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
 
 
 def _fence() -> None:
-    _program.fenced += _program.stored
-    _program.stored = []
+    here = _program.here
+    here.fenced += here.stored
+    here.stored = []
+    _program.barriers = []
 
 
 def _barrier() -> None:
-    for slot in _program.fenced:
-        slot.visible = slot not in _program.stored
-    _program.fenced = []
+    here = _program.here
+    for slot in here.fenced:
+        slot.visible = slot not in here.stored
+    here.fenced = []
     if _program.filling is not None:
         _program.pairs, _program.filling = _program.filling, None
 
@@ -277,16 +489,26 @@ def _inline_asm_elementwise(
 # --- the language ---------------------------------------------------------------------------------------------------
 
 
+class _Layout:
+    def __init__(self, *args: Any, instr_shape: Sequence[int] | None = None, **_: Any) -> None:
+        self.instr_shape = args[2] if instr_shape is None and len(args) > 2 else instr_shape
+
+    @staticmethod
+    def get_default_for(*_: Any) -> None:
+        return None
+
+
 class _Gluon:
     """The module gluon.language: Triton's, without layouts."""
 
     constexpr = tl.constexpr
     static_range, range = range, range
     allocate_shared_memory = staticmethod(Shared.allocate)
+    warp_specialize = staticmethod(_warp_specialize)
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
-            return lambda *_, **__: None
+            return _Layout
         if name in ("max_contiguous", "multiple_of", "max_constancy", "convert_layout"):
             return lambda value, *_, **__: value
         function = getattr(tl, name)
@@ -307,7 +529,7 @@ def _rewritten(function: Any, scope: dict[str, Any]) -> Any:
     _, line = _place(function)
     ast.increment_lineno(tree, line - 1)
     found: dict[str, Any] = {}
-    exec(compile(tree, sys.modules[function.__module__].__file__ or "", "exec"), scope, found)
+    exec(compile(tree, sys.modules[function.__module__].__file__ or "", "exec"), scope, found)  # noqa: S102
     return found[function.__name__]
 
 
@@ -322,7 +544,7 @@ def _scope(module: Any, sources: tuple[str, ...]) -> dict[str, Any]:
     """The module's names, as the interpreter has them."""
     ours = {
         "gl": _Gluon(), "async_copy": _Copies, "fence_async_shared": _fence, "warpgroup_mma": _warpgroup_mma,
-        "warpgroup_mma_wait": _warpgroup_mma_wait, "mma_v2": _mma_v2,
+        "warpgroup_mma_wait": _warpgroup_mma_wait, "mma_v2": _mma_v2, "mbarrier": _MBarrier, "tma": _Tma,
     }  # fmt: skip
     scope = vars(interpreter) | vars(module) | {name: value for name, value in ours.items() if name in vars(module)}
     for name, function in vars(module).items():
@@ -347,12 +569,15 @@ def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> 
     function = _scope(module, sources)[kernel.__name__]
     bounded = BOUNDED.get(kernel.__name__, ("N", "K"))
     args = tuple(Bounded(a) if name in bounded else a for name, a in zip(kernel.arg_names, args, strict=False))
+    args = tuple(Tiles(a) if hasattr(a, "block_shape") else a for a in args)
     _Kernel(function, kernel.arg_names).run(*args, grid=grid, warmup=False, **constants)
 
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Within the context the interpreter runs kernels in Gluon too."""
+    global _numbers
+    _numbers = itertools.count()
     set_grid_idx, create_barrier = (
         getattr(interpreter.InterpreterBuilder, n) for n in ("set_grid_idx", "create_barrier")
     )
@@ -368,6 +593,7 @@ def interpreted() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GluonJITFunction, "run", _run)
+        patch.setattr(tl.block_type, "layout", None, raising=False)
         patch.setattr(tl, "inline_asm_elementwise", _inline_asm_elementwise)
         patch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", begin)
         patch.setattr(interpreter.InterpreterBuilder, "create_barrier", barrier)

@@ -10,10 +10,14 @@ import kernelbook as kb
 # isort: split
 import pytest
 import torch
+import triton
 from gluon_interpreted import interpreted
 from tensors import far_apart, guarded_memory, randn
 
-from kernelbook import arguments, check, runtime
+from kernelbook import arguments, autotune, check, runtime
+from kernelbook.attention import flash_attention_reference
+from kernelbook.attention import kernels as attention_kernels
+from kernelbook.attention import kernels_hopper as hopper
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.packed import products
@@ -87,14 +91,19 @@ def _were(kinds: set[str], plans: list[products.Plan | None]) -> None:
 )
 def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[products.Plan | None]) -> None:
     q, last = _packed(kind, *shape), shape[0] - 1
-    w = kb.nf4_dequantize(q, dtype=torch.float32)[last]
-    expert = torch.tensor([last]) if m % 2 else last
+    w = kb.nf4_dequantize(q, dtype=torch.float32)
     x = randn(m, shape[2], dtype=F16)
-    _check(lambda x: kb.nf4_matmul(x, q, expert), lambda x: x @ w.to(x.dtype).t(), {"x": x})
+    for expert in {0, last}:
+        given = torch.tensor([expert]) if m % 2 else expert
+        dense = w[expert].t()
+        _check(
+            functools.partial(kb.nf4_matmul, q=q, expert=given), lambda x, dense=dense: x @ dense.to(x.dtype), {"x": x}
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "check_index_values", lambda *_: None)  # which a GPU does not
-        for nobody in (shape[0], -1):
-            assert (kb.nf4_matmul(x, q, torch.tensor([nobody])) == 0).all()
+        for nobody in (shape[0], shape[0] + 3, -1):
+            with check.poisoned_empty():
+                assert (kb.nf4_matmul(x / 0, q, torch.tensor([nobody])) == 0).all()
     _were({"many" if m > 16 else "one" if q.block_size >= 64 else "few"}, launched)
 
 
@@ -105,29 +114,35 @@ def test_rows_far_apart(launched: list[products.Plan | None]) -> None:
     _were({"one"}, launched)
 
 
+def _ids(tokens: int, experts: int, skipped: bool = True) -> torch.Tensor:
+    """Two experts for each token: the first one has them all, so that its tile is full."""
+    ids = torch.stack([torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens) % (experts - 1) + 1], 1)
+    ids[::5, 1] = experts if skipped else experts - 1
+    return ids
+
+
 # kind, tokens, N, K, rank, whether there are a bias and a gradient of x; few rows a matrix, and each height of tiles.
 EXPERTS = (
     ("64", 7, 64, 512, 0, False, False),
-    ("64 double", 7, 40, 320, 0, True, False),
+    ("64 double", 12, 40, 320, 0, True, False),
     ("32", 5, 40, 320, 0, True, False),
-    ("4096 double", 7, 40, 1088, 0, False, False),
+    ("4096 double", 9, 40, 1088, 0, False, False),
     ("nvfp4", 7, 40, 320, 0, True, False),
-    ("64", 20, 80, 320, 0, True, True),
+    ("64", 32, 80, 320, 0, True, True),
     ("64 double", 20, 72, 1088, 20, True, False),
     ("32", 20, 80, 320, 0, False, True),
-    ("nvfp4", 20, 80, 320, 3, False, True),
-    ("64 double", 60, 80, 320, 0, False, True),
-    ("4096 double", 60, 80, 576, 80, True, True),
-    ("64 double", 130, 144, 320, 20, True, True),
+    ("nvfp4", 16, 80, 320, 3, False, True),
+    ("64 double", 70, 400, 64, 0, False, True),
+    ("4096 double", 64, 80, 576, 80, True, True),
+    ("64 double", 140, 144, 320, 20, True, True),
 )
 
 
 @pytest.mark.parametrize("problem", EXPERTS, ids=lambda p: "-".join(map(str, p)))
 def test_experts(problem: tuple[Any, ...], launched: list[products.Plan | None]) -> None:
     kind, tokens, n, k, rank, has_bias, backward = problem
-    experts = 3
-    ids = torch.rand(tokens, experts).argsort(1)[:, :2]
-    ids = ids.masked_fill(torch.rand(ids.shape) < 0.15, experts)
+    experts = 3 if tokens >= 16 else 4
+    ids = _ids(tokens, experts)
     q = _packed(kind, experts, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     inputs = {"x": randn(tokens, k, dtype=F16)}
@@ -143,14 +158,32 @@ def test_experts(problem: tuple[Any, ...], launched: list[products.Plan | None])
         inputs,
         backward,
     )
-    _were({"few" if tokens < 10 else "many"}, launched)
+    _were({"few" if tokens < 16 else "many"}, launched)
+
+
+@pytest.mark.parametrize("skipped", (False, True))
+def test_one_expert(skipped: bool, launched: list[products.Plan | None]) -> None:
+    """A tile that is larger than all lists: what lies behind their ends is nobody's."""
+    n, k, rank, tokens = 40, 128, 16, 70 if skipped else 140
+    ids = torch.zeros(tokens, 1, dtype=torch.int64)
+    ids[66:] = int(skipped)
+    q = _packed("64", 1, n, k)
+    w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
+    inputs = {name: randn(*shape, dtype=F16) for name, shape in (("x", (tokens, k)), ("lora_b", (1, n, rank)))}
+    inputs |= {"lora_a": randn(1, rank, k, dtype=F16) / k**0.5, "bias": randn(1, n, dtype=F16)}
+    _check(
+        functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, 1)),
+        lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, **t),
+        inputs,
+    )
+    _were({"many"}, launched)
 
 
 @pytest.mark.parametrize("grouped_in", (False, True))
-@pytest.mark.parametrize("tokens", (7, 20))
+@pytest.mark.parametrize("tokens", (9, 20))
 def test_experts_in_sorted_order(tokens: int, grouped_in: bool, launched: list[products.Plan | None]) -> None:
     experts, n, k = 3, 80, 320
-    ids = torch.rand(tokens, experts).argsort(1)[:, :2].masked_fill(torch.rand(tokens, 2) < 0.15, experts)
+    ids = _ids(tokens, experts, skipped=False)  # so that the last tile ends where the rows end
     q = _packed("64", experts, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     how = {"grouped_in": grouped_in, "grouped_out": not grouped_in}
@@ -160,9 +193,10 @@ def test_experts_in_sorted_order(tokens: int, grouped_in: bool, launched: list[p
         {"x": randn(2 * tokens if grouped_in else tokens, k, dtype=F16)},
         True,
     )
-    _were({"few", "many"} if tokens == 7 else {"many"}, launched)
+    _were({"few", "many"} if tokens == 9 else {"many"}, launched)
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid)")
 def test_what_is_infinite_stays_in_its_feature() -> None:
     """A block without end in the last row of W but one, and a row of x: rows, columns and words beyond the end are nobody's."""
     experts, n, k, tokens = 3, 72, 192, 20
@@ -174,3 +208,62 @@ def test_what_is_infinite_stays_in_its_feature() -> None:
     q.absmax.view(experts, n, k // 64)[:, n - 2, -1] = float("inf")
     others = torch.arange(n) != n - 2
     assert torch.equal(call(x)[:, others], first[:, others])
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+# Features, whether causal, batch, heads, of keys, queries, keys; tiles: rows, keys a tile, warpgroups, buffers, overlap.
+ATTENTION = (
+    (32, False, 1, 2, 1, 70, 90, (16, 16, 2, 2, True)),
+    (32, True, 1, 2, 1, 90, 90, (16, 16, 2, 2, True)),
+    (32, True, 2, 3, 1, 128, 150, (16, 16, 2, 2, True)),
+    (24, True, 2, 2, 2, 70, 100, (16, 32, 3, 2, False)),
+    (32, True, 1, 4, 1, 110, 70, (16, 16, 2, 3, True)),
+    (32, False, 2, 4, 1, 150, 40, (16, 16, 3, 2, False)),
+    (256, True, 2, 4, 2, 70, 70, (16, 16, 2, 2, True)),
+    (256, False, 1, 4, 1, 40, 100, (16, 16, 2, 2, True)),
+    (32, False, 1, 2, 1, 60, 50, (16, 16, 2, 2, True)),
+)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid)")
+@pytest.mark.parametrize("problem", ATTENTION, ids=lambda p: "-".join(map(str, p[:7])))
+def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    d, causal, b, h, h_kv, n, s, (rows, block_n, warpgroups, stages, overlap) = problem
+    width = triton.next_power_of_2(d)
+    blocks = {"BLOCK_D": width, "ROWS": rows, "STAGES": stages}
+    configs = {
+        "fwd": blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap},
+        "dkdv": blocks | {"BLOCK_M": 16},
+        "dq": blocks | {"BLOCK_N": block_n},
+    }
+    launched = []
+
+    def config(kernel: str, *_: Any) -> triton.Config:
+        launched.append(kernel)
+        return triton.Config(configs[kernel], num_warps=4)
+
+    def grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, bool]:
+        paired = causal and num_blocks % 2 == 0
+        return min(3, num_blocks * heads // (1 + paired)), paired  # programs that stay for several blocks
+
+    monkeypatch.setattr(hopper, "config", config)
+    monkeypatch.setattr(hopper, "forward_grid", grid)
+    monkeypatch.setattr(hopper, "parts", lambda heads, s, group, d, num_sms: 1 if causal else max(1, group // 2))
+    monkeypatch.setattr(attention_kernels, "section", lambda *_: 4)
+    autotune.forget()
+    shapes = {"q": (b, h, n, d), "k": (b, h_kv, s, d), "v": (b, h_kv, s, d)}
+    inputs = {name: randn(*shape, dtype=F16) for name, shape in shapes.items()}
+    if n % 20:  # probabilities of what does not exist would be large
+        inputs |= {"q": -inputs["q"].abs() * 6 / d**0.5 * 5, "k": inputs["k"].abs()}
+    else:  # largest scores that are far apart
+        inputs["q"] *= 40
+    check.check_op(
+        functools.partial(kb.flash_attention, causal=causal),
+        functools.partial(flash_attention_reference, causal=causal),
+        inputs,
+        grads=("q", "k", "v"),
+    )
+    autotune.forget()
+    assert {*launched} == {"fwd", "dkdv", "dq"}

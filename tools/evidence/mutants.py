@@ -10,7 +10,7 @@ takes. A fault is then shown only to tests that reach its function, the fast one
     timed out   no test failed, but they did not end in their time, four times what they take without a fault. Counted apart
     stillborn   the changed kernel is no program: it does not compile. Not counted
     survived    all tests that ran passed
-    untested    no test reaches the place here: the interpreter has no partitions of warps
+    untested    no test reaches the place here
 
 What is known already (``--results``, a file that this command writes) is not tried again, as long as the function is the
 same. ``reasons.csv`` says of survivors which are none, as they leave what the kernel promises, and why others live.
@@ -64,7 +64,7 @@ REASONS = ROOT / "book" / "evidence" / "reasons.csv"
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
-WRITTEN = ("kernels", "helpers", "rows", "unchecked", "tiles", "gluon", "gpu")  # for faults: tests/test_evidence_NAME.py
+WRITTEN = ("kernels", "helpers", "rows", "unchecked", "tiles", "gluon", "gpu")  # tests/test_evidence_NAME.py
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 COMPILING = 2.0  # seconds, about, of a kernel in Gluon
 STUCK = 10.0  # seconds that a test may stay at one instruction: longer than the GPU needs when it is full, and not a compiler
@@ -534,11 +534,9 @@ class Campaign:
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
         self.results = read_results(args.results, *args.merge)
         planted = {f.name for f in planting.faults()}
-        # Of what is written in Gluon, tests/gluon_interpreted.py has all but partitions of warps.
-        gluon = {f for f in self.digest if b"warp_specialize(" in (PACKAGE / f).read_bytes()}
         for known, row in list(self.results.items()):
-            if row["name"] not in planted or (row["file"] in gluon and row["where"] == "interpreter"):
-                del self.results[known]  # it is not planted any more, or no interpreter runs it
+            if row["name"] not in planted:
+                del self.results[known]  # not any more
                 continue
             if row["verdict"] == "untested" and row["where"] == "gpu":
                 del self.results[known]  # there was no time for the tests that reach it
