@@ -241,7 +241,7 @@ def notebook(folder: Path, name: str) -> int:
         left_out.extend(line for line in printed.splitlines() if "left out, too little GPU memory" in line)
         if "raises-exception" not in cell.metadata.get("tags", []):
             errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
-            failed.extend(f"cell {number}: {error[:300]}" for error in errors)
+            failed.extend(f"cell {number}: {error.splitlines()[0][:120]}" for error in errors)  # the log has all
         note("passed" if number == last else f"stopped behind cell {number}")
 
     chapter.cells.insert(0, nbformat.v4.new_code_cell(WATCH.format(path=str(watched))))
