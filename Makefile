@@ -10,24 +10,29 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test test-pages lint serve bench measure tune compiled evidence hub test-gpu test-oldest test-next clean lock
+.PHONY: book test test-pages lint style types serve bench measure tune compiled evidence hub test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
-# Building the book executes every notebook, whose cells check what they claim; then every page is opened.
-test: lint
+# Building the book executes every notebook, whose cells check what they claim; then every page is opened. Types are checked
+# beside the book, most of whose time one core is idle.
+test: style
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
-	$(MAKE) book
+	$(MAKE) -j 2 book types
 	$(MAKE) test-pages
 
 # Opens every page of the built book in Chromium, if there is one.
 test-pages: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist worksteal -rs tests/test_pages.py
 
-lint: $(ENVIRONMENT)
+lint: style types
+
+style: $(ENVIRONMENT)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+
+types: $(ENVIRONMENT)
 	$(PY) -m mypy
 
 serve:
@@ -87,8 +92,9 @@ lock:
 clean:
 	rm -rf _build $(VENV) $(VENV)-test-* .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
+# A module is compiled when it is first imported; most of what is installed never is.
 $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -r requirements.txt
+	$(VENV)/bin/python -m pip install --quiet --no-compile -r requirements.txt
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

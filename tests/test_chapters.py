@@ -14,6 +14,7 @@ from typing import Any
 import nbformat
 import pandas as pd
 import pytest
+import torch
 from programs import program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,6 +131,13 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     assert not error and executed.cells[0].outputs[0]["data"]["text/plain"] == "2"
     tool.keep(tool.open_cache(), path, executed, seconds)
     assert tool.is_kept(tool.open_cache(), path)
+    page = tmp_path / "page.md"
+    page.write_text("---\nfile_format: mystnb\n---\n\nWords\n\n```{code-cell} python\n2 + 3\n```\n")
+    assert not tool.is_kept(tool.open_cache(), page)
+    executed, seconds, _ = tool.execute(page)
+    assert executed.cells[1].outputs[0]["data"]["text/plain"] == "5"
+    tool.keep(tool.open_cache(), page, executed, seconds)
+    assert tool.is_kept(tool.open_cache(), page)
     notebook.cells[1].source = "other words"
     nbformat.write(notebook, path)
     assert tool.is_kept(tool.open_cache(), path)
@@ -173,3 +181,30 @@ def test_a_recorded_ladder_is_of_the_kernels_on_the_page(name: str) -> None:
         assert packages == {f"{stem[1]}+{digest}"}, (
             f"{path.parent.name}: python tools/record_chapters.py --steps {name}"
         )
+
+
+@pytest.mark.parametrize("left", [3, 2, 1, 0])
+@pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
+def test_a_gpu_too_small_for_some_points_draws_the_others(
+    name: str, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cell that measures the reader's own points, with as many of them as fit."""
+    from kernelbook import plots, timing
+    from kernelbook.attention import bench
+
+    recorded = timing.load_results("attention")
+
+    def run_cases(cases: list[timing.Case], **_: Any) -> tuple[pd.DataFrame, list[str]]:
+        assert sorted(case.x for case in cases) == [1024, 4096, 16384], "the sweep over N, and no windows"
+        shapes = [case.shape_text for case in cases[:left]]
+        rows = recorded[recorded["shape"].isin(shapes) & (recorded["mode"] == cases[0].mode)]
+        return rows[list(timing.COLUMNS)].astype(str), []
+
+    monkeypatch.setattr(timing, "run_cases", run_cases)
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
+    [cell] = [cell.source for cell in cells if "timing.run_cases(points" in cell.source]
+    ceilings = timing.load_ceilings()
+    names = {"pd": pd, "Path": Path, "plots": plots, "timing": timing, "bench": bench, "GPU": True}
+    names |= {"torch": torch, "ceilings": ceilings, "bf16_tflops": ceilings["bf16_tflops"].median()}
+    names["results"] = timing.results_dir() / timing.BOOKS_GPU
+    exec(cell, names)  # noqa: S102  a cell of the book

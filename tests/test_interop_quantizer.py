@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from tiny_models import MODELS, dequantized, losses, tiny_model, tokens
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from kernelbook import runtime
 from kernelbook.interop import transformers as interop
@@ -242,3 +243,21 @@ def test_bad_settings() -> None:
         quantizer.NF4ExpertsQuantizer(NF4ExpertsConfig(), pre_quantized=False).preprocess_model(
             transformers.GPT2LMHeadModel(config)
         )
+
+
+@pytest.mark.parametrize("given", ((), (None,)), ids=("before 5.21", "with a model"))
+def test_converters_are_replaced_however_transformers_asks(given: tuple[Any, ...]) -> None:
+    sources = ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"]
+    stack = WeightConverter(sources, ["experts.gate_up_proj"], [MergeModulelist(dim=0), Concatenate(dim=1)])
+    other = WeightConverter(["a"], ["b"], [MergeModulelist(dim=1)])
+    asked = quantizer.NF4ExpertsQuantizer(NF4ExpertsConfig(), pre_quantized=False)
+    found, left = asked.update_weight_conversions([stack, other], *given)
+    assert isinstance(found, quantizer._Streaming) and left is other
+    assert found.source_patterns == stack.source_patterns and found.target_patterns == stack.target_patterns
+    assert found.collected_tensors is not stack.collected_tensors
+
+
+def test_a_transformers_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(quantizer.HfQuantizer, "update_weight_conversions")
+    with pytest.raises(ImportError, match=r"transformers must be 5\.8 or newer, got \d"):
+        quantizer.NF4ExpertsQuantizer(NF4ExpertsConfig(), pre_quantized=False).validate_environment()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import types
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from hypothesis import strategies as st
 from tensors import compiled_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -593,25 +593,37 @@ def test_each_call_in_a_graph_has_counters_of_its_own(
     assert launching.tickets(5, gpu) is eager
 
 
+@pytest.mark.parametrize("unknown", (False, True))
 def test_what_a_watched_call_made_dies_with_it(
-    fake: _FakeKernel, repeated: _Repeated, monkeypatch: pytest.MonkeyPatch
+    fake: _FakeKernel, repeated: _Repeated, unknown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself, without the garbage collector: a graph's pool is looked through as soon as the graph is there."""
-    made: list[weakref.ref[torch.Tensor]] = []
+    """By itself, without the garbage collector: a graph's pool is looked through as soon as the graph is there.
+
+    So does what it was given, where it cannot be repeated too: a part of memory that two arguments lie in (q, k and v).
+    """
+    import torch._dynamo  # else the watched call imports it, and PyTorch keeps the frames that led there
+
+    memory: list[StorageWeakRef] = []
     empty = launching.empty
 
     def noted(*args: Any) -> torch.Tensor:
         tensor = empty(*args)
-        made.append(weakref.ref(tensor))
+        memory.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
 
+    def call() -> None:
+        given = torch.zeros(64)
+        memory.append(StorageWeakRef(given.untyped_storage()))
+        repeated.call(given.view(4, 16), given, 0.5)
+
     monkeypatch.setattr(launching, "empty", noted)
+    repeated.part = unknown
     gc.disable()
     try:
-        for known in (3, 6, 6):
-            repeated.call(torch.zeros(4, 16), torch.zeros(64), 0.5)
+        for known in (4, 8, 12, 16, 20) if unknown else (4, 8, 9):
+            call()
             fake.by_triton.clear()
-            assert len(made) == known and not any(ref() is not None for ref in made)
+            assert len(memory) == known and all(storage.expired() for storage in memory)
     finally:
         gc.enable()
 

@@ -7,12 +7,13 @@ import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import kernelbook as kb
-from kernelbook import runtime
+from kernelbook import interpreter, runtime
 from kernelbook.layer_norm import layer_norm_reference
 
 # isort: split
@@ -231,6 +232,38 @@ def test_overflows_are_looked_for_only_where_they_are_told(overflow_raises: Call
     x[3] = 0
     _squares_kernel[(1,)](x, out, BLOCK=4)
     assert out == 28
+
+
+@triton.jit
+def _steps_kernel(out_ptr, n):
+    steps = 0
+    for _ in range(0, n, 2):
+        steps += 1
+    tl.store(out_ptr, steps)
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="about the interpreter")
+def test_a_kernel_counts_up_to_a_number_on_any_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 has NumPy make an index of an array of one element, which NumPy 2.4 refuses."""
+    from triton.runtime import interpreter as tritons
+
+    patch, out = tritons._patch_lang_tensor, torch.zeros(1, dtype=torch.int32)
+
+    def refused(self: object) -> int:
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    def patch_tensor(tensor: object, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", refused)
+
+    monkeypatch.setattr(tritons, "_patch_lang_tensor", patch_tensor)
+    with pytest.raises(Exception, match="only 0-dimensional arrays"):
+        _steps_kernel[(1,)](out, 5)
+    interpreter.mend()
+    before = getattr(tl.tensor, "__index__", None)
+    _steps_kernel[(1,)](out, 5)
+    assert out == 3
+    assert getattr(tl.tensor, "__index__", None) is before, "what a launch patches it puts back"
 
 
 def test_properties_follow_the_compilation_target() -> None:

@@ -28,7 +28,7 @@ def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
     }  # fmt: skip
     eager, dense = (lines[way]["validation_loss"] for way in ("eager", "kernelbook:dense"))
     apart = 2e-4 if runtime.DEVICE.type == "cpu" else 0.02  # on a GPU all but eager compute in bfloat16
-    assert eager[-1] < eager[0] and dense == pytest.approx(eager, abs=apart)
+    assert dense == pytest.approx(eager, abs=apart)
     assert lines["grouped_mm"]["validation_loss"] == pytest.approx(eager, abs=apart)
     for way in ("kernelbook:nf4", "kernelbook:nf4_double"):
         assert lines[way]["validation_loss"] != eager
@@ -36,6 +36,9 @@ def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
     line = lines["eager"]
     assert line["parameters"] > line["trained"] > 0
     assert line["train_steps"] == [1, 2, 3] and len(line["train_loss"]) == 3
+    # Three steps change the loss by less than their batches differ.
+    long = same_loss.finetune("eager", 3, same_loss.TINY, 40, base, lr=3e-2, small=True)["validation_loss"]
+    assert long[0] == eager[0] and long[-1] < long[0]
     other = same_loss.finetune("eager", 4, same_loss.TINY, 3, base, lr=1e-2, small=True)
     assert other["validation_loss"][0] == eager[0] and other["train_loss"] != line["train_loss"]
 

@@ -22,6 +22,9 @@ import yaml
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
+from myst_nb.core.config import NbParserConfig
+from myst_nb.core.read import create_nb_reader
+from myst_parser.config.main import MdParserConfig
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -30,7 +33,7 @@ HTML = ROOT / "_build" / "html"
 EXECUTED = ROOT / "_build" / "executed"
 HAS_GPU = shutil.which("nvidia-smi") is not None
 # What decides the outputs of a notebook beside itself.
-DECIDING = ("src", "book/results", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
+DECIDING = ("src", "book/results", "book/evidence", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
 
 
 def deciding_digest() -> str:
@@ -41,6 +44,13 @@ def deciding_digest() -> str:
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def read(path: Path) -> nbformat.NotebookNode | None:
+    """A notebook, also where it is a page in Markdown with cells; None where it has none."""
+    text = path.read_text(encoding="utf-8")
+    reader = create_nb_reader(str(path), MdParserConfig(enable_extensions={"colon_fence"}), NbParserConfig(), text)
+    return None if reader is None else reader.read(text)
 
 
 def open_cache() -> Any:
@@ -60,7 +70,7 @@ def keep(cache: Any, path: Path, notebook: nbformat.NotebookNode, seconds: float
 
 def is_kept(cache: Any, path: Path) -> bool:
     try:
-        cache.match_cache_notebook(nbformat.read(path, as_version=4))
+        cache.match_cache_notebook(read(path))
     except KeyError:
         return False
     return True
@@ -68,7 +78,7 @@ def is_kept(cache: Any, path: Path) -> bool:
 
 def execute(path: Path) -> tuple[nbformat.NotebookNode, float, str]:
     """The executed notebook, its seconds, and what went wrong."""
-    notebook, start = nbformat.read(path, as_version=4), time.perf_counter()
+    notebook, start = read(path), time.perf_counter()
     resources = {"metadata": {"path": str(path.parent)}}
     error = ""
     try:
@@ -111,6 +121,8 @@ def write_config(path: Path, cache: Path) -> None:
 def main(arguments: list[str]) -> int:
     draft = arguments == ["--draft"]
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: -path.stat().st_size)
+    # Sphinx would execute these one after the other.
+    pages = [path for path in sorted((ROOT / "book").glob("*.md")) if read(path) is not None]
     shutil.rmtree(HTML, ignore_errors=True)  # else the pages of removed chapters and old failure reports would stay
     with tempfile.TemporaryDirectory() as scratch:
         # The notebooks run in this very Python, whatever kernel of the same name the user has installed elsewhere.
@@ -125,8 +137,8 @@ def main(arguments: list[str]) -> int:
             shutil.copytree(EXECUTED, place)
             cache = get_cache(str(place))
             for path in new:
-                keep(cache, path, nbformat.read(path, as_version=4), 0.0)
-        elif execute_all(new, cache):
+                keep(cache, path, read(path), 0.0)
+        elif execute_all([*(path for path in pages if not is_kept(cache, path)), *new], cache):
             print("The book was not built: see the errors above.", file=sys.stderr)
             return 1
         config = Path(scratch, "_config.yml")

@@ -1,6 +1,6 @@
 """Measures the whole book on the GPUs of one machine, and takes what it brought into book/results.
 
-usage: python tools/measure.py --seconds S --out DIR [--only REGEX] [--gpus 0,1] [--also ROOM=FOLDERS] [--list]
+usage: python tools/measure.py --seconds S --out DIR [--only REGEX ...] [--gpus 0,1] [--also ROOM=FOLDERS] [--list]
        python tools/measure.py --merge DIR [--dry]
 
 First every kernel is compiled by as many processes as there are cores; then jobs that measure, one a GPU and nothing beside
@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import measure_job
@@ -192,8 +192,8 @@ class Scheduler:
         mark = self.folder(job) / "done"
         return mark.exists() and mark.read_text() == job.version
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Everything of ``jobs`` that is not done yet and has the time."""
+    def run(self, jobs: Sequence[Job], first: Callable[[Job], int] = lambda job: 0) -> None:
+        """Everything of ``jobs`` that is not done yet and has the time; in a phase the least of ``first``, then the longest."""
         self.out.mkdir(parents=True, exist_ok=True)
         by_name = {job.name: job for job in jobs}
         try:
@@ -201,7 +201,7 @@ class Scheduler:
                 todo = [job for job in jobs if job.phase == phase and not self.done(job)]
                 last = all(job.phase == phase for job in jobs)
                 end = (1 - WARM_SHARE) * self.left() if phase == WARM and not last else 0.0
-                self._phase(sorted(todo, key=lambda job: -job.seconds), end, by_name)
+                self._phase(sorted(todo, key=lambda job: (first(job), -job.seconds)), end, by_name)
         finally:
             self._stop()
 
@@ -263,7 +263,8 @@ class Scheduler:
                     self._stop(name)
                 continue
             del self.running[name]
-            if process.returncode == 0:
+            # What failed while it compiled fails again when it is measured, and is told there.
+            if process.returncode == 0 or (job.phase == WARM and process.returncode > 0):
                 (self.folder(job) / "done").write_text(job.version)
             result = "done" if process.returncode == 0 else f"FAILED ({process.returncode}), see its log:"
             self.say(result, name, f"in {time.monotonic() - began:.0f} s")
@@ -365,7 +366,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=86400, help="when everything has ended (default: a day)")
     parser.add_argument("--out", type=Path, default=ROOT / "_build" / "measure", help="default: _build/measure")
-    parser.add_argument("--only", default="", help="jobs whose name has this, a regular expression")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="REGEX",
+        help="jobs whose name has one of these, the first one's first",
+    )
     parser.add_argument("--gpus", help="by number, with commas between (default: all)")
     parser.add_argument(
         "--also",
@@ -384,10 +391,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.merge:
         merge(out, timing.results_dir(), jobs, dry=given.dry)
         return 0
-    wanted = [job for job in jobs if re.search(given.only, job.name)]
-    jobs = [job for job in jobs if job in wanted or job.name in {other.needs for other in wanted}]
+
+    def first(job: Job) -> int:
+        """Which expression is the first for it, or for a job that waits for it."""
+        names = [job.name, *(other.name for other in jobs if other.needs == job.name)]
+        return min((i for i, regex in enumerate(given.only) for name in names if re.search(regex, name)), default=-1)
+
+    jobs = [job for job in jobs if first(job) >= 0]
     if given.list:
-        for job in sorted(jobs, key=lambda job: (job.phase, -job.seconds)):
+        for job in sorted(jobs, key=lambda job: (job.phase, first(job), -job.seconds)):
             print(f"{PHASES[job.phase]:6} {job.seconds:5.0f} s  {job.name}")
         return 0
     visible = (
@@ -402,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # who ends this ends the jobs too
     scheduler = Scheduler(out, gpus, given.seconds - STOP_SECONDS - (time.monotonic() - began))
-    scheduler.run(jobs)
+    scheduler.run(jobs, first)
     done = sum(map(scheduler.done, jobs))
     print(f"{done} of {len(jobs)} jobs are done. For the rows: python tools/measure.py --merge {given.out}")
     return 0

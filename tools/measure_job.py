@@ -25,6 +25,7 @@ import torch
 
 from kernelbook import cli, peers, runtime, timing
 
+REP_MS = 50.0  # of samples, 20 at least, for each call
 NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
 COLUMNS = ("op", "mode", "dtype", "shape", "x_name", "x")  # of a case
 
@@ -43,9 +44,14 @@ def redirect(folder: Path) -> None:
 
 
 def searched(room: str, case: timing.Case) -> str:
-    """For a case whose peer axolotl, where it is installed, times many tiles: its rank (jobs of their own); else nothing."""
+    """For a case whose peer axolotl, where it is installed, times many tiles: its rank (jobs of their own); else nothing.
+
+    A first call, which does so with empty caches, has a job of its own too.
+    """
     theirs = room == "moe_block" or (case.op == "moe_lora" and case.mode in ("forward_backward", "first_call"))
-    return f"r{case.shape.get('r', 0)}" if theirs and peers.has("axolotl") else ""
+    if not theirs or not peers.has("axolotl"):
+        return ""
+    return "first" if case.mode == "first_call" else f"r{case.shape.get('r', 0)}"
 
 
 def listed(room: str, which: str) -> list[timing.Case]:
@@ -126,7 +132,7 @@ def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int
         for case in chosen(room, which, part, rank)
         if (case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}") not in there
     ]
-    failures = cli._bench_cases(room if which == "room" else which, left, folder, package, 100.0) if left else []
+    failures = cli._bench_cases(room if which == "room" else which, left, folder, package, REP_MS) if left else []
     return told(failures)
 
 
@@ -235,7 +241,7 @@ def notebook(folder: Path, name: str) -> int:
         left_out.extend(line for line in printed.splitlines() if "left out, too little GPU memory" in line)
         if "raises-exception" not in cell.metadata.get("tags", []):
             errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
-            failed.extend(f"cell {number}: {error[:300]}" for error in errors)
+            failed.extend(f"cell {number}: {error.splitlines()[0][:120]}" for error in errors)  # the log has all
         note("passed" if number == last else f"stopped behind cell {number}")
 
     chapter.cells.insert(0, nbformat.v4.new_code_cell(WATCH.format(path=str(watched))))

@@ -556,9 +556,13 @@ class _Recording(TorchDispatchMode):
 
         def operand(value: Any) -> str:
             """An argument of one of PyTorch's operators, which wants a tensor and not its address."""
+            # Nothing here calls itself: what is referred to in a circle keeps the call's memory until garbage is collected.
+            if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
+                return f"({', '.join(map(one, value))},)"
+            return one(value)
+
+        def one(value: Any) -> str:
             if not isinstance(value, torch.Tensor):
-                if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
-                    return f"({', '.join(map(operand, value))},)"
                 return constant(value)
             owner, same = owner_of(value)
             base = known[owner]

@@ -3,14 +3,17 @@
 Experts are quantized while they are read. Where a checkpoint keeps a tensor for each expert and projection, as most do, each
 is read, quantized into its place and dropped, so that the dense weights of no layer exist as a whole. Everything else of the
 model is loaded as transformers loads it. ``save_pretrained`` writes the packed bytes and the scales, and ``from_pretrained``
-reads them as they are; both need this module to be imported, which :mod:`kernelbook.interop.transformers` does.
+reads them as they are; both need this module to be imported, which :mod:`kernelbook.interop.transformers` does. transformers
+must be 5.8 or newer.
 """
 
+import copy
 import dataclasses
 import math
 from typing import Any
 
 import torch
+import transformers
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -63,6 +66,10 @@ class NF4ExpertsQuantizer(HfQuantizer):
 
     # --- what transformers asks ---
 
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        if not hasattr(HfQuantizer, "update_weight_conversions"):
+            raise ImportError(f"NF4ExpertsConfig: transformers must be 5.8 or newer, got {transformers.__version__}")
+
     @property
     def quantized_element_size(self) -> float:
         return self.quantization_config.bytes_a_weight
@@ -89,8 +96,11 @@ class NF4ExpertsQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Converters that stack the tensors of single experts become such that quantize them one by one."""
+    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
+        """Converters that stack the tensors of single experts become such that quantize them one by one.
+
+        transformers hands over the model since 5.21.
+        """
         if self.pre_quantized:
             return weight_conversions
         return [_streaming(converter) or converter for converter in weight_conversions]
@@ -260,9 +270,6 @@ def _streaming(converter: Any) -> _Streaming | None:
         return None
     if (len(kinds) == 2) != (len(converter.source_patterns) > 1):
         return None
-    new = _Streaming(
-        list(converter._original_source_patterns), list(converter._original_target_patterns), list(converter.operations),
-        force_cpu=converter.force_cpu,
-    )  # fmt: skip
-    new.scope_prefix, new.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+    new: Any = copy.deepcopy(converter)
+    new.__class__ = _Streaming  # what a converter is made from is another in each version of transformers
     return new
