@@ -2,8 +2,8 @@
 
 usage: python tools/build_book.py [--draft]
 
-Notebooks are executed, as many at a time as there are processors, and what they print is kept in _build/executed. It is used again as long as the
-notebook, the package and the recorded results are what they were. --draft builds the pages without what is not there yet.
+Notebooks, and pages with cells, are executed, as many at a time as there are processors, and what they print is kept in _build/executed. It is used again as long as the
+notebook, the package and what was recorded are what they were. --draft builds the pages without what is not there yet.
 """
 
 import concurrent.futures
