@@ -102,9 +102,7 @@ def _figure(legend: str = "upper") -> Figure:
             ax.plot(device.median(), y, "o", color=color, markersize=7)
             clock = ratios(rows, "clock")
             end = max(device.max(), clock.median()) if len(clock) else device.max()
-            ax.annotate(
-                f"{device.median():.2f}", (end, y), (7, 0), textcoords="offset points", va="center", fontsize=9
-            )
+            ax.annotate(f"{device.median():.2f}", (end, y), (7, 0), textcoords="offset points", va="center", fontsize=9)
             if len(clock):
                 ax.plot(clock.median(), y, "o", color=color, markersize=8, markerfacecolor="none", mew=1.5)
         names.append(name)

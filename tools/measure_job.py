@@ -127,7 +127,7 @@ def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int
     if rank:
         triton.runtime.autotuner.Autotuner.do_bench = property(lambda self: short)
     package, stem = package_of(room), room if which == "room" else which
-    there = measured(folder, package, COLUMNS, stem)  # a point of a model may be a room's own too: each file has its row
+    there = measured(folder, package, COLUMNS, stem)  # and not in other files: a model's point may be a room's own too
     left = [
         case
         for case in chosen(room, which, part, rank)
