@@ -10,7 +10,7 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test test-pages lint style types serve bench measure tune compiled evidence hub test-gpu test-oldest test-next clean lock
+.PHONY: book test test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -64,6 +64,10 @@ evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/fused_attention.py
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
+
+# A chapter that was changed, cell by cell, as pytest shows tests: make test-notebooks NOTEBOOK=nf4; without NOTEBOOK, all.
+test-notebooks: $(ENVIRONMENT)
+	$(PY) -m pytest -n auto --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
 
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m gpu tests

@@ -2,8 +2,8 @@
 
 usage: python tools/build_book.py [--draft]
 
-Notebooks are executed, as many at a time as there are processors, and what they print is kept in _build/executed. It is used again as long as the
-notebook, the package and the recorded results are what they were. --draft builds the pages without what is not there yet.
+Notebooks, and pages with cells, are executed, as many at a time as there are processors, and what they print is kept in _build/executed. It is used again as long as the
+notebook, the package and what was recorded are what they were. --draft builds the pages without what is not there yet.
 """
 
 import concurrent.futures
@@ -129,6 +129,8 @@ def main(arguments: list[str]) -> int:
         write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR"])
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
         os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
+        # For what pages import, and Sphinx's extensions, beside this file.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
         place = EXECUTED
         cache = open_cache()
         new = [path for path in notebooks if not is_kept(cache, path)]
@@ -143,13 +145,9 @@ def main(arguments: list[str]) -> int:
             return 1
         config = Path(scratch, "_config.yml")
         write_config(config, place)
-        environment = os.environ | {
-            # For the extensions beside this file.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")])),
-        }
         build = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(ROOT)]
         flags = ["--all", *([] if draft else ["-W", "-n"]), "--keep-going", "--config", str(config)]
-        code = subprocess.run(build + flags, env=environment, check=False).returncode
+        code = subprocess.run(build + flags, check=False).returncode
     if code:
         print("The book was not built: see the warnings above.", file=sys.stderr)
     else:
