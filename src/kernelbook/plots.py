@@ -590,8 +590,8 @@ def roofline_figure(
         xytext=(-6, 4), textcoords="offset points", ha="right", fontsize=8.5,
     )  # fmt: skip
     ax.annotate(
-        f"bf16 matmul: {middle['bf16_tflops']:.0f} TFLOP/s", (high, middle["bf16_tflops"]),
-        xytext=(0, 5), textcoords="offset points", ha="right", fontsize=8.5,
+        f"bf16 matmul: {middle['bf16_tflops']:.0f} TFLOP/s", (ridge, middle["bf16_tflops"]),
+        xytext=(-6, 5), textcoords="offset points", ha="right", fontsize=8.5,
     )  # fmt: skip
     ax.plot([ridge, ridge], [1e-4, middle["bf16_tflops"]], color=GREY, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
     lowest = min([low * middle["copy_gbs"] / 1e3, *[float(table["tflops"].min()) / 3 for table in tables]])
