@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from html import escape
 from pathlib import Path
@@ -163,7 +164,9 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
 
 def _room_vintage(room: str, gpu: str) -> str:
     """The :func:`vintage` of a room's rows on a GPU; nothing for rows of another kind, whose sources only their page knows."""
-    from kernelbook import cli
+    with warnings.catch_warnings():  # of tqdm, that it has no widgets: nobody wants any here
+        warnings.filterwarnings("ignore", "IProgress not found")
+        from kernelbook import cli
 
     path = timing.results_dir() / gpu / f"{room}.csv"
     if room not in [*cli.rooms(), *cli.modules_measured()] or not path.exists():
