@@ -41,11 +41,14 @@ def _chosen() -> list[faults.Fault]:
 )
 def test_these_faults_are_killed(tmp_path: Path) -> None:
     results = tmp_path / "mutants.csv"
-    # Shares of a sum are watched while this test runs, as they are in every test.
-    shares = "test_scatter_ffn.py::test_every_way_to_compute_it[vector, shared-plain-float16]"
+    # Those that notice. Shares of a sum are watched while the last one runs, as they are in every test.
+    names = ("the_variance_is_that_of_exact_deviations", "the_mean_is_corrected_by_what_rounding_took_from_it")
+    names += ("the_mean_that_is_kept_is_the_corrected_one", "nan_goes_through_every_activation")
+    tests = [f"test_evidence_kernels.py::test_{name}" for name in names]
+    tests.append("test_scatter_ffn.py::test_every_way_to_compute_it[vector, shared-plain-float16]")
     command = [sys.executable, str(ROOT / "tools" / "evidence" / "mutants.py"), "--where", "interpreter"]
     command += ["--processes", "1", "--tests-seconds", "40", "--results", str(results)]
-    command += ["--rooms", "layer_norm", "scatter_ffn", "--files", "test_evidence_kernels.py", shares]
+    command += ["--rooms", "layer_norm", "scatter_ffn", "--files", *tests]
     command += ["--only", *(fault.name for fault in _chosen())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -100,10 +100,9 @@ def _figure(legend: str = "upper") -> Figure:
             device, color = ratios(rows, "ms"), COLORS[i % len(COLORS)]
             ax.plot([device.min(), device.max()], [y, y], color=color, linewidth=2, alpha=0.45, solid_capstyle="round")
             ax.plot(device.median(), y, "o", color=color, markersize=7)
-            ax.annotate(
-                f"{device.median():.2g}", (device.max(), y), (6, 0), textcoords="offset points", va="center", fontsize=9
-            )
             clock = ratios(rows, "clock")
+            end = max(device.max(), clock.median()) if len(clock) else device.max()
+            ax.annotate(f"{device.median():.2f}", (end, y), (7, 0), textcoords="offset points", va="center", fontsize=9)
             if len(clock):
                 ax.plot(clock.median(), y, "o", color=color, markersize=8, markerfacecolor="none", mew=1.5)
         names.append(name)

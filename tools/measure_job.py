@@ -71,10 +71,10 @@ def chosen(room: str, which: str, part: str, rank: str) -> list[timing.Case]:
     return [case for case in listed(room, which) if searched(room, case) == rank][own::of]
 
 
-def measured(folder: Path, package: str, columns: Sequence[str]) -> set[tuple[str, ...]]:
-    """These columns of the rows of ``package`` that this job and those beside it have."""
+def measured(folder: Path, package: str, columns: Sequence[str], stem: str = "*") -> set[tuple[str, ...]]:
+    """These columns of the rows of ``package`` that this job and those beside it have in files of this name."""
     found = set()
-    for path in folder.parent.glob(f"*/{runtime.device_slug()}/*.csv"):
+    for path in folder.parent.glob(f"*/{runtime.device_slug()}/{stem}.csv"):
         with path.open() as file:
             rows = csv.DictReader(file)
             if set(columns) <= set(rows.fieldnames or ()):
@@ -126,13 +126,14 @@ def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int
 
     if rank:
         triton.runtime.autotuner.Autotuner.do_bench = property(lambda self: short)
-    package, there = package_of(room), measured(folder, package_of(room), COLUMNS)
+    package, stem = package_of(room), room if which == "room" else which
+    there = measured(folder, package, COLUMNS, stem)  # and not in other files: a model's point may be a room's own too
     left = [
         case
         for case in chosen(room, which, part, rank)
         if (case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}") not in there
     ]
-    failures = cli._bench_cases(room if which == "room" else which, left, folder, package, REP_MS) if left else []
+    failures = cli._bench_cases(stem, left, folder, package, REP_MS) if left else []
     return told(failures)
 
 

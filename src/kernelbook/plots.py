@@ -164,8 +164,8 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
 
 def _room_vintage(room: str, gpu: str) -> str:
     """The :func:`vintage` of a room's rows on a GPU; nothing for rows of another kind, whose sources only their page knows."""
-    with warnings.catch_warnings():  # of tqdm, that it has no widgets: nobody wants any here
-        warnings.filterwarnings("ignore", "IProgress not found")
+    with warnings.catch_warnings():  # a notebook without widgets: cli's bars are not drawn here
+        warnings.filterwarnings("ignore", message="IProgress not found")
         from kernelbook import cli
 
     path = timing.results_dir() / gpu / f"{room}.csv"
@@ -213,9 +213,11 @@ def provenance(*tables: pd.DataFrame | None) -> str:
     parts = []
     for column, prefix in (("gpu", ""), ("driver", "driver "), ("torch", "torch "), ("triton", "triton ")):
         parts.append(prefix + ", ".join(sorted(rows[column].astype(str).unique())))
-    days, runs = sorted(rows["date"].astype(str).unique()), list(rows["run"].astype(str).unique())
+    days = sorted(rows["date"].astype(str).unique())
     parts.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
-    parts.append(f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs")
+    if "run" in rows:  # rows beside a bench's own have none
+        runs = list(rows["run"].astype(str).unique())
+        parts.append(f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs")
     return " · ".join(parts)
 
 
