@@ -109,6 +109,7 @@ def set_theme(page: Any, theme: str) -> None:
 def test_a_page(browser: Any, address: str, page_name: str) -> None:
     """No error, nothing too wide, accessible and light, at both widths and in both themes; instruments answer."""
     page, complaints = opened(browser, address + page_name, has_touch=True, reduced_motion="reduce")
+    assert "site-packages" not in page.content()  # what Python's warnings begin with
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
         for theme in THEMES:
