@@ -1,6 +1,7 @@
 """Measuring and the record of a measurement."""
 
 import dataclasses
+import itertools
 import math
 import time
 from pathlib import Path
@@ -209,6 +210,29 @@ def test_measure_reads_the_wall_clock_without_a_gpu() -> None:
     assert math.isnan(timing.peak_mib(lambda: None))
 
 
+def test_a_case_has_the_same_inputs_in_every_run() -> None:
+    """Routing is drawn, and decides times: what was measured before must not change it."""
+    drawn: list[torch.Tensor] = []
+
+    def case() -> timing.Case:
+        return dataclasses.replace(_case(), build=lambda: drawn.append(torch.rand(4)) or _problem(torch.square))
+
+    torch.manual_seed(1)
+    timing.run_cases([case(), case()], package="0", progress=False, rep_ms=1)
+    assert len(drawn) == 2 and torch.equal(*drawn)
+
+
+@pytest.mark.gpu
+def test_what_is_compared_has_its_turn_in_each_round() -> None:
+    """A call that gets slower with time does so for all."""
+    x, order = torch.randn(2**20, device=runtime.DEVICE), []
+    calls = {name: lambda name=name: (order.append(name), x.add_(1)) for name in "ab"}
+    times = timing.measure_in_turn(calls, rep_ms=3, min_samples=6)
+    changes = sum(one != other for one, other in itertools.pairwise(order))
+    assert changes == 2 * timing.ROUNDS + 1  # each is called first to see how long it takes
+    assert times["a"].samples >= 6 and 0.8 < times["a"].ms / times["b"].ms < 1.25
+
+
 def test_first_call_needs_its_mark() -> None:
     with pytest.raises(ValueError, match="must have a line '# first call'"):
         timing.first_call_ms("print(1)")
@@ -249,6 +273,7 @@ def test_no_first_call_takes_ten_seconds() -> None:
 
 def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, two = SimpleNamespace(fn=_problem), SimpleNamespace(fn=_case)
+    monkeypatch.setattr(timing.runtime, "DEVICE", torch.device("cpu"))
     assert timing.time_steps("square_steps", [_case()], [one]).empty  # the interpreter's times say nothing
     about = timing.environment("a")
     monkeypatch.setattr(timing.runtime, "DEVICE", SimpleNamespace(type="cuda"))

@@ -54,6 +54,7 @@ __all__ = [
     "load_results",
     "measure",
     "measure_ceilings",
+    "measure_in_turn",
     "peak_mib",
     "recorded_gpus",
     "results_dir",
@@ -72,6 +73,8 @@ LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us"
 # What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
 # version is the same wherever it is computed.
 SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tiles.py", "packed", "tuned")
+WARMUP_MS = 25.0
+ROUNDS = 3  # in which the providers of a case have their turns
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
 
@@ -94,7 +97,9 @@ class Timing:
         return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
 
 
-def measure(fn: Callable[[], Any], *, warmup_ms: float = 25.0, rep_ms: float = 100.0, min_samples: int = 20) -> Timing:
+def measure(
+    fn: Callable[[], Any], *, warmup_ms: float = WARMUP_MS, rep_ms: float = 100.0, min_samples: int = 20
+) -> Timing:
     """The time of ``fn()`` on the device, with a cold L2 cache, after warm-up.
 
     On a GPU each sample is the time between two events around the call. Before the first event the L2 cache is
@@ -103,8 +108,30 @@ def measure(fn: Callable[[], Any], *, warmup_ms: float = 25.0, rep_ms: float = 1
     enqueue the call: so the sample holds the device's time, not the host's (:func:`host_us`). Without a GPU the wall clock
     is read, which tells nothing about a GPU.
     """
+    return Timing.of(_sampler(fn)(warmup_ms, rep_ms, min_samples))
+
+
+def measure_in_turn(
+    calls: Mapping[str, Callable[[], Any]], *, rep_ms: float = 100.0, min_samples: int = 20
+) -> dict[str, Timing]:
+    """:func:`measure` of each call, in :data:`ROUNDS` rounds in which each has its turn.
+
+    A GPU's clock falls with its power and heat, by some per cent within a second of hard work: so what is compared meets the
+    same clock.
+    """
+    rounds = ROUNDS if runtime.DEVICE.type == "cuda" else 1
+    samplers = {name: _sampler(call) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, sample in samplers.items():
+            times[name] += sample(WARMUP_MS / rounds, rep_ms / rounds, math.ceil(min_samples / rounds))
+    return {name: Timing.of(samples) for name, samples in times.items()}
+
+
+def _sampler(fn: Callable[[], Any]) -> Callable[[float, float, int], list[float]]:
+    """Calls ``fn`` a few times; -> what warms it up for so many ms and returns samples of as many, at least so many."""
     if runtime.DEVICE.type != "cuda":
-        return _measure_on_cpu(fn, rep_ms)
+        return lambda warmup_ms, rep_ms, min_samples: _samples_on_cpu(fn, rep_ms)
 
     def host_ms() -> float:
         start = time.perf_counter()
@@ -119,33 +146,36 @@ def measure(fn: Callable[[], Any], *, warmup_ms: float = 25.0, rep_ms: float = 1
     end.record()
     torch.cuda.synchronize()
     estimate = max(start.elapsed_time(end) / 5, 1e-3)
-    for _ in range(min(1000, math.ceil(warmup_ms / estimate))):
-        fn()
-
     # clock_rate is in kHz, so this many cycles are a millisecond.
     cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate
     head_start = int(cycles_per_ms * min(1.5 * enqueue_ms + 0.02, 5.0))
-    flush = torch.empty(max(runtime.properties().l2_bytes // 2, 2**26), dtype=torch.int32, device=runtime.DEVICE)
-    read = torch.empty((), dtype=torch.int32, device=runtime.DEVICE)
-    count = max(min_samples, min(500, math.ceil(rep_ms / estimate)))
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    for begin, finish in events:
-        torch.amax(flush.zero_(), dim=0, out=read)
-        torch.cuda._sleep(head_start)
-        begin.record()
-        fn()
-        finish.record()
-    torch.cuda.synchronize()
-    return Timing.of([begin.elapsed_time(finish) for begin, finish in events])
+
+    def sample(warmup_ms: float, rep_ms: float, min_samples: int) -> list[float]:
+        for _ in range(min(1000, math.ceil(warmup_ms / estimate))):
+            fn()
+        flush = torch.empty(max(runtime.properties().l2_bytes // 2, 2**26), dtype=torch.int32, device=runtime.DEVICE)
+        read = torch.empty((), dtype=torch.int32, device=runtime.DEVICE)
+        count = max(min_samples, min(500, math.ceil(rep_ms / estimate)))
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        for begin, finish in events:
+            torch.amax(flush.zero_(), dim=0, out=read)
+            torch.cuda._sleep(head_start)
+            begin.record()
+            fn()
+            finish.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(finish) for begin, finish in events]
+
+    return sample
 
 
-def _measure_on_cpu(fn: Callable[[], Any], rep_ms: float) -> Timing:
+def _samples_on_cpu(fn: Callable[[], Any], rep_ms: float) -> list[float]:
     times: list[float] = []
     while not times or (sum(times) < rep_ms and len(times) < 100):
         start = time.perf_counter()
         fn()
         times.append((time.perf_counter() - start) * 1e3)
-    return Timing.of(times)
+    return times
 
 
 def host_us(fn: Callable[[], Any], *, calls: int = 30, batches: int = 7) -> float:
@@ -408,16 +438,21 @@ def run_cases(
 
 
 def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
+    torch.manual_seed(
+        0
+    )  # a case has the same inputs in every run, whatever is measured before it: routing decides times
     problem, on_gpu = case.build(), runtime.DEVICE.type == "cuda"
     gpus = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     ratios = error_ratios(problem) if isinstance(problem, Problem) else {}
     rows = []
+    calls = {provider: call for provider, call in problem.providers.items() if not isinstance(call, str)}
+    times = measure_in_turn(calls, rep_ms=rep_ms)
     for provider, call in problem.providers.items():
         if isinstance(call, str):
             wall = first_call_ms(call)
             timing, peak = Timing(wall, wall, wall, 1), math.nan
         else:
-            timing, peak = measure(call, rep_ms=rep_ms), peak_mib(call)
+            timing, peak = times[provider], peak_mib(call)
         rows.append(
             {
                 "op": case.op,
