@@ -1,12 +1,13 @@
 """Shared by all tests. kernelbook comes first: it decides between GPU and interpreter before Triton is imported."""
 
-import kernelbook  # noqa: F401
-
-# isort: split
 import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker; processes that tests start know it from here
+
+# isort: split
+import kernelbook  # noqa: F401
 
 # isort: split
 from collections.abc import Callable, Iterator
