@@ -21,6 +21,11 @@ from kernelbook import runtime
 # isort: split
 import triton
 
+if runtime.INTERPRET and triton.__version__.startswith("3.7."):  # others make types in other ways
+    import remembered_types
+
+    remembered_types.remember()
+
 hypothesis.settings.register_profile(
     "kernelbook",
     deadline=None,
