@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
+import remembered_types
 import torch
 
 from kernelbook import runtime
@@ -21,10 +22,7 @@ from kernelbook import runtime
 # isort: split
 import triton
 
-if runtime.INTERPRET and triton.__version__.startswith("3.7."):  # others make types in other ways
-    import remembered_types
-
-    remembered_types.remember()
+remembered_types.remember()
 
 hypothesis.settings.register_profile(
     "kernelbook",

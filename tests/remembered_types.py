@@ -8,10 +8,15 @@ import functools
 import math
 from typing import Any
 
+from kernelbook import runtime
+
+# isort: split
+import triton
 from triton.language import core
 from triton.runtime import interpreter
 
-TENSOR, BLOCK, NP_DTYPE = core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype  # Triton's own
+TENSOR, BLOCK = core.tensor.__init__, core.block_type.__init__  # Triton's own
+NP_DTYPE = getattr(interpreter, "_get_np_dtype", None)
 
 
 @functools.cache
@@ -40,10 +45,12 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 def _np_dtype(dtype: Any, known: dict[str, Any] = {}) -> Any:  # noqa: B006
     name = dtype.scalar.name
     if name not in known:
-        known[name] = NP_DTYPE(dtype)
+        known[name] = NP_DTYPE(dtype)  # type: ignore[misc]
     return known[name]
 
 
 def remember() -> None:
+    if not (runtime.INTERPRET and triton.__version__.startswith("3.7.")):  # others make types in other ways
+        return
     core.block_type.__init__, core.tensor.__init__ = _init_block, _init_tensor  # type: ignore[method-assign]
     interpreter._get_np_dtype = _np_dtype

@@ -4,6 +4,7 @@ import kernelbook  # noqa: F401
 
 # isort: split
 import pytest
+import remembered_types
 import torch
 import triton
 import triton.language as tl
@@ -107,8 +108,6 @@ def test_a_value_that_nobody_set_is_not_a_zero() -> None:
 
 
 def test_remembered_types_are_those_of_triton() -> None:
-    import remembered_types
-
     def made(own: bool, dtype: tl.dtype, shape: list[int]) -> list[object]:
         with pytest.MonkeyPatch.context() as patch:
             if own:
