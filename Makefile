@@ -10,16 +10,20 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-next clean lock
+.PHONY: book test suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
-# Building the book executes every notebook, whose cells check what they claim; then every page is opened. Types are checked
-# beside the book, most of whose time one core is idle.
+# Building the book executes every notebook, whose cells check what they claim; then every page is opened. Tests and types are
+# checked beside it: each of the three leaves a core idle for a while. With a GPU one after the other: chapters take times.
 test: style
+	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened types
+
+suite: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
-	$(MAKE) -j 2 book types
+
+opened: book
 	$(MAKE) test-pages
 
 # Opens every page of the built book in Chromium, if there is one.

@@ -1,24 +1,28 @@
 """Shared by all tests. kernelbook comes first: it decides between GPU and interpreter before Triton is imported."""
 
-import kernelbook  # noqa: F401
-
-# isort: split
 import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker; processes that tests start know it from here
+
+# isort: split
+import kernelbook  # noqa: F401
 
 # isort: split
 from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
+import remembered_types
 import torch
 
 from kernelbook import runtime
 
 # isort: split
 import triton
+
+remembered_types.remember()
 
 hypothesis.settings.register_profile(
     "kernelbook",
@@ -31,7 +35,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelboo
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped, with the reason, where kernels are not compiled and launched."""
+    """Tests marked ``gpu`` are skipped, with the reason, where kernels are not compiled and launched.
+
+    Those marked ``slow`` begin first: at the end every worker has short ones, and none waits for another.
+    """
+    items.sort(key=lambda item: "slow" not in item.keywords)
     if runtime.DEVICE.type != "cuda":
         skip = pytest.mark.skip(reason="needs a GPU")
         for item in items:

@@ -7,6 +7,7 @@ first that fails ends all. It runs on GPUs over NCCL where there are any.
 import copy
 import dataclasses
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import kernelbook  # noqa: F401  before Triton
 
 # isort: split
 import pandas as pd
+import remembered_types
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -663,6 +665,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 def main() -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("SECONDS_FOR_CHECKS", "500")), exit=True)
     torch.set_num_threads(1)
+    remembered_types.remember()
+    gc.freeze()  # see conftest.py
+    gc.set_threshold(100_000, 20, 100)
     parallel.start()
     for name in sys.argv[2:]:
         CHECKS[name](Path(sys.argv[1]))

@@ -13,6 +13,7 @@ from kernelbook import cli, runtime, timing
 from kernelbook.layer_norm import op
 
 
+@pytest.mark.slow
 def test_doctor_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out

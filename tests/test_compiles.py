@@ -484,6 +484,7 @@ def test_every_room_is_compiled() -> None:
     assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"} == set(runtime.TARGETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("room", "targets"), jobs(), ids=lambda value: value if isinstance(value, str) else value[-1])
 def test_kernels_compile_without_spilling(room: str, targets: tuple[str, ...]) -> None:
     found = compiled(room, targets, recompile_every=RECOMPILE_EVERY)

@@ -4,9 +4,11 @@ import kernelbook  # noqa: F401
 
 # isort: split
 import pytest
+import remembered_types
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from kernelbook import runtime
 
@@ -103,3 +105,25 @@ def test_a_value_that_nobody_set_is_not_a_zero() -> None:
     x, y = torch.randn(20), torch.zeros(32)
     _copy_kernel[(1,)](x, y, 20, MASKED=False, SET=False, BLOCK=32)
     assert torch.equal(y[:20], x) and y[20:].isnan().all()
+
+
+def test_remembered_types_are_those_of_triton() -> None:
+    def made(own: bool, dtype: tl.dtype, shape: list[int]) -> list[object]:
+        with pytest.MonkeyPatch.context() as patch:
+            if own:
+                patch.setattr(tl.core.block_type, "__init__", remembered_types.BLOCK)
+                patch.setattr(tl.core.tensor, "__init__", remembered_types.TENSOR)
+                patch.setattr(interpreter, "_get_np_dtype", remembered_types.NP_DTYPE)
+            kind = tl.block_type(dtype, [tl.constexpr(n) for n in shape]) if shape else dtype
+            parts = [*vars(kind).items()] if shape else []
+            tensor = tl.tensor(None, kind)
+            parts += vars(tensor).items()
+            return [interpreter._get_np_dtype(kind), *((name, type(v), str(v)) for name, v in parts)]
+
+    for dtype in (tl.int1, tl.bfloat16, tl.float32, tl.pointer_type(tl.float16)):
+        for shape in ([], [1], [16], [4, 32]):
+            assert sorted(map(str, made(False, dtype, shape))) == sorted(map(str, made(True, dtype, shape)))
+    with pytest.raises(TypeError, match="0d"):
+        tl.block_type(tl.int32, [])
+    with pytest.raises(ValueError, match="power of 2"):
+        tl.block_type(tl.int32, [3])

@@ -61,6 +61,7 @@ def _modules_of(requirements: list[Requirement]) -> set[str]:
     return {module for module, by in owners.items() if wanted & {re.sub(r"[-_.]+", "-", d).lower() for d in by}}
 
 
+@pytest.mark.slow
 def test_it_imports_and_runs_with_torch_alone(built: dict[str, Path], tmp_path: Path) -> None:
     """In a folder of packages that has this environment's, but for those that only an extra brings."""
     absent = _modules_of([r for r in _metadata(built["unpacked"]).requires_dist or () if "extra" in str(r.marker)])

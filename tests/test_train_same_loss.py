@@ -22,6 +22,7 @@ def base() -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow
 def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
     lines = {
         way: same_loss.finetune(way, 3, same_loss.TINY, 3, base, lr=1e-2, small=True) for way in same_loss.WAYS
@@ -56,6 +57,7 @@ def test_replays_learn_what_launches_do(
     assert found[0] == pytest.approx(found[1], abs=1e-3 if way == "eager" else 0.02) and len(set(found[0])) == 8
 
 
+@pytest.mark.slow
 def test_what_is_not_the_loop_of_transformers_is_found(
     base: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

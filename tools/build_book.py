@@ -95,6 +95,8 @@ def execute_all(paths: list[Path], cache: Any) -> int:
     failed = 0
     # On a GPU one after the other: some of them take times.
     at_once = 1 if HAS_GPU else len(os.sched_getaffinity(0))
+    if at_once > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a notebook
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         for path, (notebook, seconds, error) in zip(paths, pool.map(execute, paths), strict=True):
             print(f"{path.name}: {seconds:.0f} s{', FAILED' if error else ''}", flush=True)
