@@ -15,6 +15,7 @@ import kernelbook as kb
 from kernelbook import arguments, check, runtime, timing
 from kernelbook.compiled import compile_calls
 from kernelbook.moe_lora import (
+    bench,
     grouped_mm_moe_lora,
     kernels,
     lora_gradients,
@@ -1035,6 +1036,18 @@ def test_real_sizes(problem: tuple[int, ...], strategy: str, dtype: torch.dtype)
             _check(_inputs(ids, experts, k, n, rank, dtype), ids, strategy=strategy)
             inputs = _inputs(ids, experts, k, n, rank, dtype, grouped_in=True, with_bias=True, gates=torch.float32)
             _check(inputs, ids, strategy=strategy, grouped_in=True)
+
+
+@pytest.mark.parametrize("tokens", (1, 4, 2048))
+def test_bytes_are_counted_of_the_experts_that_tokens_choose(tokens: int) -> None:
+    """A few tokens do not reach every expert; a measured call reads the weights of those that have rows."""
+    shape = bench.Shape(8, 32, 48, 2, tokens=tokens)
+    ids = bench._Inputs.of(shape, torch.bfloat16).ids
+    assert all(len(set(chosen)) == 2 for chosen in ids.tolist())
+    case = bench._case("scatter2scatter", "forward", shape, bench._base)
+    rows, used = 2 * tokens, len(ids.unique())
+    assert case.gbytes * 1e9 == pytest.approx(2 * (tokens * 32 + used * 32 * 48 + rows * 48))
+    assert tokens != 4 or used < 8  # else this would not tell experts with rows from all
 
 
 @pytest.mark.gpu

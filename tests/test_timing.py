@@ -228,8 +228,9 @@ def test_what_is_compared_has_its_turn_in_each_round() -> None:
     x, order = torch.randn(2**20, device=runtime.DEVICE), []
     calls = {name: lambda name=name: (order.append(name), x.add_(1)) for name in "ab"}
     times = timing.measure_in_turn(calls, rep_ms=3, min_samples=6)
-    changes = sum(one != other for one, other in itertools.pairwise(order))
-    assert changes == 2 * timing.ROUNDS + 1  # each is called first to see how long it takes
+    turns = "".join(name for name, _ in itertools.groupby(order))
+    # Each is called first to see how long it takes; every second round goes backwards, and begins with who ended the last.
+    assert turns == "ab" + "ab" * (timing.ROUNDS // 2) + "a"
     assert times["a"].samples >= 6 and 0.8 < times["a"].ms / times["b"].ms < 1.25
 
 

@@ -74,7 +74,7 @@ LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us"
 # version is the same wherever it is computed.
 SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tiles.py", "packed", "tuned")
 WARMUP_MS = 25.0
-ROUNDS = 3  # in which the providers of a case have their turns
+ROUNDS = 4  # in which the providers of a case have their turns; even, since every second round goes backwards
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
 
@@ -117,13 +117,13 @@ def measure_in_turn(
     """:func:`measure` of each call, in :data:`ROUNDS` rounds in which each has its turn.
 
     A GPU's clock falls with its power and heat, by some per cent within a second of hard work: so what is compared meets the
-    same clock.
+    same clock. A call that needs little power leaves a faster clock to the next one, so every second round goes backwards.
     """
     rounds = ROUNDS if runtime.DEVICE.type == "cuda" else 1
     samplers = {name: _sampler(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, sample in samplers.items():
+    for turn in range(rounds):
+        for name, sample in list(samplers.items())[:: -1 if turn % 2 else 1]:
             times[name] += sample(WARMUP_MS / rounds, rep_ms / rounds, math.ceil(min_samples / rounds))
     return {name: Timing.of(samples) for name, samples in times.items()}
 

@@ -75,9 +75,16 @@ def projections(model: str) -> dict[str, Shape]:
     }
 
 
+@functools.lru_cache(maxsize=64)
+def _chosen(tokens: int, experts: int, slots: int) -> torch.Tensor:
+    """-> (T, k) int64 on the CPU: k different experts of each token, all alike; the same ones on every machine."""
+    drawn = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    return drawn.topk(slots).indices
+
+
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """Random tensors, and the routing as both sides take it: every token goes to k different experts, all alike."""
+    """Random tensors, and the routing as both sides take it."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -91,7 +98,7 @@ class _Inputs:
     @classmethod
     def of(cls, shape: Shape, dtype: torch.dtype) -> "_Inputs":
         device = runtime.DEVICE
-        ids = torch.rand(shape.tokens, shape.experts, device=device).argsort(1)[:, : shape.slots].contiguous()
+        ids = _chosen(shape.tokens, shape.experts, shape.slots).to(device)
         order, inverse, offsets = route_reference(ids, shape.experts)
 
         def randn(*size: int) -> torch.Tensor:
@@ -355,8 +362,8 @@ def _case(
 
 
 def _used(shape: Shape) -> int:
-    """Experts that have rows: at most so many, and nearly so many where tokens choose at random."""
-    return min(shape.experts, shape.rows)
+    """Experts that have rows."""
+    return len(_chosen(shape.tokens, shape.experts, shape.slots).unique())
 
 
 def _x_elements(shape: Shape) -> int:
