@@ -22,7 +22,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -313,14 +315,22 @@ def _text_of(kernel: Any) -> str:
         place = f"{function.__module__}.{function.__qualname__}"
         if place in found:
             continue
-        found[place] = function.src
-        for name in sorted({node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}):
+        found[place] = function.src if isinstance(function, JITFunction) else inspect.getsource(function)
+        definition: Any = ast.parse(textwrap.dedent(found[place])).body[0]
+        nodes = list(ast.walk(definition))
+        # Globals of these names are not read.
+        own = {node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)}
+        own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        for name in sorted({node.id for node in nodes if isinstance(node, ast.Name)} - own):
             value = function.__globals__.get(name)
             of_triton = getattr(value, "__module__", "").partition(".")[0] == "triton"
             if inspect.ismodule(value) or (of_triton and not isinstance(value, triton.language.constexpr)):
                 continue  # Triton's version stands in the key
-            if isinstance(value, JITFunction):
-                waiting.append(value)
+            called = (
+                value if isinstance(value, JITFunction) else getattr(value, "fn", value)
+            )  # a constexpr_function has fn
+            if isinstance(called, JITFunction | types.FunctionType):
+                waiting.append(called)
             elif inspect.isclass(value):
                 found[f"{place} {name}"] = inspect.getsource(value)
             elif value is not None:
