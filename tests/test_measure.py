@@ -137,7 +137,7 @@ def test_the_command_runs_what_was_asked_for_and_needs_a_gpu(
     tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs = [_job(tool, name, tool.QUIET, 0.0) for name in ("one", "two")]
-    monkeypatch.setattr(tool, "plan", lambda out: jobs)
+    monkeypatch.setattr(tool, "plan", lambda out, also: jobs)
     monkeypatch.setattr(tool, "healthy", lambda gpus, out: [gpu for gpu in gpus if gpu != "1"])
     monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
     how = ["--seconds", "30", "--out", str(tmp_path), "--only", "two"]
@@ -184,6 +184,29 @@ def test_every_case_is_in_one_job(tool: Any, axolotl: bool, monkeypatch: pytest.
     for warm in (False, True):
         named = {name for name, *how in groups if bool(how) == warm}
         assert {tool.measure_job.group(plan, task=warm) for plan in bench_whole_model.plans()} == named
+
+
+def test_peers_of_one_room_make_jobs_of_that_room_alone(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a job finds on its path and what the plan knew of it must be the same: else cases are in no job."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "axolotl").exists()])
+        (tmp_path / "axolotl").mkdir()
+        (tmp_path / "axolotl" / "__init__.py").touch()
+        assert not peers.has("axolotl")
+        jobs = tool.plan(tmp_path, [f"moe_lora={tmp_path}"])
+        assert not peers.has("axolotl")
+    searched = [job.name for job in jobs if "TRITON_CACHE_AUTOTUNING" in job.env]
+    assert searched and all(name.startswith("moe_lora-") for name in searched)
+    given = {job.name for job in jobs if str(tmp_path) in job.env.get("PYTHONPATH", "").split(":")}
+    of_room = {
+        job.name for job in jobs if job.command[3] in ("cases", "warm", "extras") and job.command[4] == "moe_lora"
+    }
+    assert given == of_room > set(searched)
+    with pytest.raises(SystemExit):
+        tool.main(["--list", "--also", "moe=/there"])
+    assert "--also must be ROOM=FOLDERS" in capsys.readouterr().err
 
 
 def test_what_may_not_fit_is_measured_last(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

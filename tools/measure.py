@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import measure_job
@@ -87,38 +87,63 @@ def words(*arguments: object) -> tuple[str, ...]:
     return (sys.executable, str(ROOT / "tools" / "measure_job.py"), "{out}", *map(str, arguments))
 
 
-def plan(out: Path) -> list[Job]:
-    """All jobs."""
+def plan(out: Path, also: Sequence[str] = ()) -> list[Job]:
+    """All jobs. ``also``: folders, given as ROOM=FOLDERS, with peers that would cost the other rooms' jobs time to import."""
     sources = digest(*(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))))
     script, what = ROOT / "tools" / "evidence" / "record.py", "fuzz warm repeats largest handshake sanitizers"
     command = (sys.executable, str(script), "--only", *what.split(), "--seconds", "{seconds}", "--out", "{out}")
     evidence = Job("evidence", command, sources, LAST, LONGEST, 2 * JOB_SECONDS, cores(), every_gpu=True)
-    return [*_rooms(out), *_whole_models(), *_chapters(sources), *_training(), evidence]
+    return [
+        *_rooms(out, dict(text.split("=", 1) for text in also)),
+        *_whole_models(),
+        *_chapters(sources),
+        *_training(),
+        evidence,
+    ]
 
 
-def _rooms(out: Path) -> Iterator[Job]:
-    blocks = cli.modules_measured()
-    for room in [*cli.rooms(), *blocks]:
-        version = measure_job.package_of(room)
-        for which in ("room", "models"):
-            ranks = collections.Counter(measure_job.searched(room, case) for case in measure_job.listed(room, which))
-            for rank, count in ranks.items():
-                name = "-".join(filter(None, [room, which if which == "models" else "", rank]))
-                # What a peer's search found is kept under a key without the rank: a cache each.
-                env = {"TRITON_CACHE_DIR": str(out / "cache" / f"triton-{room}-{rank}")} if rank else {}
-                n = count if rank else math.ceil(count / (WARM_BLOCKS if room in blocks else WARM_CASES))
-                for i, share in itertools.product(range(n), ("0/2", "1/2") if rank else ("0/1",)):
-                    command = words("warm", room, which, f"{i}/{n}", rank, share)
-                    first = JOB_SECONDS + (room in blocks)  # these begin first
-                    yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, first, env=env)
-                env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if rank else {}
-                total = count * LONG_SECONDS.get(room, CASE_SECONDS)
-                n = math.ceil(total / PART_SECONDS)
-                for i in range(n):
-                    command, seconds = words("cases", room, which, f"{i}/{n}", rank), total / n
-                    yield Job(f"{name}-{i}", command, version, seconds=START_SECONDS + seconds, env=env)
-        if hasattr(cli._bench_of(room), "extras"):
-            yield Job(f"extras-{room}", words("extras", room), version, replaces=True)
+@contextlib.contextmanager
+def _importing(folders: str) -> Iterator[None]:
+    """With ``folders`` on the path: what there is to measure depends on which peers there are."""
+    before = list(sys.path)
+    sys.path += filter(None, folders.split(os.pathsep))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _rooms(out: Path, also: Mapping[str, str]) -> Iterator[Job]:
+    for room in [*cli.rooms(), *cli.modules_measured()]:
+        with _importing(also.get(room, "")):
+            jobs = list(_of_room(room, out))
+        if room in also:
+            path = os.pathsep.join([environment()["PYTHONPATH"], also[room]])
+            jobs = [dataclasses.replace(job, env=job.env | {"PYTHONPATH": path}) for job in jobs]
+        yield from jobs
+
+
+def _of_room(room: str, out: Path) -> Iterator[Job]:
+    version, blocks = measure_job.package_of(room), cli.modules_measured()
+    for which in ("room", "models"):
+        ranks = collections.Counter(measure_job.searched(room, case) for case in measure_job.listed(room, which))
+        for rank, count in ranks.items():
+            name = "-".join(filter(None, [room, which if which == "models" else "", rank]))
+            # What a peer's search found is kept under a key without the rank: a cache each.
+            env = {"TRITON_CACHE_DIR": str(out / "cache" / f"triton-{room}-{rank}")} if rank else {}
+            n = count if rank else math.ceil(count / (WARM_BLOCKS if room in blocks else WARM_CASES))
+            for i, share in itertools.product(range(n), ("0/2", "1/2") if rank else ("0/1",)):
+                command = words("warm", room, which, f"{i}/{n}", rank, share)
+                first = JOB_SECONDS + (room in blocks)  # these begin first
+                yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, first, env=env)
+            env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if rank else {}
+            total = count * LONG_SECONDS.get(room, CASE_SECONDS)
+            n = math.ceil(total / PART_SECONDS)
+            for i in range(n):
+                command, seconds = words("cases", room, which, f"{i}/{n}", rank), total / n
+                yield Job(f"{name}-{i}", command, version, seconds=START_SECONDS + seconds, env=env)
+    if hasattr(cli._bench_of(room), "extras"):
+        yield Job(f"extras-{room}", words("extras", room), version, replaces=True)
 
 
 def _whole_models() -> Iterator[Job]:
@@ -148,14 +173,6 @@ def _training() -> Iterator[Job]:
     for way, seed in itertools.product(same_loss.WAYS, range(3)):
         name, command = f"loss-{way.replace(':', '-')}-{seed}", words(*loss, way, "--seeds", seed)
         yield Job(name, command, version, LOUD, JOB_SECONDS, JOB_SECONDS, needs="loss-base")
-
-
-def beside(jobs: Sequence[Job], also: Sequence[str]) -> None:
-    """Puts folders, given as ROOM=FOLDERS, on the path of a room's jobs: peers that cost the other rooms' time."""
-    for room, _, folders in (text.partition("=") for text in also):
-        for job in jobs:
-            if re.match(rf"(warm-|extras-)?{re.escape(room)}(-|$)", job.name):
-                job.env = job.env | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], folders])}
 
 
 def environment() -> dict[str, str]:
@@ -385,9 +402,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
     parser.add_argument("--dry", action="store_true", help="with --merge: only say what would be taken")
     given = parser.parse_args(arguments)
+    known = {*cli.rooms(), *cli.modules_measured()}
+    if wrong := [text for text in given.also if "=" not in text or text.split("=")[0] not in known]:
+        parser.error(f"--also must be ROOM=FOLDERS with a room of {', '.join(sorted(known))}, got {wrong[0]!r}")
     out = (given.merge or given.out).resolve()
-    jobs = plan(out)
-    beside(jobs, given.also)
+    jobs = plan(out, given.also)
     if given.merge:
         merge(out, timing.results_dir(), jobs, dry=given.dry)
         return 0
