@@ -75,6 +75,7 @@ LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us"
 SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tiles.py", "packed", "tuned")
 WARMUP_MS = 25.0
 ROUNDS = 4  # in which the providers of a case have their turns; even, since every second round goes backwards
+BOUNDS = ("packed_cublas",)  # providers that do a part of the work only: no peer, since nobody can call one instead
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
 
