@@ -37,7 +37,7 @@ LINES = {
     ("moe_block", "moe_block", "forward_backward"): "a 4-bit MoE block, both passes",
 }
 # Not what one would use: the operands of the one were packed before, the others are there for scale.
-FOR_SCALE = ("packed_cublas", "python_loop", "sdpa_math", "eager")
+FOR_SCALE = (*timing.BOUNDS, "python_loop", "sdpa_math", "eager")
 POINT = ["run", "op", "mode", "dtype", "shape", "x_name", "x"]
 COLORS = (plots.BLUE, plots.ORANGE, plots.GREY)
 

@@ -326,9 +326,8 @@ def _text_of(kernel: Any) -> str:
             of_triton = getattr(value, "__module__", "").partition(".")[0] == "triton"
             if inspect.ismodule(value) or (of_triton and not isinstance(value, triton.language.constexpr)):
                 continue  # Triton's version stands in the key
-            called = (
-                value if isinstance(value, JITFunction) else getattr(value, "fn", value)
-            )  # a constexpr_function has fn
+            # A constexpr_function holds what it calls as ``fn``.
+            called = value if isinstance(value, JITFunction) else getattr(value, "fn", value)
             if isinstance(called, JITFunction | types.FunctionType):
                 waiting.append(called)
             elif inspect.isclass(value):
