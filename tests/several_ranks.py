@@ -31,10 +31,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime
 from kernelbook.distributed import (
     ExpertParallel,
-    bench_several_gpus,
     by_expert,
     fully_shard,
     keep_equal,
@@ -44,8 +43,10 @@ from kernelbook.distributed import (
 )
 from kernelbook.distributed import expert_parallel as expert_parallel_module
 from kernelbook.distributed.exchange import exchange
+from kernelbook.lab import timing
+from kernelbook.lab.bench import several_gpus
+from kernelbook.lab.bench.moe_block import block_reference
 from kernelbook.nn import MoELayer, SparseLinear
-from kernelbook.nn.bench_moe_block import block_reference
 from kernelbook.nn.moe import LoRAPair, quantize_parameter
 from kernelbook.train import CONFIGS, Trainer, parallel
 from kernelbook.train.parallel import ParallelTrainer
@@ -242,7 +243,7 @@ def in_a_graph(folder: Path) -> None:
             out = layer.experts(own, ids, weights)
             return [out.detach(), *(_local(g) for g in torch.autograd.grad(out, [own, weights, *leaves], up))]
 
-        replay = bench_several_gpus._captured(step)
+        replay = several_gpus._captured(step)
         for tokens in reversed(given):
             for tensor, name in ((x, "x"), (gates, "gates"), (ids, "ids"), (up, "up")):
                 tensor.copy_(tokens[name])
@@ -619,18 +620,18 @@ def resumes_fsdp(folder: Path) -> None:
 
 def measures(folder: Path) -> None:
     """Every section of the bench yields rows that a results file takes, on one rank's count too."""
-    bench_several_gpus.CHECKED = 4
-    bench_several_gpus._measure = lambda call, *_: (call(), timing.Timing(1.0, 1.0, 1.0, 1))[1]  # type: ignore[assignment]
-    bench_several_gpus.bench_moe_block.MODELS["small"] = (4, 32, 32, 2)
-    small = bench_several_gpus.Sizes(
+    several_gpus.CHECKED = 4
+    several_gpus._measure = lambda call, *_: (call(), timing.Timing(1.0, 1.0, 1.0, 1))[1]  # type: ignore[assignment]
+    several_gpus.moe_block.MODELS["small"] = (4, 32, 32, 2)
+    small = several_gpus.Sizes(
         mib=(0.01,), models=("small",), tokens=((2, 4),), strong=(4,), layers=2, active=(0.5, 1.0), sparse=(64, 16, 16),
         train=("tiny",), settings=(("context", 8), ("refresh_every", 5)), sequences=(1, 2), steps=1, samples=2,
     )  # fmt: skip
-    rows = {name: list(section()) for name, section in bench_several_gpus.sections(small).items()}
+    rows = {name: list(section()) for name, section in several_gpus.sections(small).items()}
     assert rows["layers"] and rows["train"]
     assert bool(rows["peers"]) == (DEVICE.type == "cuda")
     table = pd.DataFrame([row for found in rows.values() for row in found])
-    assert not table.duplicated(list(bench_several_gpus.KEY)).any()
+    assert not table.duplicated(list(several_gpus.KEY)).any()
     assert {*table.columns} <= {*timing.COLUMNS}
     kept = table[table["op"] == "expert_weights"].set_index("provider")["peak_mib"].astype(float)
     ranks = dist.get_world_size()

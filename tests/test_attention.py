@@ -16,7 +16,7 @@ from tensors import call_with, label, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
-from kernelbook import autotune, check, compiled, runtime, timing
+from kernelbook import check, plans, runtime
 from kernelbook.attention import (
     causal_mask_reference,
     flash_attention_backward_reference,
@@ -25,6 +25,7 @@ from kernelbook.attention import (
     kernels_decode,
     op,
 )
+from kernelbook.lab import compiled, timing
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -136,9 +137,9 @@ def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """For tests that change how plans are made."""
-    autotune.forget()
+    plans.forget()
     yield
-    autotune.forget()
+    plans.forget()
 
 
 def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:

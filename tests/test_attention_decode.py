@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from kernelbook import autotune, check, launching, runtime, timing
+from kernelbook import check, launching, plans, runtime
 from kernelbook.attention import (
     append_to_pages_reference,
-    bench,
     flash_attention_reference,
     kernels_decode,
     paged_attention_reference,
 )
+from kernelbook.lab import timing
+from kernelbook.lab.bench import attention as bench
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -28,7 +29,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
     """Once called, keys are split over so many programs, in tiles of 16, and the columns of the result into pieces."""
 
     def split(splits: int, pieces: int = 1) -> None:
-        autotune.forget()
+        plans.forget()
         monkeypatch.setattr(kernels_decode, "_splits", lambda *_: (0.0, splits))
         monkeypatch.setattr(kernels_decode, "_pieces", lambda *_: [pieces])
 
@@ -40,7 +41,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
         monkeypatch.setattr(kernels_decode, "_tiles", tiles)
 
     yield split
-    autotune.forget()
+    plans.forget()
 
 
 def _qkv(b: int, h: int, h_kv: int, n: int, s: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -440,7 +441,7 @@ def test_bitwise_reproducible() -> None:
 @pytest.mark.parametrize("n", (1, 40))
 def test_what_a_call_launched_is_launched_again(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For other tensors of its kind; and not where they begin elsewhere, somebody looks on, or an argument is wrong."""
-    autotune.forget()
+    plans.forget()
     launched, real = [], launching.Launch.__call__
     monkeypatch.setattr(launching.Launch, "__call__", lambda *args: launched.append(args) or real(*args))
     for i in range(5):
@@ -466,7 +467,7 @@ def test_what_a_call_launched_is_launched_again(n: int, monkeypatch: pytest.Monk
     torch.autograd.grad(kb.flash_attention(q, k, v).sum(), q)
     with torch.no_grad():
         assert torch.equal(kb.flash_attention(q, k, v), first)
-    autotune.forget()
+    plans.forget()
     before = len(launched)
     kb.flash_attention(q.detach(), k, v)
     assert len(launched) == before + 1

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import kernelbook
-from kernelbook import cli, runtime, timing
+from kernelbook import runtime
+from kernelbook.lab import cli, timing
 from kernelbook.layer_norm import op
 
 
@@ -89,8 +90,8 @@ class _Bench:
     """What ``bench`` sees of a room: the cases, and a table of another kind after which an error comes."""
 
     def __init__(self, folder: Path, *cases: timing.Case, extras_fail: bool = False) -> None:
-        self.__file__ = str(folder / "room" / "bench.py")
-        self.__name__ = "kernelbook.room.bench"
+        self.SOURCES = (folder / "room", folder / "lab" / "bench" / "room.py")
+        self.__name__ = "kernelbook.lab.bench.room"
         self._cases, self._extras_fail = cases, extras_fail
 
     def cases(self) -> tuple[timing.Case, ...]:
@@ -198,7 +199,7 @@ def test_a_case_that_raises_does_not_lose_the_others(
     lost = [line for line in capsys.readouterr().err.splitlines() if line.startswith("NOT RECORDED")]
     assert lost == [
         "NOT RECORDED: double forward float32 N=8 N=1: RuntimeError: no such kernel",
-        "NOT RECORDED: kernelbook.room.bench.extras: RuntimeError: no second table",
+        "NOT RECORDED: kernelbook.lab.bench.room.extras: RuntimeError: no second table",
     ]
 
 

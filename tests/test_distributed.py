@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernelbook import cli, runtime
+from kernelbook import runtime
 from kernelbook.distributed import ExpertParallel, by_expert, exchange, keep_equal, reduce_active_rows
+from kernelbook.lab import cli
 from kernelbook.nn import GatedExperts
 from kernelbook.nn.moe import quantize_parameter, stored_weight
 

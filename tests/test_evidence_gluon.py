@@ -13,7 +13,7 @@ import torch
 import triton
 from tensors import far_apart, guarded_memory, randn
 
-from kernelbook import arguments, autotune, check, runtime
+from kernelbook import arguments, check, plans, runtime
 from kernelbook.attention import flash_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_hopper as hopper
@@ -33,18 +33,18 @@ F16 = torch.float16
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[products.Plan | None]]:
     """As on a small Hopper, whose programs have several groups of rows each -> what is launched."""
-    plan, plans = products.plan, []
+    plan, made = products.plan, []
     small = dataclasses.replace(runtime.TARGETS["sm_90"], num_sms=2)
 
     def planned(*args: Any) -> products.Plan | None:
-        plans.append(plan(*args[:-1], small))
-        return plans[-1]
+        made.append(plan(*args[:-1], small))
+        return made[-1]
 
     monkeypatch.setattr(products, "plan", planned)
     for name in ("PACKED_ROWS", "PACKED_ELEMENTS"):
         monkeypatch.setattr(nf4_kernels, name, 0)
     with interpreted():
-        yield plans
+        yield made
 
 
 def _packed(kind: str, *shape: int) -> kb.NF4Tensor:
@@ -75,8 +75,8 @@ def _check(
         check.compare("out", result, truth, plain).require()
 
 
-def _were(kinds: set[str], plans: list[products.Plan | None]) -> None:
-    assert {plan.kind if plan else "none" for plan in plans} == kinds, plans
+def _were(kinds: set[str], made: list[products.Plan | None]) -> None:
+    assert {plan.kind if plan else "none" for plan in made} == kinds, made
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hopper, "forward_grid", grid)
     monkeypatch.setattr(hopper, "parts", lambda heads, s, group, d, num_sms: 1 if causal else max(1, group // 2))
     monkeypatch.setattr(attention_kernels, "section", lambda *_: 4)
-    autotune.forget()
+    plans.forget()
     shapes = {"q": (b, h, n, d), "k": (b, h_kv, s, d), "v": (b, h_kv, s, d)}
     inputs = {name: randn(*shape, dtype=F16) for name, shape in shapes.items()}
     if n % 20:  # probabilities of what does not exist would be large
@@ -269,5 +269,5 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         inputs,
         grads=("q", "k", "v"),
     )
-    autotune.forget()
+    plans.forget()
     assert {*launched} == {"fwd", "dkdv", "dq"}

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import triton
 from tensors import randn
 
-from kernelbook import autotune, check, runtime
-from kernelbook.compiled import compile_calls
+from kernelbook import check, plans, runtime
+from kernelbook.lab.compiled import compile_calls
 from kernelbook.layer_norm import kernels, rms_norm_reference
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference, nf4_quantize_reference
@@ -86,10 +86,10 @@ def _small_tiles(
     monkeypatch.setattr(kernels, "plan_forward", lambda *_: forward)
     monkeypatch.setattr(kernels, "looped_config", lambda *_: triton.Config({"BLOCK_N": 64}, num_warps=4))
     monkeypatch.setattr(kernels, "plan_backward", lambda *_: kernels.BackwardPlan(backward, 2))
-    autotune.forget()
+    plans.forget()
     yield
     monkeypatch.undo()
-    autotune.forget()
+    plans.forget()
 
 
 @pytest.fixture
@@ -257,10 +257,10 @@ def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nf4_kernels, "quantize_config", lambda _: triton.Config({"BLOCKS": 2}, num_warps=1))
     monkeypatch.setattr(nf4_kernels, "matmul_config", lambda *_: triton.Config(matmul, num_warps=1))
     monkeypatch.setattr(nf4_kernels, "MATMUL_TOKENS", 2)
-    autotune.forget()
+    plans.forget()
     yield
     monkeypatch.undo()
-    autotune.forget()
+    plans.forget()
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")

@@ -13,7 +13,7 @@ import re
 import pytest
 
 from kernelbook.attention import kernels_hopper
-from kernelbook.compiled import compile_calls
+from kernelbook.lab.compiled import compile_calls
 
 STEP = """
 import torch, kernelbook as kb

@@ -13,7 +13,7 @@ import torch
 import triton
 from tensors import randn
 
-from kernelbook import arguments, autotune, check, runtime
+from kernelbook import arguments, check, plans, runtime
 from kernelbook.moe_lora import kernels, lora_gradients, moe_lora_reference, op, thin_products
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
@@ -136,9 +136,9 @@ def _tiles(**configs: triton.Config | ffn_kernels.Plan) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, config in configs.items():
             patch.setattr(ffn_kernels, name, (lambda *_, c=config: c) if name == "plan" else config)
-        autotune.forget()  # a call of another plan is not repeated
+        plans.forget()  # a call of another plan is not repeated
         yield
-    autotune.forget()
+    plans.forget()
 
 
 def _check_ffn(

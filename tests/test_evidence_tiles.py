@@ -14,11 +14,12 @@ import triton
 from tensors import randn
 from triton.runtime import interpreter
 
-from kernelbook import arguments, autotune, check, runtime
+from kernelbook import arguments, check, plans, runtime
 from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
 from kernelbook.interop import rotary
+from kernelbook.lab.bench.sparse_inference import Predictor
 from kernelbook.moe_lora import kernels as moe_kernels
 from kernelbook.moe_lora import moe_lora_reference
 from kernelbook.moe_lora import op as moe_op
@@ -32,7 +33,6 @@ from kernelbook.sparse_linear import sparse_dw_reference, sparse_dx_reference, s
 from kernelbook.train import kernels as train_kernels
 from kernelbook.train.chunks import Layout, knn_scores, knn_scores_reference, top_chunks, top_chunks_reference
 from kernelbook.train.optimizer import ChunkAdamW
-from kernelbook.train.sparse_inference import Predictor
 
 pytestmark = pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")
 
@@ -40,10 +40,10 @@ pytestmark = pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No plan outlives a test."""
-    autotune.forget()
+    plans.forget()
     yield
     monkeypatch.undo()
-    autotune.forget()
+    plans.forget()
 
 
 # --- sparse_linear --------------------------------------------------------------------------------------------------

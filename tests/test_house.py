@@ -8,38 +8,35 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernelbook import cli
+from kernelbook.lab import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "kernelbook"
 ROOMS = cli.rooms()
-ABOVE_THE_ROOMS = {"nn", "distributed", "train", "interop", "cli", "__main__"}
+ABOVE_THE_ROOMS = {"nn", "distributed", "train", "interop", "lab"}
 
 # What each door of a room may import of the package (the room's own modules apart) and of the outside world.
 DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
-    "kernels.py": {"kernelbook": {"runtime", "autotune", "packed", "tiles"}, "outside": {"torch", "triton"}},
+    "kernels.py": {"kernelbook": {"runtime", "plans", "packed", "tiles"}, "outside": {"torch", "triton"}},
     "op.py": {
-        "kernelbook": {"runtime", "arguments", "launching", "autotune", "packed"},
+        "kernelbook": {"runtime", "arguments", "launching", "plans", "packed"},
         "outside": {"torch", "triton"},
-    },
-    "bench.py": {
-        "kernelbook": {"runtime", "check", "timing", "arguments", "launching", "models", "floor", "packed", "peers"},
-        "outside": None,
     },
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py.
 DOORS_THAT_MAY_BE = {"kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"]}
+# A room is measured by lab/bench/<room>.py.
+BENCH = {"runtime", "check", "arguments", "launching", "packed", "lab"}
 # What kernels of several rooms call, and the kernels that only read, which benches measure.
-SHARED_BY_KERNELS = {"tiles.py", "floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
+SHARED_BY_KERNELS = {"tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
     "kernels_hopper.py": set(),
     "kernels_decode.py": {"kernels"},
     "op.py": {"kernels", "kernels_hopper", "kernels_decode"},
-    "bench.py": {"kernels", "op", "reference"},
     "__init__.py": {"op", "reference", "kernels"},
 }
 
@@ -69,8 +66,10 @@ def broken_rules(path: str, source: str) -> list[str]:
         head, *rest = name.split(".")
         if head in ("tests", "pytest", "notebooks", "conftest"):
             broken.append(f"{path} imports {name}: src never imports tests or notebooks")
-        if head == "matplotlib" and path != "plots.py":
-            broken.append(f"{path} imports {name}: only plots.py draws")
+        if head == "matplotlib" and path != "lab/plots.py":
+            broken.append(f"{path} imports {name}: only lab/plots.py draws")
+        if head == "kernelbook" and rest[:1] == ["lab"] and top not in ("lab", "__main__"):
+            broken.append(f"{path} imports {name}: the library imports nothing of the laboratory")
         room_of_import = rest[0] if head == "kernelbook" and rest and rest[0] in ROOMS else None
         if room_of_import and top not in ABOVE_THE_ROOMS and path != "__init__.py" and top != room_of_import:
             broken.append(f"{path} imports {name}: a room's inside is the room's own")
@@ -85,6 +84,10 @@ def broken_rules(path: str, source: str) -> list[str]:
                     broken.append(f"{path} imports {name}: {parts[1]} may not")
             elif not _is_standard(head) and door["outside"] is not None and head not in door["outside"]:
                 broken.append(f"{path} imports {name}: {parts[1]} may not")
+        if parts[:2] == ("lab", "bench") and Path(path).stem in ROOMS and head == "kernelbook" and rest:
+            of_its_room = rest[0] == Path(path).stem and rest[1] in ("kernels", "op", "reference")
+            if not of_its_room and rest[0] not in BENCH:
+                broken.append(f"{path} imports {name}: a room's bench may not")
     return broken
 
 
@@ -98,16 +101,19 @@ def test_imports_keep_the_rules() -> None:
     [
         ("layer_norm/op.py", "from kernelbook.layer_norm.reference import layer_norm_reference"),
         ("layer_norm/op.py", "from kernelbook.layer_norm import reference"),
-        ("layer_norm/kernels.py", "from kernelbook import timing"),
+        ("layer_norm/kernels.py", "from kernelbook import check"),
+        ("layer_norm/kernels.py", "from kernelbook.lab import timing"),
+        ("interop/transformers.py", "from kernelbook.lab import profiling"),
+        ("plans.py", "import kernelbook.lab.tuning"),
         ("layer_norm/kernels.py", "from kernelbook import launching"),
         ("layer_norm/reference.py", "import triton"),
         ("layer_norm/reference.py", "from kernelbook import runtime"),
-        ("layer_norm/bench.py", "from kernelbook.nn import LayerNorm"),
+        ("lab/bench/layer_norm.py", "from kernelbook.nn import LayerNorm"),
         ("layer_norm/op.py", "import pandas"),
         ("check.py", "from kernelbook.layer_norm import layer_norm"),
-        ("timing.py", "import pytest"),
+        ("lab/timing.py", "import pytest"),
         ("nn/layers.py", "import matplotlib.pyplot as plt"),
-        ("cli.py", "from tests.test_house import imports"),
+        ("lab/cli.py", "from tests.test_house import imports"),
     ],
 )
 def test_a_forbidden_import_is_found(path: str, line: str) -> None:
@@ -121,6 +127,8 @@ def test_a_forbidden_import_is_found(path: str, line: str) -> None:
         ("layer_norm/kernels.py", "import triton.language as tl"),
         ("nn/layers.py", "from kernelbook.layer_norm import layer_norm"),
         ("__init__.py", "from kernelbook.layer_norm import layer_norm"),
+        ("__main__.py", "from kernelbook.lab.cli import main"),
+        ("lab/bench/layer_norm.py", "from kernelbook.layer_norm import kernels"),
     ],
 )
 def test_an_allowed_import_is_not(path: str, line: str) -> None:
@@ -146,10 +154,11 @@ def test_kernels_live_in_rooms_in_the_modules_in_the_training_loop_and_between_r
             }, path
 
 
-def test_rooms_have_five_doors_one_stem_each() -> None:
+def test_rooms_have_four_doors_and_one_stem() -> None:
     chapters = (ROOT / "_toc.yml").read_text()
     for room in ROOMS:
         assert {path.name for path in (SRC / room).glob("*.py")} >= set(DOORS), room
+        assert (SRC / "lab" / "bench" / f"{room}.py").is_file(), room
         assert (ROOT / "tests" / f"test_{room}.py").is_file(), room
         # A room with two chapters adds what each is about: attention_forward, attention_backward.
         assert re.search(rf"^ *- file: notebooks/{room}(_\w+)?$", chapters, re.MULTILINE), room
@@ -167,7 +176,13 @@ def _environment_reads(source: str) -> list[str]:
 def test_only_runtime_reads_the_environment_and_makes_a_device() -> None:
     # A new process gets a changed copy of the environment, which is no setting read; nor is it one that ranks compare which
     # GPUs they see, before they take each other's device numbers for their own.
-    passes_it_on = {"compiled.py", "timing.py", "tuning.py", "distributed/notebook.py", "distributed/windows.py"}
+    passes_it_on = {
+        "lab/compiled.py",
+        "lab/timing.py",
+        "lab/tuning.py",
+        "distributed/notebook.py",
+        "distributed/windows.py",
+    }
     for path in SRC.rglob("*.py"):
         name, source = str(path.relative_to(SRC)), path.read_text()
         if name != "runtime.py":

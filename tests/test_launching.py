@@ -31,7 +31,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
-from kernelbook import arguments, autotune, launching, nn, runtime
+from kernelbook import arguments, launching, nn, plans, runtime
 
 
 def test_cdiv_is_tritons() -> None:
@@ -735,7 +735,7 @@ def test_what_changes_a_call_ends_its_repetition(
     if what == "dropped":
         fake.device_caches.clear()
     elif what == "plans":
-        autotune.forget()
+        plans.forget()
     elif what == "device":
         fake.device = 1
     elif what == "watched":
@@ -809,7 +809,7 @@ def test_what_is_repeated_is_what_is_computed(name: str, gradients: bool, monkey
     """On a GPU, bit for bit, for other tensors each time: the calls that are repeated, and the same ones thought anew."""
     if gradients and name not in ("layer_norm", "rms_norm", "flash_attention", "moe_lora") and "ffn" not in name:
         pytest.skip("no gradients, or not by launches alone")
-    autotune.forget()
+    plans.forget()
     thought, real = [], launching.Launch.__call__
     monkeypatch.setattr(launching.Launch, "__call__", lambda *args: thought.append(args) or real(*args))
     for i in range(6):

@@ -12,7 +12,8 @@ from tensors import far_apart, label, randn
 
 import kernelbook as kb
 from kernelbook import check, runtime
-from kernelbook.layer_norm import bench, kernels, layer_norm_backward_reference, layer_norm_reference, op
+from kernelbook.lab.bench import layer_norm as bench
+from kernelbook.layer_norm import kernels, layer_norm_backward_reference, layer_norm_reference, op
 from kernelbook.nn import LayerNorm
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

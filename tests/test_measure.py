@@ -14,8 +14,9 @@ import pytest
 import triton
 from programs import TOOLS, program
 
-from kernelbook import cli, peers, runtime, timing
-from kernelbook.interop import bench_whole_model
+from kernelbook import runtime
+from kernelbook.lab import baselines, cli, timing
+from kernelbook.lab.bench import whole_model
 
 Run = Callable[..., dict[str, tuple[float, float, str]]]
 # Notes when it began and ended and on which GPU; then "code" decides.
@@ -169,8 +170,8 @@ def test_the_list_has_every_room_every_list_and_every_chapter(tool: Any, capsys:
 
 @pytest.mark.parametrize("axolotl", (False, True))
 def test_every_case_is_in_one_job(tool: Any, axolotl: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    has = peers.has
-    monkeypatch.setattr(peers, "has", lambda name: axolotl if name == "axolotl" else has(name))
+    has = baselines.has
+    monkeypatch.setattr(baselines, "has", lambda name: axolotl if name == "axolotl" else has(name))
     jobs = tool.plan(tmp_path)
     for room in cli.rooms() + cli.modules_measured():
         for which in ("room", "models"):
@@ -183,7 +184,7 @@ def test_every_case_is_in_one_job(tool: Any, axolotl: bool, monkeypatch: pytest.
     assert len(set(groups)) == len(groups)
     for warm in (False, True):
         named = {name for name, *how in groups if bool(how) == warm}
-        assert {tool.measure_job.group(plan, task=warm) for plan in bench_whole_model.plans()} == named
+        assert {tool.measure_job.group(plan, task=warm) for plan in whole_model.plans()} == named
 
 
 def test_peers_of_one_room_make_jobs_of_that_room_alone(
@@ -194,9 +195,9 @@ def test_peers_of_one_room_make_jobs_of_that_room_alone(
         patch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "axolotl").exists()])
         (tmp_path / "axolotl").mkdir()
         (tmp_path / "axolotl" / "__init__.py").touch()
-        assert not peers.has("axolotl")
+        assert not baselines.has("axolotl")
         jobs = tool.plan(tmp_path, [f"moe_lora={tmp_path}"])
-        assert not peers.has("axolotl")
+        assert not baselines.has("axolotl")
     searched = [job.name for job in jobs if "TRITON_CACHE_AUTOTUNING" in job.env]
     assert searched and all(name.startswith("moe_lora-") for name in searched)
     given = {job.name for job in jobs if str(tmp_path) in job.env.get("PYTHONPATH", "").split(":")}
@@ -211,7 +212,7 @@ def test_peers_of_one_room_make_jobs_of_that_room_alone(
 
 def test_what_may_not_fit_is_measured_last(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(bench_whole_model, "bench", lambda folder, **given: seen.update(given) or 0)
+    monkeypatch.setattr(whole_model, "bench", lambda folder, **given: seen.update(given) or 0)
     assert tool.measure_job.whole(tmp_path, "Qwen3-30B-A3B-dense") == 0
     measured = [(plan.provider, plan.task == "step" and not plan.checkpoints) for plan in seen["wanted"]]
     assert len(measured) == 22 and measured[-3:] == [("kernelbook:dense", True)] * 2 + [("grouped_mm", True)]

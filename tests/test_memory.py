@@ -10,7 +10,8 @@ import pytest
 import torch
 from programs import program
 
-from kernelbook import runtime, timing
+from kernelbook import runtime
+from kernelbook.lab import timing
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernelbook import cli, models
+from kernelbook.lab import cli, models
 
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
 

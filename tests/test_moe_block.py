@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime
+from kernelbook.lab import timing
+from kernelbook.lab.bench import moe_block
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
-from kernelbook.nn import GatedExperts, MoELayer, NF4Linear, bench_moe_block, load_balancing_loss, moe
+from kernelbook.nn import GatedExperts, MoELayer, NF4Linear, load_balancing_loss, moe
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, choose_experts, gated_experts
 
 DEVICE = runtime.DEVICE
@@ -596,14 +598,14 @@ def test_nf4_linear(dtype: torch.dtype, lora: bool) -> None:
     ),
 )
 def test_kernels_are_counted_to_a_part(kernel: str, part: str) -> None:
-    assert bench_moe_block.part_of(kernel) == part
+    assert moe_block.part_of(kernel) == part
 
 
 def test_a_small_case_of_the_benchmark_is_right() -> None:
     pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("peft")
     for mode in ("forward", "forward_backward"):
-        problem = bench_moe_block._case(mode, 3, (12, 64, 64, 2)).build()
+        problem = moe_block._case(mode, 3, (12, 64, 64, 2)).build()
         ratios = timing.error_ratios(problem)
         assert {"grouped_mm", "kernelbook", "kernelbook:dense", "kernelbook:all"} <= set(ratios)
 

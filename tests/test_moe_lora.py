@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, label, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, runtime, timing
-from kernelbook.compiled import compile_calls
+from kernelbook import arguments, check, runtime
+from kernelbook.lab import timing
+from kernelbook.lab.bench import moe_lora as bench
+from kernelbook.lab.compiled import compile_calls
 from kernelbook.moe_lora import (
-    bench,
     grouped_mm_moe_lora,
     kernels,
     lora_gradients,

@@ -13,14 +13,14 @@ import torch
 
 import kernelbook
 from kernelbook import check, runtime
-from kernelbook.compiled import compile_calls
+from kernelbook.lab.bench import nf4 as bench
+from kernelbook.lab.compiled import compile_calls
 from kernelbook.nf4 import (
     BLOCK_SIZES,
     FP4,
     NF4,
     CodeBook,
     NF4Tensor,
-    bench,
     dynamic_code_reference,
     kernels,
     nested_absmax_reference,

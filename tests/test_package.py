@@ -14,7 +14,7 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("check", "compiled", "nn", "profiling", "timing", "train")  # whose use needs nothing else; plots draws
+MODULES = ("check", "nn", "train")  # whose use needs nothing else
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-from kernelbook import plots, runtime, timing
-from kernelbook.layer_norm import bench
+from kernelbook import runtime
+from kernelbook.lab import plots, timing
+from kernelbook.lab.bench import layer_norm as bench
 
 # isort: split
 import pandas as pd
@@ -133,7 +134,7 @@ def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tab_says_that_its_rows_are_of_older_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
-    current = timing.package_version(Path(bench.__file__).parent)
+    current = timing.package_version(*bench.SOURCES)
     for gpu, packages in (("a-gpu", [current, current]), ("b-gpu", ["0", "0"]), ("c-gpu", [current, "0"])):
         (tmp_path / gpu).mkdir()
         table = pd.DataFrame({"provider": ["kernelbook", "a<b"], "package": packages})

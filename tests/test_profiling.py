@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernelbook import cli, profiling, runtime
+from kernelbook import runtime
+from kernelbook.lab import cli, profiling
 
 GPU = runtime.DEVICE.type == "cuda"
 
@@ -77,7 +78,7 @@ def test_a_run_that_never_gets_there_records_nothing(tmp_path: Path) -> None:
 def test_what_was_recorded_of_a_program_that_fails_is_written_at_its_end(tmp_path: Path) -> None:
     """A profiler that nobody stops used to crash Python on the way out."""
     code = (
-        "import kernelbook, torch\nfrom kernelbook import profiling\n"
+        "import kernelbook, torch\nfrom kernelbook.lab import profiling\n"
         f"profiler = profiling.StepProfiler({str(tmp_path / 'out')!r}, first=1, last=9)\n"
         "for step in (1, 2):\n    profiler.begin(step); torch.ones(3).tanh(); profiler.end(step)\n"
         "raise RuntimeError('out of memory')"
@@ -198,7 +199,8 @@ def test_callback_in_the_real_trainer(tmp_path: Path) -> None:
     import transformers
     from tiny_models import tiny_model, tokens
 
-    from kernelbook.interop.transformers import ProfileCallback, use_kernels
+    from kernelbook.interop.transformers import use_kernels
+    from kernelbook.lab.profiling import ProfileCallback
 
     model = use_kernels(tiny_model("mixtral", num_hidden_layers=1))
     rows: list[dict[str, Any]] = [{"input_ids": row, "labels": row} for row in tokens(8, 6).cpu()]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, launches, randn
 
 import kernelbook as kb
-from kernelbook import arguments, autotune, check, runtime, timing
+from kernelbook import arguments, check, plans, runtime
+from kernelbook.lab import timing
 from kernelbook.nn import SparseFFN
 from kernelbook.scatter_ffn import (
     ACTIVATIONS,
@@ -113,9 +114,9 @@ def _planned(plan: kernels.Plan) -> Iterator[None]:
     """Within the context every call takes this plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "plan", lambda *args: plan)
-        autotune.forget()  # a call of another plan is not repeated
+        plans.forget()  # a call of another plan is not repeated
         yield
-    autotune.forget()
+    plans.forget()
 
 
 @pytest.mark.parametrize(
@@ -890,7 +891,7 @@ def test_calls_follow_each_other_closely() -> None:
 
 @pytest.mark.gpu
 def test_first_call_is_short() -> None:
-    from kernelbook.scatter_ffn import bench
+    from kernelbook.lab.bench import scatter_ffn as bench
 
     for case in bench.cases():
         if case.mode == "first_call":

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, launches, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, runtime, timing
+from kernelbook import arguments, check, runtime
+from kernelbook.lab import timing
 from kernelbook.nn import SparseLinear
 from kernelbook.sparse_linear import (
     gather_cublas_backward,

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 import torch
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime
+from kernelbook.lab import timing
 
 
 def _problem(ours: object) -> timing.Problem:
@@ -196,7 +197,7 @@ def test_the_package_column_is_the_same_on_every_machine(monkeypatch: pytest.Mon
         gpu = dataclasses.replace(runtime.TARGETS["sm_90"], name=name)
         monkeypatch.setattr(runtime, "properties", lambda device=None, gpu=gpu: gpu)
         assert timing.package_version() == here
-    monkeypatch.setattr(timing, "__file__", str(tmp_path / "timing.py"))
+    monkeypatch.setattr(timing, "PACKAGE", tmp_path)
     (tmp_path / "tuned").mkdir()
     before = timing.package_version()
     (tmp_path / "tuned" / "any-gpu.json").write_text("{}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernelbook import cli
+from kernelbook.lab import cli
 from kernelbook.train import CONFIGS, TrainConfig, Trainer, command
 
 TINY = ("train", "--config", "tiny", "--quiet", "--task", "copy", "--context", "5", "--batch-size", "1", "--out")

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", minversion="5")
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.train import same_loss
+from kernelbook.lab.bench import same_loss
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,11 @@ import pandas as pd
 import pytest
 import torch
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime
+from kernelbook.lab import timing
+from kernelbook.lab.bench import sparse_inference
 from kernelbook.nn import GPT
-from kernelbook.train import CONFIGS, Trainer, kernels, sparse_inference
+from kernelbook.train import CONFIGS, Trainer, kernels
 
 CONFIG = dataclasses.replace(
     CONFIGS["tiny"], activation="relu", mode="dense", scheduler="all", steps=6, eval_every=0, checkpoint_every=0

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 import kernelbook
-from kernelbook import runtime, timing
+from kernelbook import runtime
+from kernelbook.lab import timing
+from kernelbook.lab.bench import study
 from kernelbook.nn import GPT
-from kernelbook.train import SCHEDULERS, TrainConfig, study
+from kernelbook.train import SCHEDULERS, TrainConfig
 from kernelbook.train.chunks import Layout
 from kernelbook.train.schedulers import KnnScheduler
 
@@ -99,7 +101,7 @@ def _imported(path: Path) -> set[Path]:
 
 
 def test_the_digest_is_of_what_the_study_runs() -> None:
-    assert set(study.SOURCES) == _imported(PACKAGE / "train" / "study.py")
+    assert set(study.SOURCES) == _imported(PACKAGE / "lab" / "bench" / "study.py")
     assert PACKAGE / "nn" / "moe.py" not in study.SOURCES and PACKAGE / "train" / "command.py" not in study.SOURCES
 
 

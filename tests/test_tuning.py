@@ -12,8 +12,9 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from kernelbook import autotune, cli, runtime, timing, tuning
-from kernelbook.sparse_linear import bench as sparse_linear_bench
+from kernelbook import plans, runtime
+from kernelbook.lab import cli, timing, tuning
+from kernelbook.lab.bench import sparse_linear as sparse_linear_bench
 
 GPU = dataclasses.replace(runtime.TARGETS["sm_90"], name="A Fake GPU")
 RULE, FAST, WRONG, TOO_LARGE = (triton.Config({"BLOCK": block}) for block in (1, 2, 3, 4))
@@ -24,9 +25,9 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     """A planner whose candidates are faster, wrong, or too large; its plans lie in ``tmp_path``."""
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
     monkeypatch.setattr(runtime, "properties", lambda device=None: GPU)
-    monkeypatch.setattr(autotune, "_planners", {})
+    monkeypatch.setattr(plans, "_planners", {})
 
-    @autotune.planner("square.tiles", lambda n, properties: (RULE, WRONG, TOO_LARGE, FAST))
+    @plans.planner("square.tiles", lambda n, properties: (RULE, WRONG, TOO_LARGE, FAST))
     def rule(n: int, properties: runtime.DeviceProperties) -> triton.Config:
         return RULE
 
@@ -36,9 +37,9 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         return timing.Timing(ms, ms, ms, 1)
 
     monkeypatch.setattr(timing, "measure", measure)
-    autotune.forget()
+    plans.forget()
     yield rule
-    autotune.forget()
+    plans.forget()
 
 
 def _case(plan: Callable[..., triton.Config]) -> timing.Case:
@@ -67,8 +68,8 @@ def test_the_fastest_that_is_right_is_kept(plan: Callable[..., triton.Config], t
     assert table[["planner", "problem", "tried", "rule_us", "plan_us"]].values.tolist() == [
         ["square.tiles", "n=7", 2, 2.0, 1.0]
     ]
-    stored = autotune.read_plans(autotune.own_plans(GPU.name))["square.tiles"]["n=7"]
-    assert stored["plan"] == autotune.as_json(FAST) and (stored["rule_us"], stored["us"]) == (2.0, 1.0)
+    stored = plans.read_plans(plans.own_plans(GPU.name))["square.tiles"]["n=7"]
+    assert stored["plan"] == plans.as_json(FAST) and (stored["rule_us"], stored["us"]) == (2.0, 1.0)
     assert plan(7, GPU) == FAST  # from now on, in every process
     tuning.tune_case(_case(plan), journal)  # a second time nothing is tried
     assert sum("outcome" in e for e in journal.entries) == 4
@@ -79,7 +80,7 @@ def test_a_gain_within_the_noise_is_not_kept(
 ) -> None:
     monkeypatch.setattr(tuning, "GAIN", 2.1)
     tuning.tune_case(_case(plan), tuning.Journal(tmp_path / "journal"))
-    assert not autotune.own_plans(GPU.name).exists() and plan(7, GPU) == RULE
+    assert not plans.own_plans(GPU.name).exists() and plan(7, GPU) == RULE
 
 
 def test_a_plan_that_loses_in_another_case_of_the_same_problem_is_struck(
@@ -95,8 +96,8 @@ def test_a_plan_that_loses_in_another_case_of_the_same_problem_is_struck(
 
     monkeypatch.setattr(timing, "measure", slower_with_it)
     assert tuning.compared("other", _case(plan)) is None
-    rules, plans, used = tuning.compared("square", _case(plan)) or (0.0, 0.0, [])
-    assert plans == 2 * rules > 0 and used == [("square.tiles", "n=7")]
+    rules, tuned, used = tuning.compared("square", _case(plan)) or (0.0, 0.0, [])
+    assert tuned == 2 * rules > 0 and used == [("square.tiles", "n=7")]
     tuning.strike_where_slower("square", dataclasses.replace(_case(plan), x=8), journal)
     assert plan(7, GPU) == RULE and not journal.winners()["square.tiles", "n=7"]["kept"]
 
@@ -104,10 +105,10 @@ def test_a_plan_that_loses_in_another_case_of_the_same_problem_is_struck(
 def test_a_candidate_without_an_outcome_is_skipped(plan: Callable[..., triton.Config], tmp_path: Path) -> None:
     """It was written down before it started, and its process did not come back."""
     journal = tuning.Journal(tmp_path / "journal")
-    journal.write(planner="square.tiles", key="n=7", plan=autotune.as_json(FAST))
+    journal.write(planner="square.tiles", key="n=7", plan=plans.as_json(FAST))
     tuning.tune_case(_case(plan), tuning.Journal(journal.path))
     entries = tuning.Journal(journal.path).entries
-    assert [e["outcome"] for e in entries if e.get("plan") == autotune.as_json(FAST) and "outcome" in e] == [
+    assert [e["outcome"] for e in entries if e.get("plan") == plans.as_json(FAST) and "outcome" in e] == [
         "brought the process down"
     ]
     assert plan(7, GPU) == RULE
@@ -164,14 +165,14 @@ def test_the_search_walks_to_neighbours_of_the_best_and_ends_where_nothing_is_ga
     plan: Callable[..., triton.Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A valley from the rule, at one end, to the best plan at the other; what lies far behind it is never tried."""
-    plans = [triton.Config({"BLOCK": 2**i}) for i in range(60)]
+    configs = [triton.Config({"BLOCK": 2**i}) for i in range(60)]
     planner = dataclasses.replace(
-        autotune.planners()["square.tiles"], rule=lambda n, p: plans[0], candidates=lambda n, p: plans
+        plans.planners()["square.tiles"], rule=lambda n, p: configs[0], candidates=lambda n, p: configs
     )
-    monkeypatch.setitem(autotune._planners, "square.tiles", planner)
+    monkeypatch.setitem(plans._planners, "square.tiles", planner)
 
     def measure(call: Callable[[], Any], **_: Any) -> timing.Timing:
-        ms = 1.0 + abs(autotune._forced["square.tiles"]["n=7"].kwargs["BLOCK"].bit_length() - 11)
+        ms = 1.0 + abs(plans._forced["square.tiles"]["n=7"].kwargs["BLOCK"].bit_length() - 11)
         return timing.Timing(ms, ms, ms, 1)
 
     monkeypatch.setattr(timing, "measure", measure)
@@ -215,8 +216,8 @@ def test_the_call_of_a_room_asks_its_planners() -> None:
     ):
         problem = case.build()
         assert isinstance(problem, timing.Problem)
-        for _ in range(2):  # no cache but those of autotune stands before the planners
-            with autotune.watched() as asked:
+        for _ in range(2):  # no cache but those of plans stands before the planners
+            with plans.watched() as asked:
                 problem.providers["kernelbook"]()
             assert expected <= {name for name, _ in asked}, (expected, asked)
 

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
-from kernelbook import check, cli, launching, nn, runtime, timing
-from kernelbook.interop import arithmetic, rotary, transformers_norms
-from kernelbook.interop import bench_whole_model as bench
+from kernelbook import check, launching, nn, runtime
+from kernelbook.interop import rotary, transformers_norms
 from kernelbook.interop import transformers as interop
+from kernelbook.lab import arithmetic, cli, timing
+from kernelbook.lab.bench import whole_model as bench
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
 
 QWEN, OLMOE = "Qwen3-30B-A3B", "OLMoE-1B-7B"

@@ -18,25 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "kernelbook"
-# Commands, figures, records, training and other libraries stay at home, and so do the modules that need them.
-AT_HOME = {
-    "tuning",
-    "models",
-    "floor",
-    "timing",
-    "check",
-    "cli",
-    "__main__",
-    "compiled",
-    "plots",
-    "profiling",
-    "bench",
-    "train",
-    "interop",
-    "distributed",
-    "gpt",
-    "swap",
-}
+# The laboratory, training and other libraries stay at home, and so do the modules that need them.
+AT_HOME = {"lab", "check", "__main__", "train", "interop", "distributed", "gpt", "swap"}
 ADDED = ("layers.py", "transformers_attention.py")  # of hub/, to the package
 CAPABILITIES = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
 
@@ -73,7 +56,7 @@ __all__ = _module.__all__
 
 def stays_at_home(path: Path) -> bool:
     """Whether the module at ``path``, relative to the package, is left out."""
-    return any(part.removesuffix(".py") in AT_HOME or part.startswith("bench_") for part in path.parts)
+    return any(part.removesuffix(".py") in AT_HOME for part in path.parts)
 
 
 def relative_imports(source: str, path: Path) -> str:

@@ -7,7 +7,7 @@ usage: python tools/compare_sources.py worse REVISION [--rooms ROOM ...] > point
 ``worse`` lists the points whose best peer over best ours fell by more than 2% from the record at REVISION to the present one,
 among peers that both have. ``code`` compiles what our call launches at these points, with both versions, and says whether a
 GPU gets the same instructions: where it does, no clock can blame the code. ``time`` gives both versions the same inputs and times both by the present clock
-(:func:`kernelbook.timing.measure_in_turn`), in rounds, in processes of which one works while the others wait; a third process
+(:func:`kernelbook.lab.timing.measure_in_turn`), in rounds, in processes of which one works while the others wait; a third process
 has the present version once more, which shows what differs where the code does not. Each point and provider is a row of
 OUT/<gpu>/revisions.csv.
 """
@@ -52,7 +52,7 @@ COMPILERS = 12  # processes of each version that compile beforehand
 
 def best(rows: pd.DataFrame) -> pd.DataFrame:
     """For each case the fastest of ours and of the peers in ms, and which of ours it is."""
-    from kernelbook.timing import BOUNDS
+    from kernelbook.lab.timing import BOUNDS
 
     rows = rows[(rows["mode"] != "first_call") & ~rows["provider"].isin(BOUNDS)].sort_values("ms", kind="stable")
     own = rows["provider"].str.startswith("kernelbook")
@@ -95,7 +95,7 @@ def present(module: str) -> Any:
 
 def case_of(point: dict[str, Any]) -> Any:
     """The case that a point is of, with its inputs' seed set; ``LookupError`` where this version has none."""
-    from kernelbook import cli
+    from kernelbook.lab import cli
 
     for case in cli._bench_of(point["room"]).cases():
         if [case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}"] == point["case"]:
@@ -259,7 +259,7 @@ def compile_all(points: pd.DataFrame, src: Path) -> None:
 
 def timed(points: pd.DataFrame, old: Path, seconds: float) -> Iterator[pd.DataFrame]:
     """The rows of each point in turn, until the time is over."""
-    from kernelbook import timing
+    from kernelbook.lab import timing
 
     began, run = time.monotonic(), timing.new_run()
     about = timing.environment(timing.package_version(NEW / "kernelbook"))
@@ -312,7 +312,8 @@ def main() -> int:
     elif given.what == "worse":
         pd.concat([worse(given.revision, room) for room in given.rooms]).to_csv(sys.stdout, index=False)
     else:
-        from kernelbook import runtime, timing
+        from kernelbook import runtime
+        from kernelbook.lab import timing
 
         own, of = map(int, given.part.split("/"))
         target, old = given.out / runtime.device_slug() / "revisions.csv", given.old.resolve()

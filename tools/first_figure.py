@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kernelbook import plots, timing
+from kernelbook.lab import plots, timing
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "book" / "figures" / "first.svg"

@@ -35,9 +35,8 @@ import record_chapters as chapters
 import torch
 
 import kernelbook
-from kernelbook import cli, timing
-from kernelbook.interop import bench_whole_model
-from kernelbook.train import same_loss, sparse_inference
+from kernelbook.lab import cli, timing
+from kernelbook.lab.bench import same_loss, sparse_inference, whole_model
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM, QUIET, LOUD, LAST = range(4)  # phases; each waits for the one before
@@ -147,10 +146,10 @@ def _of_room(room: str, out: Path) -> Iterator[Job]:
 
 
 def _whole_models() -> Iterator[Job]:
-    version = timing.package_version(*bench_whole_model.SOURCES)
-    for plan in {measure_job.group(plan, task=True): None for plan in bench_whole_model.plans()}:
+    version = timing.package_version(*whole_model.SOURCES)
+    for plan in {measure_job.group(plan, task=True): None for plan in whole_model.plans()}:
         yield Job(f"warm-whole-{plan}", words("whole", plan, "warm"), version, WARM, 2 * JOB_SECONDS)
-    for name, count in collections.Counter(map(measure_job.group, bench_whole_model.plans())).items():
+    for name, count in collections.Counter(map(measure_job.group, whole_model.plans())).items():
         yield Job(f"whole-{name}", words("whole", name), version, seconds=3 * START_SECONDS + 3 * CASE_SECONDS * count)
 
 

@@ -23,7 +23,8 @@ import pandas as pd
 import record_chapters
 import torch
 
-from kernelbook import cli, peers, runtime, timing
+from kernelbook import runtime
+from kernelbook.lab import baselines, cli, timing
 
 REP_MS = 50.0  # of samples, 20 at least, for each call
 NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
@@ -49,7 +50,7 @@ def searched(room: str, case: timing.Case) -> str:
     A first call, which does so with empty caches, has a job of its own too.
     """
     theirs = room == "moe_block" or (case.op == "moe_lora" and case.mode in ("forward_backward", "first_call"))
-    if not theirs or not peers.has("axolotl"):
+    if not theirs or not baselines.has("axolotl"):
         return ""
     return "first" if case.mode == "first_call" else f"r{case.shape.get('r', 0)}"
 
@@ -63,7 +64,7 @@ def listed(room: str, which: str) -> list[timing.Case]:
 def package_of(room: str) -> str:
     """The version that rows of the present sources have."""
     module = cli._bench_of(room)
-    return timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
+    return timing.package_version(*module.SOURCES)
 
 
 def chosen(room: str, which: str, part: str, rank: str) -> list[timing.Case]:
@@ -151,7 +152,7 @@ def group(plan: Any, task: bool = False) -> str:
 
 def whole(folder: Path, name: str, how: str = "") -> int:
     """The whole models of a group; with ``warm`` one layer of each, which compiles what all layers run."""
-    from kernelbook.interop import bench_whole_model as bench
+    from kernelbook.lab.bench import whole_model as bench
 
     wanted = [plan for plan in bench.plans() if name == group(plan, task=how == "warm")]
     if how == "warm":
@@ -173,7 +174,7 @@ def whole(folder: Path, name: str, how: str = "") -> int:
 
 def module(folder: Path, name: str, *arguments: str) -> int:
     """A command of ``kernelbook.train`` with its ``--out`` here."""
-    command = importlib.import_module(f"kernelbook.train.{name}")
+    command = importlib.import_module(f"kernelbook.lab.bench.{name}")
     return int(command.main(["--out", str(folder / runtime.device_slug()), *arguments]))
 
 

@@ -274,7 +274,8 @@ def record_profile(scratch: Path) -> bool:
     if rows is None or missing:
         print(f"record_profile: nothing counted in {', '.join(sorted(missing))}\n{text[-2000:]}", file=sys.stderr)
         return False
-    from kernelbook import runtime, timing
+    from kernelbook import runtime
+    from kernelbook.lab import timing
 
     package = Path(timing.__file__).parent
     where = timing.environment(timing.package_version(package / "layer_norm", package / "attention"))

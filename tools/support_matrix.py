@@ -226,7 +226,7 @@ RELATIVES = {
 
 def generations() -> list[dict[str, str]]:
     """A line for each GPU that kernels are compiled for: what it is, and whether somebody measured on it."""
-    from kernelbook import timing
+    from kernelbook.lab import timing
 
     measured = sorted(p.name for p in timing.results_dir().iterdir() if (p / "ceilings.csv").is_file())
     lines = []

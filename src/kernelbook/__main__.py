@@ -1,7 +1,7 @@
 import sys
 
 try:
-    from kernelbook.cli import main
+    from kernelbook.lab.cli import main
 except ModuleNotFoundError as error:
     if error.name not in ("pandas", "tabulate", "tqdm"):
         raise

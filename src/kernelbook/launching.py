@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernelbook import autotune, runtime  # before Triton, which it sets up
+from kernelbook import plans, runtime  # before Triton, which it sets up
 
 # isort: split
 import triton
@@ -668,7 +668,7 @@ class _Repeats(dict[Any, Callable[..., Any]]):
 
     def __init__(self, compute: Callable[..., Any], tensors: Sequence[int]) -> None:
         self.compute, self.tensors, self.seen = compute, tensors, dict[Any, int]()
-        autotune.remembered(self)
+        plans.remembered(self)
 
     def cache_clear(self) -> None:
         self.clear()

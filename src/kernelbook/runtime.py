@@ -19,7 +19,7 @@ others have defined already could not follow: there importing this module raises
 Other variables, each read when it is needed:
 
 - ``KERNELBOOK_DEBUG=1``: index tensors on the GPU are range-checked too, at the price of a synchronisation.
-- ``KERNELBOOK_PLANS``: ``tuned`` | ``shipped`` | ``rules``, see :mod:`kernelbook.autotune`.
+- ``KERNELBOOK_PLANS``: ``tuned`` | ``shipped`` | ``rules``, see :mod:`kernelbook.plans`.
 - ``KERNELBOOK_CACHE``: the folder for tuned plans (default: ``$XDG_CACHE_HOME/kernelbook``).
 """
 

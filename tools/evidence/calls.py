@@ -29,10 +29,11 @@ from kernelbook import nn, runtime, train
 from kernelbook.attention import op as attention_op
 from kernelbook.distributed import exchange
 from kernelbook.interop import rotary
+from kernelbook.lab.bench import sparse_inference
 from kernelbook.launching import Launch
 from kernelbook.moe_lora import lora_gradients
 from kernelbook.nf4 import kernels as nf4_kernels
-from kernelbook.train import chunks, sparse_inference
+from kernelbook.train import chunks
 
 Call = Callable[[], Any]
 ATEN = torch.library.Library("aten", "IMPL")

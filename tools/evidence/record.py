@@ -34,7 +34,8 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from faults import PACKAGE, ROOMS  # noqa: E402
 
-from kernelbook import runtime, timing  # noqa: E402
+from kernelbook import runtime  # noqa: E402
+from kernelbook.lab import timing  # noqa: E402
 
 
 def add(fuzz: dict[str, dict[str, Any]], target: str, more: dict[str, Any]) -> None:

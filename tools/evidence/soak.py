@@ -29,7 +29,7 @@ SETTINGS = ["--config", "tiny", "--task", "copy", "--quiet", "--checkpoint-every
 
 def _child(out: str, steps: str, phase: str, limit: str) -> None:
     """One run in a process of its own, which kills itself in ``phase`` of writing the second checkpoint from now."""
-    from kernelbook import cli
+    from kernelbook.lab import cli
     from kernelbook.train import files
 
     mend_interpreter()

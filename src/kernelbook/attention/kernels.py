@@ -27,7 +27,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import planner
+from kernelbook.plans import planner
 
 # isort: split
 import triton

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention.kernels import _dot, _rows, block_d
-from kernelbook.autotune import planner
+from kernelbook.plans import planner
 
 # isort: split
 import triton

@@ -18,7 +18,7 @@ Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot 
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import planner
+from kernelbook.plans import planner
 
 # isort: split
 import triton

@@ -1,4 +1,4 @@
-"""Mixture-of-experts models of transformers 5 on the kernels, and a callback that profiles its Trainer.
+"""Mixture-of-experts models of transformers 5 on the kernels.
 
 transformers calls a model's experts through an interface of named implementations. :func:`use_kernels` checks the model,
 registers the name ``"kernelbook"`` and selects it::
@@ -17,9 +17,7 @@ experts are used as they are, see :mod:`kernelbook.interop.peft`.
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from kernelbook import profiling
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, Weight, gated_experts, quantize_parameter, stored_weight
@@ -35,7 +32,6 @@ from kernelbook.nn.moe import Float8Tensor, LoRAPair, Weight, gated_experts, qua
 __all__ = [
     "NAME",
     "NF4ExpertsConfig",
-    "ProfileCallback",
     "check_experts",
     "expert_modules",
     "expert_parameters",
@@ -286,48 +282,3 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
         base.hf_quantizer = NF4ExpertsQuantizer(settings, pre_quantized=True)  # type: ignore[assignment]
         base.config.quantization_config = settings
     return saved
-
-
-# --- profiling ------------------------------------------------------------------------------------------------------
-
-
-class ProfileCallback(transformers.TrainerCallback):
-    """Profiles chosen steps of a ``transformers.Trainer``: a Chrome trace, a memory snapshot, the top kernels.
-
-    ::
-
-        trainer = Trainer(..., callbacks=[ProfileCallback("profile", first=10, last=12)])
-
-    A step is an optimizer step, gradient accumulation included; steps count from 1 as the Trainer's do, also where it
-    resumes. One callback records once: another ``train()`` wants another one, with a folder of its own.
-
-    Args:
-        out: the folder for ``trace.json``, ``memory.pickle`` and ``kernels.txt``; ``out/rank<i>`` with several processes.
-        first, last: the first and the last step that is recorded.
-        top: how many kernels the table has.
-    """
-
-    def __init__(self, out: str | Path = "profile", *, first: int = 3, last: int = 5, top: int = 15) -> None:
-        self.profiler = profiling.StepProfiler(out, first=first, last=last, top=top)
-
-    @property
-    def report(self) -> "profiling.Report | None":
-        """What was recorded, once the last step is over."""
-        return self.profiler.report
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.report is not None:
-            warnings.warn(
-                f"ProfileCallback: {self.profiler.out} holds what an earlier train() recorded, and this one is not recorded; "
-                f"give it a callback of its own",
-                stacklevel=2,
-            )
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.profiler.begin(state.global_step + 1)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.profiler.end(state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.profiler.close()

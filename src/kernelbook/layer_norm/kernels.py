@@ -27,7 +27,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import Resources, fits, planner, tile_resources
+from kernelbook.plans import Resources, fits, planner, tile_resources
 
 # isort: split
 import triton

@@ -8,9 +8,9 @@ from typing import Any, overload
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.layer_norm import kernels
+from kernelbook.plans import derived
 
 __all__ = ["layer_norm", "rms_norm"]
 

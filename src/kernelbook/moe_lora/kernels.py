@@ -29,9 +29,9 @@ import functools
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import fits, matmul_resources, planner
 from kernelbook.packed import products
 from kernelbook.packed.kernels import block_scale, load_tile, table
+from kernelbook.plans import fits, matmul_resources, planner
 from kernelbook.tiles import grouped
 
 # isort: split

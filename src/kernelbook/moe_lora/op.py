@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.moe_lora import kernels
 from kernelbook.packed import NESTED_BLOCK, NF4Tensor, products
 from kernelbook.packed.products import Matrices, strided
+from kernelbook.plans import derived
 
 __all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
 

@@ -22,8 +22,8 @@ strided packed bytes.
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import planner
 from kernelbook.packed import products
+from kernelbook.plans import planner
 
 # isort: split
 import triton

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.autotune import derived
 from kernelbook.launching import Launch, cdiv
 from kernelbook.nf4 import kernels
 from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor, products
+from kernelbook.plans import derived
 
 __all__ = ["BLOCK_SIZES", "FP4", "NF4", "CodeBook", "NF4Tensor", "nf4_dequantize", "nf4_matmul", "nf4_quantize"]
 

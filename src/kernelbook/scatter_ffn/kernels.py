@@ -25,7 +25,7 @@ import functools
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import derived, fits, matmul_resources, planner
+from kernelbook.plans import derived, fits, matmul_resources, planner
 from kernelbook.tiles import grouped
 
 # isort: split

@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.autotune import fits, matmul_resources, planner
+from kernelbook.plans import fits, matmul_resources, planner
 from kernelbook.tiles import grouped
 
 # isort: split

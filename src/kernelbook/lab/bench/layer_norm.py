@@ -11,13 +11,24 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, launching, peers, runtime, timing
+from kernelbook import check, launching, runtime
+from kernelbook.lab import baselines, timing
+from kernelbook.lab.models import MODELS
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
-from kernelbook.models import MODELS
 
-__all__ = ["barrier_experiment", "cases", "count_wrong_runs", "extras", "missing_peers", "small_checks", "tuning_cases"]
+__all__ = [
+    "SOURCES",
+    "barrier_experiment",
+    "cases",
+    "count_wrong_runs",
+    "extras",
+    "missing_peers",
+    "small_checks",
+    "tuning_cases",
+]
 
+SOURCES = (timing.PACKAGE / "layer_norm", Path(__file__))
 EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
 SMALL_SHAPES = ((64, 256), (512, 1024))
@@ -37,7 +48,7 @@ def missing_peers() -> list[str]:
     return [
         f"{name} (package {package} is not installed)"
         for name, (module, package) in PEERS.items()
-        if not peers.has(module)
+        if not baselines.has(module)
     ]
 
 
@@ -55,7 +66,7 @@ def _layer_norms(with_compile: bool | None) -> dict[str, LayerNorm]:
         providers["torch.compile"] = torch.compile(torch_layer_norm, dynamic=False)
         ours = torch.compile(lambda x, w, b: op.layer_norm(x, w, b, EPS), dynamic=False, fullgraph=True)
         providers["kernelbook:compiled"] = ours
-    if with_compile is not None and peers.has("liger_kernel"):
+    if with_compile is not None and baselines.has("liger_kernel"):
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
         def liger_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -82,7 +93,7 @@ def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> t
     x, w, b, _ = _inputs(m, n, dtype)
     norms = _layer_norms(with_compile)
     providers = {name: _listed(norm, x, w, b) for name, norm in norms.items()}
-    if with_compile is not None and peers.has("quack"):  # no gradients, and parameters in float32 alone
+    if with_compile is not None and baselines.has("quack"):  # no gradients, and parameters in float32 alone
         from quack.rmsnorm import layernorm_fwd
 
         providers["quack"] = _listed(functools.partial(layernorm_fwd, eps=EPS), x, w.float(), b.float())
@@ -167,7 +178,7 @@ def _rms_norms(with_compile: bool | None) -> dict[str, RMSNorm]:
         torch._functorch.config.donated_buffer = False
         providers["torch.compile"] = torch.compile(torch_rms_norm, dynamic=False)
         providers["kernelbook:compiled"] = torch.compile(ours, dynamic=False, fullgraph=True)
-    if with_compile is not None and peers.has("liger_kernel"):
+    if with_compile is not None and baselines.has("liger_kernel"):
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -178,7 +189,7 @@ def _rms_norms(with_compile: bool | None) -> dict[str, RMSNorm]:
             return (LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False),)
 
         providers["liger"] = liger_rms_norm
-    if with_compile is not None and peers.has("quack"):
+    if with_compile is not None and baselines.has("quack"):
         from quack import rmsnorm
 
         def quack_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -382,7 +393,7 @@ def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8
 def count_wrong_runs_apart(*, barrier: bool, buffers: int, runs: int, timeout_s: float = 120.0) -> int:
     """:func:`count_wrong_runs` in a process of its own with a time limit: a broken lock can also hang."""
     call = f"count_wrong_runs(barrier={barrier}, buffers={buffers}, runs={runs})"
-    program = f"from kernelbook.layer_norm.bench import count_wrong_runs; print({call})"
+    program = f"from kernelbook.lab.bench.layer_norm import count_wrong_runs; print({call})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout_s, check=True
     )
@@ -391,7 +402,7 @@ def count_wrong_runs_apart(*, barrier: bool, buffers: int, runs: int, timeout_s:
 
 def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
     """Counts wrong runs with and without the barrier, for few and for many buffers."""
-    package = timing.package_version(Path(__file__).parent)
+    package = timing.package_version(*SOURCES)
     rows = [
         {
             "run": timing.new_run(),

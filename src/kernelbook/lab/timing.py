@@ -1,6 +1,6 @@
 """Measuring: the time of a call, the ceilings of the machine, and the record of a measurement.
 
-A benchmark of a room (``<room>/bench.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
+A benchmark of a room (``lab/bench/<room>.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
 case against float64 and times them in one process beside the machine's ceilings, and :func:`write_results` keeps the
 rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
 2**20 bytes, times milliseconds.
@@ -72,7 +72,8 @@ CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", 
 LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan"}
 # What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
 # version is the same wherever it is computed.
-SHARED_SOURCES = ("launching.py", "arguments.py", "autotune.py", "runtime.py", "tiles.py", "packed", "tuned")
+PACKAGE = Path(__file__).resolve().parents[1]
+SHARED_SOURCES = ("launching.py", "arguments.py", "plans.py", "runtime.py", "tiles.py", "packed", "tuned")
 WARMUP_MS = 25.0
 ROUNDS = 4  # in which the providers of a case have their turns; even, since every second round goes backwards
 BOUNDS = ("packed_cublas",)  # providers that do a part of the work only: no peer, since nobody can call one instead
@@ -537,7 +538,7 @@ def package_version(*places: Path) -> str:
     """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of :data:`SHARED_SOURCES`."""
     from kernelbook import __version__
 
-    shared = [Path(__file__).parent / name for name in SHARED_SOURCES]
+    shared = [PACKAGE / name for name in SHARED_SOURCES]
     return f"{__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
 
 

@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, runtime, timing
-from kernelbook.models import MODELS
+from kernelbook import check, runtime
+from kernelbook.lab import timing
+from kernelbook.lab.models import MODELS
 from kernelbook.sparse_linear import op
 from kernelbook.sparse_linear.reference import (
     active_features_reference,
@@ -19,8 +21,9 @@ from kernelbook.sparse_linear.reference import (
     sparse_linear_reference,
 )
 
-__all__ = ["backward_case", "cases", "host_calls", "small_checks", "tuning_cases"]
+__all__ = ["SOURCES", "backward_case", "cases", "host_calls", "small_checks", "tuning_cases"]
 
+SOURCES = (timing.PACKAGE / "sparse_linear", Path(__file__))
 CHUNK = 64
 SHAPES = (
     (2048, 512, 2048),

@@ -1,4 +1,4 @@
-"""The few figures that several chapters share, drawn from rows of ``book/results`` (see :mod:`kernelbook.timing`).
+"""The few figures that several chapters share, drawn from rows of ``book/results`` (see :mod:`kernelbook.lab.timing`).
 
 A provider has the same colour and marker in every figure. Recorded rows are filled markers on a line; the reader's own
 rows (``own``) are open markers of the same colour. A figure names under its axes what its rows were measured with, read
@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -22,7 +21,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kernelbook import timing
+from kernelbook.lab import timing
 
 __all__ = [
     "BLUE",
@@ -110,7 +109,7 @@ def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) ->
     """
     from IPython.display import HTML
 
-    from kernelbook import timing
+    from kernelbook.lab import timing
 
     number, items = next(_sets), []
     for i, (given, part) in enumerate(parts.items()):
@@ -150,10 +149,10 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
 
     Where there are several, each has a tab: the book's GPU first, then the reader's own, then the others; a GPU of which
-    ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.timing.load_results`
+    ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.timing.load_results`
     takes it.
     """
-    from kernelbook import timing
+    from kernelbook.lab import timing
 
     gpus = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
@@ -166,13 +165,13 @@ def _room_vintage(room: str, gpu: str) -> str:
     """The :func:`vintage` of a room's rows on a GPU; nothing for rows of another kind, whose sources only their page knows."""
     with warnings.catch_warnings():  # a notebook without widgets: cli's bars are not drawn here
         warnings.filterwarnings("ignore", message="IProgress not found")
-        from kernelbook import cli
+        from kernelbook.lab import cli
 
     path = timing.results_dir() / gpu / f"{room}.csv"
     if room not in [*cli.rooms(), *cli.modules_measured()] or not path.exists():
         return ""
     bench = cli._bench_of(room)
-    version = timing.package_version(*getattr(bench, "SOURCES", [Path(bench.__file__).parent]))
+    version = timing.package_version(*bench.SOURCES)
     return vintage(pd.read_csv(path, usecols=["package", "provider"], dtype=str), version)
 
 
@@ -187,7 +186,7 @@ def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[s
         names: ``globals()`` of the notebook.
         read: for each of the names what to read for a GPU.
     """
-    from kernelbook import timing
+    from kernelbook.lab import timing
 
     def show(draw: Callable[[], Any]) -> Any:
         def of_gpu(gpu: str) -> Any:
@@ -473,7 +472,7 @@ def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: A
     """The line of a recorded :func:`ladder` for one step, or a word on what is missing.
 
     Args:
-        stem: the file of the book's GPU that :func:`kernelbook.timing.time_steps` wrote.
+        stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
         upto: the step.
         by, peak: see :func:`ladder`.
         only: values of columns that pick one ladder among the rows.
@@ -491,7 +490,7 @@ def steps(
     """All recorded ladders of a chapter as Markdown, the reader's own below, and which steps gained nothing.
 
     Args:
-        stem: the file of the book's GPU that :func:`kernelbook.timing.time_steps` wrote.
+        stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
         own: the same, measured by the reader.
         by, peak: see :func:`ladder`; ``by`` for all or by operation.
         only: values of columns that pick some of the ladders.

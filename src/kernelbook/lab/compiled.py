@@ -192,7 +192,7 @@ def _compile_codes(
         # A GPU that is there is hidden: its presence would change what is chosen and launched.
         hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         done = subprocess.run(
-            [sys.executable, "-m", "kernelbook.compiled", str(job), str(result)],
+            [sys.executable, "-m", "kernelbook.lab.compiled", str(job), str(result)],
             env={**os.environ, **hidden, "KERNELBOOK_PLANS": "shipped"},
             capture_output=True,
             text=True,

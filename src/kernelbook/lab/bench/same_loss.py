@@ -1,4 +1,4 @@
-"""Does fine-tuning on the kernels reach the same loss? ``python -m kernelbook.train.same_loss --out book/results/<gpu>``.
+"""Does fine-tuning on the kernels reach the same loss? ``python -m kernelbook.lab.bench.same_loss --out book/results/<gpu>``.
 
 A mixture-of-experts language model (transformers' Qwen3-MoE) of some 120 million parameters is trained from scratch, by us,
 on the sources of Python's standard library. Then it is fine-tuned with LoRA (PEFT, rank 8, experts and attention) on another
@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime
+from kernelbook.lab import timing
 from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
 
@@ -48,11 +49,11 @@ TINY: dict[str, Any] = SIZES | {
 }  # fmt: skip
 EVERY_EXPERT = "every_expert"  # the name of ours in plain PyTorch on transformers' interface
 EAGER_STEPS = 3  # before a step is captured: kernels are compiled and the optimizer's states made
-HERE = Path(__file__).resolve().parent
 SOURCES = (
-    *(HERE / name for name in ("same_loss.py", "text.py", "seeds.py")),
-    *(HERE.parent / "interop" / f"{name}.py" for name in ("transformers", "peft")),
-    *(HERE.parent / name for name in ("nn", "moe_lora", "nf4")),
+    Path(__file__),
+    *(timing.PACKAGE / "train" / f"{name}.py" for name in ("text", "seeds")),
+    *(timing.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
+    *(timing.PACKAGE / name for name in ("nn", "moe_lora", "nf4")),
 )
 
 
@@ -254,7 +255,7 @@ def finetune(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains from scratch, then fine-tunes in each way with each seed, and writes the lines as they come; 1 where one failed."""
-    parser = argparse.ArgumentParser(prog="python -m kernelbook.train.same_loss", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kernelbook.lab.bench.same_loss", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of same_loss_curves.jsonl")
     parser.add_argument("--pretrain-steps", type=int, default=300, help="steps from scratch (default: 300)")
     parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")

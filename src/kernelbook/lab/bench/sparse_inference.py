@@ -1,4 +1,4 @@
-"""A GPT that generates with the neurons it needs: ``python -m kernelbook.train.sparse_inference --out book/results/<gpu>``.
+"""A GPT that generates with the neurons it needs: ``python -m kernelbook.lab.bench.sparse_inference --out book/results/<gpu>``.
 
 A GPT with ReLU is trained by :class:`kernelbook.train.Trainer`, as densely as any other, and most of its hidden values turn
 out zero. For each layer a predictor of low rank learns from the block's input which ones will not be (Liu et al., "Deja Vu:
@@ -28,8 +28,9 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, runtime, timing  # before Triton, which it sets up
+from kernelbook import check, runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
+from kernelbook.lab import timing
 from kernelbook.launching import Launch
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn import GPT, SparseFFN
@@ -44,10 +45,10 @@ __all__ = ["Decoder", "Predictor", "main", "sparsity", "train_predictors"]
 
 STEM, LAYERS_STEM = "sparse_inference", "sparse_inference_layers"
 LAYERS_KEY = ("gpu", "width", "what", "layer", "share")
-HERE = Path(__file__).resolve().parent
 SOURCES = (
-    *(HERE / name for name in ("sparse_inference.py", "kernels.py", "loop.py", "text.py")),
-    *(HERE.parent / name for name in ("nn", "scatter_ffn", "attention", "layer_norm")),
+    Path(__file__),
+    *(timing.PACKAGE / "train" / f"{name}.py" for name in ("kernels", "loop", "text")),
+    *(timing.PACKAGE / name for name in ("nn", "scatter_ffn", "attention", "layer_norm")),
 )
 _launch = functools.cache(Launch)
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
@@ -448,7 +449,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains and measures the widths that were asked for."""
-    parser = argparse.ArgumentParser(prog="python -m kernelbook.train.sparse_inference", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kernelbook.lab.bench.sparse_inference", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the two files")
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS), choices=list(WIDTHS))
     parser.add_argument("--steps", type=int, default=300, help="of training each model (default: 300)")

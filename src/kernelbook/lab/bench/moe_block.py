@@ -1,4 +1,4 @@
-"""What is measured for the block: one layer's experts, at the sizes of models, with transformers and PEFT as the peers.
+"""What is measured for the block: one layer's experts, at the sizes of models, with transformers and PEFT as the baselines.
 
 All providers are the same module of transformers with the same LoRA, which PEFT put on it; only who computes differs.
 
@@ -24,23 +24,23 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, peers, runtime, timing
+from kernelbook import check, runtime
+from kernelbook.lab import baselines, timing
+from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4 import nf4_dequantize, nf4_quantize
 from kernelbook.nn import moe
-from kernelbook.timing import Case, Problem
 
 __all__ = ["SOURCES", "cases", "extras", "host_calls", "missing_peers", "small_checks"]
 
-HERE = Path(__file__).resolve().parent
 SOURCES = (
-    HERE / "moe.py",
-    HERE / "kernels.py",
-    HERE / "bench_moe_block.py",
-    HERE.parent / "interop" / "transformers.py",
-    HERE.parent / "interop" / "peft.py",
-    HERE.parent / "launching.py",
-    HERE.parent / "moe_lora",
-    HERE.parent / "nf4",
+    Path(__file__),
+    timing.PACKAGE / "nn" / "moe.py",
+    timing.PACKAGE / "nn" / "kernels.py",
+    timing.PACKAGE / "interop" / "transformers.py",
+    timing.PACKAGE / "interop" / "peft.py",
+    timing.PACKAGE / "launching.py",
+    timing.PACKAGE / "moe_lora",
+    timing.PACKAGE / "nf4",
 )
 
 # experts, hidden size, intermediate size, experts of a token
@@ -174,12 +174,12 @@ class _Layer:
 
     def _axolotl(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """What axolotl's patch of PEFT does in front of its kernels: each pair is cast and laid out anew."""
-        to_theirs, parameters = peers.axolotl("layers").peft_lora_to_scattermoe, self.parameters["dense"]
+        to_theirs, parameters = baselines.axolotl("layers").peft_lora_to_scattermoe, self.parameters["dense"]
         self.dense._scattermoe_lora = {
             name: (*to_theirs(a.to(x.dtype), b.to(x.dtype), len(pair[0]), pair[0].shape[1]), pair[2])
             for (name, pair), a, b in zip(self.pairs.items(), parameters[::2], parameters[1::2], strict=True)
         }
-        out: torch.Tensor = peers.axolotl("experts").scattermoe_experts_forward(self.dense, x, ids, gates)
+        out: torch.Tensor = baselines.axolotl("experts").scattermoe_experts_forward(self.dense, x, ids, gates)
         return out
 
 
@@ -204,7 +204,7 @@ def _providers(mode: str, tokens: int, sizes: Sequence[int]) -> list[str]:
         names.insert(0, "eager")
     if mode == "forward" and tokens <= BATCHED_TOKENS and sizes[0] > 8:
         names.insert(0, "batched_mm")
-    if peers.has("axolotl"):
+    if baselines.has("axolotl"):
         names.append("axolotl")
     names.append("kernelbook:all")  # every expert is made dense first
     if tokens == 16 and sizes[0] > 8:
@@ -288,7 +288,7 @@ def cases() -> Iterator[Case]:
 def missing_peers() -> list[str]:
     """Without the first two every provider is missing: each is a module of transformers."""
     packages = ("transformers", "peft", "axolotl")
-    return [f"{name}: not installed" for name in packages if not peers.has(name)]
+    return [f"{name}: not installed" for name in packages if not baselines.has(name)]
 
 
 # --- what choosing costs --------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
 BOOKKEEPING_REGISTERS = 70
 
 # What matmul_resources counts beside the tiles. Fitted to what the compiler reports for sm_90 (Triton 3.6 and 3.7), over
-# the configurations of tests/test_autotune.py and of the chapter "Choosing tiles", which draws how far off they are.
+# the configurations of tests/test_plans.py and of the chapter "Choosing tiles", which draws how far off they are.
 LOOP_REGISTERS = {"wgmma": 20, "mma.sync": 28}  # counters, masks, the pipeline's state
 COPY_REGISTERS = (
     3  # a load that a thread does in each step: its 64-bit address, and its mask or its place in shared memory

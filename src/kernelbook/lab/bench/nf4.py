@@ -16,18 +16,21 @@ half of them read, and ``fill_`` writes the output alone. Neither is a lower bou
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernelbook import check, floor, peers, runtime
-from kernelbook.models import MODELS
+from kernelbook import check, runtime
+from kernelbook.lab import baselines, floor, timing
+from kernelbook.lab.models import MODELS
+from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
-from kernelbook.timing import Case, Problem
 
-__all__ = ["cases", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
+__all__ = ["SOURCES", "cases", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
 
+SOURCES = (timing.PACKAGE / "nf4", Path(__file__))
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Elements of an expert. axolotl's kernel has a program for each 1,024 of them, in the grid's second dimension, where CUDA
@@ -78,8 +81,8 @@ def _bitsandbytes(q: NF4Tensor, experts: torch.Tensor) -> dict[str, Callable[[],
     if len(experts) == num_experts:
         state = _state(q, q.shape, q.absmax, q.nested_absmax)
         providers["bitsandbytes"] = lambda: [dequantize_4bit(q.packed[:, None], state)]
-    if peers.has("axolotl") and math.prod(rest) <= MOST_OF_AXOLOTL:
-        dequantize = peers.axolotl("selective_dequant")._selective_dequant_bnb4
+    if baselines.has("axolotl") and math.prod(rest) <= MOST_OF_AXOLOTL:
+        dequantize = baselines.axolotl("selective_dequant")._selective_dequant_bnb4
         whole = _state(q, q.shape, q.absmax, q.nested_absmax)
         providers["axolotl"] = lambda: [dequantize(q.packed, whole, experts, rest)]
     return providers
@@ -101,9 +104,9 @@ def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_q
     ids = torch.arange(shape[0]) if active == shape[0] else torch.randperm(shape[0])[:active]
     experts = ids.to(runtime.DEVICE)
     providers: dict[str, Callable[[], Any]] = {"kernelbook": lambda: [nf4_dequantize(q, experts=experts, dtype=dtype)]}
-    if peers.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
+    if baselines.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
         providers.update(_bitsandbytes(q, experts))
-    if double_quant and peers.has("torchao"):
+    if double_quant and baselines.has("torchao"):
         packed = _torchao(nf4_dequantize(q, experts=experts, dtype=dtype).flatten(0, 1))
         providers["torchao"] = lambda: [packed.get_original_weight().view(active, *shape[1:])]
     return Problem(
@@ -155,9 +158,9 @@ def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, d
         "dense": lambda: [x @ dense.t()],
         "kernelbook:dequantize": lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()],
     }
-    if peers.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
+    if baselines.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
         providers["bitsandbytes"] = _matmul_bitsandbytes(x, q, number)
-    if double_quant and peers.has("torchao"):
+    if double_quant and baselines.has("torchao"):
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
 
         packed = _torchao(dense)
@@ -284,8 +287,8 @@ def models() -> Iterator[Case]:
 
 def missing_peers() -> list[str]:
     """Peers that are not measured, and why."""
-    found = [f"{peer}: not installed" for peer in ("bitsandbytes", "axolotl", "torchao") if not peers.has(peer)]
-    if peers.has("axolotl"):
+    found = [f"{peer}: not installed" for peer in ("bitsandbytes", "axolotl", "torchao") if not baselines.has(peer)]
+    if baselines.has("axolotl"):
         found.append(f"axolotl: for experts of more than {MOST_OF_AXOLOTL:,} elements its launch grid is too large")
     return found
 

@@ -1,6 +1,6 @@
 """The measured experiments of the chapter "Training with a sparse backward pass".
 
-``python -m kernelbook.train.study --width 512 1024 2048 --out book/results`` writes, below the folder of the GPU at hand:
+``python -m kernelbook.lab.bench.study --width 512 1024 2048 --out book/results`` writes, below the folder of the GPU at hand:
 
     sparse_training.csv            the time of a training step, by mode, scheduler and share of active chunks
     sparse_training_parts.csv      where that time goes, by kernels
@@ -31,7 +31,8 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime
+from kernelbook.lab import timing
 from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.chunks import Layout
 from kernelbook.train.files import replacing
@@ -70,10 +71,13 @@ SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", 
 
 
 # What the study runs of this package: the training loop and the model. The rooms' kernels have digests of their own.
-_TRAIN = ("chunks", "files", "kernels", "loop", "optimizer", "schedulers", "seeds", "study", "synthetic", "text")
+_TRAIN = ("chunks", "files", "kernels", "loop", "optimizer", "schedulers", "seeds", "synthetic", "text")
 _NN = ("compact", "gpt", "layers")
-_HERE = Path(__file__).parent
-SOURCES = (*(_HERE / f"{name}.py" for name in _TRAIN), *(_HERE.parent / "nn" / f"{name}.py" for name in _NN))
+SOURCES = (
+    Path(__file__),
+    *(timing.PACKAGE / "train" / f"{name}.py" for name in _TRAIN),
+    *(timing.PACKAGE / "nn" / f"{name}.py" for name in _NN),
+)
 
 
 # --- what is trained ------------------------------------------------------------------------------------------------
@@ -676,7 +680,7 @@ def merge(parts: Sequence[Path], out: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiments; 1 if one failed, 2 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m kernelbook.train.study", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kernelbook.lab.bench.study", description=__doc__)
     parser.add_argument("--width", type=int, nargs="+", choices=sorted(SIZES), default=[512, 1024, 2048])
     parser.add_argument("--out", type=Path, default=None, help="folder for <gpu>/... (default: book/results)")
     parser.add_argument(

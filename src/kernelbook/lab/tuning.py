@@ -1,7 +1,7 @@
 """``python -m kernelbook tune``: finds plans that are faster on the GPU at hand than the rules.
 
-A room's benchmark gives cases, each with inputs, a reference and a call of ours (:class:`kernelbook.timing.Case`). During
-that call planners are asked (:mod:`kernelbook.autotune`): each problem that one of them is asked for is tuned, one after the
+A room's benchmark gives cases, each with inputs, a reference and a call of ours (:class:`kernelbook.lab.timing.Case`). During
+that call planners are asked (:mod:`kernelbook.plans`): each problem that one of them is asked for is tuned, one after the
 other. The search starts at the rule's plan and walks to neighbours of the best one so far, a batch at a time, until some
 batches have brought nothing. Every candidate is checked against float64 before it is timed, and a plan is kept only if it is
 faster than the rule's by :data:`GAIN` when both are timed in turn. At the end every case that uses a new plan is timed once
@@ -37,7 +37,8 @@ import torch
 from tabulate import tabulate
 from tqdm.auto import tqdm
 
-from kernelbook import autotune, check, launching, runtime, timing
+from kernelbook import check, launching, plans, runtime
+from kernelbook.lab import timing
 
 # isort: split
 import triton
@@ -144,29 +145,29 @@ def tune_case(case: timing.Case, journal: Journal, *, deadline: float = float("i
     won: list[tuple[str, str, Any]] = []
     with contextlib.ExitStack() as chosen:
         while time.time() < deadline:
-            with autotune.watched() as asked:
+            with plans.watched() as asked:
                 call()
             found = next((what for what in asked if what not in done), None)
             if found is None:
                 return
             done.add(found)
-            (name, key), planner = found, autotune.planners()[found[0]]
+            (name, key), planner = found, plans.planners()[found[0]]
             if found not in journal.winners():
                 compiling = None if warm is None else functools.partial(warm, name, key, tuple(won))
                 _tune_problem(case, planner, key, asked[found], ours, call, journal, deadline, compiling)
             decision = journal.winners().get(found, {"kept": False})
             if decision["kept"]:
                 for plan in planner.candidates(*asked[found]):
-                    if autotune.as_json(plan) == decision["winner"]:
-                        chosen.enter_context(autotune.using(name, key, plan))
+                    if plans.as_json(plan) == decision["winner"]:
+                        chosen.enter_context(plans.using(name, key, plan))
                         won.append((name, key, decision["winner"]))
                         break
 
 
-def _candidates(planner: autotune.Planner, problem: Sequence[Any]) -> list[Any]:
+def _candidates(planner: plans.Planner, problem: Sequence[Any]) -> list[Any]:
     """The rule's plan, then the candidates, each once."""
-    plans = [planner.rule(*problem), *planner.candidates(*problem)]
-    return list({json.dumps(autotune.as_json(plan)): plan for plan in plans}.values())
+    found = [planner.rule(*problem), *planner.candidates(*problem)]
+    return list({json.dumps(plans.as_json(plan)): plan for plan in found}.values())
 
 
 def _distance(a: Any, b: Any) -> float:
@@ -182,7 +183,7 @@ def _distance(a: Any, b: Any) -> float:
 
 def _tune_problem(
     case: timing.Case,
-    planner: autotune.Planner,
+    planner: plans.Planner,
     key: str,
     problem: Sequence[Any],
     ours: timing.Problem,
@@ -193,9 +194,9 @@ def _tune_problem(
 ) -> None:
     """Checks and times candidates of one problem, and writes the winner (or that the rule stays) into the journal."""
     what = {"planner": planner.name, "key": key}
-    plans = _candidates(planner, problem)
-    texts = [autotune.as_json(plan) for plan in plans]
-    left = dict.fromkeys(range(len(plans)))
+    candidates = _candidates(planner, problem)
+    texts = [plans.as_json(plan) for plan in candidates]
+    left = dict.fromkeys(range(len(candidates)))
     times: dict[int, float] = {}
     for i, known in ((i, journal.tried(**what).get(json.dumps(text))) for i, text in enumerate(texts)):
         if known is not None:
@@ -212,7 +213,7 @@ def _tune_problem(
             warm(batch)
         for i in batch:
             del left[i]
-            outcome = _try(planner.name, key, plans[i], texts[i], ours, call, journal)
+            outcome = _try(planner.name, key, candidates[i], texts[i], ours, call, journal)
             if outcome is not None:
                 times[i] = outcome
         if 0 not in times:
@@ -227,7 +228,7 @@ def _tune_problem(
         journal.write(**what, case=str(case), kept=False, **({"rule_us": round(times[0], 2)} if 0 in times else {}))
         return
     finalists = [0, *finalists]
-    medians = dict(zip(finalists, _in_turn(planner.name, key, [plans[i] for i in finalists], call), strict=True))
+    medians = dict(zip(finalists, _in_turn(planner.name, key, [candidates[i] for i in finalists], call), strict=True))
     winner = min(medians, key=medians.__getitem__)
     about = {"rule_us": round(medians[0], 2), "us": round(medians[winner], 2)}
     if medians[0] < GAIN * medians[winner]:
@@ -241,7 +242,7 @@ def _tune_problem(
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
     }
-    _keep(autotune.own_plans(runtime.properties().name), {planner.name: {key: entry}})
+    _keep(plans.own_plans(runtime.properties().name), {planner.name: {key: entry}})
     journal.write(**what, case=str(case), kept=True, winner=texts[winner], **about)
 
 
@@ -252,7 +253,7 @@ def _try(
     about = {"planner": name, "key": key, "plan": text}
     journal.write(**about)
     try:
-        with autotune.using(name, key, plan):
+        with plans.using(name, key, plan):
             timing.error_ratios(ours)
             us = timing.measure(call, warmup_ms=1, rep_ms=5, min_samples=10).ms * 1e3
     except check.CheckError as error:
@@ -270,28 +271,28 @@ def _try(
     return us
 
 
-def _in_turn(name: str, key: str, plans: Sequence[Any], call: Callable[[], Any]) -> list[float]:
+def _in_turn(name: str, key: str, candidates: Sequence[Any], call: Callable[[], Any]) -> list[float]:
     """The time of the call with each plan, in microseconds: the medians of rounds, in which each has its turn."""
-    rounds: list[list[float]] = [[] for _ in plans]
+    rounds: list[list[float]] = [[] for _ in candidates]
     for _ in range(3):
-        for plan, samples in zip(plans, rounds, strict=True):
-            with autotune.using(name, key, plan):
+        for plan, samples in zip(candidates, rounds, strict=True):
+            with plans.using(name, key, plan):
                 samples.append(timing.measure(call, warmup_ms=2, rep_ms=20).ms * 1e3)
     return [statistics.median(samples) for samples in rounds]
 
 
 def _strike(path: Path, name: str, key: str) -> None:
-    plans = autotune.read_plans(path)
-    plans.get(name, {}).pop(key, None)
-    autotune.write_plans(path, runtime.properties().name, plans)
+    kept = plans.read_plans(path)
+    kept.get(name, {}).pop(key, None)
+    plans.write_plans(path, runtime.properties().name, kept)
 
 
-def _keep(path: Path, new: autotune.Plans) -> None:
+def _keep(path: Path, new: plans.Plans) -> None:
     """Adds plans to a file, over those for the same problems."""
-    plans = autotune.read_plans(path)
+    kept = plans.read_plans(path)
     for name, found in new.items():
-        plans[name] = {**plans.get(name, {}), **found}
-    autotune.write_plans(path, runtime.properties().name, plans)
+        kept[name] = {**kept.get(name, {}), **found}
+    plans.write_plans(path, runtime.properties().name, kept)
 
 
 # --- the other process ----------------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ Shape = tuple[tuple[str, float], ...]  # sizes by name, sorted
 
 def _cases_of(room: str, shape: Mapping[str, float] | None) -> list[timing.Case]:
     """The room's cases to tune, those that matter most first."""
-    from kernelbook import cli
+    from kernelbook.lab import cli
 
     tuning_cases: Cases | None = getattr(cli._bench_of(room), "tuning_cases", None)
     if tuning_cases is None:
@@ -339,15 +340,15 @@ def _run_once(
     call = _call_of(room, shape, index)
     with contextlib.ExitStack() as stack:
         for other, its_key, text in chosen:
-            with autotune.watched() as asked:
+            with plans.watched() as asked:
                 call()
-            for plan in autotune.planners()[other].candidates(*asked[other, its_key]):
-                if autotune.as_json(plan) == text:
-                    stack.enter_context(autotune.using(other, its_key, plan))
-        with autotune.watched() as asked:
+            for plan in plans.planners()[other].candidates(*asked[other, its_key]):
+                if plans.as_json(plan) == text:
+                    stack.enter_context(plans.using(other, its_key, plan))
+        with plans.watched() as asked:
             call()
-        plan = _candidates(autotune.planners()[name], asked[name, key])[number]
-        stack.enter_context(autotune.using(name, key, plan))
+        plan = _candidates(plans.planners()[name], asked[name, key])[number]
+        stack.enter_context(plans.using(name, key, plan))
         call()
         torch.cuda.synchronize()
 
@@ -429,19 +430,19 @@ def _plans(mode: str) -> Iterator[None]:
     """Within the context ``KERNELBOOK_PLANS`` is ``mode``."""
     before = os.environ.get("KERNELBOOK_PLANS")
     os.environ["KERNELBOOK_PLANS"] = mode
-    autotune.forget()
+    plans.forget()
     try:
         yield
     finally:
         del os.environ["KERNELBOOK_PLANS"]
         if before is not None:
             os.environ["KERNELBOOK_PLANS"] = before
-        autotune.forget()
+        plans.forget()
 
 
 def _asked(case: timing.Case) -> list[tuple[str, str]]:
     """What planners a case asks, and for what; found without a launch, so that nothing is compiled."""
-    with mock.patch.object(launching.Launch, "__call__", lambda *_: None), autotune.watched() as asked:
+    with mock.patch.object(launching.Launch, "__call__", lambda *_: None), plans.watched() as asked:
         problem = case.build()
         assert isinstance(problem, timing.Problem)
         with contextlib.suppress(RuntimeError):
@@ -455,10 +456,10 @@ def compared(room: str, case: timing.Case) -> tuple[float, float, list[tuple[str
     ``None`` where no stored plan is used. What is computed with the plans is checked first.
     """
     with _plans("tuned"):
-        stored = autotune.stored_plans(runtime.properties())
-        if not any(name.startswith(f"{room}.") for plans in stored for name in plans):
+        stored = plans.stored_plans(runtime.properties())
+        if not any(name.startswith(f"{room}.") for file in stored for name in file):
             return None
-        used = [(name, key) for name, key in _asked(case) if any(key in plans.get(name, {}) for plans in stored)]
+        used = [(name, key) for name, key in _asked(case) if any(key in file.get(name, {}) for file in stored)]
         if not used:
             return None
         torch.manual_seed(0)
@@ -472,8 +473,8 @@ def compared(room: str, case: timing.Case) -> tuple[float, float, list[tuple[str
             with _plans(which):
                 call()
                 times.append(timing.measure(call, warmup_ms=1, rep_ms=10).ms * 1e3)
-    rules, plans = (statistics.median(times) for times in samples.values())
-    return rules, plans, used
+    rules, tuned = (statistics.median(times) for times in samples.values())
+    return rules, tuned, used
 
 
 def strike_where_slower(room: str, case: timing.Case, journal: Journal) -> None:
@@ -485,15 +486,15 @@ def strike_where_slower(room: str, case: timing.Case, journal: Journal) -> None:
         return
     if found is None:
         return
-    rules, plans, used = found
-    slower = plans > SLOWER * rules
+    rules, tuned, used = found
+    slower = tuned > SLOWER * rules
     if slower:
         for name, key in used:
-            _strike(autotune.own_plans(runtime.properties().name), name, key)
+            _strike(plans.own_plans(runtime.properties().name), name, key)
             if (name, key) in journal.winners():
                 rule_us = journal.winners()[name, key]["rule_us"]
                 journal.write(planner=name, key=key, case=str(case), kept=False, rule_us=rule_us)
-    journal.write(compared=str(case), rules_us=round(rules, 2), plans_us=round(plans, 2), struck=slower)
+    journal.write(compared=str(case), rules_us=round(rules, 2), plans_us=round(tuned, 2), struck=slower)
 
 
 def comparison(job: Mapping[str, Any], out: Path | None) -> int:
@@ -612,11 +613,11 @@ def tune(job: Mapping[str, Any], minutes: float, export: bool, out: Path | None 
     name = runtime.properties().name
     for room in job["rooms"]:
         _cases_of(room, job["shape"])  # a wrong shape is told before anything starts
-    journal = autotune.own_plans(name).with_suffix(".journal")
+    journal = plans.own_plans(name).with_suffix(".journal")
     journal.parent.mkdir(parents=True, exist_ok=True)
     journal.unlink(missing_ok=True)
     whole = {**job, "deadline": time.time() + 60 * minutes * SEARCH_SHARE}
-    command = [sys.executable, "-m", "kernelbook.tuning", json.dumps(whole), str(journal)]
+    command = [sys.executable, "-m", "kernelbook.lab.tuning", json.dumps(whole), str(journal)]
     try:
         supervise(command, journal)
     except KeyboardInterrupt:
@@ -630,13 +631,13 @@ def tune(job: Mapping[str, Any], minutes: float, export: bool, out: Path | None 
     print(
         tabulate(rows, headers=("planner", "problem", "rule, us", "tuned, us", "times as fast"), disable_numparse=True)
     )
-    print(f"{len(rows)} of {len(found.winners())} problems have a faster plan, in {autotune.own_plans(name)}")
+    print(f"{len(rows)} of {len(found.winners())} problems have a faster plan, in {plans.own_plans(name)}")
     if out is not None and found.winners():
         timing.write_results(out / runtime.device_slug() / "search.csv", searched(found), key=SEARCH_KEY)
     if export and rows:
-        plans = autotune.read_plans(autotune.own_plans(name))
-        _keep(autotune.shipped_plans(name), plans)
-        print(f"written to {autotune.shipped_plans(name)}")
+        own = plans.read_plans(plans.own_plans(name))
+        _keep(plans.shipped_plans(name), own)
+        print(f"written to {plans.shipped_plans(name)}")
     wrong = [e for e in found.entries if str(e.get("outcome", "")).startswith("wrong")]
     for entry in wrong:
         print(f"WRONG: {entry['planner']} {entry['key']} {entry['plan']}: {entry['outcome']}", file=sys.stderr)
@@ -663,6 +664,6 @@ def main(given: argparse.Namespace, rooms: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from kernelbook import tuning  # whose functions other processes can import, which this module's are not
+    from kernelbook.lab import tuning  # whose functions other processes can import, which this module's are not
 
     tuning._work(json.loads(sys.argv[1]), tuning.Journal(Path(sys.argv[2])))

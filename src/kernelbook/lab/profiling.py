@@ -27,7 +27,7 @@ from torch._C._autograd import DeviceType
 
 from kernelbook import runtime
 
-__all__ = ["Report", "StepProfiler", "add_arguments", "profile"]
+__all__ = ["ProfileCallback", "Report", "StepProfiler", "add_arguments", "profile"]
 
 MAX_EVENTS = 200_000  # allocations that the snapshot holds
 
@@ -192,6 +192,54 @@ def _rows(averages: Any, steps: int, gpu: bool) -> tuple[list[tuple[str, float, 
         for name, count, us in sorted(times, key=lambda item: -item[2])
     ]
     return rows, total / steps / 1e3
+
+
+class ProfileCallback:
+    """Profiles chosen steps of a ``transformers.Trainer``: a Chrome trace, a memory snapshot, the top kernels.
+
+    ::
+
+        trainer = Trainer(..., callbacks=[ProfileCallback("profile", first=10, last=12)])
+
+    A step is an optimizer step, gradient accumulation included; steps count from 1 as the Trainer's do, also where it
+    resumes. One callback records once: another ``train()`` wants another one, with a folder of its own.
+
+    Args:
+        out: the folder for ``trace.json``, ``memory.pickle`` and ``kernels.txt``; ``out/rank<i>`` with several processes.
+        first, last: the first and the last step that is recorded.
+        top: how many kernels the table has.
+    """
+
+    def __init__(self, out: str | Path = "profile", *, first: int = 3, last: int = 5, top: int = 15) -> None:
+        self.profiler = StepProfiler(out, first=first, last=last, top=top)
+
+    @property
+    def report(self) -> Report | None:
+        """What was recorded, once the last step is over."""
+        return self.profiler.report
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.report is not None:
+            warnings.warn(
+                f"ProfileCallback: {self.profiler.out} holds what an earlier train() recorded, and this one is not recorded; "
+                f"give it a callback of its own",
+                stacklevel=2,
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.profiler.begin(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.profiler.end(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.profiler.close()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """The Trainer's other events, in which nothing is done; so that nobody has to import transformers for this module."""
+        if not name.startswith("on_"):
+            raise AttributeError(f"ProfileCallback has no attribute {name!r}")
+        return lambda *args, **kwargs: None
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -43,17 +43,19 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch.utils.checkpoint import checkpoint
 
-from kernelbook import check, runtime, timing
-from kernelbook.interop.arithmetic import BITS, Sizes
+from kernelbook import check, runtime
+from kernelbook.lab import timing
+from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.nn.named_attention import statement
 
 __all__ = ["MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
 
-HERE = Path(__file__).resolve().parent
 SOURCES = (
-    *(HERE / f"{name}.py" for name in ("bench_whole_model", "arithmetic", "transformers", "peft")),
-    *(HERE / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
-    *(HERE.parent / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
+    Path(__file__),
+    timing.PACKAGE / "lab" / "arithmetic.py",
+    *(timing.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
+    *(timing.PACKAGE / "interop" / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
+    *(timing.PACKAGE / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
 )
 RANK, PROMPT, ROOM, PIECE = 16, 2048, 64, 512
 STEM, PARTS_STEM = "whole_model", "whole_model_parts"

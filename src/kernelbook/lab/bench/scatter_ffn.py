@@ -8,12 +8,14 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kernelbook import check, floor, launching, runtime, timing
-from kernelbook.models import MODELS
+from kernelbook import check, launching, runtime
+from kernelbook.lab import floor, timing
+from kernelbook.lab.models import MODELS
 from kernelbook.scatter_ffn import kernels, op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 
 __all__ = [
+    "SOURCES",
     "atomics_experiment",
     "cases",
     "extras",
@@ -24,6 +26,7 @@ __all__ = [
     "tuning_cases",
 ]
 
+SOURCES = (timing.PACKAGE / "scatter_ffn", Path(__file__))
 ATOMICS_COLUMNS = (
     "run",
     "op",
@@ -327,7 +330,7 @@ def fused_ffn(
 def atomics_experiment() -> pd.DataFrame:
     """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
     run, rows = timing.new_run(), []
-    about = timing.environment(timing.package_version(Path(__file__).parent))
+    about = timing.environment(timing.package_version(*SOURCES))
     for m in (1, 16, 32, 64, 128):
         network = _network(PLAIN, m)
         for fraction in (0.1, 0.25):

@@ -48,19 +48,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime
 from kernelbook.distributed import exchange as exchanging
 from kernelbook.distributed import gradients, windows
 from kernelbook.distributed.expert_parallel import ExpertParallel
 from kernelbook.distributed.sharding import fully_shard
-from kernelbook.nn import GatedExperts, SparseLinear, bench_moe_block, moe
+from kernelbook.lab import timing
+from kernelbook.lab.bench import moe_block
+from kernelbook.nn import GatedExperts, SparseLinear, moe
 from kernelbook.train import CONFIGS, Trainer
 from kernelbook.train.parallel import ParallelTrainer
 
 __all__ = ["KEY", "SOURCES", "Sizes", "bench", "sections"]
 
-HERE = Path(__file__).resolve().parent
-SOURCES = (HERE, HERE.parent / "nn" / "moe.py", HERE.parent / "moe_lora", HERE.parent / "nf4", HERE.parent / "train")
+SOURCES = (
+    Path(__file__),
+    timing.PACKAGE / "nn" / "moe.py",
+    *(timing.PACKAGE / name for name in ("distributed", "moe_lora", "nf4", "train")),
+)
 KEY = (*(name for name in timing.KEY if name != "gpus"), "gpus")
 CALLS = 6  # of a layer between two looks at the clock
 CHECKED = 128  # tokens of each rank for which results are compared with float64
@@ -292,7 +297,7 @@ def _error_ratios(
         own = {name: p.to(dtype).requires_grad_() for name, p in leaves.items()}
         tokens, weights = x.to(dtype).requires_grad_(), gates.to(dtype).requires_grad_()
         pairs = {f"{n}_proj": moe.LoRAPair(own[f"{n}_a"], own[f"{n}_b"], whole.scaling) for n in ("gate_up", "down")}
-        out = bench_moe_block.block_reference(tokens, dense["gate_up"], dense["down"], ids, weights, pairs)
+        out = moe_block.block_reference(tokens, dense["gate_up"], dense["down"], ids, weights, pairs)
         found = [out, *torch.autograd.grad(out, [tokens, weights, *own.values()], up.to(dtype))]
         rows = slice(dist.get_rank() * CHECKED, (dist.get_rank() + 1) * CHECKED)
         return [part[rows] for part in found[:3]] + found[3:]
@@ -336,15 +341,15 @@ class _Model:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        return bench_moe_block.MODELS[self.name]
+        return moe_block.MODELS[self.name]
 
     @property
     def shape(self) -> str:
         experts, hidden, inner, slots = self.sizes
-        return f"E={experts} H={hidden} I={inner} k={slots} r={bench_moe_block.RANK}"
+        return f"E={experts} H={hidden} I={inner} k={slots} r={moe_block.RANK}"
 
     def gflop(self, count: int) -> float:
-        (_, hidden, inner, slots), rank = self.sizes, bench_moe_block.RANK
+        (_, hidden, inner, slots), rank = self.sizes, moe_block.RANK
         lora = rank * (2 * hidden + 3 * inner)
         return (4 * (3 * hidden * inner + lora) + 2 * lora) * count * slots / 1e9
 
@@ -392,10 +397,10 @@ def _counts(tokens: Sequence[int], strong: int) -> list[int]:
 
 def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Iterator[Row]:
     provider, joint = ("kernelbook", ":") if kind == "nf4" else ("kernelbook:dense", "_")
-    layer, ranks = _experts(model.sizes, kind, bench_moe_block.RANK), model.mesh.size()
+    layer, ranks = _experts(model.sizes, kind, moe_block.RANK), model.mesh.size()
     ratios = {"": math.nan, "shared": math.nan}
     if ranks > 1:
-        whole = _experts(model.sizes, kind, bench_moe_block.RANK)
+        whole = _experts(model.sizes, kind, moe_block.RANK)
         ExpertParallel(gradients="sum")._apply(layer, model.mesh)
         waiting: Any = layer._expert_parallel
         ways = {"": waiting, "shared": dataclasses.replace(waiting, waits=False)}
@@ -505,7 +510,7 @@ def _peer(model: _Model, counts: Sequence[int], samples: int) -> Iterator[Row]:
     (experts, hidden, inner, slots), ranks = model.sizes, model.mesh.size()
     if experts % ranks:
         return
-    layer = bench_moe_block._Layer((experts // ranks, hidden, inner, slots), bench_moe_block.RANK)
+    layer = moe_block._Layer((experts // ranks, hidden, inner, slots), moe_block.RANK)
     forward, leaves = layer.call("grouped_mm")
     call_experts: Callable[..., torch.Tensor] = forward
     if ranks > 1:
@@ -555,7 +560,7 @@ def _sharded(sizes: Sizes) -> Iterator[Row]:
     x, ids, gates, up = _tokens(count, model.sizes)
     for kind, provider, shard in (("nf4", "kernelbook", fully_shard), ("dense", "fsdp2", fsdp.fully_shard)):
         before = torch.cuda.memory_allocated() if _on_gpu() else 0
-        stack = _Stack([_experts(model.sizes, kind, bench_moe_block.RANK) for _ in range(sizes.layers)])
+        stack = _Stack([_experts(model.sizes, kind, moe_block.RANK) for _ in range(sizes.layers)])
         with torch.no_grad():
             truth = stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED])
         if ranks > 1:

@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernelbook import check, runtime, timing
+from kernelbook import check, runtime
 from kernelbook.attention import op
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
-from kernelbook.models import MODELS
+from kernelbook.lab import timing
+from kernelbook.lab.models import MODELS
 
-__all__ = ["cases", "extras", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
+__all__ = ["SOURCES", "cases", "extras", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
 
+SOURCES = (timing.PACKAGE / "attention", Path(__file__))
 # B, H, H_kv, N, D, causal
 SHAPES = (
     (4, 48, 48, 4096, 64, True),
@@ -435,7 +437,7 @@ def _errors() -> pd.DataFrame:
     """The relative error against float64 of every output and gradient, by provider and dtype."""
     b, h, h_kv, n, d, causal = ERROR_SHAPE
     shape = f"B={b} H={h} H_kv={h_kv} N={n} S={n} D={d} causal=yes"
-    about = {"run": timing.new_run(), **timing.environment(timing.package_version(Path(__file__).parent))}
+    about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
     rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         torch.manual_seed(0)

@@ -16,7 +16,9 @@ from tabulate import tabulate
 from tqdm.auto import tqdm
 
 import kernelbook
-from kernelbook import autotune, check, profiling, runtime, timing, tuning
+from kernelbook import check, plans, runtime
+from kernelbook.lab import bench as measured
+from kernelbook.lab import profiling, timing, tuning
 from kernelbook.train import command as training
 
 __all__ = ["main"]
@@ -32,23 +34,17 @@ WHOLE = ("whole_model",)
 
 def rooms() -> list[str]:
     """The rooms of the package that can be measured, by name."""
-    names = [module.name for module in pkgutil.iter_modules(kernelbook.__path__) if module.ispkg]
-    return sorted(name for name in names if importlib.util.find_spec(f"kernelbook.{name}.bench"))
+    packages = {module.name for module in pkgutil.iter_modules(kernelbook.__path__) if module.ispkg}
+    return sorted(module.name for module in pkgutil.iter_modules(measured.__path__) if module.name in packages)
 
 
 def modules_measured() -> list[str]:
-    """What is measured beside the rooms: for each ``nn/bench_<stem>.py`` its stem."""
-    folder = [str(Path(kernelbook.__file__).parent / "nn")]
-    return sorted(m.name.removeprefix("bench_") for m in pkgutil.iter_modules(folder) if m.name.startswith("bench_"))
+    """What is measured beside the rooms: modules that combine them."""
+    return ["moe_block"]
 
 
 def _bench_of(name: str) -> Any:
-    if name in SEVERAL:
-        return importlib.import_module(f"kernelbook.distributed.bench_{name}")
-    if name in WHOLE:
-        return importlib.import_module(f"kernelbook.interop.bench_{name}")
-    module = f"kernelbook.nn.bench_{name}" if name in modules_measured() else f"kernelbook.{name}.bench"
-    return importlib.import_module(module)
+    return importlib.import_module(f"{measured.__name__}.{name}")
 
 
 def _all() -> list[str]:
@@ -85,9 +81,9 @@ def _machine() -> list[tuple[str, str]]:
 def _plans(gpu: str) -> str:
     """Which plans are in use, in words."""
     mode = runtime.plans_in_use()
-    files = {"your own": autotune.own_plans(gpu)} if mode == "tuned" else {}
-    files |= {} if mode == "rules" else {"shipped": autotune.shipped_plans(gpu)}
-    counts = {whose: sum(map(len, autotune.read_plans(path).values())) for whose, path in files.items()}
+    files = {"your own": plans.own_plans(gpu)} if mode == "tuned" else {}
+    files |= {} if mode == "rules" else {"shipped": plans.shipped_plans(gpu)}
+    counts = {whose: sum(map(len, plans.read_plans(path).values())) for whose, path in files.items()}
     found = [f"{count} {whose}" for whose, count in counts.items() if count]
     return ", ".join([*found, "rules"]) + ("" if found else " ('python -m kernelbook tune' finds plans for this GPU)")
 
@@ -179,7 +175,7 @@ def bench(
         if room in WHOLE:
             code = max(code, module.bench(folder, layers=layers, select=select))
             continue
-        package = timing.package_version(*getattr(module, "SOURCES", [Path(module.__file__).parent]))
+        package = timing.package_version(*module.SOURCES)
         lists = {} if only == "models" else {room: module.cases()}
         lists |= {} if only == "room" else {"models": getattr(module, "models", tuple)()}
         chosen = {

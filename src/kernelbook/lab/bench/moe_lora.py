@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernelbook import check, peers, runtime, timing
-from kernelbook.models import MODELS as LATEST
+from kernelbook import check, runtime
+from kernelbook.lab import baselines, timing
+from kernelbook.lab.models import MODELS as LATEST
 from kernelbook.moe_lora import op
 from kernelbook.moe_lora.reference import (
     grouped_mm_rows,
@@ -21,6 +23,7 @@ from kernelbook.packed import NF4, NF4Tensor
 
 __all__ = [
     "MODELS",
+    "SOURCES",
     "Shape",
     "cases",
     "host_calls",
@@ -30,6 +33,7 @@ __all__ = [
     "tuning_cases",
 ]
 
+SOURCES = (timing.PACKAGE / "moe_lora", Path(__file__))
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
     "Qwen3.5-35B-A3B": (256, 2048, 512, 8),
@@ -132,7 +136,7 @@ def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         "grouped_mm": lambda: [grouped_mm_rows(t.x, t.w, None, None, *t.sorted_routing, **how)],
         "kernelbook": lambda: [op.scatter2scatter(t.x, t.w, t.routing, **how)],
     }
-    if peers.has("scattermoe"):
+    if baselines.has("scattermoe"):
         calls["scattermoe"] = _scattermoe(t, shape)
 
     def truth() -> Tensors:
@@ -256,7 +260,7 @@ def _step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         "kernelbook:split": ours("split"),
     }
     views: dict[str, Callable[[Tensors], Tensors]] = {}
-    if peers.has("axolotl"):
+    if baselines.has("axolotl"):
         calls["axolotl"], views["axolotl"] = _axolotl(t, shape)
     return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR, views)
 
@@ -432,10 +436,10 @@ w = randn({shape.experts}, {shape.k}, {shape.n}, grad=False)
 x, a, b = randn({shape.tokens}, {shape.k}), randn({shape.experts}, 16, {shape.k}), randn({shape.experts}, {shape.n}, 16)
 """
     codes = {"kernelbook": f"# first call\nkb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()\n"}
-    if peers.has("axolotl"):
+    if baselines.has("axolotl"):
         codes["axolotl"] = f"""
-from kernelbook import peers
-lora = peers.axolotl("parallel_linear_lora").parallel_linear_lora
+from kernelbook.lab import baselines
+lora = baselines.axolotl("parallel_linear_lora").parallel_linear_lora
 offsets = torch.bincount(ids.flatten(), minlength={shape.experts}).cumsum(0)
 a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).flatten(1).requires_grad_()
 # first call
@@ -522,7 +526,7 @@ def models() -> Iterator[timing.Case]:
 def missing_peers() -> list[str]:
     """Peers that are not measured, and why."""
     where = {"scattermoe": "it is on no package index", "axolotl": "pip install --no-deps axolotl"}
-    return [f"{peer}: not installed ({how})" for peer, how in where.items() if not peers.has(peer)]
+    return [f"{peer}: not installed ({how})" for peer, how in where.items() if not baselines.has(peer)]
 
 
 def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
@@ -541,7 +545,7 @@ def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[
 
     Its A and B keep the experts side by side: (E r, K) and (N, E r).
     """
-    apply = peers.axolotl("parallel_linear_lora").parallel_linear_lora
+    apply = baselines.axolotl("parallel_linear_lora").parallel_linear_lora
     experts, order = torch.sort(t.ids.flatten())
     offsets = torch.bincount(experts, minlength=shape.experts).cumsum(0)
     a = t.lora_a.detach().reshape(-1, shape.k).clone().requires_grad_()

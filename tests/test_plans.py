@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import triton
 
-from kernelbook import autotune, cli, runtime, timing, tuning
+from kernelbook import plans, runtime
 from kernelbook.attention import kernels as attention_kernels
-from kernelbook.autotune import Resources, bucket, fits, matmul_resources, occupancy, prune, tensor_core, tile_resources
-from kernelbook.compiled import CompiledKernel, compile_calls
+from kernelbook.lab import cli, timing, tuning
+from kernelbook.lab.compiled import CompiledKernel, compile_calls
 from kernelbook.moe_lora import kernels as moe_lora_kernels
+from kernelbook.plans import Resources, bucket, fits, matmul_resources, occupancy, prune, tensor_core, tile_resources
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
 LARGE = triton.Config({"BLOCK": 256}, num_warps=8, num_stages=3)
@@ -24,7 +25,7 @@ def test_registers_are_counted_for_each_thread() -> None:
     """A 128 x 256 float32 accumulator in 8 warps is 128 registers a thread (not 1,024: dividing by 32 alone)."""
     config = triton.Config({}, num_warps=8, num_stages=3)
     needs = tile_resources(config, staged=[(128 * 64, 2), (64 * 256, 2)], held=[(128 * 256, 4)])
-    assert needs.registers_per_thread == autotune.BOOKKEEPING_REGISTERS + 128
+    assert needs.registers_per_thread == plans.BOOKKEEPING_REGISTERS + 128
     assert needs.shared_bytes == 3 * (128 * 64 + 64 * 256) * 2
     assert fits(needs, config, H200)
     half = triton.Config({}, num_warps=4, num_stages=3)
@@ -162,7 +163,7 @@ for m, n, k, warps, stages in {sides!r}:
 def test_what_dividing_by_32_throws_away(reports: list[CompiledKernel]) -> None:
     """It calls every tile of 64 x 128 or more impossible; most of them do not spill."""
     pairs = [(c, k) for c, k in zip(SPREAD, reports, strict=True) if c[1] * c[2] >= 64 * 128]
-    assert all(autotune.BOOKKEEPING_REGISTERS + c[1] * c[2] / 32 > 255 for c, _ in pairs)
+    assert all(plans.BOOKKEEPING_REGISTERS + c[1] * c[2] / 32 > 255 for c, _ in pairs)
     assert sum(k.spill_bytes == 0 for _, k in pairs) >= 8
 
 
@@ -178,7 +179,7 @@ def test_a_second_accumulator_and_operand_are_counted() -> None:
         properties=H200,
     )
     assert two.shared_bytes - one.shared_bytes == 3 * 16 * 64 * 2
-    assert two.registers_per_thread - one.registers_per_thread == 8 + 1 + 0.5 * autotune.COPY_REGISTERS
+    assert two.registers_per_thread - one.registers_per_thread == 8 + 1 + 0.5 * plans.COPY_REGISTERS
 
 
 def test_the_older_tensor_cores_have_one_buffer_fewer() -> None:
@@ -275,24 +276,24 @@ def _candidates(m: int, n: int, properties: runtime.DeviceProperties) -> Iterato
 def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., _Plan]]:
     """A planner; the user's plans lie in ``tmp_path``, the shipped ones in ``tmp_path / "shipped"``."""
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "shipped_plans", lambda name: tmp_path / "shipped" / f"{runtime.slug(name)}.json")
-    monkeypatch.setattr(autotune, "_planners", {})
+    monkeypatch.setattr(plans, "shipped_plans", lambda name: tmp_path / "shipped" / f"{runtime.slug(name)}.json")
+    monkeypatch.setattr(plans, "_planners", {})
 
-    @autotune.planner("square.tiles", _candidates, buckets=("m",))
+    @plans.planner("square.tiles", _candidates, buckets=("m",))
     def rule(m: int, n: int, properties: runtime.DeviceProperties) -> _Plan:
         return _Plan(SMALL, 1)
 
-    autotune.forget()
+    plans.forget()
     yield rule
-    autotune.forget()
+    plans.forget()
 
 
 def _entry(config: triton.Config, split: int) -> dict[str, Any]:
-    return {"plan": autotune.as_json(_Plan(config, split)), "us": 1.0}
+    return {"plan": plans.as_json(_Plan(config, split)), "us": 1.0}
 
 
 def _store(place: Callable[[str], Path], entry: dict[str, Any], key: str = "m=128 n=4096") -> None:
-    autotune.write_plans(place(GPU.name), GPU.name, {"square.tiles": {key: entry}})
+    plans.write_plans(place(GPU.name), GPU.name, {"square.tiles": {key: entry}})
 
 
 def test_the_rule_holds_where_nothing_is_stored(plan: Callable[..., _Plan]) -> None:
@@ -303,20 +304,20 @@ def test_the_rule_holds_where_nothing_is_stored(plan: Callable[..., _Plan]) -> N
 def test_own_plans_come_before_shipped_ones_and_those_before_the_rule(
     plan: Callable[..., _Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _store(autotune.shipped_plans, _entry(LARGE, 1))
+    _store(plans.shipped_plans, _entry(LARGE, 1))
     assert plan(100, 4096, GPU) == _Plan(LARGE, 1)
-    _store(autotune.own_plans, _entry(LARGE, 2))
+    _store(plans.own_plans, _entry(LARGE, 2))
     # 65 to 128 share a key; another size, another GPU, and the rules when they are asked for.
     assert plan(100, 4096, GPU) == plan(65, 4096, GPU) == _Plan(LARGE, 2)
     assert plan(129, 4096, GPU) == plan(100, 4097, GPU) == plan(100, 4096, H200) == _Plan(SMALL, 1)
     for mode, expected in (("shipped", _Plan(LARGE, 1)), ("rules", _Plan(SMALL, 1))):
         monkeypatch.setenv("KERNELBOOK_PLANS", mode)
-        autotune.forget()
+        plans.forget()
         assert plan(100, 4096, GPU) == expected
 
 
 def test_a_stored_plan_that_is_no_candidate_is_not_taken(plan: Callable[..., _Plan]) -> None:
-    _store(autotune.own_plans, _entry(triton.Config({"BLOCK": 65536}, num_warps=32), 1))
+    _store(plans.own_plans, _entry(triton.Config({"BLOCK": 65536}, num_warps=32), 1))
     assert plan(100, 4096, GPU) == _Plan(SMALL, 1)
 
 
@@ -324,34 +325,34 @@ def test_a_stored_plan_that_is_no_candidate_is_not_taken(plan: Callable[..., _Pl
     "content", ("", "not json", "[]", '{"plans": {"square.tiles": []}}', '{"plans": {"a": {"b": 1}}}')
 )
 def test_a_broken_file_is_ignored(content: str, plan: Callable[..., _Plan]) -> None:
-    path = autotune.own_plans(GPU.name)
+    path = plans.own_plans(GPU.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
     assert plan(100, 4096, GPU) == _Plan(SMALL, 1)
 
 
 def test_a_file_of_plans_is_readable(plan: Callable[..., _Plan]) -> None:
-    _store(autotune.own_plans, _entry(LARGE, 2))
-    text = autotune.own_plans(GPU.name).read_text()
+    _store(plans.own_plans, _entry(LARGE, 2))
+    text = plans.own_plans(GPU.name).read_text()
     assert '"gpu": "A Fake GPU"' in text and len(text.splitlines()) == 8
-    assert autotune.read_plans(autotune.own_plans(GPU.name)) == {"square.tiles": {"m=128 n=4096": _entry(LARGE, 2)}}
+    assert plans.read_plans(plans.own_plans(GPU.name)) == {"square.tiles": {"m=128 n=4096": _entry(LARGE, 2)}}
 
 
 def test_tuning_can_set_plans_and_watch_what_is_asked(plan: Callable[..., _Plan]) -> None:
-    asking = autotune.derived(lambda m: plan(m, 64, GPU).split)
-    with autotune.watched() as asked:
+    asking = plans.derived(lambda m: plan(m, 64, GPU).split)
+    with plans.watched() as asked:
         assert asking(100) == 1
     assert asked == {("square.tiles", "m=128 n=64"): (100, 64, GPU)}
-    with autotune.using("square.tiles", "m=128 n=64", _Plan(LARGE, 2)):
+    with plans.using("square.tiles", "m=128 n=64", _Plan(LARGE, 2)):
         assert asking(100) == 2 and asking(200) == 1
     assert asking(100) == 1
 
 
 def test_a_planner_has_a_name_of_its_own_and_ends_with_the_properties(plan: Callable[..., _Plan]) -> None:
     with pytest.raises(ValueError, match=r"planner: square\.tiles is taken"):
-        autotune.planner("square.tiles", _candidates)(lambda m, properties: None)
+        plans.planner("square.tiles", _candidates)(lambda m, properties: None)
     with pytest.raises(ValueError, match="wrong parameters"):
-        autotune.planner("square.other", _candidates)(lambda m: None)
+        plans.planner("square.other", _candidates)(lambda m: None)
 
 
 def test_every_shipped_plan_is_a_candidate() -> None:
@@ -359,16 +360,16 @@ def test_every_shipped_plan_is_a_candidate() -> None:
     gpus = {properties.name: properties for properties in runtime.TARGETS.values()}
     h100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
     gpus[h100.name] = h100
-    for path in (Path(autotune.__file__).parent / "tuned").glob("*.json"):
+    for path in (Path(plans.__file__).parent / "tuned").glob("*.json"):
         content = json.loads(path.read_text())
         assert runtime.slug(content["gpu"]) == path.stem
         properties = gpus[content["gpu"]]
-        for name, entries in autotune.read_plans(path).items():
-            planner = autotune.planners()[name]
+        for name, entries in plans.read_plans(path).items():
+            planner = plans.planners()[name]
             for key, entry in entries.items():
                 problem = [_value(part.split("=")[1]) for part in key.split()]
-                plans = [autotune.as_json(candidate) for candidate in planner.candidates(*problem, properties)]
-                assert entry["plan"] in plans, (path.name, name, key)
+                listed = [plans.as_json(candidate) for candidate in planner.candidates(*problem, properties)]
+                assert entry["plan"] in listed, (path.name, name, key)
 
 
 def _value(text: str) -> Any:
@@ -399,16 +400,16 @@ def test_candidates_of_the_rooms_are_few_enough_to_be_timed_and_not_only_one(tar
     }
     if target == "sm_90":
         problems |= {"attention.forward": (64, 2, 4096, True), "attention.backward": (128, 2)}
-    assert target != "sm_90" or set(problems) == set(autotune.planners())
+    assert target != "sm_90" or set(problems) == set(plans.planners())
     for name, problem in problems.items():
-        plans = list(autotune.planners()[name].candidates(*problem, properties))
-        assert 2 <= len(plans) <= 170, (name, len(plans))
-        tried = tuning._candidates(autotune.planners()[name], (*problem, properties))
-        assert len({json.dumps(autotune.as_json(plan)) for plan in tried}) == len(tried) >= 2, name
+        listed = list(plans.planners()[name].candidates(*problem, properties))
+        assert 2 <= len(listed) <= 170, (name, len(listed))
+        tried = tuning._candidates(plans.planners()[name], (*problem, properties))
+        assert len({json.dumps(plans.as_json(plan)) for plan in tried}) == len(tried) >= 2, name
 
 
 def test_the_benchmark_of_a_room_with_planners_gives_cases_to_tune() -> None:
-    rooms = {name.split(".")[0] for name in autotune.planners()}
+    rooms = {name.split(".")[0] for name in plans.planners()}
     assert rooms >= {"layer_norm", "sparse_linear", "scatter_ffn"}
     for room in rooms:
         assert all(isinstance(case, timing.Case) for case in cli._bench_of(room).tuning_cases())
