@@ -29,7 +29,7 @@ import kernelbook  # noqa: F401  (before Triton, which it sets up)
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
-__all__ = ["digest", "launches_of", "text_of", "tree_text", "unfilled"]
+__all__ = ["Numbered", "digest", "launches_of", "text_of", "tree_text", "unfilled", "without_docstrings"]
 
 PACKAGE = "kernelbook"
 LARGE = 2**18  # elements: tensors of so many are made, and not filled
@@ -71,47 +71,54 @@ def _is_text(statement: ast.stmt) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-class _Numbered(ast.NodeTransformer):
-    """Numbers the parameters and local names of a function, and puts what is known of the others in their places."""
+class Numbered(ast.NodeTransformer):
+    """Numbers the parameters and local names of functions.
 
-    def __init__(self, function: Any, known: Mapping[str, Any]) -> None:
-        self.function, self.known = function, known
-        self.own: dict[str, int] = {}
+    ``known`` are values of global names: what is known of a name stands in its place. ``within`` is the function at hand.
+    """
+
+    def __init__(self, known: Mapping[str, Any], within: Any = None) -> None:
+        self.known, self.within = known, within
+        self.own: dict[str, str] = {}
 
     def named(self, name: str) -> ast.expr | None:
-        """What stands for a global name of the function's; ``None`` where the name itself does."""
+        """What stands for a global name; ``None`` where the name itself does."""
         value = self.known.get(name)
         if value is None or inspect.ismodule(value) or _is_foreign(value):
             return None
-        return ast.Constant(_value_text(value, self.function))
+        return ast.Constant(_value_text(value, self.within))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802
+        before, self.own = self.own, dict(self.own)
         constants = [_is_constexpr(arg.annotation) for arg in node.args.args]
-        node.decorator_list, node.returns, node.name = [], None, ""
-        stored = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
-        for name in [*(n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg)), *stored]:
-            self.own.setdefault(name, len(self.own))
+        names = [n.arg for n in ast.walk(node) if isinstance(n, ast.arg)]
+        names += [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        for name in names:
+            self.own.setdefault(name, f"v{len(self.own)}")
         self.generic_visit(node)
+        node.returns = None
         node.body.insert(0, ast.Expr(ast.Constant(constants)))  # type: ignore[arg-type]
+        self.own = before
         return node
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
-        return ast.arg(arg=f"v{self.own[node.arg]}")
+        return ast.arg(arg=self.own.get(node.arg, node.arg))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:  # noqa: N802
+        constant = _is_constexpr(node.annotation)
         self.generic_visit(node)
-        node.annotation = ast.Constant(_is_constexpr(node.annotation))
+        node.annotation = ast.Constant(constant)
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802
         if node.id in self.own:
-            return ast.Name(f"v{self.own[node.id]}", node.ctx)
+            return ast.Name(self.own[node.id], node.ctx)
         return self.named(node.id) or node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:  # noqa: N802
         value = self.known.get(node.value.id) if isinstance(node.value, ast.Name) else None
         if inspect.ismodule(value) and value.__name__.partition(".")[0] == PACKAGE and node.value.id not in self.own:  # type: ignore[attr-defined]
-            return ast.Constant(_value_text(getattr(value, node.attr), self.function))
+            return ast.Constant(_value_text(getattr(value, node.attr), self.within))
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
@@ -144,8 +151,9 @@ def text_of(function: Any) -> str:
 
 @functools.cache
 def _text_of(function: Any) -> str:
-    tree: Any = without_docstrings(ast.parse(textwrap.dedent(inspect.getsource(function)))).body[0]  # type: ignore[attr-defined]
-    return tree_text(_Numbered(function, function.__globals__).visit(tree))
+    tree: Any = without_docstrings(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    tree.body[0].name, tree.body[0].decorator_list = "", []
+    return tree_text(Numbered(function.__globals__, function).visit(tree.body[0]))
 
 
 def _value_text(value: Any, within: Any = None) -> str:
