@@ -49,6 +49,7 @@ from kernelbook.lab.bench.moe_block import block_reference
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.moe import LoRAPair, quantize_parameter
 from kernelbook.train import CONFIGS, Trainer, parallel
+from kernelbook.train.capture import Captured
 from kernelbook.train.parallel import ParallelTrainer
 
 DEVICE = runtime.DEVICE
@@ -243,13 +244,13 @@ def in_a_graph(folder: Path) -> None:
             out = layer.experts(own, ids, weights)
             return [out.detach(), *(_local(g) for g in torch.autograd.grad(out, [own, weights, *leaves], up))]
 
-        replay = several_gpus._captured(step)
+        replay = Captured(step)
         for tokens in reversed(given):
             for tensor, name in ((x, "x"), (gates, "gates"), (ids, "ids"), (up, "up")):
                 tensor.copy_(tokens[name])
             replay()
             torch.cuda.synchronize()
-            for captured, eager in zip(replay.__defaults__[0], step(), strict=True):  # type: ignore[attr-defined]
+            for captured, eager in zip(replay.out, step(), strict=True):
                 assert torch.equal(captured, eager)
         del replay
     expert_parallel_module.windows_of = shared

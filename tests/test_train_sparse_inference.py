@@ -13,6 +13,7 @@ from kernelbook.lab import timing
 from kernelbook.lab.bench import sparse_inference
 from kernelbook.nn import GPT
 from kernelbook.train import CONFIGS, Trainer, kernels
+from kernelbook.train.capture import Captured
 
 CONFIG = dataclasses.replace(
     CONFIGS["tiny"], activation="relu", mode="dense", scheduler="all", steps=6, eval_every=0, checkpoint_every=0
@@ -95,7 +96,7 @@ def test_one_graph_generates_what_launches_do(trained: tuple[GPT, Any]) -> None:
     generated = []
     for graph in (False, True):
         decoder = sparse_inference.Decoder(model, 1, 16, predictors=predictors, dtype=torch.float32)
-        step = sparse_inference._captured(decoder.step) if graph else decoder.step
+        step = Captured(decoder.step) if graph else decoder.step
         decoder.length.zero_()
         decoder.tokens.fill_(5)
         for _ in range(8):

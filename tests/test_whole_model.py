@@ -212,7 +212,7 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours with LoRA and with a cache, bitsandbytes where it is installed, and a model without experts."""
     monkeypatch.setattr(bench, "error_ratio", lambda *_: 1.0)  # other tests ask for it
-    monkeypatch.setattr(bench, "_wall", lambda *_, **__: (timing.Timing.of([1.0]), 1.0))
+    monkeypatch.setattr(timing, "wall", lambda *_, **__: (timing.Timing.of([1.0]), 1.0))
     wanted = [
         bench.Plan(QWEN, "kernelbook", "step", checkpoints=True),
         bench.Plan(QWEN, "kernelbook", "decode"),

@@ -17,17 +17,28 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._autograd import DeviceType
 
 from kernelbook import runtime
+from kernelbook.lab import timing
 
-__all__ = ["ProfileCallback", "Report", "StepProfiler", "add_arguments", "profile"]
+__all__ = [
+    "Kernel",
+    "ProfileCallback",
+    "Report",
+    "StepProfiler",
+    "add_arguments",
+    "device_kernels",
+    "part_of",
+    "profile",
+    "sums",
+]
 
 MAX_EVENTS = 200_000  # allocations that the snapshot holds
 
@@ -240,6 +251,46 @@ class ProfileCallback:
         if not name.startswith("on_"):
             raise AttributeError(f"ProfileCallback has no attribute {name!r}")
         return lambda *args, **kwargs: None
+
+
+# --- what the device did -------------------------------------------------------------------------------------------
+
+
+class Kernel(NamedTuple):
+    """One run of a kernel; times in nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+
+
+def device_kernels(call: Callable[[], Any], *, calls: int = 1) -> list[Kernel]:
+    """All that the device runs in ``calls`` calls."""
+    timing.wait()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        timing.wait()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return [
+        Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in events
+        if event.device_type() == DeviceType.CUDA
+    ]
+
+
+def part_of(kernel: str, parts: Mapping[str, Sequence[str]], rest: str = "elementwise and copies") -> str:
+    """The part of the work that a kernel does: the first in whose list is a piece of its name, else ``rest``."""
+    return next((part for part, names in parts.items() if any(name in kernel for name in names)), rest)
+
+
+def sums(kernels: Iterable[Kernel], part: Callable[[str], str], *, calls: int = 1) -> dict[str, tuple[float, float]]:
+    """By what ``part`` makes of a kernel's name: milliseconds and launches in one of ``calls`` calls."""
+    found: dict[str, tuple[float, float]] = {}
+    for kernel in kernels:
+        ms, launches = found.get(part(kernel.name), (0.0, 0.0))
+        found[part(kernel.name)] = ms + (kernel.end - kernel.start) / 1e6 / calls, launches + 1 / calls
+    return found
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

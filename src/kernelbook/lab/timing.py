@@ -60,6 +60,8 @@ __all__ = [
     "results_dir",
     "run_cases",
     "time_steps",
+    "wait",
+    "wall",
     "write_results",
 ]
 
@@ -188,10 +190,6 @@ def host_us(fn: Callable[[], Any], *, calls: int = 30, batches: int = 7) -> floa
     a caller pays before the next line runs. It is the wall clock of one thread, so other work on the machine shows in it.
     """
 
-    def wait() -> None:
-        if runtime.DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-
     for _ in range(3):
         fn()
     wait()
@@ -209,6 +207,34 @@ def host_us(fn: Callable[[], Any], *, calls: int = 30, batches: int = 7) -> floa
         times.append((time.perf_counter() - start) / calls * 1e6)
         wait()
     return statistics.median(times)
+
+
+def wait() -> None:
+    """Waits until the device has done what it was given, if there is a GPU."""
+    if runtime.DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def wall(
+    fn: Callable[[], Any], *, calls: int = 1, samples: int = 5, before: Callable[[], object] = lambda: None
+) -> tuple[Timing, float]:
+    """The wall clock's time of a call of ``fn``, and the host's microseconds until it has enqueued one (their median).
+
+    A sample is ``calls`` calls in a row and the wait for the device; ``before`` runs before each sample and does not count.
+    Nothing is warmed up.
+    """
+    times, host = [], []
+    for _ in range(samples):
+        before()
+        wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        enqueued = time.perf_counter()
+        wait()
+        times.append((time.perf_counter() - start) / calls * 1e3)
+        host.append((enqueued - start) / calls * 1e6)
+    return Timing.of(times), statistics.median(host)
 
 
 def peak_mib(fn: Callable[[], Any]) -> float:

@@ -15,7 +15,6 @@ Memory is counted beyond the weights: the 4-bit ones take 0.28 times the bfloat1
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import check, runtime
-from kernelbook.lab import baselines, timing
+from kernelbook.lab import baselines, profiling, timing
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4 import nf4_dequantize, nf4_quantize
 from kernelbook.nn import moe
+from kernelbook.train.capture import Captured
 
 __all__ = ["SOURCES", "cases", "extras", "host_calls", "missing_peers", "small_checks"]
 
@@ -327,45 +327,24 @@ def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
                 calls: dict[bool, Callable[[], Any]] = {False: run}
                 if way in PEERS:
                     with contextlib.suppress(RuntimeError):  # some versions cannot be captured
-                        calls[True] = _captured(run)
+                        calls[True] = Captured(run)
                 elif way != "count":  # nor can a wait
-                    calls[True] = _captured(run)
+                    calls[True] = Captured(run)
+                for call in calls.values():
+                    for _ in range(3):
+                        call()
                 rows += [
                     {
                         "way": way,
                         "graph": graph,
                         "tokens": tokens,
                         "experts": f"{sum(experts) / len(experts):.4g}" if experts else "",
-                        "layer_ms": f"{_wall_ms(call, repeats) / layers:.4g}",
+                        "layer_ms": f"{timing.wall(call, samples=repeats)[0].ms / layers:.4g}",
                     }
                     for graph, call in calls.items()
                 ]
     about = timing.environment(timing.package_version(*SOURCES))
     return pd.DataFrame([{**row, **about} for row in rows])
-
-
-def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def _wall_ms(call: Callable[[], Any], repeats: int) -> float:
-    """The median time of ``call`` with everything that it sent to the device, by the host's clock."""
-    times = []
-    for _ in range(repeats + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return sorted(times[3:])[repeats // 2]
 
 
 PARTS_KEY = ("gpu", "provider", "tokens", "part")
@@ -380,10 +359,7 @@ PARTS = {
 
 def part_of(kernel: str) -> str:
     """The part of the block's work that a kernel does, by its name."""
-    for part, names in PARTS.items():
-        if any(name in kernel for name in names):
-            return part
-    return "elementwise and copies"
+    return profiling.part_of(kernel, PARTS)
 
 
 def parts_experiment(repeats: int = 5) -> pd.DataFrame:
@@ -399,17 +375,7 @@ def parts_experiment(repeats: int = 5) -> pd.DataFrame:
             call = problem.providers[provider]
             for _ in range(3):
                 call()
-            torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                for _ in range(repeats):
-                    call()
-                torch.cuda.synchronize()
-            found: dict[str, list[float]] = {}
-            for event in profile.key_averages():
-                if event.self_device_time_total > 0:
-                    part = found.setdefault(part_of(event.key), [0.0, 0.0])
-                    part[0] += event.self_device_time_total / repeats / 1e3
-                    part[1] += event.count / repeats
+            found = profiling.sums(profiling.device_kernels(call, calls=repeats), part_of, calls=repeats)
             rows += [
                 {
                     "provider": provider,

@@ -32,7 +32,6 @@ import importlib.util
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +56,7 @@ from kernelbook.lab import timing
 from kernelbook.lab.bench import moe_block
 from kernelbook.nn import GatedExperts, SparseLinear, moe
 from kernelbook.train import CONFIGS, Trainer
+from kernelbook.train.capture import Captured
 from kernelbook.train.parallel import ParallelTrainer
 
 __all__ = ["KEY", "SOURCES", "Sizes", "bench", "sections"]
@@ -104,21 +104,17 @@ def _slowest(ms: float) -> float:
     return float(found)
 
 
+def _together() -> None:
+    """Waits for all ranks, each of which has nothing to do any more."""
+    timing.wait()
+    dist.barrier()
+
+
 def _measure(call: Callable[[], Any], calls: int, samples: int) -> timing.Timing:
     """The time of a call by the host's clock, the slowest rank's: as often on every rank, or they would wait for ever."""
     for _ in range(3):
         call()
-    times = []
-    for _ in range(samples):
-        _wait()
-        dist.barrier()
-        _wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        _wait()
-        times.append((time.perf_counter() - start) * 1e3 / calls)
-    own = timing.Timing.of(times)
+    own, _ = timing.wall(call, calls=calls, samples=samples, before=_together)
     return timing.Timing(_slowest(own.ms), _slowest(own.p20), _slowest(own.p80), own.samples)
 
 
@@ -126,22 +122,9 @@ def _on_gpu() -> bool:
     return runtime.DEVICE.type == "cuda"
 
 
-def _wait() -> None:
-    if _on_gpu():
-        torch.cuda.synchronize()
-
-
 def _host_us(call: Callable[[], Any]) -> float:
     """The host's time for a call that finds the device idle, the slowest rank's: until it returns, not until it is done."""
-    times = []
-    for _ in range(5):
-        _wait()
-        dist.barrier()
-        _wait()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return _slowest(sorted(times)[2])
+    return _slowest(timing.wall(call, samples=5, before=_together)[1])
 
 
 def _peak_mib(call: Callable[[], Any]) -> float:
@@ -152,24 +135,6 @@ def _peak_mib(call: Callable[[], Any]) -> float:
     torch.cuda.reset_peak_memory_stats()
     call()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def _captured(call: Callable[[], Any]) -> Callable[[], None]:
-    """The replay of a CUDA graph of a call, which must not wait for the device."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        kept = call()
-
-    def replay(kept: Any = kept) -> None:
-        graph.replay()
-
-    return replay
 
 
 Row = dict[str, Any]
@@ -229,7 +194,7 @@ def _puts(sizes: Sizes) -> Iterator[Row]:
             windows._put(way, layout, x, None)
             way.windows.barrier()
 
-        call = _captured(put) if _on_gpu() else put
+        call = Captured(put) if _on_gpu() else put
         yield _row(
             "put", "forward", "kernelbook", x.dtype, f"bytes={x.nbytes * ranks}", ("MiB", mib),
             timing=_measure(call, 10, sizes.samples), gbytes=x.nbytes * (ranks - 1) / 1e9,
@@ -422,7 +387,7 @@ def _layer(model: _Model, kind: str, counts: Sequence[int], samples: int) -> Ite
             found["peak_mib"] += model.windows_mib(count)
         if ranks > 1:
             found["gbytes"] = 4 * model.sent(count)
-        call = _captured(call) if graph else call
+        call = Captured(call) if graph else call
         found |= {"timing": _measure(call, CALLS, samples), "host_us": _host_us(call)}
         variant = "graph" if graph else way
         yield _row(
@@ -486,7 +451,7 @@ def _exchanges_shared(
         )  # fmt: skip
 
     for provider in ("kernelbook:shared", *(["kernelbook:graph"] if _on_gpu() else [])):
-        found = _measure(_captured(call) if provider.endswith("graph") else call, CALLS, samples)
+        found = _measure(Captured(call) if provider.endswith("graph") else call, CALLS, samples)
         yield _row(
             "exchange", "forward", provider, x.dtype, f"E={experts} H={hidden} k={slots}", ("T", x.shape[0]),
             timing=found, gbytes=2 * model.sent(x.shape[0]),

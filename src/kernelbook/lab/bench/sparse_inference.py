@@ -35,6 +35,7 @@ from kernelbook.launching import Launch
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn import GPT, SparseFFN
 from kernelbook.train import kernels
+from kernelbook.train.capture import Captured
 from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer
 from kernelbook.train.text import TextData
 
@@ -292,19 +293,6 @@ class Decoder:
         return logits
 
 
-def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    return graph.replay
-
-
 def _step_ms(decoder: Decoder, start: int, count: int, samples: int, *, graph: bool) -> timing.Timing:
     """The wall time of a step, ``count`` in a row from position ``start``."""
     call: Callable[[], Any] = decoder.step
@@ -312,22 +300,8 @@ def _step_ms(decoder: Decoder, start: int, count: int, samples: int, *, graph: b
     for _ in range(3):
         call()
     if graph:
-        call = _captured(call)
-    times = []
-    for _ in range(samples):
-        decoder.length.fill_(start)
-        _wait()
-        began = time.perf_counter()
-        for _ in range(count):
-            call()
-        _wait()
-        times.append((time.perf_counter() - began) / count * 1e3)
-    return timing.Timing.of(times)
-
-
-def _wait() -> None:
-    if runtime.DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+        call = Captured(call)
+    return timing.wall(call, calls=count, samples=samples, before=lambda: decoder.length.fill_(start))[0]
 
 
 def error_ratio(model: GPT, predictors: Sequence[Predictor], data: TextData) -> float:

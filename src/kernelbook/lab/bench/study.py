@@ -32,8 +32,9 @@ import torch
 from tqdm import tqdm
 
 from kernelbook import check, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import profiling, timing
 from kernelbook.nn.gpt import GPT, OUTPUTS
+from kernelbook.train.capture import Captured
 from kernelbook.train.chunks import Layout
 from kernelbook.train.files import replacing
 from kernelbook.train.loop import CONFIGS, Data, TrainConfig, Trainer, make_data
@@ -71,7 +72,7 @@ SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", 
 
 
 # What the study runs of this package: the training loop and the model. The rooms' kernels have digests of their own.
-_TRAIN = ("chunks", "files", "kernels", "loop", "optimizer", "schedulers", "seeds", "synthetic", "text")
+_TRAIN = ("capture", "chunks", "files", "kernels", "loop", "optimizer", "schedulers", "seeds", "synthetic", "text")
 _NN = ("compact", "gpt", "layers")
 SOURCES = (
     Path(__file__),
@@ -255,19 +256,12 @@ def _plain_step(width: int, data: Data) -> Callable[[int], object]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         adam.step()
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        body()
+    captured = Captured(body)
 
     def enqueue(step: int) -> None:
         for mine, new in zip((inputs, targets), data.batch(step), strict=True):
             mine.copy_(new)
-        graph.replay()
+        captured()
 
     return enqueue
 
@@ -448,23 +442,10 @@ class Study:
         trainer = _trainer(dataclasses.replace(variant, graph=False), self.width, self.data)
         for step in range(4):
             trainer._enqueue(step)
-        torch.cuda.synchronize()
-        steps = 5
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for step in range(4, 4 + steps):
-                trainer._enqueue(step)
-            torch.cuda.synchronize()
-        parts: dict[str, list[float]] = {}
-        names: dict[str, float] = {}
-        for event in profile.key_averages():
-            ms = event.self_device_time_total / 1e3 / steps
-            if ms <= 0:
-                continue
-            entry = parts.setdefault(part_of(event.key), [0.0, 0.0])
-            entry[0] += ms
-            entry[1] += event.count / steps
-            names[event.key] = ms
-        for name, ms in sorted(names.items(), key=lambda item: -item[1])[:40]:
+        numbers = itertools.count(4)
+        kernels = profiling.device_kernels(lambda: trainer._enqueue(next(numbers)), calls=5)
+        parts, names = (profiling.sums(kernels, part, calls=5) for part in (part_of, str))
+        for name, (ms, _) in sorted(names.items(), key=lambda item: -item[1][0])[:40]:
             print(f"  {ms:8.4f} ms  {part_of(name):20} {name[:110]}")
         table = [
             {"run": self.run, **key, "part": part, "device_ms": f"{ms:.5g}", "launches": f"{count:g}", **self.about}
@@ -615,23 +596,23 @@ class Study:
 
 
 # A part by what the names of its kernels contain; the first that fits.
-_PARTS = (
-    ("sparse products", ("_sparse_linear_bwd", "_sparse_linear_place", "_sparse_linear_pack", "_sparse_linear_fwd")),
-    ("layer norm", ("_layer_norm", "layer_norm")),
-    ("optimizer", ("_adamw", "adam", "FusedAdam")),
-    ("norms and clipping", ("_chunk_norms", "lpnorm", "LpNorm", "norm_", "NormOps", "NormTwoOps", "vector_norm")),
-    ("scheduler", ("_knn_scores", "_top_chunks")),
-    ("attention", ("attention", "flash", "fmha", "cudnn", "sdpa", "attn")),
-    ("dense products", ("gemm", "nvjet", "cutlass", "cublas", "splitKreduce")),
-    ("GELU", ("Gelu", "gelu")),
-    ("loss", ("softmax", "SoftMax", "nll_loss")),
-    ("embedding", ("embedding", "Embedding")),
-)
+_PARTS = {
+    "sparse products": ("_sparse_linear_bwd", "_sparse_linear_place", "_sparse_linear_pack", "_sparse_linear_fwd"),
+    "layer norm": ("_layer_norm", "layer_norm"),
+    "optimizer": ("_adamw", "adam", "FusedAdam"),
+    "norms and clipping": ("_chunk_norms", "lpnorm", "LpNorm", "norm_", "NormOps", "NormTwoOps", "vector_norm"),
+    "scheduler": ("_knn_scores", "_top_chunks"),
+    "attention": ("attention", "flash", "fmha", "cudnn", "sdpa", "attn"),
+    "dense products": ("gemm", "nvjet", "cutlass", "cublas", "splitKreduce"),
+    "GELU": ("Gelu", "gelu"),
+    "loss": ("softmax", "SoftMax", "nll_loss"),
+    "embedding": ("embedding", "Embedding"),
+}
 
 
 def part_of(kernel: str) -> str:
     """The part of a step that a kernel belongs to, by its name; casts, sums and copies are what remains."""
-    return next((part for part, marks in _PARTS if any(mark in kernel for mark in marks)), "casts, sums, copies")
+    return profiling.part_of(kernel, _PARTS, "casts, sums, copies")
 
 
 def _rows_of(path: Path) -> pd.DataFrame:

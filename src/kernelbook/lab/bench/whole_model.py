@@ -44,9 +44,10 @@ from tabulate import tabulate
 from torch.utils.checkpoint import checkpoint
 
 from kernelbook import check, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import profiling, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.nn.named_attention import statement
+from kernelbook.train.capture import Captured
 
 __all__ = ["MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
 
@@ -301,62 +302,7 @@ def _decode_task(
     return step, rewind
 
 
-# --- the clock ------------------------------------------------------------------------------------------------------
-
-
-def _nothing() -> None:
-    """Before a call."""
-
-
-def _wait() -> None:
-    if runtime.DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _captured(call: Callable[[], Any], warm: int = 2) -> tuple[Callable[[], Any], Any]:
-    """``call`` as one CUDA graph -> its replay, and the graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warm):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    _wait()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, stream=stream):
-            out = call()
-    except Exception:
-        # The generator would go on as if it were captured, and refuse to draw for anybody.
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(torch.Generator(runtime.DEVICE).graphsafe_get_state())
-        raise
-
-    def replay() -> Any:
-        graph.replay()
-        return out
-
-    # The graph reads what the call made before it: its inputs and the optimizer's state have to live as long.
-    replay.holds = call  # type: ignore[attr-defined]
-    return replay, graph
-
-
-def _wall(
-    call: Callable[[], Any], *, calls: int, samples: int, before: Callable[[], None] = _nothing
-) -> tuple[timing.Timing, float]:
-    """The wall time of a call, of ``calls`` in a row, and the host's microseconds until it has enqueued one."""
-    times, host = [], []
-    for _ in range(samples):
-        before()
-        _wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        enqueued = time.perf_counter()
-        _wait()
-        times.append((time.perf_counter() - start) / calls * 1e3)
-        host.append((enqueued - start) / calls * 1e6)
-    return timing.Timing.of(times), sorted(host)[len(host) // 2]
+# --- parts of a step ------------------------------------------------------------------------------------------------------
 
 
 # What a kernel belongs to, by what its name contains; the first that fits.
@@ -380,10 +326,7 @@ PARTS = {
 
 def part_of(kernel: str) -> str:
     """The part of a step's work that a kernel does, by its name."""
-    for part, names in PARTS.items():
-        if any(name in kernel for name in names):
-            return part
-    return "elementwise and copies"
+    return profiling.part_of(kernel, PARTS)
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
@@ -397,23 +340,9 @@ def covered(spans: Sequence[tuple[int, int]]) -> int:
 
 def _profile(call: Callable[[], Any], wall_ms: float) -> dict[str, tuple[float, float]]:
     """By part its milliseconds and launches in one call; ``none``: what of ``wall_ms`` no kernel covers."""
-    from torch._C._autograd import DeviceType
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        _wait()
-    found: dict[str, list[float]] = {}
-    spans = []
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.device_type() != DeviceType.CUDA:
-            continue
-        spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-        part = found.setdefault(part_of(event.name()), [0.0, 0])
-        part[0] += event.duration_ns() / 1e6
-        part[1] += 1
-    return {name: (ms, count) for name, (ms, count) in found.items()} | {
-        "none": (max(0.0, wall_ms - covered(spans) / 1e6), 0)
-    }
+    kernels = profiling.device_kernels(call)
+    idle_ms = wall_ms - covered([(kernel.start, kernel.end) for kernel in kernels]) / 1e6
+    return profiling.sums(kernels, part_of) | {"none": (max(0.0, idle_ms), 0)}
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
@@ -583,8 +512,8 @@ class _Session:
                 torch._dynamo.reset()  # what was compiled holds the model
 
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
-        before: Callable[[], None] = _nothing
-        calls, samples, graph = 1, self.samples, None
+        before: Callable[[], object] = timing.wait
+        calls, samples = 1, self.samples
         if plan.task == "decode":
             call, before = _decode_task(model, plan.batch, self.tokens, compiled=plan.graph == "compile")
             calls = ROOM // 4
@@ -593,7 +522,7 @@ class _Session:
         else:
             call = _step_task(model, plan.batch, self.tokens, plan.checkpoints, graph=plan.graph == "1")
         if plan.graph == "1":
-            call, graph = _captured(call)
+            call = Captured(call)
         else:
             samples = min(samples, 3)
             for _ in range(5 if plan.graph == "compile" else 2):
@@ -602,7 +531,7 @@ class _Session:
         out = call()
         if not bool(out.float().isfinite().all()):
             raise check.CheckError(f"{plan}: the outcome must be finite")
-        found, host = _wall(call, calls=calls, samples=samples, before=before)
+        found, host = timing.wall(call, calls=calls, samples=samples, before=before)
         before()
         peak = torch.cuda.max_memory_allocated() / 2**20 if runtime.DEVICE.type == "cuda" else math.nan
         layers = base.config.num_hidden_layers
@@ -628,12 +557,11 @@ class _Session:
             shown["idle"] = parts["none"][0] / found.ms
             rows = [
                 {"provider": plan.provider, "shape": shape, "batch": str(plan.batch), "part": part,
-                 "part_ms": f"{ms:.4g}", "launches": str(count), **self.about}
+                 "part_ms": f"{ms:.4g}", "launches": f"{count:g}", **self.about}
                 for part, (ms, count) in parts.items()
             ]  # fmt: skip
             timing.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame(rows), key=PARTS_KEY)
         print(f"{plan}: " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
-        del graph
 
     def _tokens_of(self, plan: Plan) -> int:
         return plan.batch * (1 if plan.task == "decode" else self.tokens)
