@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-next clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -21,6 +21,14 @@ book: $(ENVIRONMENT)
 # checked beside it: each of the three leaves a core idle for a while. With a GPU one after the other: chapters take times.
 test: style
 	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened types
+
+# For whoever changes a line: style, the rules of the house, and one room (make quick ROOM=nf4). Within two minutes.
+quick: style
+	$(PY) -m pytest -n auto --dist worksteal tests/test_house.py tests/test_$(or $(ROOM),layer_norm).py
+
+# Which recorded rows are of older sources than these, without a GPU: file, case and column.
+older: $(ENVIRONMENT)
+	@$(PY) -m kernelbook.lab.older
 
 suite: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py

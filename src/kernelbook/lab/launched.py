@@ -33,7 +33,7 @@ __all__ = ["Numbered", "digest", "launches_of", "text_of", "tree_text", "unfille
 
 PACKAGE = "kernelbook"
 LARGE = 2**18  # elements: tensors of so many are made, and not filled
-INDICES = ("rand", "topk")  # what index inputs are drawn by: they are real ones, at any size
+INDICES = ("rand", "topk", "sort")  # what index inputs are drawn by: they are real ones, at any size
 # They make a tensor or another view of one, and nothing runs on the device.
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "_unsafe_view", "lift_fresh")
 
@@ -88,7 +88,7 @@ class Numbered(ast.NodeTransformer):
             return None
         return ast.Constant(_value_text(value, self.within))
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         before, self.own = self.own, dict(self.own)
         constants = [_is_constexpr(arg.annotation) for arg in node.args.args]
         names = [n.arg for n in ast.walk(node) if isinstance(n, ast.arg)]
@@ -104,24 +104,24 @@ class Numbered(ast.NodeTransformer):
     def visit_arg(self, node: ast.arg) -> ast.AST:
         return ast.arg(arg=self.own.get(node.arg, node.arg))
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:  # noqa: N802
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         constant = _is_constexpr(node.annotation)
         self.generic_visit(node)
         node.annotation = ast.Constant(constant)
         return node
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id in self.own:
             return ast.Name(self.own[node.id], node.ctx)
         return self.named(node.id) or node
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:  # noqa: N802
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         value = self.known.get(node.value.id) if isinstance(node.value, ast.Name) else None
         if inspect.ismodule(value) and value.__name__.partition(".")[0] == PACKAGE and node.value.id not in self.own:  # type: ignore[attr-defined]
             return ast.Constant(_value_text(getattr(value, node.attr), self.within))
         return self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         called = self.known.get(node.func.id) if isinstance(node.func, ast.Name) else None
         function = getattr(called, "fn", called)
         if isinstance(function, types.FunctionType) and not _is_foreign(function):
@@ -144,13 +144,10 @@ def _is_foreign(value: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in ("triton", "torch", "builtins", "math")
 
 
-def text_of(function: Any) -> str:
-    """The text of a function of ours and of those that it calls; of a kernel, what it is compiled from."""
-    return _text_of(getattr(function, "fn", function))
-
-
 @functools.cache
-def _text_of(function: Any) -> str:
+def text_of(function: Any) -> str:
+    """The text of a kernel or another function of ours, and of those that it calls."""
+    function = getattr(function, "fn", function)
     tree: Any = without_docstrings(ast.parse(textwrap.dedent(inspect.getsource(function))))
     tree.body[0].name, tree.body[0].decorator_list = "", []
     return tree_text(Numbered(function.__globals__, function).visit(tree.body[0]))
@@ -207,7 +204,10 @@ class _Unfilled(TorchDispatchMode):
     ``operators``, if it is a list, is given those that would run on the device.
     """
 
-    operators: list[object] | None = None
+    def __init__(self, large: float = LARGE) -> None:
+        super().__init__()
+        self.large = large
+        self.operators: list[object] | None = None
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -219,7 +219,7 @@ class _Unfilled(TorchDispatchMode):
         if self.operators is not None and not func.is_view and name not in _ALLOCATES:
             self.operators.append((name, [(str(t.dtype), tuple(t.shape)) for t in tensors]))
         sizes = [math.prod(s) for s in args if isinstance(s, list | tuple) and all(type(n) is int for n in s)]
-        small = max([*(t.numel() for t in tensors), *sizes], default=0) < LARGE
+        small = max([*(t.numel() for t in tensors), *sizes], default=0) < self.large
         if small or func.namespace != "aten" or func.is_view or name in INDICES:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -243,12 +243,15 @@ def unfilled() -> TorchDispatchMode:
     return _Unfilled()
 
 
-def launches_of(build: Callable[[], Mapping[str, Callable[[], object]]]) -> Iterator[tuple[str, list[object]]]:
-    """For each call that ``build()`` returns, by name, what it launches, in order.
+def launches_of(
+    build: Callable[[], Mapping[str, Callable[[], object]]], *, large: float = LARGE
+) -> Iterator[tuple[str, list[object]]]:
+    """For each call that ``build()`` returns, by name, what it would launch, in order; nothing is launched.
 
-    For a process that can only compile, in which :func:`kernelbook.runtime.compiling_for` says for which GPU.
+    For a process that can only compile, in which :func:`kernelbook.runtime.compiling_for` says for which GPU. Tensors of
+    ``large`` elements are not filled; on a GPU itself all are to be.
     """
-    mode = _Unfilled()
+    mode = _Unfilled(large)
     found: list[object] = []
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

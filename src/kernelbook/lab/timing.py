@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernelbook import check, runtime
+from kernelbook.lab import dates
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,12 +67,17 @@ __all__ = [
 ]
 
 ENVIRONMENT = ("gpu", "driver", "torch", "triton", "package", "date")
+DATES = ("launches", "host", "peer")  # see lab/older.py
 KEY = ("op", "mode", "provider", "dtype", "shape", "x_name", "x")
 FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio", "host_us", "gpus")
-COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT)
+COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT, *DATES)
 CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
 # Columns that joined later, with what they are in files that were written before.
-LATER_COLUMNS = {"host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan"}
+LATER_COLUMNS = {
+    "host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan",
+    "launches": "", "host": "", "peer": "", "sources": "",
+}  # fmt: skip
+METHOD = 1  # raised by hand when how a time is taken changes; a bench has one of its own for what is measured
 # What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
 # version is the same wherever it is computed.
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -392,7 +398,8 @@ class Case:
         return f"{self.op} {self.mode} {self.dtype_name} {self.shape_text} {self.x_name}={self.x:.12g}"
 
 
-def _is_ours(provider: str) -> bool:
+def is_ours(provider: str) -> bool:
+    """Whether a provider is the package, or a variant of it."""
     return provider.split(":")[0] == "kernelbook"
 
 
@@ -402,7 +409,7 @@ def error_ratios(problem: Problem) -> dict[str, float]:
     ratios = {}
     for provider, call in problem.providers.items():
         # Under the switch that fills new memory a graph would be compiled anew, and what is timed not be checked.
-        poisoned = _is_ours(provider) and not provider.endswith(":compiled")
+        poisoned = is_ours(provider) and not provider.endswith(":compiled")
         with check.poisoned_empty() if poisoned else contextlib.nullcontext():
             outputs = call()
         if provider in problem.views:
@@ -411,7 +418,7 @@ def error_ratios(problem: Problem) -> dict[str, float]:
             check.compare(f"{provider}[{i}]", out, ref, base, factor=problem.factor)
             for i, (out, ref, base) in enumerate(zip(outputs, truth, baseline, strict=True))
         ]
-        if _is_ours(provider):
+        if is_ours(provider):
             for verdict in verdicts:
                 verdict.require()
         ratios[provider] = max(verdict.ratio for verdict in verdicts)
@@ -424,6 +431,7 @@ def run_cases(
     package: str,
     progress: bool = True,
     rep_ms: float = 100.0,
+    dated: Callable[[Case, str], Mapping[str, str]] | None = None,
     record: Callable[[pd.DataFrame], object] | None = None,
 ) -> tuple[pd.DataFrame, list[str]]:
     """Checks and times every provider of every case in this process.
@@ -433,6 +441,7 @@ def run_cases(
         package: the column of that name, see :func:`package_version`.
         progress: show a progress bar.
         rep_ms: how long to sample each call.
+        dated: from a case and a provider to the columns :data:`DATES`, see :func:`kernelbook.lab.older.dates_of`.
         record: is given the rows of each case as soon as they are there, so that a run that ends early keeps them.
 
     Returns:
@@ -458,7 +467,11 @@ def run_cases(
         except Exception as error:  # a peer that a new version broke: one case is lost, not the run
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
-        new = [{"run": run, **figures, **about} for figures in found]
+        undated = dict.fromkeys(DATES, "")
+        new = [
+            {"run": run, **figures, **about, **(dated(case, figures["provider"]) if dated else undated)}
+            for figures in found
+        ]
         rows += new
         if record is not None:
             record(pd.DataFrame(new, columns=list(COLUMNS)))
@@ -598,11 +611,14 @@ def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
 def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
     """Adds ``rows`` to the CSV file at ``path``, replacing those with the same key, and returns the whole table.
 
-    Rows that are not replaced keep every character. The new file takes the old one's place in one step. Raises
-    ``ValueError`` when the columns of the file and of ``rows`` differ.
+    Rows that are not replaced keep every character. The new file takes the old one's place in one step. New rows of a file
+    that its sources date (:data:`kernelbook.lab.dates.DATED`) get their digest. Raises ``ValueError`` when the columns of the
+    file and of ``rows`` differ.
     """
     import pandas as pd
 
+    if digest := dates.sources_digest(path.stem, path.parent.name):
+        rows = _dated(rows, digest)
     rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
     if path.exists():
         old = _with_later_columns(pd.read_csv(path, dtype=str, keep_default_na=False), list(rows.columns))
@@ -610,8 +626,16 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
             raise ValueError(f"write_results: {path.name} has columns {list(old.columns)}, got {list(rows.columns)}")
         rows = pd.concat([old, rows], ignore_index=True)
     rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
-    _replace(path, rows.to_csv(index=False, lineterminator="\n"))
+    replace_file(path, rows.to_csv(index=False, lineterminator="\n"))
     return rows
+
+
+def _dated(rows: pd.DataFrame, digest: str) -> pd.DataFrame:
+    """``rows`` with the digest where they have none: in ``launches`` of our rows, or, of another kind of table, in ``sources``."""
+    if not set(KEY) <= {*rows.columns}:
+        return rows if "sources" in rows.columns else rows.assign(sources=digest)
+    rows = (rows if "launches" in rows.columns else rows.assign(launches="")).fillna({"launches": ""})
+    return rows.assign(launches=rows["launches"].mask(rows["provider"].map(is_ours) & (rows["launches"] == ""), digest))
 
 
 def _with_later_columns(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -620,7 +644,7 @@ def _with_later_columns(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFr
     return rows.assign(**missing)[list(columns)] if missing and {*rows.columns, *missing} == {*columns} else rows
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         file.write(text)
@@ -636,7 +660,7 @@ def drop_unused_ceilings(folder: Path) -> None:
     others = [other.read_text() for other in folder.iterdir() if other.suffix in {".csv", ".jsonl"} and other != path]
     header, *rows = path.read_text().splitlines(keepends=True)
     used = [row for row in rows if any(row.split(",", 1)[0] in other for other in others)]
-    _replace(path, "".join([header, *used]))
+    replace_file(path, "".join([header, *used]))
 
 
 def results_dir() -> Path:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import dates, timing
 from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
 
@@ -277,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with replacing(given.base) as file:
                 torch.save(base, file)
     about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+    about["sources"] = dates.sources_digest(STEM, given.out.name)
     failed = 0
     for seed in given.seeds:
         for way in given.ways:

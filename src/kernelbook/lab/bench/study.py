@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from kernelbook import check, runtime
-from kernelbook.lab import profiling, timing
+from kernelbook.lab import dates, profiling, timing
 from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.capture import Captured
 from kernelbook.train.chunks import Layout
@@ -507,7 +507,7 @@ class Study:
             "probe_energy": [round(r["energy"], 4) for r in probed],
             "tokens_per_second": round(statistics.median(r["tokens_per_second"] for r in records if "tokens_per_second" in r)),
             "corpus": self.data.digest, "vocab_size": self.data.vocab_size,
-            **self.about,
+            **self.about, "sources": dates.sources_digest(f"{STEM}_curves", self.out.name),
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:

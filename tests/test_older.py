@@ -1,0 +1,232 @@
+"""What makes a recorded row older: what its case launches, and for the host's time the path of a call; nothing else."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernelbook
+from kernelbook import runtime
+from kernelbook.lab import bench, dates, launched, older, timing
+
+# isort: split
+import triton
+import triton.language as tl
+
+SOURCES = Path(kernelbook.__file__).parent
+DIGESTS = """
+import json, sys
+from kernelbook.lab import bench, dates, older
+properties = json.loads(sys.argv[1])
+one = bench.bench("layer_norm")
+print(json.dumps([older.digests_here(properties, ["layer_norm"])["layer_norm"], dates.host_digest(one.library)]))
+"""
+
+
+def digests_with(folder: Path, edits: dict[str, tuple[str, str]]) -> tuple[dict[str, dict[str, str]], str]:
+    """What LayerNorm's cases launch, and the host's digest, in a copy of the package with texts replaced, by file."""
+    shutil.copytree(SOURCES, folder / "kernelbook", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (text, other) in edits.items():
+        path = folder / "kernelbook" / name.strip()
+        assert text in path.read_text()
+        path.write_text(path.read_text().replace(text, other))
+    hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "KERNELBOOK_PLANS": "shipped"}
+    hidden |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(folder)}
+    properties = json.dumps(dataclasses.asdict(older.GPUS["nvidia-h200"]))
+    done = subprocess.run(
+        [sys.executable, "-c", DIGESTS, properties],
+        env={**os.environ, **hidden}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    launches, host = json.loads(done.stdout.splitlines()[-1])
+    return launches, host
+
+
+@pytest.fixture(scope="module")
+def today(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, str]], str]:
+    return digests_with(tmp_path_factory.mktemp("today"), {})
+
+
+@pytest.mark.slow
+def test_what_says_nothing_of_a_launch_makes_no_row_older(today, tmp_path):
+    shipped = "tuned/nvidia-h100-80gb-hbm3.json"
+    edits = {
+        "arguments.py": ("import torch\n", "import torch  # a comment\n"),
+        "launching.py": ("import functools\n", "import functools  # a comment\n"),
+        "layer_norm/op.py": ('must have shape', 'has to have the shape'),
+        "layer_norm/kernels.py": ("rstd", "one_over_sigma"),
+        "sparse_linear/kernels.py": ("acc += ", "acc += 2 * "),
+        shipped: ('"stages": 5', '"stages": 4'),
+    }  # fmt: skip
+    assert digests_with(tmp_path, edits) == today
+
+
+@pytest.mark.slow
+def test_arithmetic_and_thresholds_make_the_rows_older_that_launch_them(today, tmp_path):
+    edits = {
+        "layer_norm/kernels.py": ("old + tl.sum(dy * xhat", "old + 2 * tl.sum(dy * xhat"),  # of the kernel with locks
+    }
+    launches, host = digests_with(tmp_path, edits | {"layer_norm/kernels.py ": ("elif n <= 6144:", "elif n <= 5120:")})
+    assert host == today[1]
+    changed = {
+        (case, provider)
+        for case, of_providers in launches.items()
+        for provider, digest in of_providers.items()
+        if digest != today[0][case][provider]
+    }
+    between = {case for case in launches if "backward" in case and 5120 < int(case.rpartition("=")[2]) <= 6144}
+    expected = {(case, provider) for case in launches for provider in launches[case] if provider.endswith(":locks")}
+    assert changed == expected | {(case, provider) for case in between for provider in launches[case]}
+    assert len(between) > 1
+
+
+@pytest.mark.slow
+def test_a_new_check_makes_host_times_older_and_nothing_else(today, tmp_path):
+    edits = {"layer_norm/op.py": ("def layer_norm(", "def more_checks(x):\n    assert x.ndim\n\n\ndef layer_norm(")}
+    launches, host = digests_with(tmp_path, edits)
+    assert launches == today[0]
+    assert host != today[1]
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+SCALE = tl.constexpr(3)
+
+
+@triton.jit
+def _double(x):
+    return x * 2
+
+
+@triton.jit
+def _plain_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """Writes what it reads, doubled and scaled."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    tl.store(y_ptr + offs, _double(x) * SCALE, mask=offs < n)
+
+
+@triton.jit
+def _renamed_kernel(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
+    where = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # a comment
+    values = tl.load(source_ptr + where, mask=where < count, other=0.0)
+    tl.store(target_ptr + where, _double(values) * SCALE, mask=where < count)
+
+
+@triton.jit
+def _other_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    tl.store(y_ptr + offs, _double(x) + SCALE, mask=offs < n)
+
+
+@pytest.fixture
+def texts():
+    """Texts of functions whose globals change within a test."""
+    launched.text_of.cache_clear()
+    yield launched.text_of
+    launched.text_of.cache_clear()
+
+
+def test_names_and_comments_are_no_part_of_a_kernels_text(texts):
+    assert texts(_plain_kernel) == texts(_renamed_kernel) != texts(_other_kernel)
+
+
+@pytest.mark.parametrize(("name", "value"), [("SCALE", tl.constexpr(4)), ("_double", _other_kernel)])
+def test_what_a_kernel_reads_and_calls_is_part_of_its_text(texts, monkeypatch, name, value):
+    before = texts(_plain_kernel)
+    monkeypatch.setitem(globals(), name, value)
+    texts.cache_clear()
+    assert texts(_plain_kernel) != before
+
+
+def test_messages_annotations_and_names_are_no_part_of_a_hosts_path():
+    first = "def f(x: int) -> int:\n    if x < 0:\n        raise ValueError('no')\n    y = x\n    return y\n"
+    other = "def f(count):\n    # why\n    if count < 0:\n        raise ValueError(f'{count}')\n    n = count\n    return n\n"
+    checked = other.replace("count < 0", "count < 1")
+    assert dates.tree_of(first) == dates.tree_of(other) != dates.tree_of(checked)
+
+
+def test_the_hosts_path_has_no_other_room_and_no_laboratory():
+    names = {str(path.relative_to(SOURCES)) for path in dates.library_files(bench.bench("layer_norm").library)}
+    assert {"layer_norm/op.py", "launching.py", "arguments.py"} <= names
+    assert not any(name.startswith(("lab/", "attention/", "moe_lora/")) or "kernels" in name for name in names)
+
+
+# --- the list -------------------------------------------------------------------------------------------------------
+
+
+def row(provider: str, x: int, **dated: str) -> dict[str, str]:
+    case = {"op": "layer_norm", "mode": "forward", "dtype": "float16", "shape": f"M=1 N={x}", "x_name": "N", "x": str(x)}
+    known = dict.fromkeys(timing.COLUMNS, "") | case | {"provider": provider, "host_us": "1.0"} | dated
+    return {name: known[name] for name in timing.COLUMNS}
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """A folder of results whose case N=1 is of these sources; what else there is a test writes."""
+    pd = pytest.importorskip("pandas")
+    folder = tmp_path / "nvidia-h200"
+    folder.mkdir()
+    host = dates.host_digest(bench.bench("layer_norm").library)
+    cases = {f"layer_norm forward float16 M=1 N={x} N={x}": {"kernelbook": f"launches {x}"} for x in (1, 2)}
+    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(older, "launch_digests", lambda properties: {"layer_norm": cases})
+
+    def list_older(*rows: dict[str, str], stem: str = "layer_norm") -> list[tuple[str, str]]:
+        rows = (row("kernelbook", 1, launches="launches 1", host=host), row("torch", 1, peer="torch 1"), *rows)
+        pd.DataFrame(rows).to_csv(folder / f"{stem}.csv", index=False)
+        return [(found.case or found.file, found.column) for found in older.older(["nvidia-h200"])]
+
+    return list_older
+
+
+def test_a_row_of_these_sources_is_not_listed(recorded):
+    assert recorded() == []
+
+
+@pytest.mark.parametrize(
+    ("dated", "column"),
+    [
+        ({"launches": "launches 1"}, "launches"),
+        ({"launches": ""}, "launches"),
+        ({"launches": "launches 2", "host": "0"}, "host"),
+        ({"launches": older.OWN_PLANS}, older.NOT_DATED),
+    ],
+)
+def test_a_row_is_older_by_its_launches_or_else_by_its_host(recorded, dated, column):
+    assert recorded(row("kernelbook", 2, **dated)) == [("layer_norm forward float16 M=1 N=2 N=2", column)]
+
+
+def test_a_peer_of_another_version_than_the_one_that_is_installed_is_older(recorded):
+    assert recorded(row("liger", 1, peer="pytest 0.1")) == [("layer_norm forward float16 M=1 N=1 N=1", "peer")]
+
+
+def test_a_file_without_a_rule_is_not_dated(recorded):
+    assert recorded(stem="search") == [("search.csv", older.NOT_DATED)]
+
+
+def test_every_recorded_file_has_a_rule_or_is_known_to_have_none():
+    stems = {path.stem for gpu in timing.recorded_gpus("*") for path in (timing.results_dir() / gpu).iterdir()}
+    dated = {*dates.DATED, *bench.CASE_BY_CASE, "models", "ceilings"}
+    assert stems - dated == {"chapters", "plans", "profile", "revisions", "search"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", bench.ROOMS)
+def test_a_gpu_launches_what_was_found_without_one(name):
+    digests = older.launch_digests(runtime.properties())[name]
+    one = bench.bench(name)
+    cases = [case for case in one.cases() if case.mode != "first_call" and case.gbytes < 0.1][::7]
+    assert cases
+    for case in cases:
+        launches = dict(launched.launches_of(lambda case=case: older.calls_of(case), large=float("inf")))
+        found = {n: launched.digest(timing.METHOD, one.method, what) for n, what in launches.items()}
+        assert found == digests[str(case)], str(case)
+        torch.cuda.empty_cache()
