@@ -178,6 +178,7 @@ def test_only_runtime_reads_the_environment_and_makes_a_device() -> None:
     # GPUs they see, before they take each other's device numbers for their own.
     passes_it_on = {
         "lab/compiled.py",
+        "lab/older.py",
         "lab/timing.py",
         "lab/tuning.py",
         "distributed/notebook.py",

@@ -163,7 +163,14 @@ def test_the_hosts_path_has_no_other_room_and_no_laboratory():
 
 
 def row(provider: str, x: int, **dated: str) -> dict[str, str]:
-    case = {"op": "layer_norm", "mode": "forward", "dtype": "float16", "shape": f"M=1 N={x}", "x_name": "N", "x": str(x)}
+    case = {
+        "op": "layer_norm",
+        "mode": "forward",
+        "dtype": "float16",
+        "shape": f"M=1 N={x}",
+        "x_name": "N",
+        "x": str(x),
+    }
     known = dict.fromkeys(timing.COLUMNS, "") | case | {"provider": provider, "host_us": "1.0"} | dated
     return {name: known[name] for name in timing.COLUMNS}
 
