@@ -2,16 +2,15 @@
 
 import pytest
 
-from kernelbook.lab import cli, models
-
-ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
+from kernelbook.lab import models
+from kernelbook.lab.bench import ROOMS, bench
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_models_adds_ten_shapes_that_the_room_does_not_measure_yet(room: str) -> None:
-    bench = cli._bench_of(room)
-    measured = {case.shape_text for case in bench.cases()}
-    added = {case.shape_text for case in bench.models()}
+    one = bench(room)
+    measured = {case.shape_text for case in one.cases()}
+    added = {case.shape_text for case in one.models()}
     assert len(added - measured) >= 10
 
 

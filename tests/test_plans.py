@@ -11,7 +11,8 @@ import triton
 
 from kernelbook import plans, runtime
 from kernelbook.attention import kernels as attention_kernels
-from kernelbook.lab import cli, timing, tuning
+from kernelbook.lab import timing, tuning
+from kernelbook.lab.bench import bench
 from kernelbook.lab.compiled import CompiledKernel, compile_calls
 from kernelbook.moe_lora import kernels as moe_lora_kernels
 from kernelbook.plans import Resources, bucket, fits, matmul_resources, occupancy, prune, tensor_core, tile_resources
@@ -412,4 +413,4 @@ def test_the_benchmark_of_a_room_with_planners_gives_cases_to_tune() -> None:
     rooms = {name.split(".")[0] for name in plans.planners()}
     assert rooms >= {"layer_norm", "sparse_linear", "scatter_ffn"}
     for room in rooms:
-        assert all(isinstance(case, timing.Case) for case in cli._bench_of(room).tuning_cases())
+        assert all(isinstance(case, timing.Case) for case in bench(room).tuning_cases(None))

@@ -1,12 +1,9 @@
 """``python -m kernelbook``: does this machine work, how fast is it, faster plans for it, a training run, a profile."""
 
 import argparse
-import importlib
-import importlib.util
-import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +14,11 @@ from tqdm.auto import tqdm
 
 import kernelbook
 from kernelbook import check, plans, runtime
-from kernelbook.lab import bench as measured
+from kernelbook.lab import bench as registry
 from kernelbook.lab import profiling, timing, tuning
 from kernelbook.train import command as training
 
 __all__ = ["main"]
-
-# By the stem of a results file, a table and its key: what a bench module's ``extras()`` returns, or yields as they come.
-Extra = tuple[pd.DataFrame, Sequence[str]]
-Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
-# What torchrun starts, on several GPUs at once; "all" leaves it out.
-SEVERAL = ("several_gpus",)
-# What has a table and a clock of its own.
-WHOLE = ("whole_model",)
-
-
-def rooms() -> list[str]:
-    """The rooms of the package that can be measured, by name."""
-    packages = {module.name for module in pkgutil.iter_modules(kernelbook.__path__) if module.ispkg}
-    return sorted(module.name for module in pkgutil.iter_modules(measured.__path__) if module.name in packages)
-
-
-def modules_measured() -> list[str]:
-    """What is measured beside the rooms: modules that combine them."""
-    return ["moe_block"]
-
-
-def _bench_of(name: str) -> Any:
-    return importlib.import_module(f"{measured.__name__}.{name}")
-
-
-def _all() -> list[str]:
-    return rooms() + modules_measured()
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------
@@ -89,7 +59,7 @@ def _plans(gpu: str) -> str:
 
 
 def _host_costs() -> list[tuple[str, float]]:
-    """Microseconds of the host for PyTorch's cheapest operator, one launch, and each room's ``host_calls()``."""
+    """Microseconds of the host for PyTorch's cheapest operator, one launch, and each bench's ``host_calls()``."""
     from kernelbook import launching
     from kernelbook.layer_norm import kernels
 
@@ -100,15 +70,15 @@ def _host_costs() -> list[tuple[str, float]]:
         "one launch": lambda: launch((16, 1), x, x, y, y, 64, 256),
         "the same, kernel[grid](...)": lambda: launch.kernel[(16, 1)](x, x, y, y, 64, 256, **launch.constants),
     }
-    for room in _all():
-        calls.update(getattr(_bench_of(room), "host_calls", dict)())
+    for one in registry.benches(registry.CASE_BY_CASE):
+        calls.update(one.host_calls())
     return [(name, timing.host_us(call)) for name, call in calls.items()]
 
 
 def _check_room(room: str) -> list[check.Verdict]:
     """The room's small checks; a check that raises is a failed one."""
     try:
-        return list(_bench_of(room).small_checks())
+        return registry.bench(room).checks()
     except Exception as error:  # a broken kernel can raise anything; doctor has to go on and tell
         tqdm.write(f"{room}: {type(error).__name__}: {error}", file=sys.stderr)
         return [check.Verdict(f"{room}: {type(error).__name__}", float("nan"), 0.0, 0.0, 0.0)]
@@ -129,7 +99,9 @@ def doctor() -> int:
         print(
             "\n" + tabulate(_host_costs(), headers=("what a call costs the host, small tensors", "us"), floatfmt=".1f")
         )
-    verdicts = [verdict for room in tqdm(_all(), unit="room", leave=False) for verdict in _check_room(room)]
+    verdicts = [
+        verdict for room in tqdm(registry.CASE_BY_CASE, unit="room", leave=False) for verdict in _check_room(room)
+    ]
     failed = [verdict for verdict in verdicts if not verdict.passed]
     rows = [(v.name, f"{v.error:.1e}", f"{v.limit:.1e}", "ok" if v.passed else "FAILED") for v in verdicts]
     print("\n" + tabulate(rows, headers=("check", "error", "limit", "")))
@@ -168,22 +140,18 @@ def bench(
     folder = out / runtime.device_slug()
     code = 0
     for room in names:
-        module = _bench_of(room)
-        if room in SEVERAL:
-            code = max(code, module.bench(folder, select))
+        one = registry.bench(room)
+        if one.cases is None:
+            code = max(code, _run(one, folder, select=select, layers=layers))
             continue
-        if room in WHOLE:
-            code = max(code, module.bench(folder, layers=layers, select=select))
-            continue
-        package = timing.package_version(*module.SOURCES)
-        lists = {} if only == "models" else {room: module.cases()}
-        lists |= {} if only == "room" else {"models": getattr(module, "models", tuple)()}
+        lists = {} if only == "models" else {room: one.cases()}
+        lists |= {} if only == "room" else {"models": one.models()}
         chosen = {
             stem: [case for case in found if re.search(select or "", str(case))][part[0] :: part[1]]
             for stem, found in lists.items()
         }
         print(f"{room}: {sum(map(len, chosen.values()))} cases on {runtime.properties().name}", flush=True)
-        for note in getattr(module, "missing_peers", list)():
+        for note in one.missing():
             print(f"left out: {note}")
         if warm:
             for case in (case for cases in chosen.values() for case in cases):
@@ -191,15 +159,25 @@ def bench(
             continue
         failures = []
         for stem, cases in chosen.items():
-            failures += _bench_cases(stem, cases, folder, package, rep_ms) if cases else []
+            failures += _bench_cases(stem, cases, folder, one.package(), rep_ms) if cases else []
         if select is None and only != "models" and part[0] == 0:
-            failures += _bench_extras(module, folder)
+            failures += _bench_extras(one, folder)
         for failure in failures:
             print(f"NOT RECORDED: {failure}", file=sys.stderr)
         code = max(code, 1 if failures else 0)
     if not warm:
         timing.drop_unused_ceilings(folder)
     return code
+
+
+def _run(one: registry.Bench, folder: Path, **given: Any) -> int:
+    """Runs a bench with a table and a clock of its own; 2 where it does not take an option that was given."""
+    assert one.run is not None
+    wrong = [name for name, value in given.items() if value is not None and name not in one.options]
+    if wrong:
+        print(f"bench: {one.name} does not take --{wrong[0]}", file=sys.stderr)
+        return 2
+    return one.run(folder, **{name: given[name] for name in one.options})
 
 
 def _warm(case: timing.Case) -> None:
@@ -236,17 +214,14 @@ def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package:
     return timing.run_cases(cases, package=package, rep_ms=rep_ms, record=record)[1]
 
 
-def _bench_extras(module: Any, folder: Path) -> list[str]:
-    """Measures and writes the room's tables of another kind, one by one, and returns the failures."""
-    extras: Callable[[], Extras] = getattr(module, "extras", dict)
+def _bench_extras(one: registry.Bench, folder: Path) -> list[str]:
+    """Measures and writes the tables of another kind, one by one, and returns the failures."""
     try:
-        found = extras()
-        tables: Iterable[tuple[str, Extra]] = found.items() if isinstance(found, Mapping) else found
-        for stem, (table, key) in tables:
+        for stem, table, key in one.extras() if one.extras is not None else ():
             timing.write_results(folder / f"{stem}.csv", table, key=key)
             print(tabulate(table.to_dict("records"), headers="keys"), flush=True)
     except Exception as error:  # the room's own rows are written already and count
-        return [f"{module.__name__}.extras: {type(error).__name__}: {error}"]
+        return [f"{one.name}, extras: {type(error).__name__}: {error}"]
     return []
 
 
@@ -282,8 +257,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
-    measure.add_argument("room", nargs="?", choices=[*_all(), *SEVERAL, *WHOLE], help="what to measure")
-    measure.add_argument("--all", action="store_true", help="measure everything")
+    measure.add_argument("room", nargs="?", choices=registry.NAMES, help="what to measure")
+    measure.add_argument("--all", action="store_true", help="measure everything that is measured case by case")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument(
@@ -301,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
         "--warm", action="store_true", help="call all once and record nothing: fills compilers' caches"
     )
     measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
-    tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), rooms())
+    tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), registry.ROOMS)
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
     return top
@@ -314,12 +289,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "doctor":
         return doctor()
     if given.command == "tune":
-        return tuning.main(given, rooms())
+        return tuning.main(given, registry.ROOMS)
     if given.command == "train":
         return training.train(given)
     if given.command == "profile":
         return profiling.profile(given)
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
-    names, out = _all() if given.all else [given.room], given.out or _default_out()
+    names, out = registry.CASE_BY_CASE if given.all else [given.room], given.out or _default_out()
     return bench(names, out, given.rep_ms, given.select, given.layers, given.only, given.part, given.warm)

@@ -10,7 +10,6 @@ import io
 import itertools
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from html import escape
 from typing import Any
@@ -22,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kernelbook.lab import timing
+from kernelbook.lab.bench import CASE_BY_CASE, bench
 
 __all__ = [
     "BLUE",
@@ -163,16 +163,10 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
 
 def _room_vintage(room: str, gpu: str) -> str:
     """The :func:`vintage` of a room's rows on a GPU; nothing for rows of another kind, whose sources only their page knows."""
-    with warnings.catch_warnings():  # a notebook without widgets: cli's bars are not drawn here
-        warnings.filterwarnings("ignore", message="IProgress not found")
-        from kernelbook.lab import cli
-
     path = timing.results_dir() / gpu / f"{room}.csv"
-    if room not in [*cli.rooms(), *cli.modules_measured()] or not path.exists():
+    if room not in CASE_BY_CASE or not path.exists():
         return ""
-    bench = cli._bench_of(room)
-    version = timing.package_version(*bench.SOURCES)
-    return vintage(pd.read_csv(path, usecols=["package", "provider"], dtype=str), version)
+    return vintage(pd.read_csv(path, usecols=["package", "provider"], dtype=str), bench(room).package())
 
 
 def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[str], Any]) -> Callable[..., Any]:

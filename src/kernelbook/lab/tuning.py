@@ -39,6 +39,7 @@ from tqdm.auto import tqdm
 
 from kernelbook import check, launching, plans, runtime
 from kernelbook.lab import timing
+from kernelbook.lab.bench import bench
 
 # isort: split
 import triton
@@ -67,8 +68,6 @@ TABLE_KEY = tuple(name for name in timing.KEY if name != "provider")
 # A row says what the search found for one problem; where the rule stays, ``plan_us`` is its time.
 SEARCH_COLUMNS = ("run", "planner", "problem", "case", "tried", "rule_us", "plan_us", *timing.ENVIRONMENT)
 SEARCH_KEY = ("planner", "problem")
-
-Cases = Callable[[Mapping[str, float] | None], Iterator[timing.Case]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, rooms: Sequence[str]) -> None:
@@ -303,9 +302,7 @@ Shape = tuple[tuple[str, float], ...]  # sizes by name, sorted
 
 def _cases_of(room: str, shape: Mapping[str, float] | None) -> list[timing.Case]:
     """The room's cases to tune, those that matter most first."""
-    from kernelbook.lab import cli
-
-    tuning_cases: Cases | None = getattr(cli._bench_of(room), "tuning_cases", None)
+    tuning_cases = bench(room).tuning_cases
     if tuning_cases is None:
         return []
     try:
