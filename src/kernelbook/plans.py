@@ -1,4 +1,4 @@
-"""Choosing a kernel's configuration: the resource model that prunes candidates, and plans that were tuned.
+"""Choosing a kernel's configuration: the resource model that rules ask, and plans that were tuned.
 
 A room decides in functions of its ``kernels.py`` how a problem is cut: tiles, warps, stages, strategy. Each is a rule, a few
 lines with a reason, and :func:`planner` makes a plan of it: what was tuned for this very problem on this GPU comes first.
@@ -17,8 +17,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,7 +28,6 @@ import triton
 
 __all__ = [
     "MAX_REGISTERS",
-    "Occupancy",
     "Planner",
     "Resources",
     "as_json",
@@ -38,11 +35,9 @@ __all__ = [
     "derived",
     "fits",
     "matmul_resources",
-    "occupancy",
     "own_plans",
     "planner",
     "planners",
-    "prune",
     "read_plans",
     "shipped_plans",
     "stored_plans",
@@ -50,7 +45,6 @@ __all__ = [
     "tile_resources",
     "using",
     "watched",
-    "write_plans",
 ]
 
 MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
@@ -68,12 +62,6 @@ PASSING_REGISTERS = 1  # 16 bytes of operands in a step: mma.sync takes them fro
 DESCRIPTOR_REGISTERS = 28  # the whole loop where tensor descriptors load: there are no addresses
 STAGING_BYTES = 128  # a thread: at most so much shared memory turns the result around before it is stored
 BARRIER_BYTES = 8  # a stage and operand, where tensor descriptors load
-
-# How registers and shared memory are handed out, and how many programs run at a time at most: CUDA C++ Programming Guide,
-# "Compute Capabilities", 8.0 to 12.0.
-REGISTER_UNIT, WARP_UNIT = 256, 4  # registers a warp gets at a time; warps, one on each quarter of a multiprocessor
-SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program
-MAX_PROGRAMS = {"sm_86": 16, "sm_89": 24, "sm_120": 24}  # on a multiprocessor; 32 on all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,42 +167,6 @@ def matmul_resources(
     return Resources(int(shared), kept + rest)
 
 
-@dataclasses.dataclass(frozen=True)
-class Occupancy:
-    """How many programs a multiprocessor runs at a time, and what keeps it from running more.
-
-    ``limit`` is ``registers``, ``shared memory``, ``warps`` or ``programs``; ``share`` is the part of the
-    multiprocessor's warps that is in use.
-    """
-
-    programs: int
-    share: float
-    limit: str
-
-
-def occupancy(
-    registers: int, shared_bytes: int, num_warps: int, properties: runtime.DeviceProperties | None = None
-) -> Occupancy:
-    """The occupancy of a kernel on an NVIDIA GPU, from what the compiler reports.
-
-    Args:
-        registers: per thread. shared_bytes: per program. num_warps: per program.
-        properties: the GPU (default: the current one).
-    """
-    p = properties or runtime.properties()
-    per_warp = -(-registers * p.warp_size // REGISTER_UNIT) * REGISTER_UNIT
-    per_program = -(-(shared_bytes + SHARED_RESERVED) // SHARED_UNIT) * SHARED_UNIT
-    limits = {
-        "registers": p.registers_per_sm // per_warp // WARP_UNIT * WARP_UNIT // num_warps,
-        "shared memory": p.shared_memory_per_sm // per_program,
-        "warps": p.max_threads_per_sm // (p.warp_size * num_warps),
-        "programs": MAX_PROGRAMS.get(p.arch, 32),
-    }
-    limit = min(limits, key=limits.__getitem__)
-    programs = limits[limit]
-    return Occupancy(programs, programs * num_warps * p.warp_size / p.max_threads_per_sm, limit)
-
-
 def bucket(count: int, *, lowest: int = 16) -> int:
     """``count`` rounded up to a power of two, at least ``lowest``.
 
@@ -229,19 +181,6 @@ def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProp
     threads = properties.warp_size * config.num_warps
     registers = min(MAX_REGISTERS, properties.registers_per_sm // threads)
     return needs.shared_bytes <= properties.shared_memory_per_program and needs.registers_per_thread <= registers
-
-
-def prune(
-    configs: Sequence[triton.Config],
-    resources: Callable[[triton.Config], Resources],
-    properties: runtime.DeviceProperties | None = None,
-) -> list[triton.Config]:
-    """The configurations that fit, in their order. Raises ``ValueError`` if none does."""
-    properties = properties or runtime.properties()
-    kept = [config for config in configs if fits(resources(config), config, properties)]
-    if not kept:
-        raise ValueError(f"prune: none of {len(configs)} configurations fits {properties.name}")
-    return kept
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
@@ -374,21 +313,6 @@ def read_plans(path: Path) -> Plans:
         return {str(name): {str(k): dict(v, plan=v["plan"]) for k, v in found.items()} for name, found in plans.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def write_plans(path: Path, gpu: str, plans: Plans) -> None:
-    """Writes a file of plans, a line for each, in one step: a reader never sees half of it."""
-    rooms = []
-    for name, found in sorted(plans.items()):
-        lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(found.items()))
-        rooms.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
-    body = ",\n".join(rooms)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(f'{{\n "gpu": {json.dumps(gpu)},\n "plans": {{\n{body}\n }}\n}}\n')
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-    forget()
 
 
 @functools.cache

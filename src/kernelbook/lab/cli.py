@@ -1,16 +1,16 @@
 """``python -m kernelbook``: does this machine work, how fast is it, faster plans for it, a training run, a profile."""
 
+from __future__ import annotations
+
 import argparse
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
-from tabulate import tabulate
-from tqdm.auto import tqdm
 
 import kernelbook
 from kernelbook import check, plans, runtime
@@ -18,7 +18,13 @@ from kernelbook.lab import bench as registry
 from kernelbook.lab import profiling, timing, tuning
 from kernelbook.train import command as training
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 __all__ = ["main"]
+
+# What a command needs beside the package's own requirements, and the extra that has it.
+NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------
@@ -80,13 +86,14 @@ def _check_room(room: str) -> list[check.Verdict]:
     try:
         return registry.bench(room).checks()
     except Exception as error:  # a broken kernel can raise anything; doctor has to go on and tell
-        tqdm.write(f"{room}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{room}: {type(error).__name__}: {error}", file=sys.stderr)
         return [check.Verdict(f"{room}: {type(error).__name__}", float("nan"), 0.0, 0.0, 0.0)]
 
 
 def doctor() -> int:
     """Prints what this machine is and whether every public function is right on it; 1 if one is not."""
-    print(tabulate(_machine(), tablefmt="plain"))
+    for name, value in _machine():
+        print(f"{name:15}  {value}")
     if runtime.COMPILE_ONLY:
         print("\nTRITON_INTERPRET=0 without a GPU: kernels can be compiled but not run, so nothing was checked.")
         return 1
@@ -96,15 +103,16 @@ def doctor() -> int:
             f"\nceilings (a quick measurement): copy {ceilings.copy_gbs:.0f} GB/s, "
             f"bf16 {ceilings.bf16_tflops:.0f} TFLOP/s, tf32 {ceilings.tf32_tflops:.0f} TFLOP/s"
         )
-        print(
-            "\n" + tabulate(_host_costs(), headers=("what a call costs the host, small tensors", "us"), floatfmt=".1f")
-        )
-    verdicts = [
-        verdict for room in tqdm(registry.CASE_BY_CASE, unit="room", leave=False) for verdict in _check_room(room)
-    ]
+        print(f"\n{'what a call costs the host, small tensors':60}      us")
+        for name, us in _host_costs():
+            print(f"{name:60}  {us:6.1f}")
+    print(f"\n{'check':60}  error    limit")
+    verdicts = []
+    for room in registry.CASE_BY_CASE:
+        for v in _check_room(room):
+            verdicts.append(v)
+            print(f"{v.name:60}  {v.error:.1e}  {v.limit:.1e}  {'ok' if v.passed else 'FAILED'}", flush=True)
     failed = [verdict for verdict in verdicts if not verdict.passed]
-    rows = [(v.name, f"{v.error:.1e}", f"{v.limit:.1e}", "ok" if v.passed else "FAILED") for v in verdicts]
-    print("\n" + tabulate(rows, headers=("check", "error", "limit", "")))
     print(
         f"\n{len(verdicts) - len(failed)} of {len(verdicts)} checks passed."
         + (" Something is broken." if failed else "")
@@ -196,6 +204,9 @@ def _warm(case: timing.Case) -> None:
 
 def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
     """Measures the cases, writes and prints the rows of each as they come, and returns the failures."""
+    from tabulate import tabulate
+    from tqdm import tqdm
+
     ceilings = timing.measure_ceilings()
     recorded: set[str] = set()
 
@@ -216,6 +227,8 @@ def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package:
 
 def _bench_extras(one: registry.Bench, folder: Path) -> list[str]:
     """Measures and writes the tables of another kind, one by one, and returns the failures."""
+    from tabulate import tabulate
+
     try:
         for stem, table, key in one.extras() if one.extras is not None else ():
             timing.write_results(folder / f"{stem}.csv", table, key=key)
@@ -286,6 +299,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     top = parser()
     given = top.parse_args(arguments)
+    missing = [name for name in NEEDS.get(given.command, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[lab]'", file=sys.stderr
+        )
+        return 2
     if given.command == "doctor":
         return doctor()
     if given.command == "tune":

@@ -109,8 +109,6 @@ def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) ->
     """
     from IPython.display import HTML
 
-    from kernelbook.lab import timing
-
     number, items = next(_sets), []
     for i, (given, part) in enumerate(parts.items()):
         label = timing.gpu_name(given)
@@ -152,8 +150,6 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.timing.load_results`
     takes it.
     """
-    from kernelbook.lab import timing
-
     gpus = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
     if len(drawn) <= 1:
@@ -180,7 +176,6 @@ def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[s
         names: ``globals()`` of the notebook.
         read: for each of the names what to read for a GPU.
     """
-    from kernelbook.lab import timing
 
     def show(draw: Callable[[], Any]) -> Any:
         def of_gpu(gpu: str) -> Any:
