@@ -1,5 +1,6 @@
 """The command line: doctor and bench."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 import kernelbook
 from kernelbook import runtime
+from kernelbook.lab import bench as registry
 from kernelbook.lab import cli, timing
 from kernelbook.layer_norm import op
 
@@ -19,17 +21,10 @@ def test_doctor_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out and "triton" in out and "FAILED" not in out
-    for name in cli.rooms() + cli.modules_measured():
+    for name in registry.CASE_BY_CASE:
         assert name in out
     if runtime.INTERPRET:
         assert "interpreted on the CPU" in out and "none found" in out
-
-
-def test_modules_that_combine_rooms_are_measured_too() -> None:
-    assert "moe_block" in cli.modules_measured() and "moe_block" not in cli.rooms()
-    bench = cli.bench_of("moe_block")
-    assert all(case.op == "moe_block" for case in bench.cases())
-    assert all(path.exists() for path in bench.SOURCES)
 
 
 def _slightly_wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -47,7 +42,7 @@ _LAYER_NORM = op.layer_norm
 def test_doctor_fails_when_a_kernel_is_broken(
     broken: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "rooms", lambda: ["layer_norm"])
+    monkeypatch.setattr(registry, "CASE_BY_CASE", ("layer_norm",))
     monkeypatch.setattr(op, "layer_norm", broken)
     assert cli.main(["doctor"]) == 1
     assert "FAILED" in capsys.readouterr().out
@@ -86,24 +81,25 @@ def _stopped(x: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
 
 
-class _Bench:
-    """What ``bench`` sees of a room: the cases, and a table of another kind after which an error comes."""
+def _room(
+    folder: Path, cases: Sequence[timing.Case], models: Sequence[timing.Case], extras_fail: bool
+) -> registry.Bench:
+    """A room with these cases, and a table of another kind after which an error may come."""
 
-    def __init__(self, folder: Path, *cases: timing.Case, extras_fail: bool = False) -> None:
-        self.SOURCES = (folder / "room", folder / "lab" / "bench" / "room.py")
-        self.__name__ = "kernelbook.lab.bench.room"
-        self._cases, self._extras_fail = cases, extras_fail
-
-    def cases(self) -> tuple[timing.Case, ...]:
-        return self._cases
-
-    def missing_peers(self) -> list[str]:
-        return ["peer (package peer is not installed)"]
-
-    def extras(self) -> Iterator[tuple[str, tuple[pd.DataFrame, tuple[str, ...]]]]:
-        yield "room_errors", (pd.DataFrame([{"dtype": "float32", "error": 0.5}]), ("dtype",))
-        if self._extras_fail:
+    def extras() -> Iterator[tuple[str, pd.DataFrame, tuple[str, ...]]]:
+        yield "room_errors", pd.DataFrame([{"dtype": "float32", "error": 0.5}]), ("dtype",)
+        if extras_fail:
             raise RuntimeError("no second table")
+
+    return registry.Bench(
+        name="room",
+        sources=(folder / "room", folder / "lab" / "bench" / "room.py"),
+        library=(),
+        baselines={"torch": "torch", "peer": "no-such-package"},
+        cases=lambda: cases,
+        models=lambda: models,
+        extras=extras,
+    )
 
 
 @pytest.fixture
@@ -114,9 +110,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
 
     def run(*cases: timing.Case, extras_fail: bool = False, models: Sequence[timing.Case] = (), more: str = "") -> int:
-        room = _Bench(tmp_path, *cases, extras_fail=extras_fail)
-        monkeypatch.setattr(cli, "bench_of", lambda name: room)
-        monkeypatch.setattr(room, "models", lambda: models, raising=False)
+        room = _room(tmp_path, cases, models, extras_fail)
+        monkeypatch.setattr(registry, "bench", lambda name: room)
         return cli.main(["bench", "layer_norm", "--out", str(tmp_path), "--rep-ms", "1", *more.split()])
 
     return run
@@ -141,7 +136,7 @@ def test_bench_records_what_is_right_only(
 ) -> None:
     assert bench(_case(ours)) == code
     streams = capsys.readouterr()
-    assert "left out: peer (package peer is not installed)" in streams.out
+    assert "left out: peer (package no-such-package is not installed)" in streams.out
     if code == 0:
         assert "kernelbook" in streams.out
         assert {run for run, _ in _recorded(tmp_path)} == {run for (run,) in _recorded(tmp_path, "ceilings")}
@@ -199,8 +194,28 @@ def test_a_case_that_raises_does_not_lose_the_others(
     lost = [line for line in capsys.readouterr().err.splitlines() if line.startswith("NOT RECORDED")]
     assert lost == [
         "NOT RECORDED: double forward float32 N=8 N=1: RuntimeError: no such kernel",
-        "NOT RECORDED: kernelbook.lab.bench.room.extras: RuntimeError: no second table",
+        "NOT RECORDED: room, extras: RuntimeError: no second table",
     ]
+
+
+@pytest.mark.parametrize(("name", "taken"), [("several_gpus", {"select": "train"}), ("study", {})])
+def test_what_has_a_clock_of_its_own_gets_the_options_that_it_takes(
+    name: str,
+    taken: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[object] = []
+    own = dataclasses.replace(registry.bench(name), run=lambda folder, **given: seen.append((folder, given)) or 0)
+    monkeypatch.setattr(registry, "bench", lambda _: own)
+    monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
+    monkeypatch.setattr(cli, "_can_measure", lambda: True)
+    how = ["bench", name, "--out", str(tmp_path)]
+    assert cli.main([*how, *(["--select", "train"] if taken else [])]) == 0
+    assert seen == [(tmp_path / "fake-gpu", taken)]
+    assert cli.main([*how, "--layers", "2"]) == 2 and len(seen) == 1
+    assert capsys.readouterr().err == f"bench: {name} does not take --layers\n"
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernelbook.lab.bench import rooms
+from kernelbook.lab.bench import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "kernelbook"
-ROOMS = rooms()
 ABOVE_THE_ROOMS = {"nn", "distributed", "train", "interop", "lab"}
 
 # What each door of a room may import of the package (the room's own modules apart) and of the outside world.
@@ -156,6 +155,7 @@ def test_kernels_live_in_rooms_in_the_modules_in_the_training_loop_and_between_r
 
 def test_rooms_have_four_doors_and_one_stem() -> None:
     chapters = (ROOT / "_toc.yml").read_text()
+    assert {path.parent.name for path in SRC.glob("*/reference.py")} == set(ROOMS)
     for room in ROOMS:
         assert {path.name for path in (SRC / room).glob("*.py")} >= set(DOORS), room
         assert (SRC / "lab" / "bench" / f"{room}.py").is_file(), room

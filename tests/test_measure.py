@@ -16,7 +16,7 @@ from programs import TOOLS, program
 
 from kernelbook import runtime
 from kernelbook.lab import baselines, cli, timing
-from kernelbook.lab.bench import whole_model
+from kernelbook.lab.bench import CASE_BY_CASE, bench, whole_model
 
 Run = Callable[..., dict[str, tuple[float, float, str]]]
 # Notes when it began and ended and on which GPU; then "code" decides.
@@ -157,10 +157,10 @@ def test_the_list_has_every_room_every_list_and_every_chapter(tool: Any, capsys:
     lines = capsys.readouterr().out.splitlines()
     names = {line.split()[-1]: line.split()[0] for line in lines}
     assert len(names) == len(lines)
-    for room in cli.rooms() + cli.modules_measured():
+    for room in CASE_BY_CASE:
         assert names[f"{room}-0"] == "quiet" and names[f"warm-{room}-0-0"] == "warm"
         assert (f"{room}-models-0" in names) == bool(tool.measure_job.listed(room, "models"))
-        assert (f"extras-{room}" in names) == hasattr(cli.bench_of(room), "extras")
+        assert (f"extras-{room}" in names) == (bench(room).extras is not None)
     assert {name.removeprefix("ladder-") for name in names if name.startswith("ladder-")} >= {"nf4", "together"}
     assert {f"notebook-{path.stem}" for path in tool.chapters.NOTEBOOKS.glob("*.ipynb")} < set(names)
     assert names["loss-eager-2"] == "loud" and names["evidence"] == "last"
@@ -173,7 +173,7 @@ def test_every_case_is_in_one_job(tool: Any, axolotl: bool, monkeypatch: pytest.
     has = baselines.has
     monkeypatch.setattr(baselines, "has", lambda name: axolotl if name == "axolotl" else has(name))
     jobs = tool.plan(tmp_path)
-    for room in cli.rooms() + cli.modules_measured():
+    for room in CASE_BY_CASE:
         for which in ("room", "models"):
             parts = [job.command[5:] for job in jobs if job.command[3:5] == ("cases", room) and job.command[5] == which]
             found = [str(case) for part in parts for case in tool.measure_job.chosen(room, *part)]
@@ -257,14 +257,16 @@ def test_cases_that_any_job_has_rows_of_are_not_measured_again(
     tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     worker, asked = tool.measure_job, []
-    package = worker.package_of("layer_norm")
+    package = bench("layer_norm").package()
     cases = [
         timing.Case("layer_norm", "forward", runtime.torch.float32, {"N": 8}, "N", x, 1.0, 1.0, dict) for x in range(4)
     ]
     monkeypatch.setattr(worker, "listed", lambda room, which: cases)
     monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
     monkeypatch.setattr(timing, "write_results", timing.write_results)
-    monkeypatch.setattr(cli, "_bench_cases", lambda stem, found, *_: asked.extend(case.x for case in found) or ["one"])
+    monkeypatch.setattr(
+        cli, "_bench_cases", lambda one, stem, found, *_: asked.extend(case.x for case in found) or ["one"]
+    )
     monkeypatch.chdir(tmp_path)
     for job, own, x in (("other", package, 2), ("older", "0.1.0+00000000", 0)):
         path = tmp_path / job / "fake-gpu" / "layer_norm.csv"

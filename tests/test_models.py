@@ -3,16 +3,14 @@
 import pytest
 
 from kernelbook.lab import models
-from kernelbook.lab.bench import bench_of
-
-ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
+from kernelbook.lab.bench import ROOMS, bench
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_models_adds_ten_shapes_that_the_room_does_not_measure_yet(room: str) -> None:
-    bench = bench_of(room)
-    measured = {case.shape_text for case in bench.cases()}
-    added = {case.shape_text for case in bench.models()}
+    one = bench(room)
+    measured = {case.shape_text for case in one.cases()}
+    added = {case.shape_text for case in one.models()}
     assert len(added - measured) >= 10
 
 

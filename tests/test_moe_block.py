@@ -601,6 +601,16 @@ def test_kernels_are_counted_to_a_part(kernel: str, part: str) -> None:
     assert moe_block.part_of(kernel) == part
 
 
+def test_a_case_has_the_same_routing_whatever_was_drawn_before() -> None:
+    torch.manual_seed(1)
+    first = moe_block._routing(6, 16, 4)
+    torch.rand(3, device=runtime.DEVICE)
+    assert torch.equal(moe_block._routing(6, 16, 4), first)
+    assert first.sort(1).values.diff(dim=1).min() > 0  # each token to different experts
+    assert not torch.equal(moe_block._routing(6, 16, 4, seed=1), first)
+    assert torch.equal(moe_block._inputs(6, (16, 8, 8, 4))[1], first)
+
+
 def test_a_small_case_of_the_benchmark_is_right() -> None:
     pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("peft")

@@ -621,13 +621,13 @@ def test_a_peer_is_left_out_where_its_grid_is_too_large(rows: int, fits: bool, m
     found = MagicMock()
     for name in ("bitsandbytes", "bitsandbytes.functional"):
         monkeypatch.setitem(sys.modules, name, found)
-    monkeypatch.setattr(bench.peers, "has", lambda name: True)
-    monkeypatch.setattr(bench.peers, "axolotl", lambda name: found)
+    monkeypatch.setattr(bench.baselines, "has", lambda name: True)
+    monkeypatch.setattr(bench.baselines, "axolotl", lambda name: found)
     q = MagicMock(shape=(2, rows, 4096), nested_absmax=None)
     assert ("axolotl" in bench._bitsandbytes(q, torch.tensor([1]))) == fits
-    assert bench.missing_peers() == [
-        "axolotl: for experts of more than 67,107,840 elements its launch grid is too large"
-    ]
+    assert (
+        "axolotl for experts of more than 67,107,840 elements (its launch grid is too large)" in bench.BENCH.missing()
+    )
 
 
 def test_benchmark_cases_are_correct():

@@ -12,7 +12,7 @@ import triton
 from kernelbook import plans, runtime
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.lab import timing, tuning
-from kernelbook.lab.bench import bench_of
+from kernelbook.lab.bench import bench
 from kernelbook.lab.compiled import CompiledKernel, compile_calls, occupancy
 from kernelbook.lab.tuning import prune
 from kernelbook.moe_lora import kernels as moe_lora_kernels
@@ -414,4 +414,4 @@ def test_the_benchmark_of_a_room_with_planners_gives_cases_to_tune() -> None:
     rooms = {name.split(".")[0] for name in plans.planners()}
     assert rooms >= {"layer_norm", "sparse_linear", "scatter_ffn"}
     for room in rooms:
-        assert all(isinstance(case, timing.Case) for case in bench_of(room).tuning_cases())
+        assert all(isinstance(case, timing.Case) for case in bench(room).tuning_cases(None))

@@ -134,7 +134,7 @@ def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tab_says_that_its_rows_are_of_older_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
-    current = timing.package_version(*bench.SOURCES)
+    current = bench.BENCH.package()
     for gpu, packages in (("a-gpu", [current, current]), ("b-gpu", ["0", "0"]), ("c-gpu", [current, "0"])):
         (tmp_path / gpu).mkdir()
         table = pd.DataFrame({"provider": ["kernelbook", "a<b"], "package": packages})

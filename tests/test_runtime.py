@@ -193,7 +193,7 @@ def test_a_gpu_that_is_too_old_is_said_so_and_the_interpreter_is_chosen() -> Non
     assert done.stdout.strip() == "True False cpu", done.stderr
     sentence = "this GPU (Tesla T4, compute capability 7.5) is too old for Triton"
     assert sentence in done.stderr and "on Colab an L4 or an A100" in done.stderr
-    doctor = "from kernelbook.lab import cli\ncli.rooms = cli.modules_measured = list\nprint(cli.doctor())"
+    doctor = "from kernelbook.lab import bench, cli\nbench.CASE_BY_CASE = ()\nprint(cli.doctor())"
     done = _python(f"GPUS = {[T4]}\n{GPUS}\n{doctor}")
     assert sentence in done.stdout and "interpreted on the CPU" in done.stdout, done.stderr
 

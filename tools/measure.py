@@ -36,7 +36,7 @@ import torch
 
 import kernelbook
 from kernelbook.lab import timing
-from kernelbook.lab.bench import bench_of, modules_measured, rooms, same_loss, sparse_inference, whole_model
+from kernelbook.lab.bench import CASE_BY_CASE, ROOMS, bench, same_loss, sparse_inference, whole_model
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM, QUIET, LOUD, LAST = range(4)  # phases; each waits for the one before
@@ -113,7 +113,7 @@ def _importing(folders: str) -> Iterator[None]:
 
 
 def _rooms(out: Path, also: Mapping[str, str]) -> Iterator[Job]:
-    for room in [*rooms(), *modules_measured()]:
+    for room in CASE_BY_CASE:
         with _importing(also.get(room, "")):
             jobs = list(_of_room(room, out))
         if room in also:
@@ -123,17 +123,17 @@ def _rooms(out: Path, also: Mapping[str, str]) -> Iterator[Job]:
 
 
 def _of_room(room: str, out: Path) -> Iterator[Job]:
-    version, blocks = measure_job.package_of(room), modules_measured()
+    version, block = bench(room).package(), room not in ROOMS
     for which in ("room", "models"):
         ranks = collections.Counter(measure_job.searched(room, case) for case in measure_job.listed(room, which))
         for rank, count in ranks.items():
             name = "-".join(filter(None, [room, which if which == "models" else "", rank]))
             # What a peer's search found is kept under a key without the rank: a cache each.
             env = {"TRITON_CACHE_DIR": str(out / "cache" / f"triton-{room}-{rank}")} if rank else {}
-            n = count if rank else math.ceil(count / (WARM_BLOCKS if room in blocks else WARM_CASES))
+            n = count if rank else math.ceil(count / (WARM_BLOCKS if block else WARM_CASES))
             for i, share in itertools.product(range(n), ("0/2", "1/2") if rank else ("0/1",)):
                 command = words("warm", room, which, f"{i}/{n}", rank, share)
-                first = JOB_SECONDS + (room in blocks)  # these begin first
+                first = JOB_SECONDS + block  # these begin first
                 yield Job(f"warm-{name}-{i}-{share[0]}", command, version, WARM, first, env=env)
             env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if rank else {}
             total = count * LONG_SECONDS.get(room, CASE_SECONDS)
@@ -141,12 +141,12 @@ def _of_room(room: str, out: Path) -> Iterator[Job]:
             for i in range(n):
                 command, seconds = words("cases", room, which, f"{i}/{n}", rank), total / n
                 yield Job(f"{name}-{i}", command, version, seconds=START_SECONDS + seconds, env=env)
-    if hasattr(bench_of(room), "extras"):
+    if bench(room).extras is not None:
         yield Job(f"extras-{room}", words("extras", room), version, replaces=True)
 
 
 def _whole_models() -> Iterator[Job]:
-    version = timing.package_version(*whole_model.SOURCES)
+    version = whole_model.BENCH.package()
     for plan in {measure_job.group(plan, task=True): None for plan in whole_model.plans()}:
         yield Job(f"warm-whole-{plan}", words("whole", plan, "warm"), version, WARM, 2 * JOB_SECONDS)
     for name, count in collections.Counter(map(measure_job.group, whole_model.plans())).items():
@@ -163,10 +163,10 @@ def _chapters(sources: str) -> Iterator[Job]:
 
 
 def _training() -> Iterator[Job]:
-    version = timing.package_version(*sparse_inference.SOURCES)
+    version = sparse_inference.BENCH.package()
     for width in sparse_inference.WIDTHS:
         yield Job(f"sparse_inference-{width}", words("module", "sparse_inference", "--widths", width), version)
-    version = timing.package_version(*same_loss.SOURCES)
+    version = same_loss.BENCH.package()
     loss = ("module", "same_loss", "--base", "{out}/../loss-base/base.pt", "--ways")
     yield Job("loss-base", words(*loss), version, LOUD, 4 * JOB_SECONDS, JOB_SECONDS)
     for way, seed in itertools.product(same_loss.WAYS, range(3)):
@@ -401,9 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
     parser.add_argument("--dry", action="store_true", help="with --merge: only say what would be taken")
     given = parser.parse_args(arguments)
-    known = {*rooms(), *modules_measured()}
-    if wrong := [text for text in given.also if "=" not in text or text.split("=")[0] not in known]:
-        parser.error(f"--also must be ROOM=FOLDERS with a room of {', '.join(sorted(known))}, got {wrong[0]!r}")
+    if wrong := [text for text in given.also if "=" not in text or text.split("=")[0] not in CASE_BY_CASE]:
+        parser.error(f"--also must be ROOM=FOLDERS with a room of {', '.join(CASE_BY_CASE)}, got {wrong[0]!r}")
     out = (given.merge or given.out).resolve()
     jobs = plan(out, given.also)
     if given.merge:

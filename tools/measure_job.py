@@ -25,7 +25,7 @@ import torch
 
 from kernelbook import runtime
 from kernelbook.lab import baselines, cli, timing
-from kernelbook.lab.bench import bench_of
+from kernelbook.lab.bench import bench
 
 REP_MS = 50.0  # of samples, 20 at least, for each call
 NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
@@ -58,14 +58,8 @@ def searched(room: str, case: timing.Case) -> str:
 
 def listed(room: str, which: str) -> list[timing.Case]:
     """The cases of a list, ``room`` or ``models``."""
-    module = bench_of(room)
-    return list(module.cases() if which == "room" else getattr(module, "models", tuple)())
-
-
-def package_of(room: str) -> str:
-    """The version that rows of the present sources have."""
-    module = bench_of(room)
-    return timing.package_version(*module.SOURCES)
+    one = bench(room)
+    return list(one.cases() if which == "room" else one.models())
 
 
 def chosen(room: str, which: str, part: str, rank: str) -> list[timing.Case]:
@@ -128,20 +122,20 @@ def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int
 
     if rank:
         triton.runtime.autotuner.Autotuner.do_bench = property(lambda self: short)
-    package, stem = package_of(room), room if which == "room" else which
-    there = measured(folder, package, COLUMNS, stem)  # and not in other files: a model's point may be a room's own too
+    one, stem = bench(room), room if which == "room" else which
+    there = measured(folder, one.package(), COLUMNS, stem)  # and not in other files: a model's point may be a room's own too
     left = [
         case
         for case in chosen(room, which, part, rank)
         if (case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}") not in there
     ]
-    failures = cli._bench_cases(stem, left, folder, package, REP_MS) if left else []
+    failures = cli._bench_cases(one, stem, left, folder, REP_MS) if left else []
     return told(failures)
 
 
 def extras(folder: Path, room: str) -> int:
     """A room's tables of another kind."""
-    failures = cli._bench_extras(bench_of(room), folder)
+    failures = cli._bench_extras(bench(room), folder)
     return told(failures)
 
 
@@ -153,28 +147,28 @@ def group(plan: Any, task: bool = False) -> str:
 
 def whole(folder: Path, name: str, how: str = "") -> int:
     """The whole models of a group; with ``warm`` one layer of each, which compiles what all layers run."""
-    from kernelbook.lab.bench import whole_model as bench
+    from kernelbook.lab.bench import whole_model
 
-    wanted = [plan for plan in bench.plans() if name == group(plan, task=how == "warm")]
+    wanted = [plan for plan in whole_model.plans() if name == group(plan, task=how == "warm")]
     if how == "warm":
-        return bench.bench(folder, layers=1, samples=1, wanted=wanted)
-    there = measured(folder, timing.package_version(*bench.SOURCES), ("provider", "shape", "x"))
+        return whole_model.bench(folder, layers=1, samples=1, wanted=wanted)
+    there = measured(folder, whole_model.BENCH.package(), ("provider", "shape", "x"))
 
-    def key(plan: bench.Plan) -> tuple[str, str, str]:
-        config = bench.configuration(plan.model, plan.layers)
-        return plan.provider, plan.shape(config.num_hidden_layers, bench.PROMPT), str(plan.batch)
+    def key(plan: whole_model.Plan) -> tuple[str, str, str]:
+        config = whole_model.configuration(plan.model, plan.layers)
+        return plan.provider, plan.shape(config.num_hidden_layers, whole_model.PROMPT), str(plan.batch)
 
     # What may not fit comes last, the one that needs the most at the end: an allocation that failed leaves its marks.
-    def late(plan: bench.Plan) -> tuple[bool, ...]:
+    def late(plan: whole_model.Plan) -> tuple[bool, ...]:
         large = plan.task == "step" and not plan.checkpoints
         return plan.provider == "kernelbook:all", large, large and plan.provider == "grouped_mm"
 
     left = sorted((plan for plan in wanted if key(plan) not in there), key=late)
-    return bench.bench(folder, wanted=left) if left else 0
+    return whole_model.bench(folder, wanted=left) if left else 0
 
 
 def module(folder: Path, name: str, *arguments: str) -> int:
-    """A command of ``kernelbook.train`` with its ``--out`` here."""
+    """The command of a bench that has one, with its ``--out`` here."""
     command = importlib.import_module(f"kernelbook.lab.bench.{name}")
     return int(command.main(["--out", str(folder / runtime.device_slug()), *arguments]))
 

@@ -3,17 +3,26 @@
 import functools
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import sys
 from typing import Any
 
-__all__ = ["axolotl", "has"]
+__all__ = ["axolotl", "has", "version"]
 
 
 def has(module: str) -> bool:
     """Whether the top-level ``module`` is installed; it is not imported."""
     return importlib.util.find_spec(module) is not None
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution, as ``pip`` names it; ``None`` where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

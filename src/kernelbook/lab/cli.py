@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ import torch
 
 import kernelbook
 from kernelbook import check, plans, runtime
-from kernelbook.lab import profiling, timing, tuning
-from kernelbook.lab.bench import bench_of, modules_measured, rooms
+from kernelbook.lab import bench as registry
+from kernelbook.lab import older, profiling, timing, tuning
 from kernelbook.train import command as training
 
 if TYPE_CHECKING:
@@ -23,19 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# By the stem of a results file, a table and its key: what a bench module's ``extras()`` returns, or yields as they come.
-Extra = tuple["pd.DataFrame", Sequence[str]]
-Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
 # What a command needs beside the package's own requirements, and the extra that has it.
 NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
-# What torchrun starts, on several GPUs at once; "all" leaves it out.
-SEVERAL = ("several_gpus",)
-# What has a table and a clock of its own.
-WHOLE = ("whole_model",)
-
-
-def _all() -> list[str]:
-    return rooms() + modules_measured()
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------
@@ -76,7 +65,7 @@ def _plans(gpu: str) -> str:
 
 
 def _host_costs() -> list[tuple[str, float]]:
-    """Microseconds of the host for PyTorch's cheapest operator, one launch, and each room's ``host_calls()``."""
+    """Microseconds of the host for PyTorch's cheapest operator, one launch, and each bench's ``host_calls()``."""
     from kernelbook import launching
     from kernelbook.layer_norm import kernels
 
@@ -87,15 +76,15 @@ def _host_costs() -> list[tuple[str, float]]:
         "one launch": lambda: launch((16, 1), x, x, y, y, 64, 256),
         "the same, kernel[grid](...)": lambda: launch.kernel[(16, 1)](x, x, y, y, 64, 256, **launch.constants),
     }
-    for room in _all():
-        calls.update(getattr(bench_of(room), "host_calls", dict)())
+    for one in registry.benches(registry.CASE_BY_CASE):
+        calls.update(one.host_calls())
     return [(name, timing.host_us(call)) for name, call in calls.items()]
 
 
 def _check_room(room: str) -> list[check.Verdict]:
     """The room's small checks; a check that raises is a failed one."""
     try:
-        return list(bench_of(room).small_checks())
+        return registry.bench(room).checks()
     except Exception as error:  # a broken kernel can raise anything; doctor has to go on and tell
         print(f"{room}: {type(error).__name__}: {error}", file=sys.stderr)
         return [check.Verdict(f"{room}: {type(error).__name__}", float("nan"), 0.0, 0.0, 0.0)]
@@ -119,7 +108,7 @@ def doctor() -> int:
             print(f"{name:60}  {us:6.1f}")
     print(f"\n{'check':60}  error    limit")
     verdicts = []
-    for room in _all():
+    for room in registry.CASE_BY_CASE:
         for v in _check_room(room):
             verdicts.append(v)
             print(f"{v.name:60}  {v.error:.1e}  {v.limit:.1e}  {'ok' if v.passed else 'FAILED'}", flush=True)
@@ -159,22 +148,18 @@ def bench(
     folder = out / runtime.device_slug()
     code = 0
     for room in names:
-        module = bench_of(room)
-        if room in SEVERAL:
-            code = max(code, module.bench(folder, select))
+        one = registry.bench(room)
+        if one.cases is None:
+            code = max(code, _run(one, folder, select=select, layers=layers))
             continue
-        if room in WHOLE:
-            code = max(code, module.bench(folder, layers=layers, select=select))
-            continue
-        package = timing.package_version(*module.SOURCES)
-        lists = {} if only == "models" else {room: module.cases()}
-        lists |= {} if only == "room" else {"models": getattr(module, "models", tuple)()}
+        lists = {} if only == "models" else {room: one.cases()}
+        lists |= {} if only == "room" else {"models": one.models()}
         chosen = {
             stem: [case for case in found if re.search(select or "", str(case))][part[0] :: part[1]]
             for stem, found in lists.items()
         }
         print(f"{room}: {sum(map(len, chosen.values()))} cases on {runtime.properties().name}", flush=True)
-        for note in getattr(module, "missing_peers", list)():
+        for note in one.missing():
             print(f"left out: {note}")
         if warm:
             for case in (case for cases in chosen.values() for case in cases):
@@ -182,15 +167,25 @@ def bench(
             continue
         failures = []
         for stem, cases in chosen.items():
-            failures += _bench_cases(stem, cases, folder, package, rep_ms) if cases else []
+            failures += _bench_cases(one, stem, cases, folder, rep_ms) if cases else []
         if select is None and only != "models" and part[0] == 0:
-            failures += _bench_extras(module, folder)
+            failures += _bench_extras(one, folder)
         for failure in failures:
             print(f"NOT RECORDED: {failure}", file=sys.stderr)
         code = max(code, 1 if failures else 0)
     if not warm:
         timing.drop_unused_ceilings(folder)
     return code
+
+
+def _run(one: registry.Bench, folder: Path, **given: Any) -> int:
+    """Runs a bench with a table and a clock of its own; 2 where it does not take an option that was given."""
+    assert one.run is not None
+    wrong = [name for name, value in given.items() if value is not None and name not in one.options]
+    if wrong:
+        print(f"bench: {one.name} does not take --{wrong[0]}", file=sys.stderr)
+        return 2
+    return one.run(folder, **{name: given[name] for name in one.options})
 
 
 def _warm(case: timing.Case) -> None:
@@ -207,11 +202,14 @@ def _warm(case: timing.Case) -> None:
         attempt(f"{case}: {provider}", call)
 
 
-def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
+def _bench_cases(
+    one: registry.Bench, stem: str, cases: Sequence[timing.Case], folder: Path, rep_ms: float
+) -> list[str]:
     """Measures the cases, writes and prints the rows of each as they come, and returns the failures."""
     from tabulate import tabulate
     from tqdm import tqdm
 
+    package, dated = one.package(), older.dates_of(one)
     ceilings = timing.measure_ceilings()
     recorded: set[str] = set()
 
@@ -227,22 +225,19 @@ def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package:
         tqdm.write(f"\n{first['mode']} {first['dtype']} {first['shape']} {first['x_name']}={first['x']}")
         tqdm.write(tabulate(shown, headers="keys", showindex=False, disable_numparse=True))
 
-    return timing.run_cases(cases, package=package, rep_ms=rep_ms, record=record)[1]
+    return timing.run_cases(cases, package=package, rep_ms=rep_ms, dated=dated, record=record)[1]
 
 
-def _bench_extras(module: Any, folder: Path) -> list[str]:
-    """Measures and writes the room's tables of another kind, one by one, and returns the failures."""
+def _bench_extras(one: registry.Bench, folder: Path) -> list[str]:
+    """Measures and writes the tables of another kind, one by one, and returns the failures."""
     from tabulate import tabulate
 
-    extras: Callable[[], Extras] = getattr(module, "extras", dict)
     try:
-        found = extras()
-        tables: Iterable[tuple[str, Extra]] = found.items() if isinstance(found, Mapping) else found
-        for stem, (table, key) in tables:
+        for stem, table, key in one.extras() if one.extras is not None else ():
             timing.write_results(folder / f"{stem}.csv", table, key=key)
             print(tabulate(table.to_dict("records"), headers="keys"), flush=True)
     except Exception as error:  # the room's own rows are written already and count
-        return [f"{module.__name__}.extras: {type(error).__name__}: {error}"]
+        return [f"{one.name}, extras: {type(error).__name__}: {error}"]
     return []
 
 
@@ -278,8 +273,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check that this machine works; exit code 1 if something is broken")
     measure = commands.add_parser("bench", help="measure on the GPU at hand and record the results")
-    measure.add_argument("room", nargs="?", choices=[*_all(), *SEVERAL, *WHOLE], help="what to measure")
-    measure.add_argument("--all", action="store_true", help="measure everything")
+    measure.add_argument("room", nargs="?", choices=registry.NAMES, help="what to measure")
+    measure.add_argument("--all", action="store_true", help="measure everything that is measured case by case")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
     measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument(
@@ -297,7 +292,7 @@ def parser() -> argparse.ArgumentParser:
         "--warm", action="store_true", help="call all once and record nothing: fills compilers' caches"
     )
     measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
-    tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), rooms())
+    tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), registry.ROOMS)
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
     return top
@@ -316,12 +311,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "doctor":
         return doctor()
     if given.command == "tune":
-        return tuning.main(given, rooms())
+        return tuning.main(given, registry.ROOMS)
     if given.command == "train":
         return training.train(given)
     if given.command == "profile":
         return profiling.profile(given)
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
-    names, out = _all() if given.all else [given.room], given.out or _default_out()
+    names, out = registry.CASE_BY_CASE if given.all else [given.room], given.out or _default_out()
     return bench(names, out, given.rep_ms, given.select, given.layers, given.only, given.part, given.warm)

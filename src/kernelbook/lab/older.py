@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -55,30 +56,34 @@ def properties_of(gpu: str) -> runtime.DeviceProperties | None:
     return GPUS.get(gpu)
 
 
-def launch_digests(properties: runtime.DeviceProperties) -> Digests:
+def launch_digests(properties: runtime.DeviceProperties, mode: str = "shipped") -> Digests:
     """By bench, case and provider of ours the digest of what it launches on a GPU, found by a process that has none.
 
-    Kept on disk for these sources. Empty where the user's own plans are in use: nobody else has them.
+    ``mode`` is ``shipped`` or ``rules``, see :mod:`kernelbook.plans`. What was found is kept on disk for these sources.
     """
-    mode = runtime.plans_in_use()
-    if mode == "tuned" and plans.own_plans(properties.name).exists():
-        return {}
-    sources = hashlib.sha256(repr((dataclasses.astuple(properties), mode == "rules", sys.version_info)).encode())
+    sources = hashlib.sha256(repr((dataclasses.astuple(properties), mode, sys.version_info)).encode())
     for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json")):
         sources.update(path.read_bytes())
     kept = runtime.cache_dir() / "launches" / f"{sources.hexdigest()[:16]}.json"
-    if not kept.exists():
-        hidden = {
-            "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1",
-            "KERNELBOOK_PLANS": "rules" if mode == "rules" else "shipped", "PYTHONPATH": os.pathsep.join(sys.path),
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "kernelbook.lab.older", "--launches"],
-            input=json.dumps(dataclasses.asdict(properties)),
-            env={**os.environ, **hidden}, stdout=subprocess.PIPE, text=True, check=True,
-        )  # fmt: skip
-        timing.replace_file(kept, done.stdout.splitlines()[-1])
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # chapters that are executed beside each other ask for the same
+        if not kept.exists():
+            timing.replace_file(kept, _found_without_gpu(properties, mode))
     return dict(json.loads(kept.read_text()))
+
+
+def _found_without_gpu(properties: runtime.DeviceProperties, mode: str) -> str:
+    hidden = {
+        "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1",
+        "KERNELBOOK_PLANS": mode, "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "kernelbook.lab.older", "--launches"],
+        input=json.dumps(dataclasses.asdict(properties)),
+        env={**os.environ, **hidden}, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()[-1]
 
 
 def digests_here(properties: Mapping[str, Any], names: Iterable[str] = bench.CASE_BY_CASE) -> Digests:
@@ -114,12 +119,15 @@ def _first_call(code: str) -> Callable[[], object]:
 
 def dates_of(one: bench.Bench) -> Callable[[timing.Case, str], dict[str, str]]:
     """For a run on the GPU at hand: from a case and a provider to the columns :data:`timing.DATES`."""
-    found, host = launch_digests(runtime.properties()), dates.host_digest(one.library)
+    properties, mode = runtime.properties(), runtime.plans_in_use()
+    own = mode == "tuned" and plans.own_plans(properties.name).exists()  # nobody else has them
+    found = {} if own else launch_digests(properties, "rules" if mode == "rules" else "shipped")
+    host = dates.host_digest(one.library)
 
     def of(case: timing.Case, provider: str) -> dict[str, str]:
         if not timing.is_ours(provider):
             return {"launches": "", "host": "", "peer": _peer_version(provider, one.baselines)}
-        launches = found[one.name].get(str(case), {}).get(provider, "") if found else OWN_PLANS
+        launches = OWN_PLANS if own else found[one.name].get(str(case), {}).get(provider, "")
         return {"launches": launches, "host": host, "peer": ""}
 
     return of
@@ -150,22 +158,29 @@ class Older:
         return f"{self.gpu}/{self.file}: {self.case or f'{self.rows} rows'}: {self.column}"
 
 
-def older(gpus: Iterable[str] | None = None) -> list[Older]:
-    """What in ``book/results`` is older than these sources, or not dated, on the GPUs of these folders (default: all)."""
-    folders = list(timing.recorded_gpus("*") if gpus is None else gpus)
+def older(gpus: Iterable[str] | None = None, stem: str = "*") -> list[Older]:
+    """What in ``book/results`` is older than these sources, or not dated.
+
+    Args:
+        gpus: folders of ``book/results`` (default: all).
+        stem: of one file, instead of all.
+    """
+    folders = list(timing.recorded_gpus(stem) if gpus is None else gpus)
     known = {gpu: properties for gpu in folders if (properties := properties_of(gpu)) is not None}
+    if stem in dates.DATED:  # no case has to be looked at
+        known = {}
     with ThreadPoolExecutor() as pool:
         digests = dict(zip(known, pool.map(launch_digests, known.values()), strict=True))
-    return [found for gpu in folders for found in _older_on(gpu, digests.get(gpu, {}))]
+    return [found for gpu in folders for found in _older_on(gpu, stem, digests.get(gpu, {}))]
 
 
-def _older_on(gpu: str, digests: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Iterator[Older]:
+def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
     import pandas as pd
 
     bench_of = {case: name for name, cases in digests.items() for case in cases}
     hosts = {name: dates.host_digest(bench.bench(name).library) for name in digests}
     folder = timing.results_dir() / gpu
-    for path in sorted([*folder.glob("*.csv"), *folder.glob("*.jsonl")]):
+    for path in sorted([*folder.glob(f"{stem}.csv"), *folder.glob(f"{stem}.jsonl")]):
         if path.stem == "ceilings":  # of the machine, whatever the sources are
             continue
         rows = pd.read_json(path, lines=True, dtype=False) if path.suffix == ".jsonl" else pd.read_csv(path, dtype=str)
@@ -178,7 +193,7 @@ def _older_on(gpu: str, digests: Mapping[str, Mapping[str, Mapping[str, str]]]) 
                 behind &= rows["provider"].map(timing.is_ours)
             if count := int(behind.sum()):
                 yield Older(gpu, path.name, "", column, count)
-        elif path.stem in {*digests, "models"}:
+        elif path.stem in {*bench.CASE_BY_CASE, "models"}:
             for _, case in rows.groupby(list(timing.KEY[:2] + timing.KEY[3:]), sort=False):
                 key = case_key(case.iloc[0])
                 columns = _older_columns(
@@ -209,23 +224,14 @@ def _is_older_peer(peer: str) -> bool:
     return False
 
 
+@functools.cache
 def sentence(stem: str, gpu: str) -> str:
     """Whether recorded rows of ``stem`` are older, in a sentence; nothing where none is."""
-    return _sentences(gpu).get(stem, "")
-
-
-@functools.cache
-def _sentences(gpu: str) -> dict[str, str]:
-    counts: dict[str, dict[str, int]] = {}
-    for found in older([gpu]):
-        of_file = counts.setdefault(found.file.partition(".")[0], {})
-        of_file[found.column] = of_file.get(found.column, 0) + found.rows
-    return {stem: _in_words(columns) for stem, columns in counts.items()}
-
-
-def _in_words(columns: Mapping[str, int]) -> str:
-    parts = [f"{columns[name]:,} rows {what}" for name, what in WORDS.items() if name in columns]
-    return f"{'; '.join(parts)}."
+    counts: dict[str, int] = {}
+    for found in older([gpu], stem):
+        counts[found.column] = counts.get(found.column, 0) + found.rows
+    parts = [f"{counts[column]:,} rows {words}" for column, words in WORDS.items() if column in counts]
+    return f"{'; '.join(parts)}." if parts else ""
 
 
 WORDS = {

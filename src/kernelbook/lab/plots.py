@@ -20,8 +20,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kernelbook.lab import timing
-from kernelbook.lab.bench import bench_of, modules_measured, rooms
+from kernelbook.lab import older, timing
 
 __all__ = [
     "BLUE",
@@ -45,7 +44,6 @@ __all__ = [
     "step",
     "steps",
     "tabs",
-    "vintage",
     "with_records",
 ]
 
@@ -154,17 +152,7 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
     if len(drawn) <= 1:
         return next(iter(drawn.values()), None)
-    return tabs(drawn, {gpu: _room_vintage(stem, gpu) for gpu in drawn} if isinstance(stem, str) else None)
-
-
-def _room_vintage(room: str, gpu: str) -> str:
-    """The :func:`vintage` of a room's rows on a GPU; nothing for rows of another kind, whose sources only their page knows."""
-    path = timing.results_dir() / gpu / f"{room}.csv"
-    if room not in [*rooms(), *modules_measured()] or not path.exists():
-        return ""
-    bench = bench_of(room)
-    version = timing.package_version(*bench.SOURCES)
-    return vintage(pd.read_csv(path, usecols=["package", "provider"], dtype=str), version)
+    return tabs(drawn, {gpu: older.sentence(stem, gpu) for gpu in drawn} if isinstance(stem, str) else None)
 
 
 def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[str], Any]) -> Callable[..., Any]:
@@ -209,17 +197,6 @@ def provenance(*tables: pd.DataFrame | None) -> str:
         runs = list(rows["run"].astype(str).unique())
         parts.append(f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs")
     return " · ".join(parts)
-
-
-def vintage(rows: pd.DataFrame, version: str) -> str:
-    """Whose rows do not carry ``version``, that of today's sources, as a sentence; nothing where all do."""
-    behind = rows["package"] != version
-    if not behind.any():
-        return ""
-    if behind.all():
-        return "These rows were measured with older sources than this book's."
-    names = ", ".join(f"`{name}`" for name in sorted({*rows["provider"][behind]}))
-    return f"Rows of {names} were measured with older sources than this book's."
 
 
 @_styled

@@ -38,7 +38,7 @@ import torch
 
 from kernelbook import check, launching, plans, runtime
 from kernelbook.lab import timing
-from kernelbook.lab.bench import bench_of
+from kernelbook.lab.bench import bench
 
 # isort: split
 import triton
@@ -78,8 +78,6 @@ TABLE_KEY = tuple(name for name in timing.KEY if name != "provider")
 # A row says what the search found for one problem; where the rule stays, ``plan_us`` is its time.
 SEARCH_COLUMNS = ("run", "planner", "problem", "case", "tried", "rule_us", "plan_us", *timing.ENVIRONMENT)
 SEARCH_KEY = ("planner", "problem")
-
-Cases = Callable[[Mapping[str, float] | None], Iterator[timing.Case]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, rooms: Sequence[str]) -> None:
@@ -342,7 +340,7 @@ Shape = tuple[tuple[str, float], ...]  # sizes by name, sorted
 
 def _cases_of(room: str, shape: Mapping[str, float] | None) -> list[timing.Case]:
     """The room's cases to tune, those that matter most first."""
-    tuning_cases: Cases | None = getattr(bench_of(room), "tuning_cases", None)
+    tuning_cases = bench(room).tuning_cases
     if tuning_cases is None:
         return []
     try:

@@ -1,25 +1,98 @@
-"""What is measured: a module for each room, for modules and whole models, for several GPUs, and the studies."""
+"""What is measured: one :class:`Bench` each for the rooms, for modules and whole models, for several GPUs and for the studies.
 
+Commands, figures, the tuner and the tools all read this list. Importing it imports none of the benches.
+"""
+
+import dataclasses
 import importlib
-import pkgutil
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import kernelbook
+from kernelbook.lab import baselines
 
-__all__ = ["bench_of", "modules_measured", "rooms"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kernelbook.check import Verdict
+    from kernelbook.lab.timing import Case
+
+__all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches"]
+
+# The rooms: each is a package of this name.
+ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
+CASE_BY_CASE = (*ROOMS, "moe_block")
+# Those beyond have tables and a clock of their own.
+NAMES = (*CASE_BY_CASE, "several_gpus", "whole_model", "same_loss", "sparse_inference", "study")
 
 
-def rooms() -> list[str]:
-    """The rooms of the package that can be measured, by name."""
-    packages = {module.name for module in pkgutil.iter_modules(kernelbook.__path__) if module.ispkg}
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name in packages)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured of one thing; module ``kernelbook.lab.bench.<name>`` makes it, as ``BENCH``.
+
+    Attributes:
+        name: of the module and, but for the last three, of the file in ``book/results/<gpu>``.
+        sources: files and folders on which its figures depend, for a row's ``package``.
+        library: the modules of the library through which its calls go.
+        baselines: for each provider that is not ours the distribution whose version dates it. A provider is meant up to a colon.
+        needs: by distribution, what is not measured without it, where that is more than a baseline.
+        left_out: what is not measured though one would expect it, and why.
+        method: raised by hand when how or on what is measured changes.
+        cases: what is measured, case by case.
+        models: further cases, at the sizes of published models; their file is ``models.csv``.
+        tuning_cases: what ``tune`` measures, those that matter most first, or what has the user's sizes.
+        checks: small checks of correctness, for ``doctor``.
+        host_calls: small calls, whose cost is the host's.
+        extras: tables of another kind as they come: the stem of the file, the table and its key.
+        run: measures into a folder, where a table and a clock of its own take the place of cases. Returns the exit code.
+        options: those of the command's ``select`` and ``layers`` that ``run`` takes.
+    """
+
+    name: str
+    sources: Sequence[Path]
+    library: tuple[str, ...]
+    baselines: Mapping[str, str]
+    needs: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    method: int = 1
+    cases: Callable[[], Iterable["Case"]] | None = None
+    models: Callable[[], Iterable["Case"]] = tuple
+    tuning_cases: Callable[[Mapping[str, float] | None], Iterable["Case"]] | None = None
+    checks: Callable[[], list["Verdict"]] = list
+    host_calls: Callable[[], Mapping[str, Callable[[], object]]] = dict
+    extras: Callable[[], Iterator[tuple[str, "pd.DataFrame", Sequence[str]]]] | None = None
+    run: Callable[..., int] | None = None
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.cases is None) == (self.run is None):
+            given = "none" if self.run is None else "both"
+            raise ValueError(f"Bench: {self.name} must have either cases or run, got {given}")
+
+    def package(self) -> str:
+        """What rows of today's sources have in the column of that name."""
+        from kernelbook.lab import timing
+
+        return timing.package_version(*self.sources)
+
+    def missing(self) -> list[str]:
+        """What is not measured here, and why."""
+        lost: dict[str, list[str]] = {}
+        for provider, package in self.baselines.items():
+            lost.setdefault(package, []).append(provider)
+        wanted = {package: ", ".join(providers) for package, providers in lost.items()} | self.needs
+        absent = [package for package in wanted if baselines.version(package) is None]
+        return [*(f"{wanted[package]} (package {package} is not installed)" for package in absent), *self.left_out]
 
 
-def modules_measured() -> list[str]:
-    """What is measured beside the rooms: modules that combine them."""
-    return ["moe_block"]
+def bench(name: str) -> Bench:
+    """The bench of that name."""
+    if name not in NAMES:
+        raise ValueError(f"bench: name must be one of {', '.join(NAMES)}, got {name!r}")
+    found: Bench = importlib.import_module(f"{__name__}.{name}").BENCH
+    return found
 
 
-def bench_of(name: str) -> Any:
-    """The bench of that name; it is imported only then."""
-    return importlib.import_module(f"{__name__}.{name}")
+def benches(names: Iterable[str] = NAMES) -> list[Bench]:
+    """The benches of these names, or all of them."""
+    return [bench(name) for name in names]

@@ -18,12 +18,13 @@ from kernelbook import check, runtime
 from kernelbook.attention import op
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 from kernelbook.lab import timing
+from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["SOURCES", "cases", "extras", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
+__all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks", "tuning_cases"]
 
 SOURCES = (timing.PACKAGE / "attention", Path(__file__))
 # B, H, H_kv, N, D, causal
@@ -465,14 +466,9 @@ def _errors() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(ERROR_COLUMNS))
 
 
-def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
-    """Tables besides the measurements, by the stem of their file."""
-    return {"attention_errors": (_errors(), ERROR_KEY)}
-
-
-def missing_peers() -> list[str]:
-    """Peers that are not measured, and why."""
-    return ["flashinfer (it compiles its kernels with nvcc where it runs)"]
+def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
+    """Tables of another kind."""
+    yield "attention_errors", _errors(), ERROR_KEY
 
 
 def small_checks() -> list[check.Verdict]:
@@ -515,3 +511,18 @@ def host_calls() -> dict[str, Callable[[], object]]:
             op.flash_attention(*leaves, causal=causal), leaves, do
         ),
     }
+
+
+BENCH = Bench(
+    name="attention",
+    sources=SOURCES,
+    library=("kernelbook.attention.op",),
+    baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex"), "torch"),
+    left_out=("flashinfer (it compiles its kernels with nvcc where it runs)",),
+    cases=cases,
+    models=models,
+    tuning_cases=tuning_cases,
+    checks=small_checks,
+    host_calls=host_calls,
+    extras=extras,
+)

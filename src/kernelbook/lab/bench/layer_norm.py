@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from kernelbook import check, launching, runtime
 from kernelbook.lab import baselines, timing
+from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "BENCH",
     "SOURCES",
     "barrier_experiment",
     "cases",
     "count_wrong_runs",
     "extras",
-    "missing_peers",
     "small_checks",
     "tuning_cases",
 ]
@@ -43,18 +44,6 @@ BARRIER_COLUMNS = ("run", "op", "variant", "dtype", "shape", "runs", "wrong", *t
 BARRIER_KEY = ("op", "variant", "dtype", "shape")
 
 LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-PEERS = {"liger": ("liger_kernel", "liger-kernel"), "quack": ("quack", "quack-kernels")}  # module, package
-
-
-def missing_peers() -> list[str]:
-    """The peers that are not installed, in words."""
-    return [
-        f"{name} (package {package} is not installed)"
-        for name, (module, package) in PEERS.items()
-        if not baselines.has(module)
-    ]
 
 
 def _layer_norms(with_compile: bool | None) -> dict[str, LayerNorm]:
@@ -427,6 +416,20 @@ def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(BARRIER_COLUMNS))
 
 
-def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
-    """Measurements of another kind, each with its key: by the stem of the file that keeps them."""
-    return {"layer_norm_barrier": (barrier_experiment(), BARRIER_KEY)}
+def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
+    """Tables of another kind."""
+    yield "layer_norm_barrier", barrier_experiment(), BARRIER_KEY
+
+
+BENCH = Bench(
+    name="layer_norm",
+    sources=SOURCES,
+    library=("kernelbook.layer_norm.op",),
+    baselines={"torch": "torch", "torch.compile": "torch", "liger": "liger-kernel", "quack": "quack-kernels"},
+    cases=cases,
+    models=models,
+    tuning_cases=tuning_cases,
+    checks=small_checks,
+    host_calls=host_calls,
+    extras=extras,
+)

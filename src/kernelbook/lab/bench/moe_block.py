@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from kernelbook import check, runtime
 from kernelbook.lab import baselines, profiling, timing
+from kernelbook.lab.bench import Bench
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4 import nf4_dequantize, nf4_quantize
 from kernelbook.nn import moe
@@ -34,7 +35,7 @@ from kernelbook.train.capture import Captured
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["SOURCES", "cases", "extras", "host_calls", "missing_peers", "small_checks"]
+__all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks"]
 
 SOURCES = (
     Path(__file__),
@@ -190,16 +191,17 @@ class _Layer:
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 
-def _routing(tokens: int, experts: int, slots: int) -> torch.Tensor:
-    """Each token to different experts, evenly at random."""
-    return torch.rand(tokens, experts, device=runtime.DEVICE).topk(slots).indices
+def _routing(tokens: int, experts: int, slots: int, seed: int = 0) -> torch.Tensor:
+    """Each token to different experts, evenly at random: drawn on the CPU, so the same ones on every machine."""
+    drawn = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    return drawn.topk(slots).indices.to(runtime.DEVICE)
 
 
-def _inputs(tokens: int, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(tokens: int, sizes: Sequence[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     experts, hidden, _, slots = sizes
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=runtime.DEVICE)
     gates = torch.rand(tokens, slots, device=runtime.DEVICE)
-    return x, _routing(tokens, experts, slots), (gates / gates.sum(1, keepdim=True)).to(torch.bfloat16)
+    return x, _routing(tokens, experts, slots, seed), (gates / gates.sum(1, keepdim=True)).to(torch.bfloat16)
 
 
 def _providers(mode: str, tokens: int, sizes: Sequence[int]) -> list[str]:
@@ -289,12 +291,6 @@ def cases() -> Iterator[Case]:
             yield _case("forward", tokens, sizes)
 
 
-def missing_peers() -> list[str]:
-    """Without the first two every provider is missing: each is a module of transformers."""
-    packages = ("transformers", "peft", "axolotl")
-    return [f"{name}: not installed" for name in packages if not baselines.has(name)]
-
-
 # --- what choosing costs --------------------------------------------------------------------------------------------
 
 CHOICE_KEY = ("gpu", "way", "graph", "tokens")
@@ -315,7 +311,7 @@ def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
     layer = _Layer(sizes, None)
     rows = []
     for tokens in (1, 4, 8, 16, 32):
-        inputs = [_inputs(tokens, sizes) for _ in range(layers)]
+        inputs = [_inputs(tokens, sizes, i) for i in range(layers)]
         for way in ("auto", "all", "bound", "count", "dense", "grouped_mm"):
             if way == "bound" and tokens * sizes[3] >= sizes[0]:
                 continue
@@ -398,12 +394,10 @@ def parts_experiment(repeats: int = 5) -> pd.DataFrame:
     return pd.DataFrame([{**row, **about} for row in rows])
 
 
-def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
-    """Measurements of another kind, each with its key: by the stem of the file that keeps them."""
-    return {
-        "moe_block_choice": (choosing_experiment(), CHOICE_KEY),
-        "moe_block_parts": (parts_experiment(), PARTS_KEY),
-    }
+def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
+    """Tables of another kind."""
+    yield "moe_block_choice", choosing_experiment(), CHOICE_KEY
+    yield "moe_block_parts", parts_experiment(), PARTS_KEY
 
 
 def small_checks() -> list[check.Verdict]:
@@ -449,3 +443,16 @@ def host_calls() -> dict[str, Callable[[], object]]:
         "gated_experts": lambda: moe.gated_experts(x, up, down, ids, gates),
         "gated_experts, 4 bits": lambda: moe.gated_experts(x, packed_up, packed_down, ids, gates),
     }
+
+
+BENCH = Bench(
+    name="moe_block",
+    sources=SOURCES,
+    library=("kernelbook.nn.moe", "kernelbook.interop.transformers", "kernelbook.interop.peft"),
+    baselines=dict.fromkeys(("eager", "grouped_mm", "batched_mm"), "transformers") | {"axolotl": "axolotl"},
+    needs={"transformers": "everything", "peft": "forward + backward"},
+    cases=cases,
+    checks=small_checks,
+    host_calls=host_calls,
+    extras=extras,
+)

@@ -11,6 +11,7 @@ import torch
 
 from kernelbook import check, runtime
 from kernelbook.lab import baselines, timing
+from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS as LATEST
 from kernelbook.moe_lora import op
 from kernelbook.moe_lora.reference import (
@@ -22,12 +23,12 @@ from kernelbook.moe_lora.reference import (
 from kernelbook.packed import NF4, NF4Tensor
 
 __all__ = [
+    "BENCH",
     "MODELS",
     "SOURCES",
     "Shape",
     "cases",
     "host_calls",
-    "missing_peers",
     "projections",
     "small_checks",
     "tuning_cases",
@@ -523,12 +524,6 @@ def models() -> Iterator[timing.Case]:
 # --- peers that may be missing --------------------------------------------------------------------------------------
 
 
-def missing_peers() -> list[str]:
-    """Peers that are not measured, and why."""
-    where = {"scattermoe": "it is on no package index", "axolotl": "pip install --no-deps axolotl"}
-    return [f"{peer}: not installed ({how})" for peer, how in where.items() if not baselines.has(peer)]
-
-
 def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
     from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
 
@@ -622,3 +617,17 @@ def host_calls() -> dict[str, Callable[[], object]]:
             op.moe_lora(x, t.w, a, b, t.routing), leaves, t.dy
         ),
     }
+
+
+BENCH = Bench(
+    name="moe_lora",
+    sources=SOURCES,
+    library=("kernelbook.moe_lora.op",),
+    # scattermoe is on no package index; of axolotl its kernels are enough: pip install --no-deps axolotl.
+    baselines={"torch": "torch", "grouped_mm": "torch", "scattermoe": "scattermoe", "axolotl": "axolotl"},
+    cases=cases,
+    models=models,
+    tuning_cases=tuning_cases,
+    checks=small_checks,
+    host_calls=host_calls,
+)

@@ -23,12 +23,13 @@ import torch
 
 from kernelbook import check, runtime
 from kernelbook.lab import baselines, floor, timing
+from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 
-__all__ = ["SOURCES", "cases", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
+__all__ = ["BENCH", "SOURCES", "cases", "host_calls", "small_checks", "tuning_cases"]
 
 SOURCES = (timing.PACKAGE / "nf4", Path(__file__))
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
@@ -285,14 +286,6 @@ def models() -> Iterator[Case]:
             yield _matmul_case((1, rows, cols), tokens, BLOCK_SIZE, False)
 
 
-def missing_peers() -> list[str]:
-    """Peers that are not measured, and why."""
-    found = [f"{peer}: not installed" for peer in ("bitsandbytes", "axolotl", "torchao") if not baselines.has(peer)]
-    if baselines.has("axolotl"):
-        found.append(f"axolotl: for experts of more than {MOST_OF_AXOLOTL:,} elements its launch grid is too large")
-    return found
-
-
 def small_checks() -> list[check.Verdict]:
     """A correctness check of each public function at a small size, for ``doctor``."""
     torch.manual_seed(0)
@@ -325,3 +318,24 @@ def host_calls() -> dict[str, Callable[[], object]]:
         "nf4_matmul": lambda: nf4_matmul(x, q, 1),
         "nf4_matmul, forward and backward": lambda: nf4_matmul(leaf, q, 1).backward(dy),
     }
+
+
+BENCH = Bench(
+    name="nf4",
+    sources=SOURCES,
+    library=("kernelbook.nf4.op",),
+    baselines={
+        "torch": "torch",
+        "dense": "torch",
+        "bitsandbytes": "bitsandbytes",
+        "gather_bitsandbytes": "bitsandbytes",
+        "axolotl": "axolotl",
+        "torchao": "torchao",
+    },
+    left_out=(f"axolotl for experts of more than {MOST_OF_AXOLOTL:,} elements (its launch grid is too large)",),
+    cases=cases,
+    models=models,
+    tuning_cases=tuning_cases,
+    checks=small_checks,
+    host_calls=host_calls,
+)

@@ -31,10 +31,11 @@ import torch
 
 from kernelbook import check, runtime
 from kernelbook.lab import dates, timing
+from kernelbook.lab.bench import Bench
 from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
 
-__all__ = ["SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]
+__all__ = ["BENCH", "SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]
 
 STEM = "same_loss_curves"
 WAYS = ("eager", "grouped_mm", "kernelbook:dense", "kernelbook:nf4", "kernelbook:nf4_double")
@@ -303,6 +304,16 @@ def _record(path: Path, line: dict[str, Any]) -> None:
     kept = [other for other in old if any(other[name] != line[name] for name in ("way", "seed", "steps", "shape"))]
     with replacing(path) as file:
         file.write("".join(json.dumps(each) + "\n" for each in [*kept, line]).encode())
+
+
+BENCH = Bench(
+    name="same_loss",
+    sources=SOURCES,
+    library=("kernelbook.interop.transformers", "kernelbook.interop.peft", "kernelbook.nn.moe"),
+    baselines={"eager": "transformers", "grouped_mm": "transformers"},
+    needs={"transformers": "everything", "peft": "everything"},
+    run=lambda folder: main(["--out", str(folder)]),
+)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 
 from kernelbook import check, launching, runtime
 from kernelbook.lab import floor, timing
+from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 from kernelbook.scatter_ffn import kernels, op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "BENCH",
     "SOURCES",
     "atomics_experiment",
     "cases",
@@ -365,9 +367,9 @@ def atomics_experiment() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(ATOMICS_COLUMNS))
 
 
-def extras() -> dict[str, tuple[pd.DataFrame, Sequence[str]]]:
-    """Measurements of another kind, each with its key: by the stem of the file that keeps them."""
-    return {"scatter_ffn_atomics": (atomics_experiment(), ATOMICS_KEY)}
+def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
+    """Tables of another kind."""
+    yield "scatter_ffn_atomics", atomics_experiment(), ATOMICS_KEY
 
 
 def small_checks() -> list[check.Verdict]:
@@ -415,3 +417,17 @@ def host_calls() -> dict[str, Callable[[], object]]:
             op.scatter_ffn(**some | {"x": leaf}, neurons=neurons).sum().backward()
         ),
     }
+
+
+BENCH = Bench(
+    name="scatter_ffn",
+    sources=SOURCES,
+    library=("kernelbook.scatter_ffn.op",),
+    baselines={"dense": "torch", "gather": "torch"},
+    cases=cases,
+    models=models,
+    tuning_cases=tuning_cases,
+    checks=small_checks,
+    host_calls=host_calls,
+    extras=extras,
+)

@@ -53,13 +53,13 @@ from kernelbook.distributed import gradients, windows
 from kernelbook.distributed.expert_parallel import ExpertParallel
 from kernelbook.distributed.sharding import fully_shard
 from kernelbook.lab import timing
-from kernelbook.lab.bench import moe_block
+from kernelbook.lab.bench import Bench, moe_block
 from kernelbook.nn import GatedExperts, SparseLinear, moe
 from kernelbook.train import CONFIGS, Trainer
 from kernelbook.train.capture import Captured
 from kernelbook.train.parallel import ParallelTrainer
 
-__all__ = ["KEY", "SOURCES", "Sizes", "bench", "sections"]
+__all__ = ["BENCH", "KEY", "SOURCES", "Sizes", "bench", "sections"]
 
 SOURCES = (
     Path(__file__),
@@ -762,3 +762,20 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
             part.set("done", "")
         part.wait(["done"], datetime.timedelta(minutes=10))
     return 0
+
+
+BENCH = Bench(
+    name="several_gpus",
+    sources=SOURCES,
+    library=(
+        *(
+            f"kernelbook.distributed.{name}"
+            for name in ("expert_parallel", "exchange", "gradients", "sharding", "windows")
+        ),
+        "kernelbook.nn.moe",
+        "kernelbook.train.parallel",
+    ),
+    baselines=dict.fromkeys(("nccl", "gloo", "dense", "ddp", "fsdp2"), "torch") | {"grouped_mm": "transformers"},
+    run=bench,
+    options=("select",),
+)

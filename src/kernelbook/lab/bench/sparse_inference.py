@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from kernelbook import check, runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.lab import timing
+from kernelbook.lab.bench import Bench
 from kernelbook.launching import Launch
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn import GPT, SparseFFN
@@ -42,7 +43,7 @@ from kernelbook.train.text import TextData
 # isort: split
 import triton
 
-__all__ = ["Decoder", "Predictor", "main", "sparsity", "train_predictors"]
+__all__ = ["BENCH", "Decoder", "Predictor", "main", "sparsity", "train_predictors"]
 
 STEM, LAYERS_STEM = "sparse_inference", "sparse_inference_layers"
 LAYERS_KEY = ("gpu", "width", "what", "layer", "share")
@@ -449,6 +450,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if runtime.DEVICE.type == "cuda":
             torch.cuda.empty_cache()
     return 0
+
+
+BENCH = Bench(
+    name="sparse_inference",
+    sources=SOURCES,
+    library=("kernelbook.nn.gpt", "kernelbook.nn.ffn"),
+    baselines={"dense": "torch"},
+    run=lambda folder: main(["--out", str(folder)]),
+)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from kernelbook import check, runtime
 from kernelbook.lab import timing
+from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 from kernelbook.sparse_linear import op
 from kernelbook.sparse_linear.reference import (
@@ -21,7 +22,7 @@ from kernelbook.sparse_linear.reference import (
     sparse_linear_reference,
 )
 
-__all__ = ["SOURCES", "backward_case", "cases", "host_calls", "small_checks", "tuning_cases"]
+__all__ = ["BENCH", "SOURCES", "backward_case", "cases", "host_calls", "small_checks", "tuning_cases"]
 
 SOURCES = (timing.PACKAGE / "sparse_linear", Path(__file__))
 CHUNK = 64
@@ -364,3 +365,16 @@ def host_calls() -> dict[str, Callable[[], object]]:
         "sparse_backward": lambda: op.sparse_backward(x, weight, dy, ids),
         "sparse_linear, forward and backward": lambda: op.sparse_linear(x, leaf, None, ids).backward(dy),
     }
+
+
+BENCH = Bench(
+    name="sparse_linear",
+    sources=SOURCES,
+    library=("kernelbook.sparse_linear.op",),
+    baselines=dict.fromkeys(("dense", "python_loop", "gather_cublas", "packed_cublas"), "torch"),
+    cases=cases,
+    models=models,
+    tuning_cases=tuning_cases,
+    checks=small_checks,
+    host_calls=host_calls,
+)

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from kernelbook import check, runtime
 from kernelbook.lab import dates, profiling, timing
+from kernelbook.lab.bench import Bench
 from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.capture import Captured
 from kernelbook.train.chunks import Layout
@@ -42,7 +43,7 @@ from kernelbook.train.schedulers import SCHEDULERS, KnnScheduler, make_scheduler
 from kernelbook.train.seeds import generator
 from kernelbook.train.synthetic import PlantedTeacher, score_scheduler
 
-__all__ = ["main", "step_gflop"]
+__all__ = ["BENCH", "main", "step_gflop"]
 
 STEM = "sparse_training"
 SIZES = {config.width: name for name, config in CONFIGS.items() if name != "tiny"}
@@ -707,6 +708,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for study.width in given.width:
                 experiments[name]()
     return 1 if study.failures else 0
+
+
+BENCH = Bench(
+    name="study",
+    sources=SOURCES,
+    library=("kernelbook.train.loop", "kernelbook.nn.gpt", "kernelbook.nn.layers"),
+    baselines={"dense": "torch", "torch": "torch"},
+    run=lambda folder: main(["--out", str(folder.parent)]),
+)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import copy
 import dataclasses
 import functools
 import gc
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,10 +45,11 @@ from torch.utils.checkpoint import checkpoint
 from kernelbook import check, runtime
 from kernelbook.lab import profiling, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
+from kernelbook.lab.bench import Bench
 from kernelbook.nn.named_attention import statement
 from kernelbook.train.capture import Captured
 
-__all__ = ["MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
+__all__ = ["BENCH", "MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
 
 SOURCES = (
     Path(__file__),
@@ -415,21 +415,6 @@ def plans() -> list[Plan]:
     return found
 
 
-def missing_peers() -> list[str]:
-    """What is not measured here, and why."""
-    missing = [
-        f"{what} (package {name} is not installed)"
-        for name, what in (("transformers", "everything"), ("peft", "every step"), ("bitsandbytes", "bitsandbytes"))
-        if importlib.util.find_spec(name) is None
-    ]
-    return [
-        *missing,
-        "steps of bitsandbytes (PEFT 0.21 cannot put LoRA on experts in its 4 bits)",
-        "axolotl (its kernels try hundreds of tiles for each size, which takes minutes; one layer of it: bench moe_block)",
-        "Unsloth (its kernels come as patches of whole models from a hub, not for a model that is there)",
-    ]
-
-
 def _figures(plan: Plan, sizes: Sizes | None, tokens: int) -> tuple[float, float]:
     """GB and 10^9 operations of the least that the task asks for."""
     if sizes is None:
@@ -661,7 +646,7 @@ def bench(
         wanted: what to measure instead of :func:`plans`.
     """
     began = time.perf_counter()
-    for note in missing_peers():
+    for note in BENCH.missing():
         print(f"left out: {note}")
     session = _Session(folder, layers, tokens, samples, tiny)
     if runtime.DEVICE.type == "cuda":
@@ -688,3 +673,23 @@ def bench(
     if left:
         print(tabulate([[line] for line in left], headers=["not measured"]))
     return 1 if failures else 0
+
+
+BENCH = Bench(
+    name="whole_model",
+    sources=SOURCES,
+    library=(
+        *(f"kernelbook.interop.{name}" for name in ("transformers", "peft", "transformers_attention")),
+        *(f"kernelbook.interop.{name}" for name in ("transformers_norms", "rotary")),
+        *(f"kernelbook.nn.{name}" for name in ("moe", "layers", "named_attention")),
+    ),
+    baselines=dict.fromkeys(("torch", "grouped_mm", "batched_mm"), "transformers") | {"bitsandbytes": "bitsandbytes"},
+    needs={"transformers": "everything", "peft": "every step"},
+    left_out=(
+        "steps of bitsandbytes (PEFT 0.21 cannot put LoRA on experts in its 4 bits)",
+        "axolotl (its kernels try hundreds of tiles for each size, which takes minutes; one layer of it: bench moe_block)",
+        "Unsloth (its kernels come as patches of whole models from a hub, not for a model that is there)",
+    ),
+    run=bench,
+    options=("select", "layers"),
+)
