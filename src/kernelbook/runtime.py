@@ -268,12 +268,12 @@ _target: DeviceProperties | None = None
 
 
 @contextlib.contextmanager
-def compiling_for(target: str) -> Iterator[DeviceProperties]:
-    """Within the context :func:`properties` describes ``target``, a key of :data:`TARGETS`."""
+def compiling_for(target: str | DeviceProperties) -> Iterator[DeviceProperties]:
+    """Within the context :func:`properties` describes ``target``: a key of :data:`TARGETS`, or a GPU's own properties."""
     global _target
-    if target not in TARGETS:
+    if isinstance(target, str) and target not in TARGETS:
         raise ValueError(f"compiling_for: target must be one of {', '.join(TARGETS)}, got {target!r}")
-    before, _target = _target, TARGETS[target]
+    before, _target = _target, TARGETS[target] if isinstance(target, str) else target
     try:
         yield _target
     finally:

@@ -184,7 +184,7 @@ def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
         if path.stem == "ceilings":  # of the machine, whatever the sources are
             continue
         rows = pd.read_json(path, lines=True, dtype=False) if path.suffix == ".jsonl" else pd.read_csv(path, dtype=str)
-        rows = rows.fillna("")
+        rows = rows.assign(**{name: "" for name in timing.DATES if name not in rows.columns}).fillna("")
         if path.stem in dates.DATED:
             digest = dates.sources_digest(path.stem, gpu)
             column = "launches" if set(timing.KEY) <= {*rows} else "sources"
