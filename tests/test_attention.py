@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,6 +194,21 @@ def test_lengths_and_windows(
             {"q": q, "k": k, "v": v},
             grads=("q", "k", "v"),
         )
+
+
+@pytest.mark.parametrize("window", (40, 2**31 - 30, 2**31 - 1, sys.maxsize, 2**70))
+@pytest.mark.parametrize("n", (3, 40))
+def test_a_window_that_holds_all_keys_is_none(n: int, window: int) -> None:
+    q, k, v = (t.requires_grad_() for t in _qkv(2, 2, 1, n, 40, 16))
+    lengths = torch.tensor([40, 21], device=runtime.DEVICE)
+    do = randn(2, 2, n, 16)
+    for further in ({}, {"lengths": lengths}):
+        results = []
+        for each in (None, window):
+            o = kb.flash_attention(q, k, v, causal=True, window=each, **further)
+            results.append((o, *torch.autograd.grad(o, (q, k, v), do)))
+        for ours, expected in zip(results[1], results[0], strict=True):
+            assert torch.equal(ours, expected)
 
 
 def test_references_with_lengths_and_windows_are_pytorchs() -> None:

@@ -12,8 +12,8 @@ import torch
 from programs import program
 from tensors import randn
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernelbook
@@ -190,3 +190,45 @@ def test_qwen3_moe(kernels: Any, repositories: list[Path], attention: str) -> No
     layers = {qwen.Qwen3MoeRMSNorm: "LlamaRMSNorm", qwen.Qwen3MoeExperts: "Experts"}
     _kernelized(kernels, model, repositories[1], layers)
     _require(_run(model, x), exact, plain)
+
+
+@pytest.mark.parametrize("window", (None, 3))
+@pytest.mark.parametrize("padded", (False, True))
+def test_windows_and_padding(window: int | None, padded: bool, loaded: list[Any], attention: str) -> None:
+    """They are in the masks of the mask function that has to be registered; with another one, or none, a call is an error."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=31, hidden_size=24, intermediate_size=24, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=8, initializer_range=0.2, sliding_window=window,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).to(runtime.DEVICE).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    kept[1, :4] = not padded
+    with torch.no_grad():
+        expected = model(ids, attention_mask=kept).logits
+        model.set_attn_implementation(attention)
+        torch.testing.assert_close(model(ids, attention_mask=kept).logits[kept], expected[kept], rtol=1e-4, atol=1e-4)
+        ALL_ATTENTION_FUNCTIONS.register("no-masks", loaded[0].attention_forward)
+        ALL_ATTENTION_FUNCTIONS.register("other-masks", loaded[0].attention_forward)
+        ALL_MASK_ATTENTION_FUNCTIONS.register("other-masks", flash_attention_mask)
+        for name in ("no-masks", "other-masks"):
+            model.set_attn_implementation(name)
+            with pytest.raises(ValueError, match=r"attention_forward: .*sdpa_mask"):
+                model(ids, attention_mask=kept)
+
+
+def test_attention_says_what_it_cannot_do(loaded: list[Any]) -> None:
+    module, q = nn.Module(), randn(2, 2, 9, 8)
+    padding = torch.ones(2, 9, dtype=torch.bool, device=runtime.DEVICE)
+    for given, message in (
+        ({"attention_mask": padding}, r"attention_mask must be None or have four dimensions, .* got shape \(2, 9\)"),
+        ({"sliding_window": 3}, "sliding_window must be part of attention_mask .* got 3 for 9 keys and no mask"),
+        ({"softcap": 30.0}, "softcap must be None, got float"),
+        ({"unheard_of": padding}, "unheard_of must be None, got Tensor"),
+    ):
+        with pytest.raises(ValueError, match=f"attention_forward: {message}"):
+            loaded[0].attention_forward(module, q, q, q, **{"attention_mask": None, **given})
+    ours, _ = loaded[0].attention_forward(module, q, q, q, None, sliding_window=9, position_ids=padding)
+    assert torch.equal(ours, loaded[0].flash_attention(q, q, q, causal=True).transpose(1, 2))

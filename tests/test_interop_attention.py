@@ -11,6 +11,8 @@ import torch
 from tensors import randn
 from tiny_models import COMMON, assert_as_eager, tiny_model, tokens
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -39,6 +41,10 @@ def _model(name: str) -> Any:
         model = tiny_model(name)
     else:
         kind, config = {
+            "gemma2": lambda: (
+                Gemma2ForCausalLM,
+                Gemma2Config(**SMALL, sliding_window=WINDOW, attn_logit_softcapping=0.5, query_pre_attn_scalar=8),
+            ),
             "gpt2": lambda: (GPT2LMHeadModel, GPT2Config(**GPT2)),
             "llama": lambda: (LlamaForCausalLM, LlamaConfig(**SMALL)),
             "mistral": lambda: (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=WINDOW)),
@@ -116,6 +122,61 @@ def test_padding_is_pytorchs(name: str, calls: list[dict[str, Any]]) -> None:
     assert torch.equal(_ours(model).generate(ids, **how), expected)
     # But for the window's later queries, which see none of it.
     assert all(call["n"] == 1 and call["s"] <= WINDOW for call in calls) and (name == "mistral" or not calls)
+
+
+def test_a_soft_cap_is_the_models_own(calls: list[dict[str, Any]]) -> None:
+    """Neither the kernel nor PyTorch's attention has one, and PyTorch's would leave it out (that of transformers 5.17)."""
+    assert_as_eager(_model("gemma2"), _ours)
+    model, ids = _model("gemma2"), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    for how in ({}, {"attention_mask": mask}, {"cache_implementation": "static", "disable_compile": True}):
+        model.set_attn_implementation("eager")
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False, **how)
+        assert torch.equal(_ours(model).generate(ids, max_new_tokens=4, do_sample=False, **how), expected)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(step(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not calls
+
+
+def _eager_attention_forward(
+    module: torch.nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: float, **given: Any
+) -> Any:
+    scores = scaling * q @ k.mT + (0 if mask is None else mask)
+    weights = scores.softmax(-1) * given.get("gate", 1)
+    return (weights @ v).transpose(1, 2), weights
+
+
+class _Gated(torch.nn.Module):
+    """An attention with a keyword of which nobody has heard."""
+
+    is_causal = True
+
+    def forward(self, how: Any, q: torch.Tensor, **given: Any) -> Any:
+        return (how or _eager_attention_forward)(self, q, q, q, given.pop("mask", None), scaling=0.3, **given)
+
+
+@pytest.mark.parametrize("is_causal", (True, False))
+def test_an_unknown_keyword_is_the_models_own(is_causal: bool, calls: list[dict[str, Any]]) -> None:
+    module, q, gate = _Gated(), randn(2, 3, 9, 8), randn(9)
+    causal = torch.full((9, 9), -torch.inf, device=runtime.DEVICE).triu(1) if is_causal else None
+    none = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
+    for mask in (None, named_attention.statement(none, None)) if is_causal else (None,):
+        ours, _ = module(interop.attention_forward, q, gate=gate, mask=mask, is_causal=is_causal)
+        torch.testing.assert_close(ours, module(None, q, gate=gate, mask=causal)[0])
+    assert not calls
+    module(interop.attention_forward, q, gate=None, use_cache=True, is_causal=is_causal)
+    assert len(calls) == 1
+
+
+def test_a_window_without_a_mask_is_an_error() -> None:
+    """A mask function that leaves windows to the attention: nobody would see to them."""
+    q = randn(1, 2, 9, 8)
+    with pytest.raises(
+        ValueError, match=r"sliding_window must be part of attention_mask .* got 4 for 9 keys and no mask"
+    ):
+        interop.attention_forward(torch.nn.Module(), q, q, q, None, sliding_window=4)
 
 
 def test_a_step_compiled_once_serves_all_lengths() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensors import randn
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2Model, GPT2Config, GPT2LMHeadModel
 
 import kernelbook as kb
 from kernelbook import check, runtime
@@ -226,6 +226,26 @@ def test_gpt2(calls: dict[str, int]) -> None:
             assert calls["flash_attention"] == 2  # a padded batch is PyTorch's
             again = model.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
             assert torch.equal(again, generated) and calls["flash_attention"] > 2
+
+
+@pytest.mark.parametrize("before", ("eager", "sdpa"))
+def test_a_soft_cap_stays(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model that says it can do without, as Gemma2 does in transformers 5.17."""
+    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
+    monkeypatch.setattr(Gemma2Model, "_supports_sdpa", True)
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=31, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=3, head_dim=8,
+        num_key_value_heads=1, initializer_range=0.5, attn_logit_softcapping=0.5, sliding_window=4,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").to(runtime.DEVICE).eval()
+    tokens = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        model.set_attn_implementation(before)
+        with swap(model, quiet=True) as done:
+            assert done.changed["config"] == "attention implementation"
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_attention_says_what_it_cannot_do() -> None:

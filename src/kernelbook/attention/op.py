@@ -57,7 +57,7 @@ def flash_attention(
             cannot tell them apart.
         lengths: (B,) int64 or int32: so many keys of each sequence exist. Whatever lies beyond has no effect, and its
             gradient is zero; with ``causal`` the last query stands at the last existing key. On a GPU what is not in [0, S] is clamped.
-        window: with ``causal``, a query at position ``i`` sees the keys ``i - window < j <= i`` only; from 1 on.
+        window: with ``causal``, a query at position ``i`` sees the keys ``i - window < j <= i`` only; from 1 on, also beyond S.
 
     Returns:
         (B, H, N, D) in the dtype of ``q`` and, where that is dense, with its strides; under autocast in its dtype, as
@@ -70,7 +70,7 @@ def flash_attention(
         ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
     """
     q, k, v = arguments.in_autocast_dtype(q, k, v)
-    scale = _check_flash(q, k, v, causal, scale, lengths, window)
+    scale, window = _check_flash(q, k, v, causal, scale, lengths, window)
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return cast(torch.Tensor, (_flash if wanted else _inference)(q, k, v, causal, scale, lengths, window))
 
@@ -168,8 +168,8 @@ def _checked_scale(op: str, scale: Any, d: int) -> float:
 @arguments.once
 def _check_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Any, scale: Any, lengths: Any, window: Any
-) -> float:
-    """-> the scale."""
+) -> tuple[float, int | None]:
+    """-> the scale and the window: None where it holds all keys, since kernels add to it in 32 bits."""
     op = "flash_attention"
     _check_tensors(op, q=q, k=k, v=v)
     b, h, _, d = q.shape
@@ -190,7 +190,9 @@ def _check_flash(
                 f"{op}: window must be at least 1 and come with causal=True, got {window} and causal={causal}; for other "
                 f"masks there is FlexAttention (torch.nn.attention.flex_attention)"
             )
-    return _checked_scale(op, scale, d)
+        if window >= k.shape[2]:
+            window = None
+    return _checked_scale(op, scale, d), window
 
 
 def _check_pages(op: str, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, name: str, new: Any) -> None:

@@ -4,6 +4,8 @@ After :func:`register`, ``model.set_attn_implementation("kernelbook")`` and
 ``from_pretrained(..., attn_implementation="kernelbook")`` select it. :func:`kernelbook.nn.swap` does both.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kernelbook.nn.named_attention import boolean_mask, own_attention, statement
+from kernelbook.nn.named_attention import asked_for, boolean_mask, own_attention, statement
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "register"]
 
 NAME = "kernelbook"
+SDPA_KEYWORDS = frozenset(inspect.signature(sdpa_attention_forward).parameters)
 
 
 def register() -> None:
@@ -93,17 +96,45 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What transformers calls: query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), and no weights.
 
-    A call with another mask than :func:`attention_mask` states (a padded batch), a position bias, a paged cache or dropout,
-    or with heads of more than 256 features or values of another width, runs as ``"sdpa"`` does.
+    A call with another mask than :func:`attention_mask` states (a padded batch) or dropout, or with heads of more than 256
+    features or values of another width, runs as ``"sdpa"`` does, and so does one with a keyword that only that knows (a
+    position bias, a paged cache). With any other keyword that asks for something (a soft cap, attention sinks, one that is
+    not known) it runs as ``"eager"`` does, by the function that the model's own code has for it.
 
     Raises:
-        ValueError: the model has attention sinks (``s_aux``), which neither has.
+        ValueError: such a keyword, and the module has no eager attention; or a sliding window of which no mask tells.
     """
     out = own_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     if out is not None:
         return out, None
-    mask = boolean_mask(attention_mask, query.shape[2], key.shape[2])
-    return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=is_causal, **others)
+    n, s = query.shape[2], key.shape[2]
+    mask = boolean_mask(attention_mask, n, s)
+    unknown = [name for name in asked_for(others) if name not in SDPA_KEYWORDS]
+    if not unknown:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=is_causal, **others)
+    eager = _eager_attention(type(module))
+    if eager is None:
+        raise ValueError(
+            f"attention_forward: {unknown[0]} must be None where the module has no eager_attention_forward to fall back on, "
+            f"got {type(others[unknown[0]]).__name__} from {type(module).__name__}"
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if mask is None and causal and n > 1:
+        mask = torch.ones(n, s, dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    if scaling is not None:  # some have a default of their own
+        others["scaling"] = scaling
+    return eager(module, query, key, value, mask, dropout=dropout, **others)  # type: ignore[no-any-return]
+
+
+def _eager_attention(kind: type) -> Callable[..., Any] | None:
+    """The eager attention that the ``forward`` of this class of modules names."""
+    forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    for name in forward.__code__.co_names:
+        if name.endswith("eager_attention_forward"):
+            return forward.__globals__.get(name)  # type: ignore[no-any-return]
+    return None

@@ -13,9 +13,28 @@ import torch
 
 from kernelbook.attention import flash_attention
 
-__all__ = ["boolean_mask", "own_attention", "statement"]
+__all__ = ["asked_for", "boolean_mask", "own_attention", "statement"]
 
 MAX_HEAD = 256
+# Keywords that change nothing here: the mask says it, or it is meant for other parts of a model or for other kernels.
+NEUTRAL = frozenset(
+    (
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "deterministic",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "sliding_window",
+        "use_cache",
+    )
+)
 
 
 def _is_stated(mask: torch.Tensor | None) -> bool:
@@ -44,6 +63,11 @@ def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | No
     return seen if window is None else seen & (key > position - window)
 
 
+def asked_for(others: dict[str, Any]) -> list[str]:
+    """The keywords by which a module asks for more than attention: a soft cap, sinks, a bias, or whatever comes next."""
+    return [name for name, value in others.items() if name not in NEUTRAL and value is not None and value is not False]
+
+
 def own_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -57,21 +81,22 @@ def own_attention(
 ) -> torch.Tensor | None:
     """query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), or None where :func:`flash_attention` cannot do it.
 
-    That is: another mask, dropout, a position bias, a soft cap, a paged cache, heads of more than 256 features, or values
-    of another width.
+    That is: another mask, dropout, heads of more than 256 features, values of another width, or a keyword of
+    :func:`asked_for`.
 
     Raises:
-        ValueError: the model has attention sinks (``s_aux``), which PyTorch's attention has neither.
+        ValueError: a sliding window of which no mask tells.
     """
-    if others.get("s_aux") is not None:
+    window = others.get("sliding_window")
+    if mask is None and window is not None and window < key.shape[2]:
         raise ValueError(
-            "attention_forward: s_aux must be None: there are no attention sinks here, nor in PyTorch's "
-            'scaled_dot_product_attention; "eager" and "flex_attention" have them'
+            f"attention_forward: sliding_window must be part of attention_mask where there are more keys, got "
+            f"{window} for {key.shape[2]} keys and no mask; transformers' sdpa_mask makes such masks"
         )
     stated = _is_stated(mask)
     if not (mask is None or stated) or dropout or query.shape[-1] > MAX_HEAD or value.shape[-1] != query.shape[-1]:
         return None
-    if any(others.get(name) is not None for name in ("position_bias", "cache", "softcap")):
+    if asked_for(others):
         return None
     lengths, window = None, None
     if mask is not None:

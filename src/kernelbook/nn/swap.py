@@ -131,6 +131,7 @@ def swap(
     classes, such as a subclass with a ``forward`` of its own, are left alone. A model of transformers runs its attention on
     the kernels too, by its own interface for that (see :func:`kernelbook.interop.transformers_attention.register`), and so do
     its own classes of RMS norms that compute nothing else, and the rotation of queries and keys where it is the usual one.
+    A layer that asks for more than attention (a soft cap, sinks) keeps its own eager one.
 
     Where ``torch.nn.TransformerEncoderLayer`` holds a module that changed, its inference fast path is switched off: it would
     pass over the modules.
