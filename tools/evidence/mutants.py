@@ -40,7 +40,7 @@ from typing import Any
 
 import faults as planting
 from faults import PACKAGE, ROOMS, ROOT, Fault
-from interpreters import mend_interpreter
+from common import mend_interpreter
 
 COLUMNS = (
     "room",

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from interpreters import mend_interpreter
+from common import mend_interpreter
 
 PHASES = ("opened", "half written", "before fsync", "before replace", "after replace")
 SETTINGS = ["--config", "tiny", "--task", "copy", "--quiet", "--checkpoint-every", "2", "--mode", "sparse_dw"]
