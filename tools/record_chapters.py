@@ -9,16 +9,17 @@ With --profile Nsight Compute counts in the kernels that the page "How a GPU run
 """
 
 import ast
+import dis
 import json
 import os
 import re
 import shutil
 import subprocess
-import symtable
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,80 +28,37 @@ if TYPE_CHECKING:
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
 
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+LEAVES = ("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
+
+
 def names(source: str) -> tuple[set[str], set[str], set[str]]:
     """The global names that a cell binds, those that it reads before, and those that its functions read once they are called."""
     binds: set[str] = set()
+    reads: set[str] = set()
     later: set[str] = set()
 
-    def visit(table: symtable.SymbolTable, top: bool) -> None:
-        for symbol in table.get_symbols():
-            if top and (symbol.is_assigned() or symbol.is_imported()):
-                binds.add(symbol.get_name())
-            if not top and symbol.is_referenced() and (symbol.is_global() or table.get_type() == "class"):
-                later.add(symbol.get_name())
-        for child in table.get_children():
-            visit(child, False)
+    def scan(code: CodeType, bound: set[str], top: bool) -> None:
+        """``top``: it runs with the cell, ``bound`` are the names that the cell has bound by then."""
+        joins: dict[int, set[str]] = {}  # by offset: what is bound on each way that jumps there
+        falls = True  # from the instruction before into this one
+        for step in dis.get_instructions(code):
+            if step.offset in joins:
+                bound = joins[step.offset] & bound if falls else joins[step.offset]
+            falls = step.opname not in LEAVES
+            if isinstance(step.argval, CodeType):
+                scan(step.argval, set(bound), top and step.argval.co_name in COMPREHENSIONS)
+            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                (reads if top else later).update({step.argval} - bound if top else {step.argval})
+            elif step.opname == "STORE_GLOBAL" or (step.opname == "STORE_NAME" and code.co_name == "<module>"):
+                binds.add(step.argval)
+                bound = bound | {step.argval}
+            elif (
+                step.opcode in (*dis.hasjrel, *dis.hasjabs) and step.opname != "FOR_ITER" and step.argval > step.offset
+            ):
+                joins[step.argval] = joins.get(step.argval, bound) & bound
 
-    visit(symtable.symtable(source, "<cell>", "exec"), True)
-    reads: set[str] = set()
-    bound: set[str] = set()
-
-    def note(node: ast.AST, stored: bool = True) -> None:
-        """The names in an expression: those that it reads, then those that it binds."""
-        parts = list(ast.walk(node))
-        own = {part.arg for part in parts if isinstance(part, ast.arg)}  # of a lambda
-        for part in parts:
-            if isinstance(part, ast.comprehension):
-                own |= {name.id for name in ast.walk(part.target) if isinstance(name, ast.Name)}
-        found = [part for part in parts if isinstance(part, ast.Name) and part.id not in own]
-        reads.update({name.id for name in found if isinstance(name.ctx, ast.Load)} - bound)
-        if stored:
-            bound.update(name.id for name in found if isinstance(name.ctx, ast.Store))
-
-    def run(body: list[ast.stmt]) -> None:
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                for part in (
-                    *node.decorator_list,
-                    *(node.args.defaults if isinstance(node, ast.FunctionDef) else node.bases),
-                ):
-                    note(part)
-                bound.add(node.name)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                bound.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.If):
-                note(node.test)
-                before = set(bound)
-                run(node.body)
-                after = set(bound)
-                bound.intersection_update(before)
-                run(node.orelse)
-                bound.intersection_update(after)  # what only one branch binds may still be from before
-            elif isinstance(node, ast.AugAssign):
-                reads.update({name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)} - bound)
-                note(node)
-            else:
-                for _, value in ast.iter_fields(node):
-                    parts = value if isinstance(value, list) else [value]
-                    expressions = [
-                        part for part in parts if isinstance(part, ast.AST) and not isinstance(part, ast.stmt)
-                    ]
-                    # What is assigned is read first: the right side, the iterable.
-                    for part in expressions:
-                        note(part, stored=False)
-                    for part in expressions:
-                        note(part)
-                run(
-                    [
-                        part
-                        for _, value in ast.iter_fields(node)
-                        if isinstance(value, list)
-                        for part in value
-                        if isinstance(part, ast.stmt)
-                    ]
-                )
-
-    run(ast.parse(source).body)
+    scan(compile(source, "<cell>", "exec"), set(), True)
     return binds, reads, later
 
 

@@ -9,10 +9,8 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "kernelbook"
+from common import EVIDENCE, PACKAGE
 
 # By room: the files with its kernels, and the files whose tests have to notice.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -381,4 +379,4 @@ def reachable() -> dict[str, set[tuple[str, str]]]:
 if __name__ == "__main__":  # book/evidence/faults.csv: how many there are
     counts = [(room, file, len(faults_of(room, file))) for room, (files, _) in ROOMS.items() for file in files]
     lines = "".join(f"{room},{file},{count}\n" for room, file, count in counts)
-    (ROOT / "book" / "evidence" / "faults.csv").write_text("room,file,faults\n" + lines)
+    (EVIDENCE / "faults.csv").write_text("room,file,faults\n" + lines)
