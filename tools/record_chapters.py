@@ -103,51 +103,39 @@ def without_checks(source: str) -> str:
     return "\n".join(lines)
 
 
-def steps_program(path: Path) -> str:
-    """What the notebook's cells with RECORD_STEPS need, and these cells, as a program."""
+def code_of(path: Path) -> list[str]:
+    """The code cells of a notebook."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    ends = [i for i, source in enumerate(code) if "record=RECORD_STEPS" in source]
-    code = [source if i in ends else without_checks(source) for i, source in enumerate(code)]
-    program = "\n\n".join(code[i] for i in sorted({i for end in ends for i in needed_cells(code, end)}))
-    program, count = re.subn(r"^RECORD_STEPS = False$", "RECORD_STEPS = True", program, flags=re.MULTILINE)
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def switched_on(path: Path, program: str, switch: str) -> str:
+    program, count = re.subn(rf"^{switch} = False$", f"{switch} = True", program, flags=re.MULTILINE)
     if count != 1:
-        raise ValueError(f"{path.name}: expected one line 'RECORD_STEPS = False', found {count}")
+        raise ValueError(f"{path.name}: expected one line '{switch} = False', found {count}")
     return program
 
 
-def record_steps(name: str, scratch: Path) -> bool:
-    """Runs the program of a chapter's ladder; whether that went well."""
-    program = scratch / f"{name}.py"
-    program.write_text(steps_program(NOTEBOOKS / f"{name}.ipynb"), encoding="utf-8")
-    return subprocess.run([sys.executable, str(program)], cwd=NOTEBOOKS, check=False).returncode == 0
+def steps_program(path: Path) -> str:
+    """What the notebook's cells with RECORD_STEPS need, and these cells, as a program."""
+    code = code_of(path)
+    ends = [i for i, source in enumerate(code) if "record=RECORD_STEPS" in source]
+    code = [source if i in ends else without_checks(source) for i, source in enumerate(code)]
+    needed = sorted({i for end in ends for i in needed_cells(code, end)})
+    return switched_on(path, "\n\n".join(code[i] for i in needed), "RECORD_STEPS")
 
 
-def record(name: str, scratch: Path) -> bool:
-    """Runs a whole chapter; whether that went well."""
-    import nbformat
-    from ipykernel.kernelspec import write_kernel_spec
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+def whole_program(path: Path) -> str:
+    """All cells, as a program."""
+    return switched_on(path, "\n\n".join(code_of(path)), "RECORD")
 
-    path = NOTEBOOKS / f"{name}.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    count = 0
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.source, found = re.subn(r"^RECORD = False$", "RECORD = True", cell.source, flags=re.MULTILINE)
-            count += found
-    if count != 1:
-        raise ValueError(f"{path.name}: expected one line 'RECORD = False', found {count}")
-    write_kernel_spec(scratch / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
-    os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [str(scratch), os.environ.get("JUPYTER_PATH")]))
-    resources = {"metadata": {"path": str(NOTEBOOKS)}}
-    try:
-        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
-    except CellExecutionError as error:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
+
+def record(name: str, program: str, scratch: Path) -> bool:
+    """Runs the program of a chapter; whether that went well."""
+    place = scratch / f"{name}.py"
+    place.write_text(program, encoding="utf-8")
+    environment = os.environ | {"MPLBACKEND": "agg"}
+    return subprocess.run([sys.executable, str(place)], cwd=NOTEBOOKS, env=environment, check=False).returncode == 0
 
 
 # What is profiled: kernel -> problem. All in float16.
@@ -250,8 +238,8 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--profile"]:
         with tempfile.TemporaryDirectory() as scratch:
             return int(not record_profile(Path(scratch)))
-    how = record_steps if arguments[:1] == ["--steps"] else record
-    chapters = arguments[how is record_steps :]
+    steps = arguments[:1] == ["--steps"]
+    chapters = arguments[steps:]
     if not chapters:
         print(__doc__, file=sys.stderr)
         return 2
@@ -259,7 +247,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in chapters:
             start = time.perf_counter()
-            done = how(name, Path(scratch))
+            path = NOTEBOOKS / f"{name}.ipynb"
+            done = record(name, steps_program(path) if steps else whole_program(path), Path(scratch))
             print(f"{name}: {'recorded' if done else 'FAILED'} in {time.perf_counter() - start:.0f} s", flush=True)
             failed |= not done
     return int(failed)

@@ -5,6 +5,8 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,20 @@ def keep(path: Path | None, told: Any) -> None:
         partly = path.with_suffix(".part")
         partly.write_text(json.dumps(told, indent=1) + "\n")
         partly.replace(path)
+
+
+def output_of(command: list[str]) -> "subprocess.Popen[str]":
+    """Starts a program of one thread, whose output can be read together with what it says of errors."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def sanitizer() -> str:
+    """The path of compute-sanitizer."""
+    path = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(path).exists():
+        raise SystemExit("compute-sanitizer must be in PATH, it comes with CUDA's toolkit")
+    return path
 
 
 def gpus() -> list[str]:
