@@ -220,42 +220,42 @@ def first_kernel() -> Recording:
     }
 
 
-def _replay(
-    schedule: list[tuple[str, int, int]], n: int, shares: list[float], notes: dict[str, str]
-) -> tuple[list[dict[str, Any]], list[float]]:
-    """Two programs of two threads each, a thread having half of the row: a frame for each operation of a schedule."""
-    sums, registers, owner = [0.0] * n, [[0.0] * n, [0.0] * n], None
-    frames = Frames(
-        f"Each program has {shares[0]:.0f} or {shares[1]:.0f} to add to every element. Both begin.",
-        [
-            ["sums", 0, "." * n, ["0"] * n],
-            ["lock", 0, ".", ["0"]],
-            ["p0", 0, "." * n, [""] * n],
-            ["p1", 0, "." * n, [""] * n],
-        ],
-    )
-    for operation, program, thread in schedule:
-        half = slice(thread * n // 2, (thread + 1) * n // 2)
-        low, count, code = half.start, half.stop - half.start, "ab"[program]
-        change: list[list[Any]] = []
+Schedule = list[tuple[str, int, int]]  # an operation, the program that does it, and which half of its threads
+Cells = list[frozenset[int]]  # the programs whose shares are in each
+
+
+def interleave(
+    frames: Frames,
+    schedule: Schedule,
+    name: str,
+    n: int,
+    notes: dict[str, str],
+    shown: Callable[[Cells, int], list[Any]],
+) -> int:
+    """Two programs add their shares to ``n`` cells ``name`` in memory, by the operations of a schedule; a frame for each.
+
+    ``shown``: the codes, and the words if there are any, of cells that a program left. Returns how many lost a share.
+    """
+    memory: Cells = [frozenset()] * n
+    registers = [list(memory), list(memory)]
+    owner = None
+    for operation, program, half in schedule:
+        at, changes = slice(half * n // 2, (half + 1) * n // 2), []
         if operation == "acquire":
             assert owner is None
-            owner = program
-            change = [["lock", 0, code, ["1"]]]
+            owner, changes = program, [["lock", 0, "ab"[program], ["1"]]]
         elif operation == "release":
             assert owner == program
-            owner = None
-            change = [["lock", 0, ".", ["0"]]]
+            owner, changes = None, [["lock", 0, ".", ["0"]]]
         elif operation == "load":
-            for i in range(half.start, half.stop):
-                registers[program][i] = sums[i] + shares[program]
-            change = [[f"p{program}", low, code * count, [f"{value:.0f}" for value in registers[program][half]]]]
-        elif operation == "store":
-            sums[half] = registers[program][half]
-            change = [["sums", low, code * count, [f"{value:.0f}" for value in sums[half]]]]
-        note = notes[operation].format(p=program, t="one" if thread == 0 else "the other")
-        frames.show(note, change)
-    return frames, sums
+            registers[program][at] = [cell | {program} for cell in memory[at]]
+            changes = [[f"p{program}", at.start, *shown(registers[program][at], program)]]
+        elif operation in ("store", "atomic"):
+            memory[at] = registers[program][at] if operation == "store" else [cell | {program} for cell in memory[at]]
+            changes = [[name, at.start, *shown(memory[at], program)]]
+        threads, rows = ("the other" if half else "one"), f"rows {at.start} to {at.stop - 1}"
+        frames.show(notes[operation].format(p=program, t=threads, rows=rows), changes)
+    return sum(len(cell) < 2 for cell in memory)
 
 
 def layer_norm() -> Recording:
@@ -272,9 +272,7 @@ def layer_norm() -> Recording:
         )  # fmt: skip
     own = [access for access in seen if access.program[0] == 0]
     assert [access.kind for access in own] == ["atomic", "load", "store", "barrier", "atomic"]
-    expected = db[0].tolist()
-    assert expected == [3.0] * n
-    shares = [1.0, 2.0]
+    assert db[0].tolist() == [3.0] * n
     notes = {
         "acquire": "Program {p} finds 0 in the lock and makes it 1: it owns the sums.",
         "spin": "Program {p} finds 1 in the lock, and asks again.",
@@ -283,37 +281,41 @@ def layer_norm() -> Recording:
         "barrier": "Program {p}: all its threads have reached the barrier.",
         "release": "Program {p}, one thread: puts the 0 back.",
     }
-    both = [(0, 0), (0, 1)], [(1, 0), (1, 1)]
 
-    def of(operation: str, threads: list[tuple[int, int]]) -> list[tuple[str, int, int]]:
-        return [(operation, program, thread) for program, thread in threads]
+    def of(operation: str, program: int) -> Schedule:
+        return [(operation, program, 0), (operation, program, 1)]
 
-    def whole(program: int) -> list[tuple[str, int, int]]:
-        one = both[program]
-        return [
-            ("acquire", program, 0),
-            *of("load", one),
-            *of("store", one),
-            ("barrier", program, 0),
-            ("release", program, 0),
-        ]
+    def whole(program: int) -> Schedule:
+        added = of("load", program) + of("store", program)
+        return [("acquire", program, 0), *added, ("barrier", program, 0), ("release", program, 0)]
+
+    def shown(cells: Cells, program: int) -> list[Any]:
+        return ["ab"[program] * len(cells), [str(sum(share + 1 for share in cell)) for cell in cells]]
 
     schedules = {
         "one after the other": whole(0) + whole(1),
-        "at once, no lock": of("load", both[0]) + of("load", both[1]) + of("store", both[0]) + of("store", both[1]),
+        "at once, no lock": of("load", 0) + of("load", 1) + of("store", 0) + of("store", 1),
         "at once, a lock without barrier": [
             *(("acquire", 0, 0), ("spin", 1, 0), ("load", 0, 0), ("load", 0, 1), ("store", 0, 0), ("release", 0, 0)),
-            *(("acquire", 1, 0), *of("load", both[1]), ("store", 0, 1), *of("store", both[1]), ("release", 1, 0)),
+            *(("acquire", 1, 0), *of("load", 1), ("store", 0, 1), *of("store", 1), ("release", 1, 0)),
         ],
         "at once, lock and barrier": [
-            *(("acquire", 0, 0), ("spin", 1, 0), *of("load", both[0]), ("spin", 1, 0), *of("store", both[0])),
+            *(("acquire", 0, 0), ("spin", 1, 0), *of("load", 0), ("spin", 1, 0), *of("store", 0)),
             *(("barrier", 0, 0), ("spin", 1, 0), ("release", 0, 0), *whole(1)),
         ],
     }  # fmt: skip
     runs = []
     for name, schedule in schedules.items():
-        frames, sums = _replay(schedule, n, shares, notes)
-        lost = sum(found != right for found, right in zip(sums, expected))
+        frames = Frames(
+            "Each program has 1 or 2 to add to every element. Both begin.",
+            [
+                ["sums", 0, "." * n, ["0"] * n],
+                ["lock", 0, ".", ["0"]],
+                ["p0", 0, "." * n, [""] * n],
+                ["p1", 0, "." * n, [""] * n],
+            ],
+        )
+        lost = interleave(frames, schedule, "sums", n, notes, shown)
         runs.append({"name": name, "frames": frames, "facts": {"elements that should be 3": n, "of them wrong": lost}})
     wrong = [run["facts"]["of them wrong"] for run in runs]
     assert wrong[0] == wrong[3] == 0 and wrong[1] == n and 0 < wrong[2] < n
@@ -825,8 +827,13 @@ def attention_backward() -> Recording:
         torch.testing.assert_close(dq[0].double(), truth, rtol=1e-3, atol=1e-4)
     assert kinds[False] == [(0, "load"), (0, "store"), (1, "load"), (1, "store")]
     assert kinds[True] == [(0, "atomic"), (1, "atomic")]
-    halves = [(0, n // 2), (n // 2, n)]
-    schedules: dict[str, list[tuple[str, int, int]]] = {
+    codes = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
+    notes = {
+        "load": "Program {p} loads {rows} and adds its share, in registers.",
+        "store": "Program {p} stores {rows}.",
+        "atomic": "Program {p} adds to {rows}, atomically.",
+    }
+    schedules: dict[str, Schedule] = {
         "one after the other": [(kind, program, half) for program, kind in kinds[False] for half in (0, 1)],
         "at once": [
             *(("load", 0, 0), ("load", 1, 0), ("store", 0, 0), ("load", 0, 1), ("store", 1, 0)),
@@ -836,29 +843,8 @@ def attention_backward() -> Recording:
     }  # fmt: skip
     runs = []
     for name, schedule in schedules.items():
-        memory: list[set[int]] = [set() for _ in range(n)]
-        held = [[set() for _ in range(n)] for _ in range(2)]
         frames = Frames("Sixteen rows of dQ are zero. Each program has a share for every row.")
-        for operation, program, half in schedule:
-            low, high = halves[half]
-            rows = f"rows {low} to {high - 1}"
-            if operation == "load":
-                for i in range(low, high):
-                    held[program][i] = memory[i] | {program}
-                note = f"Program {program} loads {rows} and adds its share, in registers."
-                where, state = f"p{program}", held[program]
-            else:
-                for i in range(low, high):
-                    memory[i] = memory[i] | {program} if operation == "atomic" else set(held[program][i])
-                note = (
-                    f"Program {program} stores {rows}."
-                    if operation == "store"
-                    else f"Program {program} adds to {rows}, atomically."
-                )
-                where, state = "dq", memory
-            code = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
-            frames.show(note, [[where, low, "".join(code[frozenset(state[i])] for i in range(low, high))]])
-        lost = sum(len(row) < 2 for row in memory)
+        lost = interleave(frames, schedule, "dq", n, notes, lambda cells, _: ["".join(codes[cell] for cell in cells)])
         runs.append({"name": name, "frames": frames, "facts": {"rows": n, "rows that lost a share": lost}})
     lost = [run["facts"]["rows that lost a share"] for run in runs]
     assert lost[0] == 0 == lost[2] and 0 < lost[1] < n

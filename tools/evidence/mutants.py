@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import faults as planting
+import pandas as pd
 from common import EVIDENCE, PACKAGE, ROOT, command_line, gpus, keep, mend_interpreter, watching_launches
 from faults import ROOMS, Fault
 
@@ -72,10 +73,6 @@ COMPILING = 2.0  # seconds, about, of a kernel in Gluon
 PATIENCE = 15.0  # seconds that are added to the tests' own
 STUCK = 10.0  # seconds that a test may stay at one instruction: longer than the GPU needs when it is full, and not a compiler
 UNSURE = ("out of memory", "No space left", "unknown error")  # what a test says where others have filled the machine
-
-
-def file_digest(file: str) -> str:
-    return hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest()[:12]
 
 
 def digests(file: str) -> dict[str, str]:
@@ -330,10 +327,8 @@ class Workers:
             self.wait()
 
 
-def baseline(
-    tests: list[str], workers: Workers, seconds: float, longest: float
-) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    """What each test launches and how long it takes, and the tests that do not pass or take longer than ``longest``."""
+def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
+    """What each test launches and how long it takes, of those that pass and take no longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
     began, each = time.monotonic(), max(1, min(8, len(tests) // len(workers.free)))
     shuffled = varied(random.Random(0).sample(tests, len(tests)))  # the time may not be enough for all cases
@@ -357,7 +352,7 @@ def baseline(
         known.pop(name, None)
         if "TooSlow" not in kind:
             print(f"  left out, fails without a fault: {name}: {kind}: {message[:150]}".replace("\n", " "), flush=True)
-    return known, {name for name, *_ in broken}
+    return known
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------
@@ -418,7 +413,6 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=EVIDENCE / "mutants.csv")
     parser.add_argument("--files", nargs="*", default=[], help="files in tests/ (default: those of the rooms)")
-    parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' files, names, kinds or statements")
     parser.add_argument("--again", action="store_true", help="what survived here is tried again: there are new tests")
     args = parser.parse_args()
@@ -536,20 +530,7 @@ class Campaign:
 
                 triton_key(), get_ptxas_version(90)
         workers = Workers(self.args.processes, self.folder, items, self.watcher, visible)
-        digests_now = {file: file_digest(file) for files, _ in ROOMS.values() for file in files}
-        tests, slow = {}, set()
-        known = self.args.baseline
-        if known and known.exists():
-            told = json.loads(known.read_text())
-            same = {file for file, digest in told["files"].items() if digest == digests_now.get(file)}
-            tests = {name: t for name, t in told["tests"].items() if name in items and same.issuperset(t["lines"])}
-            slow = {*told.get("left_out", ())}  # and those that failed
-        new = [name for name in items if name not in tests and name not in slow]
-        found, left_out = baseline(new, workers, self.args.seconds / 3, self.args.longest)
-        tests |= found
-        slow |= left_out
-        if known:
-            keep(known, {"files": digests_now, "left_out": sorted(slow), "tests": tests})
+        tests = baseline(list(items), workers, self.args.seconds / 3, self.args.longest)
         inside, reaching = planting.reachable(), defaultdict(list)
         fast_first = varied(sorted(tests, key=lambda n: tests[n]["seconds"]))
         for name in fast_first:
@@ -700,35 +681,29 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
     for row in results.values():
         if row["verdict"] in DECIDED:  # nobody asks any more what it was
             row["statement"] = row["text"] = row["why"] = ""
-    partly = path.with_suffix(".part")
-    with partly.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"]))
-        )
-    partly.replace(path)
+    table = pd.DataFrame(results.values(), columns=list(COLUMNS)).sort_values(
+        ["room", "file", "line", "name", "where"],
+        key=lambda column: column.astype(int) if column.name == "line" else column,
+    )
+    table.to_csv(path.with_suffix(".part"), index=False, lineterminator="\n")
+    path.with_suffix(".part").replace(path)
 
 
 def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str]) -> None:
     """Each fault counts once: killed anywhere is killed."""
     ranks = (*DECIDED, "equivalent", "survived", "untested")
-    best: dict[str, dict[str, str]] = {}
-    for row in results.values():
-        known = best.setdefault(row["name"], row)
-        if ranks.index(row["counts_as"]) < ranks.index(known["counts_as"]):
-            best[row["name"]] = row
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in best.values():
-        counts[row["room"]][row["counts_as"]] += 1
-    for room, c in counts.items():
+    table = pd.DataFrame(results.values(), columns=list(COLUMNS))
+    table = table.sort_values("counts_as", key=lambda column: column.map(ranks.index), kind="stable").drop_duplicates(
+        "name"
+    )
+    for room, verdicts in table.groupby("room", sort=False)["counts_as"]:
+        c = Counter(verdicts)
         counted = c["killed"] + c["timed out"] + c["survived"]
         rate = f"{100 * (counted - c['survived']) / counted:.1f}%" if counted else "-"
         print(f"{room:14} {rate:>6} noticed; {dict(c)} of {total[room]}")
-    for row in best.values():
-        if row["counts_as"] == "survived":
-            place = f"{row['room']} {row['file']}:{row['line']} {row['kind']}"
-            print(f"  survived {place}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}")
+    for row in table[table["counts_as"] == "survived"].itertuples():
+        place = f"{row.room} {row.file}:{row.line} {row.kind}"
+        print(f"  survived {place}: {row.statement[:90]} -> {row.text[:80]} ({row.why}) {row.name}")
 
 
 if __name__ == "__main__":

@@ -75,11 +75,8 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu, began, n = runtime.DEVICE.type == "cuda", time.monotonic(), args.processes
     args.out.mkdir(parents=True, exist_ok=True)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-    }
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     if not on_gpu:
         environment["TRITON_INTERPRET"] = "1"
     told: dict[str, Any] = {
@@ -101,22 +98,11 @@ def main() -> None:
         def start(name: str, script: str, *arguments: Any) -> None:
             if args.parts or (args.only and name.split("_")[0] not in args.only):
                 return
+            nice = ["nice", "-n", str(NICE.get(name, 0))]
+            command = [*nice, sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+            how = {"env": environment, "cwd": ROOT, "start_new_session": True}
             with (args.out / f"{name}.log").open("w") as log:
-                jobs[name] = subprocess.Popen(
-                    [
-                        "nice",
-                        "-n",
-                        str(NICE.get(name, 0)),
-                        sys.executable,
-                        str(Path(__file__).with_name(script)),
-                        *map(str, arguments),
-                    ],
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    cwd=ROOT,
-                    start_new_session=True,
-                )
+                jobs[name] = subprocess.Popen(command, stdout=log, stderr=log, **how)
 
         results = ["--results", args.out / "mutants.csv"]
         fuzz = ["--examples", args.examples, "--seed", args.seed, "--out", parts / "fuzz.json"]
@@ -142,8 +128,7 @@ def main() -> None:
             start("fuzz", "fuzz.py", *fuzz, "--processes", max(1, n // 3), "--seconds", seconds)
             start("soak", "soak.py", "--seconds", seconds / 2, "--steps", 8, "--out", parts / "soak.json")
             limits = ["--processes", max(1, n - n // 3 - 1), "--seconds", seconds - 20]
-            where = ["--where", "interpreter", "--baseline", args.out / "baseline.json"]
-            start("mutants", "mutants.py", *where, *limits, *results)
+            start("mutants", "mutants.py", "--where", "interpreter", *limits, *results)
         for name, job in jobs.items():
             try:
                 job.wait(max(1.0, args.seconds - 4 - (time.monotonic() - began)))
@@ -178,11 +163,9 @@ def main() -> None:
                 told[name] = found | {"runs": runs}
             elif name == "repeats":
                 for call, seen in found.items():
-                    known = told[name].setdefault(call, {"repeats": 0, "different": 0})
-                    told[name][call] = {
-                        "repeats": max(known["repeats"], seen["repeats"]),
-                        "different": known["different"] + seen["different"],
-                    }
+                    known = told[name].get(call, seen)
+                    told[name][call] = {"repeats": max(known["repeats"], seen["repeats"])}
+                    told[name][call]["different"] = seen["different"] + (known is not seen) * known["different"]
             elif name in told:
                 told[name] |= found
     told["note"] = args.note

@@ -102,27 +102,6 @@ def _bits(out: Path) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def summed_up(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several runs side by side, with seeds of their own: seconds and counts together; of phases the worst."""
-    told = dict(parts[0])
-    for key in ("seconds", "kills", "resumes", "runs", "different", "half_checkpoints"):
-        told[key] = sum(part[key] for part in parts)
-    told["phases"] = {
-        phase: max((part["phases"][phase] for part in parts), key=lambda text: "NOT" in text)
-        for phase in told["phases"]
-    }
-    told["side_by_side"] = sum(part.get("side_by_side", 1) for part in parts)
-    return told
-
-
-def conclude(told: dict[str, Any], out: Path | None) -> None:
-    """Says what came out, and ends this process: well, if nothing was lost."""
-    print(json.dumps(told, indent=1))
-    keep(out, told)
-    kept = all("NOT" not in text for text in told["phases"].values())
-    sys.exit(not kept or told["different"] > 0 or told["half_checkpoints"] > 0)
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         _child(*sys.argv[2:6])
@@ -131,12 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--add", type=Path, nargs="*", default=[], help="sums up what several of these wrote, and runs none"
-    )
     args = parser.parse_args()
-    if args.add:
-        conclude(summed_up([json.loads(path.read_text()) for path in args.add]), args.out)
     began, rng = time.monotonic(), random.Random(args.seed)
     told: dict[str, Any] = {"phases": {}, "kills": 0, "resumes": 0, "runs": 0, "different": 0, "half_checkpoints": 0}
 
@@ -197,7 +171,10 @@ def main() -> None:
                 check(out)
             finish(out)
     told["seconds"] = round(time.monotonic() - began)
-    conclude(told, args.out)
+    print(json.dumps(told, indent=1))
+    keep(args.out, told)
+    kept = all("NOT" not in text for text in told["phases"].values())
+    sys.exit(not kept or told["different"] > 0 or told["half_checkpoints"] > 0)
 
 
 if __name__ == "__main__":
