@@ -438,21 +438,15 @@ def main() -> None:
         if args.where == "gpu":
             os.environ.setdefault("KERNELBOOK_TRUTHS", folder)
         campaign.folder = Path(folder)
+        without = ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")
         options = [
             "-q",
             "-s",
             "-m",
             "",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:faulthandler",
-            "-p",
-            "no:unraisableexception",
-            "-p",
-            "no:threadexception",
             "--tb=line",
             f"--basetemp={folder}/0_tmp",
+            *(f"-pno:{name}" for name in without),
         ]
         code = pytest.main([*options, *(str(ROOT / "tests" / f) for f in files)], plugins=[campaign, campaign.watcher])
     sys.exit(code not in (0, 5))
