@@ -1124,19 +1124,9 @@ def several_gpus() -> Recording:
 
 
 RECORDINGS: dict[str, Callable[[], Recording]] = {
-    function.__name__: function
-    for function in (
-        *(
-            first_kernel,
-            layer_norm,
-            sparse_linear,
-            attention_online,
-            attention_causal,
-            attention_backward,
-            attention_decoding,
-        ),
-        *(scatter_ffn, choosing_tiles, sparse_training, nf4, moe_lora, together, launches, several_gpus),
-    )
+    name: function
+    for name, function in list(globals().items())
+    if getattr(function, "__annotations__", {}).get("return") is Recording
 }
 
 

@@ -45,22 +45,6 @@ import pandas as pd
 from common import EVIDENCE, PACKAGE, ROOT, command_line, gpus, keep, mend_interpreter, watching_launches
 from faults import ROOMS, Fault
 
-COLUMNS = (
-    "room",
-    "name",
-    "file",
-    "line",
-    "kind",
-    "statement",
-    "text",
-    "function_digest",
-    "where",
-    "verdict",
-    "by",
-    "why",
-    "counts_as",
-    "reason",
-)
 DECIDED = ("killed", "timed out", "stillborn")
 REASONS = EVIDENCE / "reasons.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
@@ -629,7 +613,8 @@ class Campaign:
 
     def finish(self) -> None:
         write(self.args.results, self.results)
-        report(self.results, self.total)
+        if self.results:
+            report(self.results, self.total)
         print(f"{self.passed():.0f} s", flush=True)
 
     def finished(self, fault: Fault, shown: int, again: tuple[list[str], Fault, float] | None = None) -> Done:
@@ -661,21 +646,23 @@ class Campaign:
 
     def record(self, fault: Fault, verdict: str, by: str, why: str) -> None:
         key = self.key(fault)
-        row = (
-            fault.room, fault.name, fault.file, fault.line, fault.kind, fault.statement, fault.text,
-            key[1], key[2], verdict, short(by), why, "", "",
-        )  # fmt: skip
-        self.results[key] = dict(zip(COLUMNS, map(str, row), strict=True))
+        found = {"function_digest": key[1], "where": key[2], "verdict": verdict, "by": short(by), "why": why}
+        about = {
+            name: str(getattr(fault, name)) for name in ("room", "name", "file", "line", "kind", "statement", "text")
+        }
+        self.results[key] = about | found | {"counts_as": "", "reason": ""}
         if verdict == "killed" and by:
             self.kills[fault.file, fault.function][short(by)] += 1
 
 
 def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> None:
+    if not results:
+        return
     explain(list(results.values()))
     for row in results.values():
         if row["verdict"] in DECIDED:  # nobody asks any more what it was
             row["statement"] = row["text"] = row["why"] = ""
-    table = pd.DataFrame(results.values(), columns=list(COLUMNS)).sort_values(
+    table = pd.DataFrame(results.values()).sort_values(
         ["room", "file", "line", "name", "where"],
         key=lambda column: column.astype(int) if column.name == "line" else column,
     )
@@ -686,10 +673,9 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
 def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str]) -> None:
     """Each fault counts once: killed anywhere is killed."""
     ranks = (*DECIDED, "equivalent", "survived", "untested")
-    table = pd.DataFrame(results.values(), columns=list(COLUMNS))
-    table = table.sort_values("counts_as", key=lambda column: column.map(ranks.index), kind="stable").drop_duplicates(
-        "name"
-    )
+    table = pd.DataFrame(results.values())
+    table = table.sort_values("counts_as", key=lambda column: column.map(ranks.index), kind="stable")
+    table = table.drop_duplicates("name")
     for room, verdicts in table.groupby("room", sort=False)["counts_as"]:
         c = Counter(verdicts)
         counted = c["killed"] + c["timed out"] + c["survived"]
