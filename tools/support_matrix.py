@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import kernelbook as kb
-from kernelbook import runtime, timing
+from kernelbook import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -178,6 +178,8 @@ RELATIVES = {
 
 def generations() -> list[dict[str, str]]:
     """A line for each GPU that kernels are compiled for: what it is, and whether somebody measured on it."""
+    from kernelbook import timing
+
     measured = sorted(p.name for p in timing.results_dir().iterdir() if (p / "ceilings.csv").is_file())
     lines = []
     for target, properties in runtime.TARGETS.items():

@@ -87,8 +87,6 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=TOOLS)
-    parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=ROOMS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     program = sanitizer()
@@ -101,8 +99,8 @@ def main() -> None:
         only = []
     waiting = [
         (room, tool, part, 0)
-        for room in args.rooms
-        for tool in args.tools
+        for room in ROOMS
+        for tool in TOOLS
         for part in range(PARTS.get(room, 1))
         if room != "control" or tool in ("racecheck", "memcheck")
     ]
