@@ -33,5 +33,5 @@ def test_a_single_wrong_element_of_a_million_is_found(dtype: torch.dtype) -> Non
 def test_a_planted_error_is_found_from_some_size_on(kind: str) -> None:
     ref, plain = error_rule.product(256, torch.bfloat16)
     smallest = error_rule.smallest_found(kind, ref, plain)
-    assert not check.compare("out", error_rule.PLANTED[kind](plain, ref, 1.01 * smallest), ref, plain).passed
-    assert check.compare("out", error_rule.PLANTED[kind](plain, ref, smallest / 4), ref, plain).passed
+    assert not check.compare("out", error_rule.planted(kind, plain, ref, 1.01 * smallest), ref, plain).passed
+    assert check.compare("out", error_rule.planted(kind, plain, ref, smallest / 4), ref, plain).passed

@@ -36,12 +36,12 @@ def test_the_table_knows_every_function() -> None:
 def test_a_line_of_the_table() -> None:
     """What is known of two functions is what the table finds out."""
     tool = program("support_matrix")
-    found = tool.row(tool.cases()["rms_norm"])
+    found = tool.row("rms_norm", tool.cases()["rms_norm"])
     assert found["dtypes"] == "all" and found["launches"] == "1 + 1"
     assert [found[name] for name in ("torch.compile", "autocast", "gradients")] == ["yes"] * 3
     assert found["forward mode"] == found["of gradients"] == "error"
     assert found["CUDA graph"] == found["same bits"] == "tested"
-    assert tool.row(tool.cases()["nf4_quantize"])["dtypes"] == "fp16, bf16, fp32"
+    assert tool.row("nf4_quantize", tool.cases()["nf4_quantize"])["dtypes"] == "fp16, bf16, fp32"
 
 
 LINES = """Text.

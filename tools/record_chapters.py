@@ -9,16 +9,17 @@ With --profile Nsight Compute counts in the kernels that the page "How a GPU run
 """
 
 import ast
+import dis
 import json
 import os
 import re
 import shutil
 import subprocess
-import symtable
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,80 +28,37 @@ if TYPE_CHECKING:
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
 
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+LEAVES = ("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
+
+
 def names(source: str) -> tuple[set[str], set[str], set[str]]:
     """The global names that a cell binds, those that it reads before, and those that its functions read once they are called."""
     binds: set[str] = set()
+    reads: set[str] = set()
     later: set[str] = set()
 
-    def visit(table: symtable.SymbolTable, top: bool) -> None:
-        for symbol in table.get_symbols():
-            if top and (symbol.is_assigned() or symbol.is_imported()):
-                binds.add(symbol.get_name())
-            if not top and symbol.is_referenced() and (symbol.is_global() or table.get_type() == "class"):
-                later.add(symbol.get_name())
-        for child in table.get_children():
-            visit(child, False)
+    def scan(code: CodeType, bound: set[str], top: bool) -> None:
+        """``top``: it runs with the cell, ``bound`` are the names that the cell has bound by then."""
+        joins: dict[int, set[str]] = {}  # by offset: what is bound on each way that jumps there
+        falls = True  # from the instruction before into this one
+        for step in dis.get_instructions(code):
+            if step.offset in joins:
+                bound = joins[step.offset] & bound if falls else joins[step.offset]
+            falls = step.opname not in LEAVES
+            if isinstance(step.argval, CodeType):
+                scan(step.argval, set(bound), top and step.argval.co_name in COMPREHENSIONS)
+            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                (reads if top else later).update({step.argval} - bound if top else {step.argval})
+            elif step.opname == "STORE_GLOBAL" or (step.opname == "STORE_NAME" and code.co_name == "<module>"):
+                binds.add(step.argval)
+                bound = bound | {step.argval}
+            elif (
+                step.opcode in (*dis.hasjrel, *dis.hasjabs) and step.opname != "FOR_ITER" and step.argval > step.offset
+            ):
+                joins[step.argval] = joins.get(step.argval, bound) & bound
 
-    visit(symtable.symtable(source, "<cell>", "exec"), True)
-    reads: set[str] = set()
-    bound: set[str] = set()
-
-    def note(node: ast.AST, stored: bool = True) -> None:
-        """The names in an expression: those that it reads, then those that it binds."""
-        parts = list(ast.walk(node))
-        own = {part.arg for part in parts if isinstance(part, ast.arg)}  # of a lambda
-        for part in parts:
-            if isinstance(part, ast.comprehension):
-                own |= {name.id for name in ast.walk(part.target) if isinstance(name, ast.Name)}
-        found = [part for part in parts if isinstance(part, ast.Name) and part.id not in own]
-        reads.update({name.id for name in found if isinstance(name.ctx, ast.Load)} - bound)
-        if stored:
-            bound.update(name.id for name in found if isinstance(name.ctx, ast.Store))
-
-    def run(body: list[ast.stmt]) -> None:
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                for part in (
-                    *node.decorator_list,
-                    *(node.args.defaults if isinstance(node, ast.FunctionDef) else node.bases),
-                ):
-                    note(part)
-                bound.add(node.name)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                bound.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.If):
-                note(node.test)
-                before = set(bound)
-                run(node.body)
-                after = set(bound)
-                bound.intersection_update(before)
-                run(node.orelse)
-                bound.intersection_update(after)  # what only one branch binds may still be from before
-            elif isinstance(node, ast.AugAssign):
-                reads.update({name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)} - bound)
-                note(node)
-            else:
-                for _, value in ast.iter_fields(node):
-                    parts = value if isinstance(value, list) else [value]
-                    expressions = [
-                        part for part in parts if isinstance(part, ast.AST) and not isinstance(part, ast.stmt)
-                    ]
-                    # What is assigned is read first: the right side, the iterable.
-                    for part in expressions:
-                        note(part, stored=False)
-                    for part in expressions:
-                        note(part)
-                run(
-                    [
-                        part
-                        for _, value in ast.iter_fields(node)
-                        if isinstance(value, list)
-                        for part in value
-                        if isinstance(part, ast.stmt)
-                    ]
-                )
-
-    run(ast.parse(source).body)
+    scan(compile(source, "<cell>", "exec"), set(), True)
     return binds, reads, later
 
 
@@ -145,51 +103,39 @@ def without_checks(source: str) -> str:
     return "\n".join(lines)
 
 
-def steps_program(path: Path) -> str:
-    """What the notebook's cells with RECORD_STEPS need, and these cells, as a program."""
+def code_of(path: Path) -> list[str]:
+    """The code cells of a notebook."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    ends = [i for i, source in enumerate(code) if "record=RECORD_STEPS" in source]
-    code = [source if i in ends else without_checks(source) for i, source in enumerate(code)]
-    program = "\n\n".join(code[i] for i in sorted({i for end in ends for i in needed_cells(code, end)}))
-    program, count = re.subn(r"^RECORD_STEPS = False$", "RECORD_STEPS = True", program, flags=re.MULTILINE)
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def switched_on(path: Path, program: str, switch: str) -> str:
+    program, count = re.subn(rf"^{switch} = False$", f"{switch} = True", program, flags=re.MULTILINE)
     if count != 1:
-        raise ValueError(f"{path.name}: expected one line 'RECORD_STEPS = False', found {count}")
+        raise ValueError(f"{path.name}: expected one line '{switch} = False', found {count}")
     return program
 
 
-def record_steps(name: str, scratch: Path) -> bool:
-    """Runs the program of a chapter's ladder; whether that went well."""
-    program = scratch / f"{name}.py"
-    program.write_text(steps_program(NOTEBOOKS / f"{name}.ipynb"), encoding="utf-8")
-    return subprocess.run([sys.executable, str(program)], cwd=NOTEBOOKS, check=False).returncode == 0
+def steps_program(path: Path) -> str:
+    """What the notebook's cells with RECORD_STEPS need, and these cells, as a program."""
+    code = code_of(path)
+    ends = [i for i, source in enumerate(code) if "record=RECORD_STEPS" in source]
+    code = [source if i in ends else without_checks(source) for i, source in enumerate(code)]
+    needed = sorted({i for end in ends for i in needed_cells(code, end)})
+    return switched_on(path, "\n\n".join(code[i] for i in needed), "RECORD_STEPS")
 
 
-def record(name: str, scratch: Path) -> bool:
-    """Runs a whole chapter; whether that went well."""
-    import nbformat
-    from ipykernel.kernelspec import write_kernel_spec
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+def whole_program(path: Path) -> str:
+    """All cells, as a program."""
+    return switched_on(path, "\n\n".join(code_of(path)), "RECORD")
 
-    path = NOTEBOOKS / f"{name}.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    count = 0
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.source, found = re.subn(r"^RECORD = False$", "RECORD = True", cell.source, flags=re.MULTILINE)
-            count += found
-    if count != 1:
-        raise ValueError(f"{path.name}: expected one line 'RECORD = False', found {count}")
-    write_kernel_spec(scratch / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
-    os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [str(scratch), os.environ.get("JUPYTER_PATH")]))
-    resources = {"metadata": {"path": str(NOTEBOOKS)}}
-    try:
-        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
-    except CellExecutionError as error:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
+
+def record(name: str, program: str, scratch: Path) -> bool:
+    """Runs the program of a chapter; whether that went well."""
+    place = scratch / f"{name}.py"
+    place.write_text(program, encoding="utf-8")
+    environment = os.environ | {"MPLBACKEND": "agg"}
+    return subprocess.run([sys.executable, str(place)], cwd=NOTEBOOKS, env=environment, check=False).returncode == 0
 
 
 # What is profiled: kernel -> problem. All in float16.
@@ -293,8 +239,8 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--profile"]:
         with tempfile.TemporaryDirectory() as scratch:
             return int(not record_profile(Path(scratch)))
-    how = record_steps if arguments[:1] == ["--steps"] else record
-    chapters = arguments[how is record_steps :]
+    steps = arguments[:1] == ["--steps"]
+    chapters = arguments[steps:]
     if not chapters:
         print(__doc__, file=sys.stderr)
         return 2
@@ -302,7 +248,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in chapters:
             start = time.perf_counter()
-            done = how(name, Path(scratch))
+            path = NOTEBOOKS / f"{name}.ipynb"
+            done = record(name, steps_program(path) if steps else whole_program(path), Path(scratch))
             print(f"{name}: {'recorded' if done else 'FAILED'} in {time.perf_counter() - start:.0f} s", flush=True)
             failed |= not done
     return int(failed)

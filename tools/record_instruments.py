@@ -13,10 +13,10 @@ right choice, and is computed.
 import ast
 import contextlib
 import dataclasses
-import importlib.util
 import json
+import linecache
+import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -47,55 +47,46 @@ Recording = dict[str, Any]
 # --- kernels of a notebook, and what they touch -----------------------------------------------------------------------
 
 
-def constant_of_notebook(stem: str, name: str) -> Any:
-    """What a cell of a notebook gives this name, a literal."""
+def code_cells(stem: str, wanted: str) -> list[str]:
+    """The code cells of a notebook in which this expression is found."""
     cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
     sources = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    nodes = (node for source in sources if f"{name} = " in source for node in ast.parse(source).body)
+    return [source for source in sources if re.search(wanted, source)]
+
+
+def constant_of_notebook(stem: str, name: str) -> Any:
+    """What a cell of a notebook gives this name, a literal."""
+    nodes = (node for source in code_cells(stem, f"{name} = ") for node in ast.parse(source).body)
     [value] = (n.value for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
     return ast.literal_eval(value)
 
 
-def from_notebook(stem: str, *names: str, **constants: Any) -> ModuleType:
-    """A module with these functions of a notebook, in its order."""
-    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
+def from_notebook(stem: str, *names: str) -> ModuleType:
+    """A module with these functions of a notebook, in its order; of several with one name, the first."""
     found: dict[str, str] = {}
-    for cell in cells:
-        source = "".join(cell["source"])
-        if cell["cell_type"] != "code" or not any(f"def {name}(" in source for name in names):
-            continue
+    for source in code_cells(stem, rf"def ({'|'.join(names)})\("):
         for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and node.name in names and node.name not in found:
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                found[node.name] = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+            if isinstance(node, ast.FunctionDef) and node.name in names:
+                found.setdefault(node.name, ast.unparse(node))
     if missing := set(names) - set(found):
         raise ValueError(f"from_notebook: {stem}.ipynb has no {', '.join(sorted(missing))}")
-    head = "import torch\nimport triton\nimport triton.language as tl\n"
-    head += "".join(f"{name} = {value!r}\n" for name, value in constants.items())
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"{stem}_kernels.py")
-        path.write_text(head + "\n\n" + "\n\n\n".join(found.values()) + "\n", encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(f"{stem}_kernels", path)
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        for name in names:  # the interpreter reads a kernel's source when it is first called
-            function = getattr(module, name)
-            if hasattr(function, "rewrite"):
-                function.rewrite()
+    head = "import torch\nimport triton\nimport triton.language as tl"
+    text, module = "\n\n\n".join([head, *found.values()]) + "\n", ModuleType(f"{stem}_kernels")
+    file = f"<kernels of {stem}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # there the interpreter reads them
+    exec(compile(text, file, "exec"), vars(module))  # noqa: S102
     return module
 
 
 @dataclasses.dataclass
 class Access:
-    """One operation of one program on a tensor: the elements that it touches, and those that a mask kept it from."""
+    """One operation of one program on a tensor: the elements that it touches, and how many a mask kept it from."""
 
     program: tuple[int, int, int]
     kind: str  # load | store | atomic | barrier
     tensor: str
     elements: list[int]
     masked: int
-    values: list[float]
 
 
 @contextlib.contextmanager
@@ -108,59 +99,39 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
     builder = interpreter.interpreter_builder
     seen: list[Access] = []
 
-    def note(kind: str, pointers: Any, mask: Any, values: Any) -> None:
+    def note(kind: str, pointers: Any = None, mask: Any = None) -> None:
+        program = tuple(int(i) for i in builder.grid_idx)
+        if pointers is None:
+            seen.append(Access(program, kind, "", [], 0))
+            return
         addresses = np.asarray(pointers.data).astype(np.int64).ravel()
-        wanted = (
-            np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(mask.data, pointers.data.shape).ravel()
-        )
+        wanted = True if mask is None else np.broadcast_to(mask.data, pointers.data.shape).ravel()
         for name, tensor in tensors.items():
-            size = tensor.element_size()
-            first = tensor.data_ptr()
-            inside = wanted & (addresses >= first) & (addresses < first + tensor.numel() * size)
+            places = (addresses - tensor.data_ptr()) // tensor.element_size()
+            inside = wanted & (places >= 0) & (places < tensor.numel())
             if inside.any():
-                kept = np.asarray(values).ravel()[inside] if np.size(values) == addresses.size else np.zeros(0)
-                elements = ((addresses[inside] - first) // size).tolist()
-                program = tuple(int(i) for i in builder.grid_idx)
-                seen.append(Access(program, kind, name, elements, int((~wanted).sum()), kept.tolist()))
+                masked = int(np.sum(~np.broadcast_to(wanted, addresses.shape)))
+                seen.append(Access(program, kind, name, places[inside].tolist(), masked))
 
-    load, store = builder.create_masked_load, builder.create_masked_store
-    cas, rmw, place = builder.create_atomic_cas, builder.create_atomic_rmw, builder.set_grid_idx
-
-    def watched_load(pointers: Any, mask: Any, *rest: Any) -> Any:
-        found = load(pointers, mask, *rest)
-        note("load", pointers, mask, found.data)
-        return found
-
-    def watched_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        note("store", pointers, mask, np.broadcast_to(value.data, pointers.data.shape))
-        return store(pointers, value, mask, *rest)
-
-    def watched_cas(pointer: Any, compare: Any, value: Any, *rest: Any) -> Any:
-        found = cas(pointer, compare, value, *rest)
-        note("atomic", pointer, None, found.data)
-        return found
-
-    def watched_rmw(operation: Any, pointer: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        found = rmw(operation, pointer, value, mask, *rest)
-        note("atomic", pointer, mask, np.broadcast_to(value.data, pointer.data.shape))
-        return found
-
-    def watched_barrier() -> None:
-        seen.append(Access(tuple(int(i) for i in builder.grid_idx), "barrier", "", [], 0, []))
-
-    def permuted(x: int, y: int, z: int) -> None:
-        place(programs[x] if programs else x, y, z)
-
+    place, operations = builder.set_grid_idx, dict[str, Any]()
     with contextlib.ExitStack() as stack:
-        for name, function in (
-            ("create_masked_load", watched_load),
-            ("create_masked_store", watched_store),
-            ("create_atomic_cas", watched_cas),
-            ("create_atomic_rmw", watched_rmw),
-            ("create_barrier", watched_barrier),
-            ("set_grid_idx", permuted),
+        # How an operation is noted, and which of its arguments are the pointers and the mask.
+        for name, kind, *arguments in (
+            ("create_masked_load", "load", 0, 1),
+            ("create_masked_store", "store", 0, 2),
+            ("create_atomic_cas", "atomic", 0),
+            ("create_atomic_rmw", "atomic", 1, 3),
+            ("create_barrier", "barrier"),
         ):
-            stack.enter_context(mock.patch.object(builder, name, function))
+
+            def watched(*args: Any, name: str = name, kind: str = kind, arguments: list[int] = arguments) -> Any:
+                note(kind, *(args[i] for i in arguments))
+                return operations[name](*args)
+
+            operations[name] = getattr(builder, name)
+            stack.enter_context(mock.patch.object(builder, name, watched))
+        permuted = lambda x, y, z: place(programs[x] if programs else x, y, z)  # noqa: E731
+        stack.enter_context(mock.patch.object(builder, "set_grid_idx", permuted))
         yield seen
 
 
@@ -177,6 +148,29 @@ def cells(name: str, elements: list[int], code: str, words: list[str] | None = N
         else:
             changes.append([name, element, code] + ([[word]] if word is not None else []))
     return changes
+
+
+class Frames(list[dict[str, Any]]):
+    """What a run shows, one after the other; at first what there is before anything happens."""
+
+    def __init__(self, note: str, changes: list[list[Any]] | None = None) -> None:
+        super().__init__()
+        self.show(note, changes)
+
+    def show(self, note: str, changes: list[list[Any]] | None = None) -> None:
+        """What happens, and the cells that it changes."""
+        self.append({"note": note} if changes is None else {"set": changes, "note": note})
+
+
+def telling(function: Callable[..., Any], note: Callable[[Any], object]) -> Callable[..., Any]:
+    """The function; ``note`` is told each result."""
+
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        note(result)
+        return result
+
+    return call
 
 
 def panel(name: str, label: str, columns: int, rows: int = 1) -> dict[str, Any]:
@@ -198,9 +192,7 @@ def first_kernel() -> Recording:
         with watch(x=x, y=y, out=out) as seen:
             page._add_fwd_kernel[(programs,)](x, y, out, n, BLOCK=block)
         assert torch.equal(out, x + y)
-        frames: list[dict[str, Any]] = [
-            {"note": f"{programs} programs, each with a tile of {block}. Nothing is loaded yet."}
-        ]
+        frames = Frames(f"{programs} programs, each with a tile of {block}. Nothing is loaded yet.")
         for access in seen:
             what = "loads" if access.kind == "load" else "stores"
             low, high = access.elements[0], access.elements[-1] + 1
@@ -209,9 +201,7 @@ def first_kernel() -> Recording:
             if outside:
                 note += f" Its mask keeps it from {len(outside)} more, which do not exist."
             code = "a" if access.kind == "load" else "b"
-            frames.append(
-                {"set": cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x"), "note": note}
-            )
+            frames.show(note, cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x"))
         moved = sum(4 * len(access.elements) for access in seen)
         masked = sum(access.masked for access in seen if access.kind == "store")
         facts = {"programs": programs, "bytes read and written": moved, "elements masked off": masked}
@@ -231,44 +221,42 @@ def first_kernel() -> Recording:
     }
 
 
-def _replay(
-    schedule: list[tuple[str, int, int]], n: int, shares: list[float], notes: dict[str, str]
-) -> tuple[list[dict[str, Any]], list[float]]:
-    """Two programs of two threads each, a thread having half of the row: a frame for each operation of a schedule."""
-    sums, registers, owner = [0.0] * n, [[0.0] * n, [0.0] * n], None
-    frames: list[dict[str, Any]] = [
-        {
-            "set": [
-                ["sums", 0, "." * n, ["0"] * n],
-                ["lock", 0, ".", ["0"]],
-                ["p0", 0, "." * n, [""] * n],
-                ["p1", 0, "." * n, [""] * n],
-            ],
-            "note": f"Each program has {shares[0]:.0f} or {shares[1]:.0f} to add to every element. Both begin.",
-        }
-    ]
-    for operation, program, thread in schedule:
-        half = slice(thread * n // 2, (thread + 1) * n // 2)
-        low, count, code = half.start, half.stop - half.start, "ab"[program]
-        change: list[list[Any]] = []
+Schedule = list[tuple[str, int, int]]  # an operation, the program that does it, and which half of its threads
+Cells = list[frozenset[int]]  # the programs whose shares are in each
+
+
+def interleave(
+    frames: Frames,
+    schedule: Schedule,
+    name: str,
+    n: int,
+    notes: dict[str, str],
+    shown: Callable[[Cells, int], list[Any]],
+) -> int:
+    """Two programs add their shares to ``n`` cells ``name`` in memory, by the operations of a schedule; a frame for each.
+
+    ``shown``: the codes, and the words if there are any, of cells that a program left. Returns how many lost a share.
+    """
+    memory: Cells = [frozenset()] * n
+    registers = [list(memory), list(memory)]
+    owner = None
+    for operation, program, half in schedule:
+        at, changes = slice(half * n // 2, (half + 1) * n // 2), []
         if operation == "acquire":
             assert owner is None
-            owner = program
-            change = [["lock", 0, code, ["1"]]]
+            owner, changes = program, [["lock", 0, "ab"[program], ["1"]]]
         elif operation == "release":
             assert owner == program
-            owner = None
-            change = [["lock", 0, ".", ["0"]]]
+            owner, changes = None, [["lock", 0, ".", ["0"]]]
         elif operation == "load":
-            for i in range(half.start, half.stop):
-                registers[program][i] = sums[i] + shares[program]
-            change = [[f"p{program}", low, code * count, [f"{value:.0f}" for value in registers[program][half]]]]
-        elif operation == "store":
-            sums[half] = registers[program][half]
-            change = [["sums", low, code * count, [f"{value:.0f}" for value in sums[half]]]]
-        note = notes[operation].format(p=program, t="one" if thread == 0 else "the other")
-        frames.append({"set": change, "note": note})
-    return frames, sums
+            registers[program][at] = [cell | {program} for cell in memory[at]]
+            changes = [[f"p{program}", at.start, *shown(registers[program][at], program)]]
+        elif operation in ("store", "atomic"):
+            memory[at] = registers[program][at] if operation == "store" else [cell | {program} for cell in memory[at]]
+            changes = [[name, at.start, *shown(memory[at], program)]]
+        threads, rows = ("the other" if half else "one"), f"rows {at.start} to {at.stop - 1}"
+        frames.show(notes[operation].format(p=program, t=threads, rows=rows), changes)
+    return sum(len(cell) < 2 for cell in memory)
 
 
 def layer_norm() -> Recording:
@@ -285,9 +273,7 @@ def layer_norm() -> Recording:
         )  # fmt: skip
     own = [access for access in seen if access.program[0] == 0]
     assert [access.kind for access in own] == ["atomic", "load", "store", "barrier", "atomic"]
-    expected = db[0].tolist()
-    assert expected == [3.0] * n
-    shares = [1.0, 2.0]
+    assert db[0].tolist() == [3.0] * n
     notes = {
         "acquire": "Program {p} finds 0 in the lock and makes it 1: it owns the sums.",
         "spin": "Program {p} finds 1 in the lock, and asks again.",
@@ -296,37 +282,41 @@ def layer_norm() -> Recording:
         "barrier": "Program {p}: all its threads have reached the barrier.",
         "release": "Program {p}, one thread: puts the 0 back.",
     }
-    both = [(0, 0), (0, 1)], [(1, 0), (1, 1)]
 
-    def of(operation: str, threads: list[tuple[int, int]]) -> list[tuple[str, int, int]]:
-        return [(operation, program, thread) for program, thread in threads]
+    def of(operation: str, program: int) -> Schedule:
+        return [(operation, program, 0), (operation, program, 1)]
 
-    def whole(program: int) -> list[tuple[str, int, int]]:
-        one = both[program]
-        return [
-            ("acquire", program, 0),
-            *of("load", one),
-            *of("store", one),
-            ("barrier", program, 0),
-            ("release", program, 0),
-        ]
+    def whole(program: int) -> Schedule:
+        added = of("load", program) + of("store", program)
+        return [("acquire", program, 0), *added, ("barrier", program, 0), ("release", program, 0)]
+
+    def shown(cells: Cells, program: int) -> list[Any]:
+        return ["ab"[program] * len(cells), [str(sum(share + 1 for share in cell)) for cell in cells]]
 
     schedules = {
         "one after the other": whole(0) + whole(1),
-        "at once, no lock": of("load", both[0]) + of("load", both[1]) + of("store", both[0]) + of("store", both[1]),
+        "at once, no lock": of("load", 0) + of("load", 1) + of("store", 0) + of("store", 1),
         "at once, a lock without barrier": [
             *(("acquire", 0, 0), ("spin", 1, 0), ("load", 0, 0), ("load", 0, 1), ("store", 0, 0), ("release", 0, 0)),
-            *(("acquire", 1, 0), *of("load", both[1]), ("store", 0, 1), *of("store", both[1]), ("release", 1, 0)),
+            *(("acquire", 1, 0), *of("load", 1), ("store", 0, 1), *of("store", 1), ("release", 1, 0)),
         ],
         "at once, lock and barrier": [
-            *(("acquire", 0, 0), ("spin", 1, 0), *of("load", both[0]), ("spin", 1, 0), *of("store", both[0])),
+            *(("acquire", 0, 0), ("spin", 1, 0), *of("load", 0), ("spin", 1, 0), *of("store", 0)),
             *(("barrier", 0, 0), ("spin", 1, 0), ("release", 0, 0), *whole(1)),
         ],
     }  # fmt: skip
     runs = []
     for name, schedule in schedules.items():
-        frames, sums = _replay(schedule, n, shares, notes)
-        lost = sum(found != right for found, right in zip(sums, expected))
+        frames = Frames(
+            "Each program has 1 or 2 to add to every element. Both begin.",
+            [
+                ["sums", 0, "." * n, ["0"] * n],
+                ["lock", 0, ".", ["0"]],
+                ["p0", 0, "." * n, [""] * n],
+                ["p1", 0, "." * n, [""] * n],
+            ],
+        )
+        lost = interleave(frames, schedule, "sums", n, notes, shown)
         runs.append({"name": name, "frames": frames, "facts": {"elements that should be 3": n, "of them wrong": lost}})
     wrong = [run["facts"]["of them wrong"] for run in runs]
     assert wrong[0] == wrong[3] == 0 and wrong[1] == n and 0 < wrong[2] < n
@@ -369,45 +359,34 @@ def attention_online() -> Recording:
     for name, order in orders.items():
         k = torch.zeros(1, keys, d)
         k[0, :, 0] = scores[order] * d**0.5
-        states: list[tuple[float, float, float, float]] = []
-        absorb = page._absorb
-
-        def noting(m: Any, total: Any, acc: Any, *rest: Any, absorb: Any = absorb, states: list = states) -> Any:
-            new_m, new_l, new_acc = absorb(m, total, acc, *rest)
-            before, after = float(m.handle.data[0]), float(new_m.handle.data[0])
-            states.append(
-                (np.exp(before - after), after, float(new_l.handle.data[0]), float(new_acc.handle.data[0, 0]))
-            )
-            return new_m, new_l, new_acc
-
         o = torch.empty_like(q)
-        with mock.patch.object(page, "_absorb", noting):
+        states: list[Any] = []
+        with mock.patch.object(page, "_absorb", telling(page._absorb, states.append)):
             page._attention_fwd_loop_kernel[(1, 1)](
                 q, k, v[:, order].contiguous(), o, 16, keys, d**-0.5, D=d, BLOCK_M=16, BLOCK_N=tile, BLOCK_D=d
             )  # fmt: skip
         assert len(states) == keys // tile
         values = [f"{value:.1f}" for value in scores[order].tolist()]
-        frames: list[dict[str, Any]] = [
-            {
-                "set": [["scores", 0, "." * keys, values]],
-                "note": "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.",
-            }
-        ]
+        frames = Frames(
+            "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.", [["scores", 0, "." * keys, values]]
+        )
         shrinks = 0
-        for i, (factor, m, total, a) in enumerate(states):
+        maximum = -np.inf
+        for i, state in enumerate(states):
+            before, (maximum, total, a) = maximum, (float(part.handle.data.flat[0]) for part in state)
+            factor = np.exp(before - maximum)
             shrunk = bool(i > 0 and factor < 1)
             shrinks += shrunk
             change = [["scores", i * tile, "b" * tile]]
             if i:
                 change.insert(0, ["scores", (i - 1) * tile, "a" * tile])
-            note = f"After tile {i + 1}: m = {m:.2f}, l = {total:.2f}, a / l = {a / total:.3f}."
+            note = f"After tile {i + 1}: m = {maximum:.2f}, l = {total:.2f}, a / l = {a / total:.3f}."
             if shrunk:
                 note += f" The maximum grew: what was summed so far is multiplied by {factor:.3f}."
             elif i:
                 note += " The maximum stayed, and the factor is 1."
-            frames.append({"set": change, "note": note})
+            frames.show(note, change)
         whole = float(torch.softmax(scores.double(), 0) @ v[0, :, 0].double())
-        _, _, total, a = states[-1]
         assert abs(a / total - whole) < 1e-5 and abs(float(o[0, 0, 0]) - whole) < 1e-5
         facts = {
             "tiles that shrink the sum": shrinks,
@@ -445,12 +424,9 @@ def attention_causal() -> Recording:
                 q, k, v, torch.empty_like(q), n, s, d**-0.5, CAUSAL=True, SKIP=skip, SAFE=False, LONGEST_FIRST=False,
                 D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d,
             )  # fmt: skip
-        frames: list[dict[str, Any]] = [
-            {
-                "set": [["tiles", 0, "g" * (rows * columns)]],
-                "note": f"{rows} programs, each with {side} queries: a row of tiles.",
-            }
-        ]
+        frames = Frames(
+            f"{rows} programs, each with {side} queries: a row of tiles.", [["tiles", 0, "g" * (rows * columns)]]
+        )
         visited = 0
         for access in seen:
             row, column = access.program[0], access.elements[0] // (side * d)
@@ -465,7 +441,7 @@ def attention_causal() -> Recording:
             )
             visited += 1
             note = f"Program {row}, tile {column} of the keys: {what}."
-            frames.append({"set": [["tiles", row * columns + column, code]], "note": note})
+            frames.show(note, [["tiles", row * columns + column, code]])
         facts = {"tiles": rows * columns, "visited": visited, "share": f"{visited / (rows * columns):.0%}"}
         runs.append({"name": name, "frames": frames, "facts": facts})
     share = runs[1]["facts"]["share"]
@@ -505,21 +481,15 @@ def choosing_tiles() -> Recording:
         ms = float(times.loc[(times[list(sides)] == np.array(config)).all(axis=1), "ms"].iloc[0])
         warps, shared = kernel.num_warps, kernel.shared_bytes // 1024
         found = compiled.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
-        frames: list[dict[str, Any]] = [
-            {
-                "set": [["warps", 0, "." * places]],
-                "note": f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory.",
-            }
-        ]
-        frames += [
-            {
-                "set": [["warps", program * warps, "abcdef"[program % 6] * warps]],
-                "note": f"Program {program + 1} finds room.",
-            }
-            for program in range(found.programs)
-        ]
+        frames = Frames(
+            f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory.",
+            [["warps", 0, "." * places]],
+        )
+        for program in range(found.programs):
+            places_of = ["warps", program * warps, "abcdef"[program % 6] * warps]
+            frames.show(f"Program {program + 1} finds room.", [places_of])
         left = list(range(found.programs * warps, places))
-        frames.append({"set": cells("warps", left, "g"), "note": f"No further program: the limit is {found.limit}."})
+        frames.show(f"No further program: the limit is {found.limit}.", cells("warps", left, "g"))
         facts = {
             "registers a lane": kernel.registers,
             "shared memory, KiB": shared,
@@ -565,15 +535,13 @@ def nf4() -> Recording:
         torch.testing.assert_close(out, book[codes] * absmax.repeat_interleave(block))
         by = {access.tensor: access.elements for access in seen}
         asked = {tensor: len(elements) for tensor, elements in by.items()}
-        frames: list[dict[str, Any]] = [
-            {
-                "set": [
-                    ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
-                    ["absmax", 0, "..", ["1.0", "2.0"]],
-                ],
-                "note": "Eight bytes hold sixteen codes. The first code of a byte is its high half.",
-            }
-        ]
+        frames = Frames(
+            "Eight bytes hold sixteen codes. The first code of a byte is its high half.",
+            [
+                ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
+                ["absmax", 0, "..", ["1.0", "2.0"]],
+            ],
+        )
         each = n // lanes
         for lane in range(lanes):
             elements = by["out"][lane * each : (lane + 1) * each]
@@ -590,7 +558,7 @@ def nf4() -> Recording:
             ]
             if lane:
                 change = [["code", 0, "." * 16], *change]
-            frames.append({"set": change, "note": f"Lane {lane} loads byte {byte}: {halves}."})
+            frames.show(f"Lane {lane} loads byte {byte}: {halves}.", change)
         facts = {"loads of a byte": asked["packed"], "loads of a scale": asked["absmax"], "outputs a lane": each}
         runs.append({"name": name, "frames": frames, "facts": facts})
     simple = runs[0]["facts"]["loads of a byte"]
@@ -649,34 +617,28 @@ def moe_lora() -> Recording:
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
         codes = "abcd"
         by_pair = "".join(codes[e] for e in ids.flatten().tolist())
-        frames: list[dict[str, Any]] = [
-            {
-                "set": [["pairs", 0, by_pair]],
-                "note": f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert.",
-            },
-            {
-                "set": [["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())]],
-                "note": "Sorted by expert. "
-                + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts))
-                + " rows.",
-            },
-        ]
+        frames = Frames(
+            f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert.",
+            [["pairs", 0, by_pair]],
+        )
+        frames.show(
+            "Sorted by expert. " + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts)) + " rows.",
+            [["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())]],
+        )
         stores = {access.program[0]: access for access in seen if access.tensor == "y"}
         for program in range(room):
             if program not in stores:
-                frames.append({"note": f"Program {program} finds no tile in the list, and goes home."})
+                frames.show(f"Program {program} finds no tile in the list, and goes home.")
                 continue
             expert, first, count = tiles[program]
             written = sorted({element // n for element in stores[program].elements})
             assert len(written) == count
-            frames.append(
-                {
-                    "set": [
-                        *cells("sorted", list(range(first, first + count)), "e"),
-                        *cells("y", written, codes[expert]),
-                    ],
-                    "note": f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
-                }
+            frames.show(
+                f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
+                [
+                    *cells("sorted", list(range(first, first + count)), "e"),
+                    *cells("y", written, codes[expert]),
+                ],
             )
         facts = {
             "tiles": len(tiles),
@@ -721,9 +683,7 @@ def sparse_linear() -> Recording:
         kept = torch.zeros(chunks, dtype=torch.bool)
         kept[active] = True
         torch.testing.assert_close(dw, (dy.t() @ x) * kept.repeat_interleave(chunk)[:, None], rtol=1e-4, atol=1e-4)
-        frames: list[dict[str, Any]] = [
-            {"note": f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}."}
-        ]
+        frames = Frames(f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}.")
         for access in seen:
             if access.tensor == "x":
                 change = cells("x", sorted({e % d_in // 16 for e in access.elements}), "a")
@@ -735,11 +695,8 @@ def sparse_linear() -> Recording:
                 places = sorted({(e % d_in // 16) * chunks + e // d_in // chunk for e in access.elements})
                 change = cells("dw", places, "b")
                 what = "writes its tile of dW"
-            frames.append(
-                {
-                    "set": change,
-                    "note": f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.",
-                }
+            frames.show(
+                f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.", change
             )
         once = {name: len({e for a in seen if a.tensor == name for e in a.elements}) for name in ("x", "dy", "dw")}
         facts = {
@@ -799,12 +756,7 @@ def scatter_ffn() -> Recording:
         with watch(order, partial=partial, tickets=tickets, y=y) as seen:
             _tickets_kernel[(split,)](x, partial, tickets, y, SPLIT=split, BLOCK=block)
         totals.append(y)
-        frames: list[dict[str, Any]] = [
-            {
-                "set": [["tickets", 0, ".", ["0"]]],
-                "note": "Four programs have a part of the sum each. The counter is 0.",
-            }
-        ]
+        frames = Frames("Four programs have a part of the sum each. The counter is 0.", [["tickets", 0, ".", ["0"]]])
         drawn, last = 0, -1
         for access in seen:
             program, code = access.program[0], "abcd"[access.program[0]]
@@ -817,21 +769,16 @@ def scatter_ffn() -> Recording:
                 note += (
                     " It is the last one: all parts are there." if drawn == split else " Others are to come: it ends."
                 )
-                frames.append({"set": [["tickets", 0, code, [str(drawn)]]], "note": note})
+                frames.show(note, [["tickets", 0, code, [str(drawn)]]])
                 last = program
             elif access.tensor == "y":
-                frames.append({"set": [["y", 0, code * block]], "note": f"Program {program} writes the total."})
+                frames.show(f"Program {program} writes the total.", [["y", 0, code * block]])
             elif access.kind == "store":
-                frames.append(
-                    {
-                        "set": [["partial", row * block, code * block]],
-                        "note": f"Program {program} writes its part to its own row.",
-                    }
+                frames.show(
+                    f"Program {program} writes its part to its own row.", [["partial", row * block, code * block]]
                 )
             else:
-                frames.append(
-                    {"set": [["partial", row * block, "e" * block]], "note": f"Program {program} adds row {row}."}
-                )
+                frames.show(f"Program {program} adds row {row}.", [["partial", row * block, "e" * block]])
         facts = {
             "who adds up": f"program {last}",
             "order of the additions": "0, 1, 2, 3",
@@ -881,8 +828,13 @@ def attention_backward() -> Recording:
         torch.testing.assert_close(dq[0].double(), truth, rtol=1e-3, atol=1e-4)
     assert kinds[False] == [(0, "load"), (0, "store"), (1, "load"), (1, "store")]
     assert kinds[True] == [(0, "atomic"), (1, "atomic")]
-    halves = [(0, n // 2), (n // 2, n)]
-    schedules: dict[str, list[tuple[str, int, int]]] = {
+    codes = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
+    notes = {
+        "load": "Program {p} loads {rows} and adds its share, in registers.",
+        "store": "Program {p} stores {rows}.",
+        "atomic": "Program {p} adds to {rows}, atomically.",
+    }
+    schedules: dict[str, Schedule] = {
         "one after the other": [(kind, program, half) for program, kind in kinds[False] for half in (0, 1)],
         "at once": [
             *(("load", 0, 0), ("load", 1, 0), ("store", 0, 0), ("load", 0, 1), ("store", 1, 0)),
@@ -892,33 +844,8 @@ def attention_backward() -> Recording:
     }  # fmt: skip
     runs = []
     for name, schedule in schedules.items():
-        memory: list[set[int]] = [set() for _ in range(n)]
-        held = [[set() for _ in range(n)] for _ in range(2)]
-        frames: list[dict[str, Any]] = [
-            {"note": "Sixteen rows of dQ are zero. Each program has a share for every row."}
-        ]
-        for operation, program, half in schedule:
-            low, high = halves[half]
-            rows = f"rows {low} to {high - 1}"
-            if operation == "load":
-                for i in range(low, high):
-                    held[program][i] = memory[i] | {program}
-                note = f"Program {program} loads {rows} and adds its share, in registers."
-                where, state = f"p{program}", held[program]
-            else:
-                for i in range(low, high):
-                    memory[i] = memory[i] | {program} if operation == "atomic" else set(held[program][i])
-                note = (
-                    f"Program {program} stores {rows}."
-                    if operation == "store"
-                    else f"Program {program} adds to {rows}, atomically."
-                )
-                where, state = "dq", memory
-            code = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
-            frames.append(
-                {"set": [[where, low, "".join(code[frozenset(state[i])] for i in range(low, high))]], "note": note}
-            )
-        lost = sum(len(row) < 2 for row in memory)
+        frames = Frames("Sixteen rows of dQ are zero. Each program has a share for every row.")
+        lost = interleave(frames, schedule, "dq", n, notes, lambda cells, _: ["".join(codes[cell] for cell in cells)])
         runs.append({"name": name, "frames": frames, "facts": {"rows": n, "rows that lost a share": lost}})
     lost = [run["facts"]["rows that lost a share"] for run in runs]
     assert lost[0] == 0 == lost[2] and 0 < lost[1] < n
@@ -960,27 +887,19 @@ def attention_decoding() -> Recording:
         torch.testing.assert_close(o.double(), exact, rtol=1e-4, atol=1e-5)
         assert not tickets.any()
         outputs.append(o)
-        frames: list[dict[str, Any]] = [
-            {
-                "set": [["tickets", 0, ".", ["0"]]],
-                "note": f"{keys} keys of one head, {shares} programs. The counter is zero.",
-            }
-        ]
+        frames = Frames(
+            f"{keys} keys of one head, {shares} programs. The counter is zero.", [["tickets", 0, ".", ["0"]]]
+        )
         drawn, merging = 0, None
         for access in seen:
             program = access.program[0]
             mine = "abcd"[program]
             if access.tensor == "k":
                 read = sorted({element // d for element in access.elements})
-                frames.append(
-                    {"set": cells("k", read, mine), "note": f"Program {program} walks over its share of the keys."}
-                )
+                frames.show(f"Program {program} walks over its share of the keys.", cells("k", read, mine))
             elif access.tensor == "lse" and access.kind == "store":
-                frames.append(
-                    {
-                        "set": [["parts", program, mine]],
-                        "note": "It stores its part: the mean of its values, and its log-sum-exp.",
-                    }
+                frames.show(
+                    "It stores its part: the mean of its values, and its log-sum-exp.", [["parts", program, mine]]
                 )
             elif access.kind == "atomic":
                 drawn += 1
@@ -990,21 +909,13 @@ def attention_decoding() -> Recording:
                     if drawn == shares
                     else " Others are still missing, so it ends."
                 )
-                frames.append({"set": [["tickets", 0, mine, [str(drawn)]]], "note": note})
+                frames.show(note, [["tickets", 0, mine, [str(drawn)]]])
             elif access.tensor == "tickets" and access.kind == "store":
-                frames.append(
-                    {
-                        "set": [["tickets", 0, ".", ["0"]]],
-                        "note": "It puts the counter back to zero for the next launch.",
-                    }
-                )
+                frames.show("It puts the counter back to zero for the next launch.", [["tickets", 0, ".", ["0"]]])
             elif access.tensor == "o":
                 merging = program
-                frames.append(
-                    {
-                        "set": [["o", 0, mine]],
-                        "note": f"Program {program} has read all parts in their order, and stores the output.",
-                    }
+                frames.show(
+                    f"Program {program} has read all parts in their order, and stores the output.", [["o", 0, mine]]
                 )
         assert merging == order[-1]
         merged_by.append(merging)
@@ -1037,38 +948,20 @@ def sparse_training() -> Recording:
         torch.manual_seed(0)
         teacher = train.PlantedTeacher(chunks=chunks, planted=8, families=None, d_in=16, batch=16, period=8)
         scheduler = train.make_scheduler(name, train.Layout((chunks,), (active,)))
-        chosen: list[list[int]] = []
-        planted: list[list[int]] = []
-        select = scheduler.select
-
-        def noting(
-            select: Callable[[], torch.Tensor] = select,
-            chosen: list = chosen,
-            planted: list = planted,
-            teacher: Any = teacher,
-        ) -> torch.Tensor:
-            ids = select()
-            planted.append(sorted(teacher.planted_chunks(len(chosen)).tolist()))
-            chosen.append(sorted(ids.tolist()))
-            return ids
-
+        chosen: list[set[int]] = []
+        noting = telling(scheduler.select, lambda ids, chosen=chosen: chosen.append(set(ids.tolist())))
         with mock.patch.object(scheduler, "select", noting):
             scores = list(train.score_scheduler(teacher, scheduler, steps))
-        frames: list[dict[str, Any]] = [
-            {"note": f"{chunks} chunks across, time goes down. {active} may be chosen in a step."}
-        ]
-        for step, (ids, where) in enumerate(zip(chosen, planted, strict=True)):
-            row = ["."] * chunks
-            for i in where:
-                row[i] = "x"
-            for i in ids:
-                row[i] = "c" if i in where else "g"
-            hit = len(set(ids) & set(where))
-            frames.append(
-                {
-                    "set": [["steps", step * chunks, "".join(row)]],
-                    "note": f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen.",
-                }
+        frames = Frames(f"{chunks} chunks across, time goes down. {active} may be chosen in a step.")
+        for step, asked in enumerate(chosen):
+            where = set(teacher.planted_chunks(step).tolist())
+            row = [
+                "c" if i in asked & where else "g" if i in asked else "x" if i in where else "." for i in range(chunks)
+            ]
+            hit = len(asked & where)
+            frames.show(
+                f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen.",
+                [["steps", step * chunks, "".join(row)]],
             )
         recall = float(np.mean([score["recall"] for score in scores]))
         found[name] = recall
@@ -1115,20 +1008,13 @@ def together() -> Recording:
     room = int(np.ceil(max(total.values()) / columns)) * columns
     runs = []
     for name, part in parts.items():
-        frames: list[dict[str, Any]] = [
-            {
-                "note": f"{elements / 1e9:.1f} thousand million weights in the experts of {layers} layers. A cell is a GiB."
-            }
-        ]
+        frames = Frames(
+            f"{elements / 1e9:.1f} thousand million weights in the experts of {layers} layers. A cell is a GiB."
+        )
         at = 0.0
         for code, (what, size) in zip("abcd", part.items()):
             first, last = round(at), round(at + size / 2**30)
-            frames.append(
-                {
-                    "set": cells("gib", list(range(first, last)), code),
-                    "note": f"{what.capitalize()}: {size / 2**30:.1f} GiB.",
-                }
-            )
+            frames.show(f"{what.capitalize()}: {size / 2**30:.1f} GiB.", cells("gib", list(range(first, last)), code))
             at += size / 2**30
         fits = "yes" if at < gpu else f"no: {at / gpu:.1f} times as much"
         runs.append({"name": name, "frames": frames, "facts": {"GiB": f"{at:.1f}", f"fits a GPU of {gpu} GB": fits}})
@@ -1159,7 +1045,7 @@ def launches() -> Recording:
     runs = []
     for name, arguments in calls.items():
         known: list[Any] = []
-        frames: list[dict[str, Any]] = [{"note": "Sixteen calls of one kernel. Nothing is compiled yet."}]
+        frames = Frames("Sixteen calls of one kernel. Nothing is compiled yet.")
         for call, (tensor, n) in enumerate(arguments):
             key = launching._key((tensor, n), 0)
             new = key not in known
@@ -1169,7 +1055,7 @@ def launches() -> Recording:
             changes = [["calls", call, "abcdef"[kernel % 6]], ["kernels", kernel, "abcdef"[kernel % 6]]]
             begin = f", {tensor.storage_offset() * tensor.element_size()} bytes in" if tensor.storage_offset() else ""
             note = f"Call {call + 1}, {str(tensor.dtype).removeprefix('torch.')}{begin}, N = {n}: {what} kernel {kernel + 1}."
-            frames.append({"set": changes, "note": note})
+            frames.show(note, changes)
         runs.append(
             {"name": name, "frames": frames, "facts": {"calls": len(arguments), "kernels compiled": len(known)}}
         )
@@ -1202,18 +1088,14 @@ def several_gpus() -> Recording:
     for slots in (1, 2, 4, 8):
         ids = torch.rand(tokens, experts, generator=generator).topk(slots).indices
         goes = page.goes_solution(ids, experts // gpus, gpus)
-        frames: list[dict[str, Any]] = [
-            {"note": f"{experts} experts on {gpus} GPUs. Each of {tokens} tokens asks for {slots}."}
-        ]
+        frames = Frames(f"{experts} experts on {gpus} GPUs. Each of {tokens} tokens asks for {slots}.")
         for token in range(tokens):
             row = "".join("c" if there else "." for there in goes[token].tolist())
             asked = torch.bincount(ids[token] // (experts // gpus), minlength=gpus).tolist()
             words = [str(count) if count else "" for count in asked]
-            frames.append(
-                {
-                    "set": [["goes", token * gpus, row, words]],
-                    "note": f"Token {token}: {slots} experts, on {int(goes[token].sum())} GPUs. A number says how many it asks for there.",
-                }
+            frames.show(
+                f"Token {token}: {slots} experts, on {int(goes[token].sum())} GPUs. A number says how many it asks for there.",
+                [["goes", token * gpus, row, words]],
             )
         pairs, rows = tokens * slots, int(goes.sum())
         runs.append(
@@ -1243,19 +1125,9 @@ def several_gpus() -> Recording:
 
 
 RECORDINGS: dict[str, Callable[[], Recording]] = {
-    function.__name__: function
-    for function in (
-        *(
-            first_kernel,
-            layer_norm,
-            sparse_linear,
-            attention_online,
-            attention_causal,
-            attention_backward,
-            attention_decoding,
-        ),
-        *(scatter_ffn, choosing_tiles, sparse_training, nf4, moe_lora, together, launches, several_gpus),
-    )
+    name: function
+    for name, function in list(globals().items())
+    if getattr(function, "__annotations__", {}).get("return") is Recording
 }
 
 

@@ -8,6 +8,8 @@ whether there is one.
 import ast
 import contextlib
 import dataclasses
+import functools
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,19 +31,12 @@ Call = Callable[..., Any]
 class Case:
     """A call of one public function.
 
-    ``call`` takes the floating-point tensors that ``inputs`` gives, which are converted to the dtype that is tried.
-    ``tests`` is the stem of the file that tests the function, ``named`` what its tests call the function, if they hold more.
+    ``call`` takes floating-point tensors of these ``shapes``, in the dtype that is tried.
     """
 
     call: Call
-    inputs: Callable[[], list[torch.Tensor]]
-    tests: str
+    shapes: tuple[tuple[int, ...], ...]
     differentiable: bool = True
-    named: str = ""
-
-
-def _randn(*shapes: tuple[int, ...]) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [torch.randn(shape, device=runtime.DEVICE) for shape in shapes]
 
 
 def _ids(*values: int) -> torch.Tensor:
@@ -50,88 +45,44 @@ def _ids(*values: int) -> torch.Tensor:
 
 def cases() -> dict[str, Case]:
     """A case for every public function."""
-    chunk = {"chunk_size": 16}
-    active, rows = _ids(2, 0), _ids(5, 1, 1)
+    active, rows = {"active_chunks": _ids(2, 0), "chunk_size": 16}, _ids(5, 1, 1)
     routing = kb.route(_ids(0, 1, 1, 2, 0, 2).view(3, 2), 3)
-    table = {
-        "layer_norm": Case(kb.layer_norm, _randn((3, 24), (24,), (24,)), "layer_norm"),
-        "rms_norm": Case(lambda x, w, r: kb.rms_norm(x, w, residual=r), _randn((3, 24), (24,), (3, 24)), "rms_norm"),
-        "sparse_linear": Case(
-            lambda x, w, b: kb.sparse_linear(x, w, b, active, **chunk),
-            _randn((3, 24), (48, 24), (48,)),
-            "sparse_linear",
-        ),
-        "sparse_forward": Case(
-            lambda x, w, b: kb.sparse_forward(x, w, b, active, **chunk),
-            _randn((3, 24), (48, 24), (48,)),
-            "sparse_linear",
-        ),
-        "sparse_dw": Case(
-            lambda x, dy: kb.sparse_dw(x, dy, active, **chunk), _randn((3, 24), (3, 48)), "sparse_linear"
-        ),
-        "sparse_dx": Case(
-            lambda dy, w: kb.sparse_dx(dy, w, active, **chunk), _randn((3, 48), (48, 24)), "sparse_linear"
-        ),
-        "sparse_backward": Case(
-            lambda x, w, dy: kb.sparse_backward(x, w, dy, active, **chunk),
-            _randn((3, 24), (48, 24), (3, 48)),
-            "sparse_linear",
-            differentiable=False,
-        ),
-        "flash_attention": Case(
-            lambda q, k, v: kb.flash_attention(q, k, v, causal=True), _randn(*[(1, 2, 5, 16)] * 3), "attention"
-        ),
+    pages = {"block_table": _ids(1, 0, 2, 3).view(2, 2), "lengths": _ids(20, 5)}
+    x, w, dy = (3, 24), (48, 24), (3, 48)
+
+    def append(k: torch.Tensor, v: torch.Tensor) -> None:
+        pool = torch.zeros(2, 4, 2, 16, 16, dtype=k.dtype, device=k.device)
+        kb.append_to_pages(k, v, *pool, **pages)
+
+    def packed(like: torch.Tensor) -> Any:
+        codes, scales = (torch.full((4, n), value, device=like.device).byte() for n, value in ((32, 0), (2, 127)))
+        return kb.fp4_tensor(codes, scales, dtype=like.dtype)
+
+    partial = functools.partial
+    return {
+        "layer_norm": Case(kb.layer_norm, (x, (24,), (24,))),
+        "rms_norm": Case(lambda x, w, r: kb.rms_norm(x, w, residual=r), (x, (24,), x)),
+        "sparse_linear": Case(partial(kb.sparse_linear, **active), (x, w, (48,))),
+        "sparse_forward": Case(partial(kb.sparse_forward, **active), (x, w, (48,))),
+        "sparse_dw": Case(partial(kb.sparse_dw, **active), (x, dy)),
+        "sparse_dx": Case(partial(kb.sparse_dx, **active), (dy, w)),
+        "sparse_backward": Case(partial(kb.sparse_backward, **active), (x, w, dy), differentiable=False),
+        "flash_attention": Case(partial(kb.flash_attention, causal=True), ((1, 2, 5, 16),) * 3),
         "paged_attention": Case(
-            lambda q, k, v: kb.paged_attention(q, k, v, _ids(1, 0, 2, 3).view(2, 2), _ids(20, 5)),
-            _randn((2, 2, 1, 16), (4, 2, 16, 16), (4, 2, 16, 16)),
-            "attention",
-            differentiable=False,
+            partial(kb.paged_attention, **pages), ((2, 2, 1, 16), (4, 2, 16, 16), (4, 2, 16, 16)), differentiable=False
         ),
-        "append_to_pages": Case(
-            lambda k, v: kb.append_to_pages(
-                k,
-                v,
-                *(torch.zeros(4, 2, 16, 16, dtype=k.dtype, device=k.device) for _ in range(2)),
-                _ids(1, 0, 2, 3).view(2, 2),
-                _ids(20, 5),
-            ),
-            _randn((2, 2, 1, 16), (2, 2, 1, 16)),
-            "attention",
-            differentiable=False,
-        ),
-        "gather_matmul": Case(lambda x, w: kb.gather_matmul(x, w, rows), _randn((3, 24), (8, 24)), "scatter_ffn"),
-        "scatter_ffn": Case(
-            lambda x, up, down: kb.scatter_ffn(x, up, down, rows), _randn((3, 24), (8, 24), (8, 24)), "scatter_ffn"
-        ),
-        "nf4_quantize": Case(kb.nf4_quantize, _randn((2, 4, 64)), "nf4", differentiable=False),
-        "nf4_dequantize": Case(
-            lambda w: kb.nf4_dequantize(_QUANTIZED, dtype=w.dtype), _randn((1,)), "nf4", differentiable=False
-        ),
-        "fp4_quantize": Case(kb.fp4_quantize, _randn((2, 4, 64)), "nf4", differentiable=False),
-        "fp4_tensor": Case(
-            lambda w: kb.fp4_tensor(
-                torch.zeros(4, 32, dtype=torch.uint8, device=w.device),
-                torch.full((4, 2), 127, dtype=torch.uint8, device=w.device),
-                dtype=w.dtype,
-            ),
-            _randn((1,)),
-            "nf4",
-            differentiable=False,
-        ),
-        "nf4_matmul": Case(lambda x: kb.nf4_matmul(x, _QUANTIZED, 1), _randn((3, 64)), "nf4"),
-        "scatter2scatter": Case(
-            lambda x, w: kb.scatter2scatter(x, w, routing), _randn((3, 24), (3, 24, 16)), "moe_lora"
-        ),
-        "moe_lora": Case(
-            lambda x, w, a, b: kb.moe_lora(x, w, a, b, routing),
-            _randn((3, 24), (3, 24, 16), (3, 4, 24), (3, 16, 4)),
-            "moe_lora",
-        ),
-        "route": Case(
-            lambda _: kb.route(_ids(0, 1, 1, 2).view(2, 2), 3), _randn((1,)), "moe_lora", differentiable=False
-        ),
+        "append_to_pages": Case(append, ((2, 2, 1, 16), (2, 2, 1, 16)), differentiable=False),
+        "gather_matmul": Case(partial(kb.gather_matmul, rows=rows), (x, (8, 24))),
+        "scatter_ffn": Case(partial(kb.scatter_ffn, neurons=rows), (x, (8, 24), (8, 24))),
+        "nf4_quantize": Case(kb.nf4_quantize, ((2, 4, 64),), differentiable=False),
+        "nf4_dequantize": Case(lambda w: kb.nf4_dequantize(_QUANTIZED, dtype=w.dtype), ((1,),), differentiable=False),
+        "fp4_quantize": Case(kb.fp4_quantize, ((2, 4, 64),), differentiable=False),
+        "fp4_tensor": Case(packed, ((1,),), differentiable=False),
+        "nf4_matmul": Case(lambda x: kb.nf4_matmul(x, _QUANTIZED, 1), ((3, 64),)),
+        "scatter2scatter": Case(partial(kb.scatter2scatter, routing=routing), (x, (3, 24, 16))),
+        "moe_lora": Case(partial(kb.moe_lora, routing=routing), (x, (3, 24, 16), (3, 4, 24), (3, 16, 4))),
+        "route": Case(lambda _: kb.route(_ids(0, 1, 1, 2).view(2, 2), 3), ((1,),), differentiable=False),
     }
-    return table
 
 
 _QUANTIZED = kb.nf4_quantize(torch.randn(2, 4, 64, device=runtime.DEVICE))
@@ -159,7 +110,8 @@ def _outcome(attempt: Callable[[], object]) -> str:
 
 
 def _leaves(case: Case, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [t.to(dtype).requires_grad_(case.differentiable) for t in case.inputs()]
+    inputs = (torch.randn(shape, device=runtime.DEVICE).to(dtype) for shape in case.shapes)
+    return [t.requires_grad_(case.differentiable) for t in inputs]
 
 
 def _first_order(case: Case, inputs: list[torch.Tensor], call: Call | None = None, **how: Any) -> Any:
@@ -242,19 +194,16 @@ def generations() -> list[dict[str, str]]:
     return lines
 
 
-def _gpu_tests(stem: str) -> Iterator[str]:
-    """The names of the tests in tests/test_<stem>.py that only a GPU runs."""
-    path = ROOT / "tests" / f"test_{stem}.py"
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and "pytest.mark.gpu" in map(ast.unparse, node.decorator_list):
-            yield node.name
+def _tested(name: str, pattern: str) -> str:
+    """Whether a test of the function's room that only a GPU runs has such a name."""
+    room = getattr(kb, name).__module__.split(".")[1]
+    nodes = [n for path in ROOT.glob(f"tests/test_{room}.py") for n in ast.parse(path.read_text(encoding="utf-8")).body]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    of_gpu = [f.name for f in functions if "pytest.mark.gpu" in map(ast.unparse, f.decorator_list)]
+    return "tested" if any(re.search(pattern, test) for test in of_gpu) else "-"
 
 
-def _tested(case: Case, pattern: str) -> str:
-    return "tested" if any(re.search(pattern, name) for name in _gpu_tests(case.tests)) else "-"
-
-
-def row(case: Case) -> dict[str, str]:
+def row(name: str, case: Case) -> dict[str, str]:
     """One line of the table."""
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
     works = [names[d] for d in DTYPES if _outcome(lambda d=d: case.call(*_leaves(case, d))) == YES]
@@ -268,15 +217,13 @@ def row(case: Case) -> dict[str, str]:
     forward = _outcome(lambda: torch.func.jvp(case.call, tuple(inputs), tuple(torch.ones_like(t) for t in inputs)))
     line["forward mode"] = forward if case.differentiable else NO
     line["launches"] = _launches(case)
-    line["CUDA graph"] = _tested(case, "graph")
-    line["same bits"] = _tested(case, "reproducible|bitwise|deterministic|same_bits")
+    line["CUDA graph"] = _tested(name, "graph")
+    line["same bits"] = _tested(name, "reproducible|bitwise|deterministic|same_bits")
     return line
 
 
 def functions() -> list[str]:
     """The public functions, in the order of the page."""
-    import inspect
-
     return [name for name in kb.__all__ if inspect.isfunction(getattr(kb, name))]
 
 
@@ -284,7 +231,7 @@ def matrix() -> dict[str, dict[str, str]]:
     """The table: a line for each function."""
     with contextlib.suppress(RuntimeError):
         torch.manual_seed(0)
-    return {name: row(case) for name, case in cases().items()}
+    return {name: row(name, case) for name, case in cases().items()}
 
 
 if __name__ == "__main__":

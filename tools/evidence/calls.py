@@ -5,12 +5,9 @@ python tools/evidence/calls.py attention --repeat 250  the same bits each time, 
 """
 
 import argparse
-import contextlib
-import json
-import os
+import functools
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,37 +17,38 @@ import kernelbook as kb
 
 # isort: split
 import torch
-from triton.runtime.jit import KernelInterface
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import ranks_in_one_process as ranks
+from common import command_line, forked, keep, watching_launches
 
 from kernelbook import nn, runtime, train
 from kernelbook.attention import op as attention_op
 from kernelbook.distributed import exchange
 from kernelbook.interop import rotary
 from kernelbook.lab.bench import sparse_inference
-from kernelbook.launching import Launch
 from kernelbook.moe_lora import lora_gradients
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.train import chunks
 
 Call = Callable[[], Any]
+Calls = Iterator[tuple[str, Call]]
 ATEN = torch.library.Library("aten", "IMPL")
 BF16 = torch.bfloat16
+partial = functools.partial
 
 
 def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device=runtime.DEVICE) * scale).to(dtype)
 
 
-def with_gradients(function: Callable[..., Any], *inputs: torch.Tensor) -> Call:
+def with_gradients(function: Callable[..., Any], *inputs: torch.Tensor, **named: torch.Tensor) -> Call:
     """A call that returns the results and the gradients of all inputs."""
-    leaves = [t.requires_grad_() for t in inputs]
+    leaves = [t.requires_grad_() for t in (*inputs, *named.values())]
     upstream: list[torch.Tensor] = []
 
     def call() -> Any:
-        out = function(*leaves)
+        out = function(*inputs, **named)
         out = out if isinstance(out, tuple) else (out,)
         upstream.extend(torch.randn_like(t) for t in out[len(upstream) :])
         return (*out, *torch.autograd.grad(out, leaves, upstream))
@@ -58,56 +56,33 @@ def with_gradients(function: Callable[..., Any], *inputs: torch.Tensor) -> Call:
     return call
 
 
-def layer_norm() -> Iterator[tuple[str, Call]]:
+def layer_norm() -> Calls:
     for m, n, dtype in ((90, 1000, BF16), (40, 4096, BF16), (9, 40000, torch.float32), (33, 9001, torch.float32)):
-        yield (
-            f"layer_norm {m}x{n}",
-            with_gradients(kb.layer_norm, rand(m, n, dtype=dtype), rand(n, dtype=dtype), rand(n, dtype=dtype)),
-        )
-        yield (
-            f"rms_norm {m}x{n}",
-            with_gradients(
-                lambda x, w, r: kb.rms_norm(x, w, residual=r),
-                rand(m, n, dtype=dtype),
-                rand(n, dtype=dtype),
-                rand(m, n, dtype=dtype),
-            ),
-        )
-    yield (
-        "layer_norm, locks (no promise)",
-        with_gradients(
-            lambda x, w, b: kb.layer_norm(x, w, b, backward="locks"), rand(200, 1000), rand(1000), rand(1000)
-        ),
-    )
+        x, w, b, residual = (rand(*shape, dtype=dtype) for shape in ((m, n), (n,), (n,), (m, n)))
+        yield f"layer_norm {m}x{n}", with_gradients(kb.layer_norm, x, w, b)
+        yield f"rms_norm {m}x{n}", with_gradients(kb.rms_norm, x, w, residual=residual)
+    locks = partial(kb.layer_norm, backward="locks")
+    yield "layer_norm, locks (no promise)", with_gradients(locks, rand(200, 1000), rand(1000), rand(1000))
 
 
-def sparse_linear() -> Iterator[tuple[str, Call]]:
+def sparse_linear() -> Calls:
     for m, d_in, d_out, chunk, count, dtype in (
         (200, 128, 640, 64, 3, BF16),
         (70, 40, 130, 48, 2, BF16),
         (70, 48, 256, 64, 2, torch.float32),
     ):
-        x, w, dy, b = (
-            rand(m, d_in, dtype=dtype),
-            rand(d_out, d_in, dtype=dtype),
-            rand(m, d_out, dtype=dtype),
-            rand(d_out, dtype=dtype),
-        )
+        x, w, dy, b = (rand(*shape, dtype=dtype) for shape in ((m, d_in), (d_out, d_in), (m, d_out), (d_out,)))
         given = {"active_chunks": torch.arange(count, device=x.device), "chunk_size": chunk}
         name = f"{m}x{d_in} to {d_out} {str(dtype)[6:]}"
-        yield f"sparse_backward {name}", lambda x=x, w=w, dy=dy, given=given: kb.sparse_backward(x, w, dy, **given)
-        yield f"sparse_dx {name}", lambda w=w, dy=dy, given=given: kb.sparse_dx(dy, w, **given)
-        yield f"sparse_dw, compact {name}", lambda x=x, dy=dy, given=given: kb.sparse_dw(x, dy, compact=True, **given)
+        yield f"sparse_backward {name}", partial(kb.sparse_backward, x, w, dy, **given)
+        yield f"sparse_dx {name}", partial(kb.sparse_dx, dy, w, **given)
+        yield f"sparse_dw, compact {name}", partial(kb.sparse_dw, x, dy, compact=True, **given)
         for compact in (False, True):
-            yield (
-                f"sparse_forward{', compact' * compact} {name}",
-                lambda x=x, w=w, b=b, given=given, compact=compact: kb.sparse_forward(
-                    x, w, b, compact=compact, **given
-                ),
-            )
+            forward = partial(kb.sparse_forward, x, w, b, compact=compact, **given)
+            yield f"sparse_forward{', compact' * compact} {name}", forward
 
 
-def scatter_ffn() -> Iterator[tuple[str, Call]]:
+def scatter_ffn() -> Calls:
     for m, gated, dtype in (
         (1, False, BF16),
         (1, True, BF16),
@@ -117,142 +92,87 @@ def scatter_ffn() -> Iterator[tuple[str, Call]]:
         (20, False, torch.float32),
     ):
         n, k, listed = 1000, 256, torch.randperm(1000, device=runtime.DEVICE)[:700]
-        shapes = ((m, k), (n, k), (n, k), *(((n, k),) if gated else ()))
-
-        def function(x: Any, up: Any, down: Any, gate: Any = None, listed: torch.Tensor = listed) -> torch.Tensor:
-            return kb.scatter_ffn(x, up, down, listed, w_gate=gate, activation="silu")
-
-        yield (
-            f"scatter_ffn {m} tokens{', gated' * gated} {str(dtype)[6:]}",
-            with_gradients(function, *(rand(*s, dtype=dtype, scale=0.1) for s in shapes)),
-        )
-    x, w = rand(3, 256), rand(500, 256)
-    rows = torch.arange(40, device=x.device)
-    yield "gather_matmul 3 tokens", lambda: kb.gather_matmul(x, w, rows, activation="gelu")
+        x, up, down = (rand(*shape, dtype=dtype, scale=0.1) for shape in ((m, k), (n, k), (n, k)))
+        gate = {"w_gate": rand(n, k, dtype=dtype, scale=0.1)} if gated else {}
+        function = partial(kb.scatter_ffn, neurons=listed, activation="silu")
+        name = f"scatter_ffn {m} tokens{', gated' * gated} {str(dtype)[6:]}"
+        yield name, with_gradients(function, x, up, down, **gate)
+    rows = torch.arange(40, device=runtime.DEVICE)
+    yield "gather_matmul 3 tokens", partial(kb.gather_matmul, rand(3, 256), rand(500, 256), rows, activation="gelu")
 
 
-def nf4() -> Iterator[tuple[str, Call]]:
+def nf4() -> Calls:
     for double in (False, True):
-        w = rand(3, 128, 256)
-        yield (
-            f"nf4_quantize{', nested' * double}",
-            lambda w=w, double=double: _parts(kb.nf4_quantize(w, double_quant=double)),
-        )
-        q = kb.nf4_quantize(w, double_quant=double)
-        odd = kb.nf4_quantize(rand(2, 33, 33), double_quant=double)
+        w, nested = rand(3, 128, 256), ", nested" * double
+        quantize = partial(kb.nf4_quantize, double_quant=double)
+        yield f"nf4_quantize{nested}", partial(quantize, w)
+        q = quantize(w)
         some = torch.tensor([2, 0], device=w.device)
-        yield f"nf4_dequantize{', nested' * double}", lambda q=q, some=some: kb.nf4_dequantize(q, experts=some)
-        yield f"nf4_dequantize, odd{', nested' * double}", lambda odd=odd: kb.nf4_dequantize(odd)
+        yield f"nf4_dequantize{nested}", partial(kb.nf4_dequantize, q, experts=some)
+        yield f"nf4_dequantize, odd{nested}", partial(kb.nf4_dequantize, quantize(rand(2, 33, 33)))
         for m in (1, 4, 8, 40):
-            x = rand(m, 256)
-            yield f"nf4_matmul {m} tokens{', nested' * double}", lambda x=x, q=q: kb.nf4_matmul(x, q, 1)
-        large = kb.nf4_quantize(rand(1, 96, 1024), double_quant=double)
+            yield f"nf4_matmul {m} tokens{nested}", partial(kb.nf4_matmul, rand(m, 256), q, 1)
+        large = quantize(rand(1, 96, 1024))
         for m in (3, 16):
-            x = rand(m, 1024)
-
-            def by_tensor_cores(x: torch.Tensor = x, q: Any = large) -> torch.Tensor:
-                with mock.patch.object(nf4_kernels, "PACKED_ELEMENTS", 0):
-                    return kb.nf4_matmul(x, q, 0)
-
-            yield f"nf4_matmul {m} tokens, as of a large matrix{', nested' * double}", by_tensor_cores
+            by_tensor_cores = mock.patch.object(nf4_kernels, "PACKED_ELEMENTS", 0)(kb.nf4_matmul)
+            yield (
+                f"nf4_matmul {m} tokens, as of a large matrix{nested}",
+                partial(by_tensor_cores, rand(m, 1024), large, 0),
+            )
 
 
-def _parts(q: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(t for t in (q.packed, q.absmax, q.nested_absmax, q.nested_offset) if t is not None)
-
-
-def moe_lora() -> Iterator[tuple[str, Call]]:
+def moe_lora() -> Calls:
     for tokens, experts, slots, k, n, rank, dtype in (
         (100, 5, 2, 128, 192, 16, BF16),
         (6, 8, 2, 64, 96, 8, BF16),
         (30, 4, 2, 40, 72, 3, torch.float32),
     ):
         ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
-        yield f"route {tokens}", lambda ids=ids, experts=experts: kb.route(ids, experts).order
+        yield f"route {tokens}", partial(lambda *given: kb.route(*given).order, ids, experts)
         routing = kb.route(ids, experts)
-        inputs = [
-            rand(tokens, k, dtype=dtype),
-            rand(experts, k, n, dtype=dtype, scale=0.1),
-            rand(experts, rank, k, dtype=dtype, scale=0.1),
-            rand(experts, n, rank, dtype=dtype),
-        ]
+        x, w = rand(tokens, k, dtype=dtype), rand(experts, k, n, dtype=dtype, scale=0.1)
+        a, b = rand(experts, rank, k, dtype=dtype, scale=0.1), rand(experts, n, rank, dtype=dtype)
         name = f"{tokens} tokens {str(dtype)[6:]}"
         for strategy in ("fused", "split"):
-            yield (
-                f"moe_lora, {strategy} {name}",
-                with_gradients(
-                    lambda x, w, a, b, routing=routing, strategy=strategy: kb.moe_lora(
-                        x, w, a, b, routing, strategy=strategy
-                    ),
-                    *inputs,
-                ),
-            )
-        yield (
-            f"scatter2scatter {name}",
-            with_gradients(
-                lambda x, w, routing=routing: kb.scatter2scatter(x, w, routing, grouped_out=True), *inputs[:2]
-            ),
-        )
-        x, dy = inputs[0].detach(), rand(tokens * slots, n, dtype=dtype)
-        factors = [t.detach() for t in inputs[2:]]
-        yield (
-            f"lora_gradients {name}",
-            lambda x=x, dy=dy, factors=factors, routing=routing: lora_gradients(x, dy, *factors, routing),
-        )
+            function = partial(kb.moe_lora, routing=routing, strategy=strategy)
+            yield f"moe_lora, {strategy} {name}", with_gradients(function, x, w, a, b)
+        function = partial(kb.scatter2scatter, routing=routing, grouped_out=True)
+        yield f"scatter2scatter {name}", with_gradients(function, x, w)
+        plain, factors = x.detach(), (a.detach(), b.detach())
+        dy = rand(tokens * slots, n, dtype=dtype)
+        yield f"lora_gradients {name}", partial(lora_gradients, plain, dy, *factors, routing)
         if dtype == BF16:
             q = kb.nf4_quantize(rand(experts, n, k))
-            yield f"scatter2scatter, packed {name}", lambda x=x, q=q, routing=routing: kb.scatter2scatter(x, q, routing)
+            yield f"scatter2scatter, packed {name}", partial(kb.scatter2scatter, plain, q, routing)
             gates = torch.rand(ids.shape, device=ids.device)
-            yield (
-                f"moe_lora, packed {name}",
-                with_gradients(
-                    lambda x, a, b, g, q=q, routing=routing: kb.moe_lora(x, q, a, b, routing, gates=g),
-                    inputs[0],
-                    inputs[2],
-                    inputs[3],
-                    gates,
-                ),
-            )
+            packed = partial(kb.moe_lora, w=q, routing=routing)
+            yield f"moe_lora, packed {name}", with_gradients(packed, x, lora_a=a, lora_b=b, gates=gates)
 
 
-def attention() -> Iterator[tuple[str, Call]]:
+def attention() -> Calls:
     for d in (64, 128, 256):
         for causal in (False, True):
             q, k, v = rand(1, 4, 300, d), rand(1, 2, 300, d), rand(1, 2, 300, d)
-            yield (
-                f"flash_attention {d} features{', causal' * causal}",
-                with_gradients(lambda q, k, v, causal=causal: kb.flash_attention(q, k, v, causal=causal), q, k, v),
-            )
+            function = partial(kb.flash_attention, causal=causal)
+            yield f"flash_attention {d} features{', causal' * causal}", with_gradients(function, q, k, v)
 
     def plain(q: Any, k: Any, v: Any) -> torch.Tensor:
         with attention_op.plain_kernels():
             return kb.flash_attention(q, k, v, causal=True)
 
-    yield (
-        "flash_attention, plain kernels",
-        with_gradients(plain, rand(1, 2, 200, 64), rand(1, 2, 200, 64), rand(1, 2, 200, 64)),
-    )
+    yield "flash_attention, plain kernels", with_gradients(plain, *(rand(1, 2, 200, 64) for _ in range(3)))
     lengths = torch.tensor([5, 250], device=runtime.DEVICE)
-    yield (
-        "flash_attention, lengths and window",
-        with_gradients(
-            lambda q, k, v: kb.flash_attention(q, k, v, causal=True, lengths=lengths, window=40),
-            *(rand(2, 2, 250, 64) for _ in range(3)),
-        ),
-    )
-    yield (
-        "flash_attention float32",
-        with_gradients(
-            lambda q, k, v: kb.flash_attention(q, k, v), *(rand(1, 2, 100, 64, dtype=torch.float32) for _ in range(3))
-        ),
-    )
+    function = partial(kb.flash_attention, causal=True, lengths=lengths, window=40)
+    yield "flash_attention, lengths and window", with_gradients(function, *(rand(2, 2, 250, 64) for _ in range(3)))
+    inputs = (rand(1, 2, 100, 64, dtype=torch.float32) for _ in range(3))
+    yield "flash_attention float32", with_gradients(kb.flash_attention, *inputs)
     cache = [rand(2, 2, 900, 128) for _ in range(2)]
     one = rand(2, 8, 1, 128)
-    yield "flash_attention, one query", lambda: kb.flash_attention(one, *cache)
+    yield "flash_attention, one query", partial(kb.flash_attention, one, *cache)
     pool = [rand(31, 2, 64, 128) for _ in range(2)]
     table = torch.randperm(30, device=one.device).view(2, 15)
     held = torch.tensor([900, 33], device=one.device)
-    yield "paged_attention", lambda: kb.paged_attention(one, *pool, table, held)
+    yield "paged_attention", partial(kb.paged_attention, one, *pool, table, held)
     new = [rand(2, 2, 1, 128) for _ in range(2)]
 
     def append() -> tuple[torch.Tensor, ...]:
@@ -262,7 +182,7 @@ def attention() -> Iterator[tuple[str, Call]]:
     yield "append_to_pages", append
 
 
-def modules() -> Iterator[tuple[str, Call]]:
+def modules() -> Calls:
     """What modules, training and several GPUs add to the rooms' kernels."""
     device = runtime.DEVICE
     layer = nn.MoELayer(6, 64, 96, 2, device=device, dtype=BF16)
@@ -270,14 +190,13 @@ def modules() -> Iterator[tuple[str, Call]]:
     cos, sin = rand(2, 5, 64), rand(2, 5, 64)
     yield "rotate", with_gradients(lambda q, k: rotary.rotate(q, k, cos, sin), rand(2, 18, 5, 64), rand(2, 3, 5, 64))
     for shape in ((200, 96), (70, 33), (1000,)):
-        grad = rand(*shape)
-        yield f"chunk_norms {shape}", lambda grad=grad: chunks.chunk_norms(grad)
+        yield f"chunk_norms {shape}", partial(chunks.chunk_norms, rand(*shape))
     layout = chunks.Layout.of_fraction([70, 1, 130], 0.3, device)
     features, norms = rand(12, layout.total, dtype=torch.float32), rand(layout.total, dtype=torch.float32).abs()
     seen = torch.randint(-1, 9, (layout.total,), dtype=torch.int32, device=device)
     now = torch.tensor([9], dtype=torch.int32, device=device)
     lately = {"longest": 130, "window": 5}
-    yield "knn_scores", lambda: chunks.knn_scores(features, norms, seen, now, layout.starts(), **lately)
+    yield "knn_scores", partial(chunks.knn_scores, features, norms, seen, now, layout.starts(), **lately)
     ids = torch.empty(layout.total_active, dtype=torch.int64, device=device)
     active = torch.tensor(layout.active, dtype=torch.int32, device=device)
     for scores in (norms, None):
@@ -300,7 +219,7 @@ def modules() -> Iterator[tuple[str, Call]]:
         yield f"ChunkAdamW, {inactive} (no promise, each step goes on)", step
     predictor = sparse_inference.Predictor(64, 9000, 8, count=700)
     x = rand(3, 64, dtype=torch.float32)
-    yield "Predictor", lambda: (predictor(x),)
+    yield "Predictor", partial(predictor, x)
     xs, grads = ([rand(5, 200, dtype=torch.float32) for _ in range(3)] for _ in range(2))
     gates = [rand(5, 3, dtype=torch.float32) for _ in range(3)]
     local = [torch.rand(5, 7, device=device).argsort(1)[:, :3].to(torch.int32) for _ in range(3)]
@@ -308,44 +227,20 @@ def modules() -> Iterator[tuple[str, Call]]:
     message.whole.zero_()
     yield "ids and weights of one rank of three", lambda: exchange._own(message, 3, 3, 7)
     for passed in (ranks.by_messages, ranks.by_windows):
-        yield (
-            f"three ranks {passed.__name__.replace('_', ' ')}",
-            lambda passed=passed: [t for part in passed(xs, gates, local, grads, 7, 3) for t in part],
-        )
+        name = f"three ranks {passed.__name__.replace('_', ' ')}"
+        yield name, partial(lambda passed: [t for part in passed(xs, gates, local, grads, 7, 3) for t in part], passed)
 
 
-def control() -> Iterator[tuple[str, Call]]:
+def control() -> Calls:
     """No kernel of ours: products of PyTorch, as of the calls in which a sanitizer has died."""
     for m, k, n in ((40, 256, 128), (16, 700, 256), (70, 256, 700)):
         x, w = rand(m, k), rand(n, k)
         yield f"torch.mm {m}x{k} by {n}", with_gradients(lambda x, w: torch.mm(x, w.t()), x, w)
 
 
-ROOMS: dict[str, Callable[[], Iterator[tuple[str, Call]]]] = {
+ROOMS: dict[str, Callable[[], Calls]] = {
     f.__name__: f for f in (layer_norm, sparse_linear, scatter_ffn, nf4, moe_lora, attention, modules, control)
 }
-
-
-@contextlib.contextmanager
-def launches_said() -> Iterator[None]:
-    """Prints the names of the kernels that are launched."""
-    names: set[str] = set()
-    getitem, launch = KernelInterface.__getitem__, Launch.__call__
-
-    def watched_getitem(kernel: Any, grid: Any) -> Any:
-        names.add(str(getattr(kernel, "__name__", None) or kernel.fn.__name__))
-        return getitem(kernel, grid)
-
-    def watched_launch(self: Any, grid: Any, *args: Any) -> None:
-        names.add(str(getattr(self.kernel, "__name__", None) or self.kernel.fn.__name__))
-        launch(self, grid, *args)
-
-    KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        KernelInterface.__getitem__, Launch.__call__ = getitem, launch  # type: ignore[method-assign]
-        print("launched:", *sorted(names), flush=True)
 
 
 def products_elsewhere() -> None:
@@ -364,7 +259,9 @@ def products_elsewhere() -> None:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else [t for t in value if isinstance(t, torch.Tensor)]
+    """Those of a result: a tensor, several, or a packed matrix."""
+    parts = vars(value).values() if isinstance(value, kb.NF4Tensor) else value
+    return [value] if isinstance(value, torch.Tensor) else [t for t in parts if isinstance(t, torch.Tensor)]
 
 
 def repeated(call: Call, times: int, seconds: float) -> tuple[int, int]:
@@ -400,35 +297,8 @@ def largest() -> dict[str, dict[str, Any]]:
     return told
 
 
-def in_processes(count: int) -> bool:
-    """This command in so many processes, each with its share of the calls and a file of its own -> whether one failed."""
-    visible, pids = os.environ.get("CUDA_VISIBLE_DEVICES"), []
-    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    for k in range(count):
-        pids.append(os.fork())  # nothing has used CUDA yet
-        if pids[-1] == 0:
-            if gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = gpus[k % len(gpus)]
-            sys.argv += ["--processes", "1", "--share", f"{k}/{count}"]
-            if "--out" in sys.argv:
-                path = Path(sys.argv[sys.argv.index("--out") + 1])
-                sys.argv += ["--out", str(path.with_name(f"{path.stem}_{k}{path.suffix}"))]
-            code = 1
-            try:
-                main()
-            except SystemExit as end:
-                code = int(end.code or 0)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-    ended = [os.waitpid(pid, 0)[1] for pid in pids]
-    return any(ended)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("rooms", nargs="*", default=list(ROOMS))
     parser.add_argument("--repeat", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0, help="for the repeats of one call")
@@ -437,19 +307,29 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="that have a share each, on the GPUs by turns")
     parser.add_argument("--largest", action="store_true")
     parser.add_argument("--products-elsewhere", action="store_true", help="PyTorch's matrix products run on the CPU")
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.largest:
         told = largest()
         print(told)
-        if args.out:
-            with open(args.out, "w") as file:
-                json.dump(told, file)
+        keep(args.out, told)
         sys.exit(not all(t["same"] for t in told.values()))
-    if args.processes > 1:
-        sys.exit(in_processes(args.processes))
+    if args.processes == 1:
+        sys.exit(run(args, *map(int, args.share.split("/")), args.out))
+
+    def share(k: int) -> None:
+        """A share of the calls, with a file of its own."""
+        sys.exit(run(args, k, args.processes, args.out and args.out.with_stem(f"{args.out.stem}_{k}")))
+
+    processes = forked(args.processes, share)
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
+def run(args: argparse.Namespace, share: int, shares: int, out: Path | None) -> bool:
+    """Every ``shares``-th call from number ``share`` on, once or again and again -> whether bits differed that may not."""
     told, wrong, at = {}, 0, -1
-    share, shares = map(int, args.share.split("/"))
     if args.products_elsewhere:
         products_elsewhere()
     for room in args.rooms:
@@ -460,8 +340,10 @@ def main() -> None:
                 continue
             if not args.repeat:
                 print(f"call {i}: {name}", flush=True)
-                with launches_said():
+                launched: set[str] = set()
+                with watching_launches(lambda kernel, _, launched=launched: launched.add(kernel)):
                     call()
+                print("launched:", *sorted(launched), flush=True)
                 if runtime.DEVICE.type == "cuda":
                     torch.cuda.synchronize()
                 continue
@@ -469,10 +351,8 @@ def main() -> None:
             told[f"{room}: {name}"] = {"repeats": done, "different": different}
             wrong += different if "no promise" not in name else 0
             print(f"{room}: {name}: {done} repeats, {different} with other bits", flush=True)
-            if args.out:
-                with open(args.out, "w") as file:
-                    json.dump(told, file)
-    sys.exit(wrong > 0)
+            keep(out, told)
+    return wrong > 0
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+from common import EVIDENCE
 
-import torch  # noqa: E402
-
-from kernelbook import check  # noqa: E402
+from kernelbook import check
 
 
 def product(n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,40 +22,27 @@ def product(n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return a.double() @ b.double().t(), a @ b.t()
 
 
-def _element(plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
-    wrong = plain.double()
-    wrong[0, 0] += size * ref.square().mean().sqrt()
-    return wrong.to(plain.dtype)
-
-
-def _row(plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
-    wrong = plain.double()
-    wrong[0] *= 1 + size
-    return wrong.to(plain.dtype)
-
-
-def _bias(plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
-    return (plain.double() + size * ref.square().mean().sqrt()).to(plain.dtype)
-
-
-def _scale(plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
-    return (plain.double() * (1 + size)).to(plain.dtype)
-
-
-# What is planted: (PyTorch's result, the exact one, a size) -> a wrong result. Sizes count in the elements' root mean square.
-PLANTED: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
-    "one element is off by": _element,
-    "one row is scaled, too large by": _row,
-    "all elements are off by": _bias,
-    "all elements are scaled, too large by": _scale,
+# What is planted, in place: (PyTorch's result in float64, the root mean square of the exact one, a size).
+PLANTED: dict[str, Callable[[torch.Tensor, torch.Tensor, float], object]] = {
+    "one element is off by": lambda wrong, rms, size: wrong[0, 0].add_(size * rms),
+    "one row is scaled, too large by": lambda wrong, rms, size: wrong[0].mul_(1 + size),
+    "all elements are off by": lambda wrong, rms, size: wrong.add_(size * rms),
+    "all elements are scaled, too large by": lambda wrong, rms, size: wrong.mul_(1 + size),
 }
+
+
+def planted(kind: str, plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
+    """A wrong result, in PyTorch's dtype."""
+    wrong = plain.double()
+    PLANTED[kind](wrong, ref.square().mean().sqrt(), size)
+    return wrong.to(plain.dtype)
 
 
 def smallest_found(kind: str, ref: torch.Tensor, plain: torch.Tensor, elementwise: bool = True) -> float:
     """By bisection of the size; infinite if none up to a thousand is found."""
 
     def found(size: float) -> bool:
-        verdict = check.compare("out", PLANTED[kind](plain, ref, size), ref, plain)
+        verdict = check.compare("out", planted(kind, plain, ref, size), ref, plain)
         return not verdict.passed if elementwise else verdict.error > verdict.limit
 
     low, high = 1e-8, 1e3
@@ -69,8 +55,7 @@ def smallest_found(kind: str, ref: torch.Tensor, plain: torch.Tensor, elementwis
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "book" / "evidence" / "error_rule.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else EVIDENCE / "error_rule.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("planted", "dtype", "elements", "found_by_norm", "found"))

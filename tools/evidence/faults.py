@@ -8,11 +8,11 @@ import ast
 import copy
 import dataclasses
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "kernelbook"
+from common import EVIDENCE, PACKAGE
 
 # By room: the files with its kernels, and the files whose tests have to notice.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -83,16 +83,15 @@ def _last_value(statement: ast.stmt) -> ast.AST:
     return getattr(statement, "value", None) or statement
 
 
+def _changed(node: Any, **fields: Any) -> Any:
+    """The same, but for these fields."""
+    new = copy.copy(node)
+    vars(new).update(fields)
+    return new
+
+
 def _without(call: ast.Call, *names: str) -> ast.Call:
-    new = copy.deepcopy(call)
-    new.keywords = [k for k in new.keywords if k.arg not in names]
-    return new
-
-
-def _with(call: ast.Call, name: str, value: ast.expr) -> ast.Call:
-    new = _without(call, name)
-    new.keywords.append(ast.keyword(name, value))
-    return new
+    return _changed(call, keywords=[k for k in call.keywords if k.arg not in names])
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -131,53 +130,41 @@ def _of_call(node: ast.Call, stored: bool) -> Iterator[tuple[str, ast.AST]]:
         if isinstance(modifier, ast.Constant) and modifier.value not in (".ca", ".cs"):
             yield "cache modifier dropped", _without(node, "cache_modifier")
     if name.startswith("atomic_"):
-        yield "order relaxed", _with(node, "sem", ast.Constant("relaxed"))
+        relaxed = ast.keyword("sem", ast.Constant("relaxed"))
+        yield "order relaxed", _changed(node, keywords=[*_without(node, "sem").keywords, relaxed])
     if name in ("range", "static_range") and node.args:
         step = ast.unparse(node.args[2]) if len(node.args) > 2 else "1"
         at = 1 if len(node.args) > 1 else 0
-        short = copy.deepcopy(node)
-        short.args[at] = _expr(f"({ast.unparse(node.args[at])}) - ({step})")
-        yield "loop one short", short
-        if len(node.args) > 1:
-            late = copy.deepcopy(node)
-            late.args[0] = _expr(f"({ast.unparse(node.args[0])}) + ({step})")
-            yield "loop starts late", late
+        first, (end, *rest) = node.args[:at], node.args[at:]
+        yield "loop one short", _changed(node, args=[*first, _expr(f"({ast.unparse(end)}) - ({step})"), *rest])
+        if first:
+            yield "loop starts late", _changed(node, args=[_expr(f"({ast.unparse(first[0])}) + ({step})"), end, *rest])
     if name == "zeros" and node.args:
-        ones = copy.deepcopy(node)
-        ones.func.attr = "full"  # type: ignore[attr-defined]
-        ones.args.insert(1, ast.Constant(1))
-        yield "accumulator not reset", ones
-    if name in ("dot", "warpgroup_mma") and len(node.args) > 2 and name == "dot":
-        lost = copy.deepcopy(node)
-        del lost.args[2]
-        yield "accumulator lost", lost
+        size, *rest = node.args
+        full = _changed(node.func, attr="full")
+        yield "accumulator not reset", _changed(node, func=full, args=[size, ast.Constant(1), *rest])
+    if name == "dot" and len(node.args) > 2:
+        yield "accumulator lost", _changed(node, args=[*node.args[:2], *node.args[3:]])
     if name == "where":
-        for i in (1, 2):
-            if not isinstance(node.args[i], ast.Constant):
-                yield "choice dropped", copy.deepcopy(node.args[i])
-        test = node.args[0]
+        test, *choices = node.args
+        yield from (("choice dropped", choice) for choice in choices if not isinstance(choice, ast.Constant))
         if (
             isinstance(test, ast.Compare)
             and type(test.ops[0]) in _OPPOSITE
             and "tl.int32" not in ast.unparse(test)  # no NaN there
             and isinstance(test.comparators[0], ast.Constant)
         ):
-            other = copy.deepcopy(node)
-            turned = copy.deepcopy(test)
-            turned.ops = [_OPPOSITE[type(test.ops[0])]()]
-            other.args = [turned, node.args[2], node.args[1]]
-            yield "NaN takes the other side", other
+            turned = _changed(test, ops=[_OPPOSITE[type(test.ops[0])]()])
+            yield "NaN takes the other side", _changed(node, args=[turned, *reversed(choices)])
     if name in ("minimum", "maximum"):
-        for arg in node.args:
-            yield "bound dropped", copy.deepcopy(arg)
+        yield from (("bound dropped", arg) for arg in node.args)
     if name == "to" and isinstance(node.func, ast.Attribute) and node.args and not stored:
         target = ast.unparse(node.args[0])
         if target.endswith("int64"):
-            yield "cast dropped", copy.deepcopy(node.func.value)
+            yield "cast dropped", node.func.value
         elif target in ("ACC", "tl.float32", "gl.float32"):
-            narrow = copy.deepcopy(node)
-            narrow.args[0] = _expr("tl.float16" if target != "gl.float32" else "gl.float16")
-            yield "cast narrowed", narrow
+            narrow = _expr("tl.float16" if target != "gl.float32" else "gl.float16")
+            yield "cast narrowed", _changed(node, args=[narrow, *node.args[1:]])
 
 
 def _of_operation(node: ast.BinOp, strides: list[str]) -> Iterator[tuple[str, ast.AST]]:
@@ -192,9 +179,8 @@ def _of_operation(node: ast.BinOp, strides: list[str]) -> Iterator[tuple[str, as
             factor = getattr(node, side)
             if isinstance(factor, ast.Name) and factor.id.startswith("stride"):
                 alike = [s for s in strides if s[:8] == factor.id[:8] and s != factor.id]
-                new = copy.deepcopy(node)
-                setattr(new, side, _expr(alike[0] if alike else f"({factor.id} + 1)"))
-                yield "stride swapped", new
+                swapped = _expr(alike[0] if alike else f"({factor.id} + 1)")
+                yield "stride swapped", _changed(node, **{side: swapped})
             elif side == "right" or isinstance(factor, ast.Constant):
                 yield "factor dropped", other
     elif op in (ast.Div, ast.FloorDiv, ast.Mod):
@@ -215,13 +201,10 @@ def _of_comparison(node: ast.Compare) -> Iterator[tuple[str, ast.AST]]:
         return
     op = type(node.ops[0])
     if op in _LOOSER:
-        new = copy.deepcopy(node)
-        new.ops = [_LOOSER[op]()]
-        yield "comparison changed", new
+        yield "comparison changed", _changed(node, ops=[_LOOSER[op]()])
     if op is ast.Lt:
-        new = copy.deepcopy(node)
-        new.comparators = [_expr(f"({ast.unparse(node.comparators[0])}) - 1")]
-        yield "bound off by one", new
+        less = _expr(f"({ast.unparse(node.comparators[0])}) - 1")
+        yield "bound off by one", _changed(node, comparators=[less])
 
 
 def _of_statement(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
@@ -234,9 +217,7 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
         and isinstance(node.targets[0], ast.Name)
         and "arange" in {_called(n) for n in ast.walk(node.value)}
     ):
-        new = copy.deepcopy(node)
-        new.value = _expr(f"({ast.unparse(node.value)}) + 1")
-        yield "offset off by one", new
+        yield "offset off by one", _changed(node, value=_expr(f"({ast.unparse(node.value)}) + 1"))
 
 
 def _of_function(function: ast.FunctionDef) -> Iterator[tuple[str, ast.stmt, ast.AST, ast.AST]]:
@@ -321,21 +302,9 @@ def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
             head = ast.unparse(statement).splitlines()[0]
             key = (function.name, kind, head, text)
             seen[key] = seen.get(key, -1) + 1
-            found.append(
-                Fault(
-                    room,
-                    file,
-                    function.name,
-                    kind,
-                    head,
-                    seen[key],
-                    old.lineno,
-                    start,
-                    end,
-                    text,
-                    (statement.lineno, last),
-                )
-            )  # type: ignore[attr-defined,arg-type]
+            lines = (statement.lineno, last)
+            fault = Fault(room, file, function.name, kind, head, seen[key], old.lineno, start, end, text, lines)  # type: ignore[attr-defined,arg-type]
+            found.append(fault)
     return found
 
 
@@ -358,9 +327,9 @@ def reachable() -> dict[str, set[tuple[str, str]]]:
                 names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
                 attributes = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
                 calls[path.relative_to(PACKAGE).as_posix(), node.name] = names | attributes  # type: ignore[attr-defined]
-    files: dict[str, set[str]] = {}
+    files: dict[str, set[str]] = defaultdict(set)
     for file, name in calls:
-        files.setdefault(name, set()).add(file)
+        files[name].add(file)
     result: dict[str, set[tuple[str, str]]] = {}
     for kernel in calls:
         found, todo = {kernel}, [kernel]
@@ -381,4 +350,4 @@ def reachable() -> dict[str, set[tuple[str, str]]]:
 if __name__ == "__main__":  # book/evidence/faults.csv: how many there are
     counts = [(room, file, len(faults_of(room, file))) for room, (files, _) in ROOMS.items() for file in files]
     lines = "".join(f"{room},{file},{count}\n" for room, file, count in counts)
-    (ROOT / "book" / "evidence" / "faults.csv").write_text("room,file,faults\n" + lines)
+    (EVIDENCE / "faults.csv").write_text("room,file,faults\n" + lines)

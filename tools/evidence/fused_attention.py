@@ -10,17 +10,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-
-import kernelbook  # noqa: E402, F401
+import kernelbook  # noqa: F401
 
 # isort: split
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402, N812
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+import torch
+import torch.nn.functional as F  # noqa: N812
+from common import EVIDENCE
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernelbook import check  # noqa: E402
-from kernelbook.attention import flash_attention_reference  # noqa: E402
+from kernelbook import check
+from kernelbook.attention import flash_attention_reference
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -31,7 +30,7 @@ def gradients(attention: Attention, inputs: list[torch.Tensor], do: torch.Tensor
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "book" / "evidence" / "fused_attention.csv"
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else EVIDENCE / "fused_attention.csv"
     torch.manual_seed(0)
     rows: dict[str, tuple[str, float, str, str, str]] = {}
     for n, s, d, size in itertools.product((1, 5, 33, 128), (1, 7, 64, 257), (8, 64), (1.0, 3.0)):

@@ -7,22 +7,22 @@ options, and values from tiny to large. Each example is held to the error rule o
 memory poisoned; under the interpreter memory is watched too. A failure is shrunk, printed, and makes the command fail.
 """
 
-import argparse
 import contextlib
 import functools
 import json
 import math
+import multiprocessing.connection
 import os
 import random
 import shutil
-import signal
 import sys
 import time
 import traceback
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +34,9 @@ import kernelbook as kb  # noqa: E402
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
+import watched_memory  # noqa: E402
+from common import command_line, forked, keep, mend_interpreter  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from interpreters import mend_interpreter  # noqa: E402
 
 from kernelbook import check, nn, runtime  # noqa: E402
 from kernelbook.attention import flash_attention_reference, paged_attention_reference  # noqa: E402
@@ -54,7 +55,7 @@ from kernelbook.sparse_linear import (  # noqa: E402
 ON_GPU = runtime.DEVICE.type == "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Verdicts = list[check.Verdict]
-TARGETS: dict[str, tuple[dict[str, st.SearchStrategy[Any]], Callable[..., Verdicts]]] = {}
+Inputs = dict[str, Any]
 
 
 def sizes(largest: int, *, zero: bool = False) -> st.SearchStrategy[int]:
@@ -62,16 +63,46 @@ def sizes(largest: int, *, zero: bool = False) -> st.SearchStrategy[int]:
     return st.integers(0 if zero else 1, largest if ON_GPU else min(largest, 70))
 
 
-def target(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., Verdicts]], Callable[..., Verdicts]]:
-    common = {
-        "dtype": st.sampled_from(DTYPES),
-        "layout": st.sampled_from(("dense", "dense", "offset", "turned", "stepped", "wide rows")),
-        "scale": st.sampled_from((1.0, 1.0, 1e-3, 30.0, 0.0)),
-        "wants": st.integers(0, 2**6 - 1),
-    }
+COMMON = {
+    "dtype": st.sampled_from(DTYPES),
+    "layout": st.sampled_from(("dense", "dense", "offset", "turned", "stepped", "wide rows")),
+    "scale": st.sampled_from((1.0, 1.0, 1e-3, 30.0, 0.0)),
+    "wants": st.integers(0, 2**6 - 1),
+}
 
-    def register(function: Callable[..., Verdicts]) -> Callable[..., Verdicts]:
-        TARGETS[function.__name__] = common | strategies, function
+
+class Drawn(SimpleNamespace):
+    """One example: what was drawn of :data:`COMMON` and of the target's own strategies, by name."""
+
+    def rand(self, *shape: int, scale: float = 1.0, shift: float = 0.0, **how: Any) -> torch.Tensor:
+        """Random numbers in the dtype and the layout that were drawn, or in those of ``how``."""
+        values = (torch.randn(shape, device=runtime.DEVICE) * scale).to(how.get("dtype", self.dtype))
+        return laid_out(values + shift if shift else values, how.get("layout", self.layout))
+
+    def optional(self, **shapes: tuple[int, ...]) -> Inputs:
+        """Those of the inputs that were drawn to be there."""
+        return {name: self.rand(*shape) for name, shape in shapes.items() if getattr(self, name)}
+
+    def wanted(self, inputs: Inputs) -> tuple[str, ...]:
+        """A subset of the inputs that can have a gradient."""
+        names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return tuple(n for i, n in enumerate(names) if self.wants >> i & 1)
+
+    def compared(
+        self, ours: Callable, reference: Callable, inputs: Inputs, given: Inputs | None = None, **how: Any
+    ) -> Verdicts:
+        """By the error rule, with the gradients that are wanted; both get what is ``given``. ``how``: see ``check_op``."""
+        ours, reference = (functools.partial(function, **given or {}) for function in (ours, reference))
+        return check.check_op(ours, reference, inputs, **{"grads": self.wanted(inputs), "require": False} | how)
+
+
+Target = Callable[[Drawn], Verdicts]
+TARGETS: dict[str, tuple[dict[str, st.SearchStrategy[Any]], Target]] = {}
+
+
+def target(**strategies: st.SearchStrategy[Any]) -> Callable[[Target], Target]:
+    def register(function: Target) -> Target:
+        TARGETS[function.__name__] = COMMON | strategies, function
         return function
 
     return register
@@ -91,19 +122,8 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] + 5))[..., 2:-3].copy_(tensor)
 
 
-def rand(*shape: int, dtype: torch.dtype, layout: str = "dense", scale: float = 1.0) -> torch.Tensor:
-    return laid_out((torch.randn(shape, device=runtime.DEVICE) * scale).to(dtype), layout)
-
-
-def wanted(inputs: dict[str, Any], wants: int) -> tuple[str, ...]:
-    """A subset of the inputs that can have a gradient."""
-    names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    return tuple(n for i, n in enumerate(names) if wants >> i & 1)
-
-
-def ids(count: int, below: int, outside: bool = False) -> torch.Tensor:
-    low, high = (-2, below + 2) if outside and ON_GPU else (0, below)
-    return torch.randint(low, max(high, low + 1), (count,), device=runtime.DEVICE)
+def ids(count: int, below: int) -> torch.Tensor:
+    return torch.randint(0, max(below, 1), (count,), device=runtime.DEVICE)
 
 
 # --- functions ------------------------------------------------------------------------------------------------------
@@ -113,47 +133,23 @@ def ids(count: int, below: int, outside: bool = False) -> torch.Tensor:
     m=sizes(257, zero=True), n=sizes(4096), weight=st.booleans(), bias=st.booleans(), shift=st.sampled_from((0.0, 100.0)),
     backward=st.sampled_from(("partials", "locks")), eps=st.sampled_from((1e-5, 1e-3)),
 )  # fmt: skip
-def layer_norm(
-    m: int,
-    n: int,
-    weight: bool,
-    bias: bool,
-    shift: float,
-    backward: str,
-    eps: float,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    if shift:
-        scale = max(
-            scale, 1.0
-        )  # rows of equal numbers have no deviations: float64 gives a rounding error, and not the truth
-    inputs: dict[str, Any] = {"x": laid_out(rand(m, n, dtype=dtype, scale=scale) + shift, layout)}
-    if weight:
-        inputs["weight"] = rand(n, dtype=dtype, layout=layout)
-    if bias:
-        inputs["bias"] = rand(n, dtype=dtype, layout=layout)
-    return check.check_op(
-        functools.partial(kb.layer_norm, backward=backward, eps=eps), functools.partial(layer_norm_reference, eps=eps), inputs,
-        grads=wanted(inputs, wants), baseline=lambda x, weight=None, bias=None: F.layer_norm(x, (n,), weight, bias, eps), require=False,
+def layer_norm(d: Drawn) -> Verdicts:
+    # Rows of equal numbers have no deviations: float64 gives a rounding error, and not the truth.
+    scale = max(d.scale, 1.0) if d.shift else d.scale
+    inputs = {"x": d.rand(d.m, d.n, scale=scale, shift=d.shift), **d.optional(weight=(d.n,), bias=(d.n,))}
+    return d.compared(
+        functools.partial(kb.layer_norm, backward=d.backward), layer_norm_reference, inputs, {"eps": d.eps},
+        baseline=lambda x, weight=None, bias=None: F.layer_norm(x, (d.n,), weight, bias, d.eps),
     )  # fmt: skip
 
 
 @target(m=sizes(257, zero=True), n=sizes(4096), weight=st.booleans(), residual=st.booleans())
-def rms_norm(
-    m: int, n: int, weight: bool, residual: bool, dtype: torch.dtype, layout: str, scale: float, wants: int
-) -> Verdicts:
-    inputs: dict[str, Any] = {"x": rand(m, n, dtype=dtype, layout=layout, scale=scale)}
-    if weight:
-        inputs["weight"] = rand(n, dtype=dtype, layout=layout)
-    if residual:
-        inputs["residual"] = rand(m, n, dtype=dtype, layout=layout)
-    grads = wanted(inputs, wants)
-    if residual and grads == ("weight",):
+def rms_norm(d: Drawn) -> Verdicts:
+    inputs = {"x": d.rand(d.m, d.n, scale=d.scale), **d.optional(weight=(d.n,), residual=(d.m, d.n))}
+    grads = d.wanted(inputs)
+    if d.residual and grads == ("weight",):
         grads = ("x", "weight")  # the sum, the second output, depends on x alone
-    return check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=grads, require=False)
+    return d.compared(kb.rms_norm, rms_norm_reference, inputs, grads=grads)
 
 
 _SPARSE = {
@@ -162,86 +158,40 @@ _SPARSE = {
 }  # fmt: skip
 
 
-def _chunks(d_out: int, chunk: int, share: float) -> torch.Tensor:
-    count = -(-d_out // chunk)
-    return torch.randperm(count, device=runtime.DEVICE)[: math.ceil(share * count)]
+def _chunks(d: Drawn) -> Inputs:
+    count = -(-d.d_out // d.chunk)
+    active = torch.randperm(count, device=runtime.DEVICE)[: math.ceil(d.share * count)]
+    return {"active_chunks": active, "chunk_size": d.chunk}
 
 
 @target(**_SPARSE, mode=st.sampled_from(("dense", "sparse_dw", "sparse_dw_dx")), bias=st.booleans())
-def sparse_linear(
-    m: int,
-    d_in: int,
-    d_out: int,
-    chunk: int,
-    share: float,
-    mode: str,
-    bias: bool,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    given = {"active_chunks": _chunks(d_out, chunk, share), "chunk_size": chunk, "mode": mode}
-    inputs: dict[str, Any] = {
-        "x": rand(m, d_in, dtype=dtype, layout=layout, scale=scale),
-        "weight": rand(d_out, d_in, dtype=dtype, layout=layout),
-    }
-    if bias:
-        inputs["bias"] = rand(d_out, dtype=dtype, layout=layout)
-    return check.check_op(
-        functools.partial(kb.sparse_linear, **given), functools.partial(sparse_linear_reference, **given), inputs,
-        grads=wanted(inputs, wants), require=False,
-    )  # fmt: skip
+def sparse_linear(d: Drawn) -> Verdicts:
+    given = _chunks(d) | {"mode": d.mode}
+    inputs = {"x": d.rand(d.m, d.d_in, scale=d.scale), "weight": d.rand(d.d_out, d.d_in)}
+    inputs |= d.optional(bias=(d.d_out,))
+    return d.compared(kb.sparse_linear, sparse_linear_reference, inputs, given)
 
 
 @target(**_SPARSE, compact=st.booleans(), which=st.sampled_from(("forward", "dw", "dx", "backward")))
-def sparse_parts(
-    m: int,
-    d_in: int,
-    d_out: int,
-    chunk: int,
-    share: float,
-    compact: bool,
-    which: str,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    given = {"active_chunks": _chunks(d_out, chunk, share), "chunk_size": chunk}
-    x, w, dy = (
-        rand(m, d_in, dtype=dtype, layout=layout, scale=scale),
-        rand(d_out, d_in, dtype=dtype, layout=layout),
-        rand(m, d_out, dtype=dtype, layout=layout),
-    )
-    partial = functools.partial
-    if which == "forward":
-        return check.check_op(
-            partial(kb.sparse_forward, bias=None, compact=compact, **given), partial(sparse_forward_reference, bias=None, compact=compact, **given),
-            {"x": x, "weight": w}, grads=wanted({"x": x, "weight": w}, wants), require=False,
-        )  # fmt: skip
-    if which == "dw":
-        grads = wanted({"x": x, "dy": dy}, wants)
-        return check.check_op(
-            partial(kb.sparse_dw, compact=compact, **given),
-            partial(sparse_dw_reference, compact=compact, **given),
-            {"x": x, "dy": dy},
-            grads=("x", "dy") if grads == ("x",) else grads,  # db, the second result, depends on dy alone
-            require=False,
-        )
-    if which == "dx":
-        return check.check_op(
-            partial(kb.sparse_dx, **given), partial(sparse_dx_reference, **given),
-            {"dy": dy, "weight": w}, grads=wanted({"dy": dy, "weight": w}, wants), require=False,
-        )  # fmt: skip
+def sparse_parts(d: Drawn) -> Verdicts:
+    given, compact = _chunks(d), {"compact": d.compact}
+    x, w, dy = d.rand(d.m, d.d_in, scale=d.scale), d.rand(d.d_out, d.d_in), d.rand(d.m, d.d_out)
+    if d.which == "forward":
+        given |= compact | {"bias": None}
+        return d.compared(kb.sparse_forward, sparse_forward_reference, {"x": x, "weight": w}, given)
+    if d.which == "dw":
+        inputs = {"x": x, "dy": dy}
+        grads = d.wanted(inputs)
+        grads = ("x", "dy") if grads == ("x",) else grads  # db, the second result, depends on dy alone
+        return d.compared(kb.sparse_dw, sparse_dw_reference, inputs, given | compact, grads=grads)
+    if d.which == "dx":
+        return d.compared(kb.sparse_dx, sparse_dx_reference, {"dy": dy, "weight": w}, given)
 
-    def reference(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def reference(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, compact: bool, **given: Any) -> Any:
         return *sparse_dw_reference(x, dy, compact=compact, **given), sparse_dx_reference(dy, weight, **given)
 
-    return check.check_op(
-        partial(kb.sparse_backward, compact=compact, **given), reference, {"x": x, "weight": w, "dy": dy},
-        forward_factor=check.GRADIENT_FACTOR, require=False,
-    )  # fmt: skip
+    inputs, factor = {"x": x, "weight": w, "dy": dy}, check.GRADIENT_FACTOR
+    return d.compared(kb.sparse_backward, reference, inputs, given | compact, grads=(), forward_factor=factor)
 
 
 ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
@@ -255,118 +205,63 @@ ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
     activation=st.sampled_from((None, *ACTIVATIONS)),
     bias=st.booleans(),
 )
-def gather_matmul(
-    m: int,
-    k: int,
-    n: int,
-    count: int,
-    activation: str | None,
-    bias: bool,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    inputs: dict[str, Any] = {
-        "x": rand(m, k, dtype=dtype, layout=layout, scale=scale),
-        "weight": rand(n, k, dtype=dtype, layout=layout),
-    }
-    if bias:
-        inputs["bias"] = rand(n, dtype=dtype, layout=layout)
-    given = {"rows": ids(count, n), "activation": activation}
-    return check.check_op(
-        functools.partial(kb.gather_matmul, **given), functools.partial(gather_matmul_reference, **given), inputs,
-        grads=wanted(inputs, wants), require=False,
-    )  # fmt: skip
+def gather_matmul(d: Drawn) -> Verdicts:
+    inputs = {"x": d.rand(d.m, d.k, scale=d.scale), "weight": d.rand(d.n, d.k), **d.optional(bias=(d.n,))}
+    given = {"rows": ids(d.count, d.n), "activation": d.activation}
+    return d.compared(kb.gather_matmul, gather_matmul_reference, inputs, given)
 
 
 @target(
     m=sizes(128, zero=True), k=sizes(257), n=sizes(512), k_out=sizes(257), count=sizes(257, zero=True),
     activation=st.sampled_from(ACTIVATIONS), gated=st.booleans(), biases=st.integers(0, 7), deterministic=st.booleans(),
 )  # fmt: skip
-def scatter_ffn(
-    m: int,
-    k: int,
-    n: int,
-    k_out: int,
-    count: int,
-    activation: str,
-    gated: bool,
-    biases: int,
-    deterministic: bool,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    inputs: dict[str, Any] = {
-        "x": rand(m, k, dtype=dtype, layout=layout, scale=scale),
-        "w_up": rand(n, k, dtype=dtype, layout=layout, scale=k**-0.5),
-        "w_down": rand(n, k_out, dtype=dtype, layout=layout, scale=n**-0.5),
+def scatter_ffn(d: Drawn) -> Verdicts:
+    inputs: Inputs = {
+        "x": d.rand(d.m, d.k, scale=d.scale),
+        "w_up": d.rand(d.n, d.k, scale=d.k**-0.5),
+        "w_down": d.rand(d.n, d.k_out, scale=d.n**-0.5),
     }
-    if gated:
-        inputs["w_gate"] = rand(n, k, dtype=dtype, layout=layout, scale=k**-0.5)
-    for i, (name, size) in enumerate((("b_up", n), ("b_down", k_out), ("b_gate", n))):
-        if biases >> i & 1 and (gated or name != "b_gate"):
-            inputs[name] = rand(size, dtype=dtype)
-    given = {"neurons": ids(count, n), "activation": activation}
-    return check.check_op(
-        functools.partial(kb.scatter_ffn, deterministic=deterministic, **given), functools.partial(scatter_ffn_reference, **given), inputs,
-        grads=wanted(inputs, wants), require=False,
-    )  # fmt: skip
+    if d.gated:
+        inputs["w_gate"] = d.rand(d.n, d.k, scale=d.k**-0.5)
+    for i, (name, size) in enumerate((("b_up", d.n), ("b_down", d.k_out), ("b_gate", d.n))):
+        if d.biases >> i & 1 and (d.gated or name != "b_gate"):
+            inputs[name] = d.rand(size, layout="dense")
+    given = {"neurons": ids(d.count, d.n), "activation": d.activation}
+    ours = functools.partial(kb.scatter_ffn, deterministic=d.deterministic)
+    return d.compared(ours, scatter_ffn_reference, inputs, given)
 
 
 @target(
     b=st.integers(1, 3), h_kv=st.integers(1, 2), group=st.integers(1, 3), n=sizes(257, zero=True), s=sizes(512), d=st.sampled_from((8, 16, 40, 64, 128)),
     causal=st.booleans(), lengths=st.booleans(), window=st.sampled_from((None, None, 1, 20)), softmax=st.sampled_from((None, 0.3, -0.2)),
 )  # fmt: skip
-def flash_attention(
-    b: int,
-    h_kv: int,
-    group: int,
-    n: int,
-    s: int,
-    d: int,
-    causal: bool,
-    lengths: bool,
-    window: int | None,
-    softmax: float | None,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    given: dict[str, Any] = {"causal": causal, "scale": softmax}
-    if lengths:
-        given["lengths"] = torch.randint(0, s + 1, (b,), device=runtime.DEVICE)
-    if causal and window:
-        given["window"] = window
-    seen = _seen(n, s, causal, given.get("lengths"), given.get("window"), runtime.DEVICE)
+def flash_attention(d: Drawn) -> Verdicts:
+    given: Inputs = {"causal": d.causal, "scale": d.softmax}
+    if d.lengths:
+        given["lengths"] = torch.randint(0, d.s + 1, (d.b,), device=runtime.DEVICE)
+    if d.causal and d.window:
+        given["window"] = d.window
+    seen = _seen(d.n, d.s, d.causal, given.get("lengths"), given.get("window"), runtime.DEVICE)
     # Where each query sees one key at most, the gradients of q and k are zero, and the rule's floor is absolute.
-    size = min(scale, 3.0 if n and int(seen.sum(-1).max()) > 1 else 1.0)
+    size = min(d.scale, 3.0 if d.n and int(seen.sum(-1).max()) > 1 else 1.0)
     inputs = {
-        name: rand(b, heads, m, d, dtype=dtype, layout=layout, scale=size)
-        for name, heads, m in (("q", h_kv * group, n), ("k", h_kv, s), ("v", h_kv, s))
+        name: d.rand(d.b, heads, m, d.d, scale=size)
+        for name, heads, m in (("q", d.h_kv * d.group, d.n), ("k", d.h_kv, d.s), ("v", d.h_kv, d.s))
     }
     some = seen.any(-1, keepdim=True)
 
     def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """PyTorch's own: like ours it keeps no probabilities, so the backward pass has its differences from the output."""
-        k, v = (t.repeat_interleave(group, 1) for t in (k, v))  # heads that share keys would get the plain one on a GPU
+        # Heads that share keys would get the plain one on a GPU.
+        k, v = (t.repeat_interleave(d.group, 1) for t in (k, v))
         try:
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~some, scale=softmax)
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~some, scale=d.softmax)
         except RuntimeError:  # it chooses a kernel that does not take these strides
-            o = F.scaled_dot_product_attention(*(t.contiguous() for t in (q, k, v)), seen | ~some, scale=softmax)
+            o = F.scaled_dot_product_attention(*(t.contiguous() for t in (q, k, v)), seen | ~some, scale=d.softmax)
         return torch.where(some, o, 0.0)
 
-    return check.check_op(
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        inputs,
-        grads=wanted(inputs, wants),
-        baseline=fused if dtype == torch.float32 and n else None,
-        require=False,
-    )
+    baseline = fused if d.dtype == torch.float32 and d.n else None
+    return d.compared(kb.flash_attention, flash_attention_reference, inputs, given, baseline=baseline)
 
 
 @target(
@@ -379,33 +274,20 @@ def flash_attention(
     per=st.integers(1, 4),
     append=st.booleans(),
 )
-def pages(
-    b: int,
-    h_kv: int,
-    group: int,
-    n: int,
-    d: int,
-    page: int,
-    per: int,
-    append: bool,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    pool = [rand(b * per + 1, h_kv, page, d, dtype=dtype) for _ in range(2)]
-    table = torch.randperm(b * per + 1, device=runtime.DEVICE)[: b * per].view(b, per)
-    lengths = torch.randint(0, per * page - n + 1, (b,), device=runtime.DEVICE)
-    if append:
-        new = [rand(b, h_kv, n, d, dtype=dtype, layout=layout) for _ in range(2)]
+def pages(d: Drawn) -> Verdicts:
+    pool = [d.rand(d.b * d.per + 1, d.h_kv, d.page, d.d, layout="dense") for _ in range(2)]
+    table = torch.randperm(d.b * d.per + 1, device=runtime.DEVICE)[: d.b * d.per].view(d.b, d.per)
+    lengths = torch.randint(0, d.per * d.page - d.n + 1, (d.b,), device=runtime.DEVICE)
+    if d.append:
+        new = [d.rand(d.b, d.h_kv, d.n, d.d) for _ in range(2)]
         expected = [p.clone() for p in pool]
         append_to_pages_reference(*new, *expected, table, lengths)
         kb.append_to_pages(*new, *pool, table, lengths)
         assert all(torch.equal(ours, true) for ours, true in zip(pool, expected, strict=True)), "pages differ"
         return []
-    q = rand(b, h_kv * group, n, d, dtype=dtype, layout=layout, scale=min(scale, 3.0))
+    q = d.rand(d.b, d.h_kv * d.group, d.n, d.d, scale=min(d.scale, 3.0))
     inputs = {"q": q, "k_pages": pool[0], "v_pages": pool[1], "block_table": table, "lengths": lengths}
-    return check.check_op(kb.paged_attention, paged_attention_reference, inputs, require=False)
+    return d.compared(kb.paged_attention, paged_attention_reference, inputs, grads=())
 
 
 def _dense(q: Any, experts: torch.Tensor | None = None) -> torch.Tensor:
@@ -424,100 +306,86 @@ def _dense(q: Any, experts: torch.Tensor | None = None) -> torch.Tensor:
     m=sizes(33),
     some=st.booleans(),
 )
-def nf4(
-    e: int,
-    rows: int,
-    cols: int,
-    block: int,
-    double: bool,
-    m: int,
-    some: bool,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    q = kb.nf4_quantize(
-        rand(e, rows, cols, dtype=dtype, layout=layout, scale=scale), block_size=block, double_quant=double
-    )
-    experts = ids(3, e) if some else None
-    assert torch.equal(kb.nf4_dequantize(q, experts=experts, dtype=dtype), _dense(q, experts).to(dtype)), (
-        "decoded values differ"
-    )
-    x, expert = rand(m, cols, dtype=dtype, layout=layout), ids(1, e)[0]
+def nf4(d: Drawn) -> Verdicts:
+    q = kb.nf4_quantize(d.rand(d.e, d.rows, d.cols, scale=d.scale), block_size=d.block, double_quant=d.double)
+    experts = ids(3, d.e) if d.some else None
+    decoded = kb.nf4_dequantize(q, experts=experts, dtype=d.dtype)
+    assert torch.equal(decoded, _dense(q, experts).to(d.dtype)), "decoded values differ"
+    x, expert = d.rand(d.m, d.cols), ids(1, d.e)[0]
     w = _dense(q)[expert]
-    return check.check_op(
-        lambda x: kb.nf4_matmul(x, q, expert), lambda x: x @ w.to(x.dtype).t(), {"x": x}, grads=("x",) if wants & 1 else (),
-        baseline=lambda x: x @ w.to(x.dtype).t(), require=False,
-    )  # fmt: skip
+    return d.compared(lambda x: kb.nf4_matmul(x, q, expert), lambda x: x @ w.to(x.dtype).t(), {"x": x})
+
+
+_MOE = {
+    "gates": st.booleans(),
+    "bias": st.booleans(),
+    "strategy": st.sampled_from(("auto", "fused", "split")),
+    "skipped": st.sampled_from((0.0, 0.3)),
+}
+
+
+def _chosen(d: Drawn) -> torch.Tensor:
+    """The experts of each token; some are none."""
+    chosen = torch.rand(d.tokens, d.experts, device=runtime.DEVICE).argsort(1)[:, : min(d.slots, d.experts)]
+    return chosen.masked_fill(torch.rand(chosen.shape, device=chosen.device) < d.skipped, d.experts)
+
+
+def _lora(d: Drawn, k: int, rank: int, chosen: torch.Tensor) -> Inputs:
+    """What may join the experts' own weights; no LoRA where ``rank`` is zero."""
+    inputs: Inputs = {
+        "lora_a": d.rand(d.experts, rank, k, scale=k**-0.5) if rank else None,
+        "lora_b": d.rand(d.experts, d.n, rank) if rank else None,
+    }
+    if d.bias:
+        inputs["bias"] = d.rand(d.experts, d.n, layout="dense")
+    if d.gates:
+        inputs["gates"] = torch.rand(chosen.shape, device=chosen.device).to(d.dtype)
+    return inputs
 
 
 @target(
     tokens=sizes(257, zero=True), experts=st.sampled_from((1, 4, 7, 64)), slots=st.integers(1, 3), k=sizes(128), n=sizes(257), rank=st.sampled_from((1, 8, 16)),
-    grouped_in=st.booleans(), grouped_out=st.booleans(), gates=st.booleans(), bias=st.booleans(), lora=st.booleans(),
-    strategy=st.sampled_from(("auto", "fused", "split")), skipped=st.sampled_from((0.0, 0.3)), plain=st.booleans(),
+    grouped_in=st.booleans(), grouped_out=st.booleans(), lora=st.booleans(), plain=st.booleans(), **_MOE,
 )  # fmt: skip
-def moe_lora(
-    tokens: int, experts: int, slots: int, k: int, n: int, rank: int, grouped_in: bool, grouped_out: bool, gates: bool, bias: bool, lora: bool,
-    strategy: str, skipped: float, plain: bool, dtype: torch.dtype, layout: str, scale: float, wants: int,
-) -> Verdicts:  # fmt: skip
-    slots = min(slots, experts)
-    chosen = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
-    chosen = chosen.masked_fill(torch.rand(chosen.shape, device=chosen.device) < skipped, experts)
-    routing = kb.route(chosen, experts)
-    inputs: dict[str, Any] = {
-        "x": rand(tokens * slots if grouped_in else tokens, k, dtype=dtype, layout=layout, scale=scale),
-        "w": rand(experts, k, n, dtype=dtype, layout=layout, scale=k**-0.5),
+def moe_lora(d: Drawn) -> Verdicts:
+    chosen = _chosen(d)
+    routing, how = (
+        kb.route(chosen, d.experts),
+        {"grouped_in": d.grouped_in, "grouped_out": d.grouped_out and not d.gates},
+    )
+    inputs: Inputs = {
+        "x": d.rand(chosen.numel() if d.grouped_in else d.tokens, d.k, scale=d.scale),
+        "w": d.rand(d.experts, d.k, d.n, scale=d.k**-0.5),
     }
-    how = {"grouped_in": grouped_in, "grouped_out": grouped_out and not gates}
-    if plain:
-        return check.check_op(
-            functools.partial(kb.scatter2scatter, routing=routing, **how), functools.partial(scatter2scatter_reference, expert_ids=chosen, **how),
-            inputs, grads=wanted(inputs, wants), require=False,
-        )  # fmt: skip
-    inputs["lora_a"] = rand(experts, rank, k, dtype=dtype, layout=layout, scale=k**-0.5) if lora else None
-    inputs["lora_b"] = rand(experts, n, rank, dtype=dtype, layout=layout) if lora else None
-    if bias:
-        inputs["bias"] = rand(experts, n, dtype=dtype)
-    if gates:
-        inputs["gates"] = torch.rand(chosen.shape, device=chosen.device).to(dtype)
-    return check.check_op(
-        functools.partial(kb.moe_lora, routing=routing, strategy=strategy, scaling=0.5, **how),
-        functools.partial(moe_lora_reference, expert_ids=chosen, scaling=0.5, **how), inputs, grads=wanted(inputs, wants), require=False,
-    )  # fmt: skip
+    if d.plain:
+        ours = functools.partial(kb.scatter2scatter, routing=routing)
+        return d.compared(ours, functools.partial(scatter2scatter_reference, expert_ids=chosen), inputs, how)
+    inputs |= _lora(d, d.k, d.rank if d.lora else 0, chosen)
+    ours = functools.partial(kb.moe_lora, routing=routing, strategy=d.strategy)
+    return d.compared(ours, functools.partial(moe_lora_reference, expert_ids=chosen), inputs, how | {"scaling": 0.5})
 
 
 @target(
-    tokens=sizes(257, zero=True), experts=st.sampled_from((1, 4, 7)), slots=st.integers(1, 3), k=st.sampled_from((1, 2, 3, 4, 8)), n=sizes(257), rank=st.sampled_from((0, 1, 8, 16)),
-    format=st.sampled_from(("32", "64", "128 double", "mxfp4", "nvfp4")), gates=st.booleans(), bias=st.booleans(),
-    strategy=st.sampled_from(("auto", "fused", "split")), skipped=st.sampled_from((0.0, 0.3)),
+    tokens=sizes(257, zero=True), experts=st.sampled_from((1, 4, 7)), slots=st.integers(1, 3), k=st.sampled_from((1, 2, 3, 4, 8)), n=sizes(257),
+    rank=st.sampled_from((0, 1, 8, 16)), format=st.sampled_from(("32", "64", "128 double", "mxfp4", "nvfp4")), **_MOE,
 )  # fmt: skip
-def packed_experts(
-    tokens: int, experts: int, slots: int, k: int, n: int, rank: int, format: str, gates: bool, bias: bool, strategy: str, skipped: float,
-    dtype: torch.dtype, layout: str, scale: float, wants: int,
-) -> Verdicts:  # fmt: skip
+def packed_experts(d: Drawn) -> Verdicts:
     """Weights in 4 bits, of NF4 and FP4."""
-    k, slots = 64 * k, min(slots, experts)
-    dense = rand(experts, n, k, dtype=torch.float32, scale=k**-0.5)
-    if "fp4" in format:
-        q = kb.fp4_quantize(dense, format=format)
+    k = 64 * d.k
+    dense = d.rand(d.experts, d.n, k, scale=k**-0.5, dtype=torch.float32, layout="dense")
+    if "fp4" in d.format:
+        q = kb.fp4_quantize(dense, format=d.format)
     else:
-        q = kb.nf4_quantize(dense, block_size=int(format.split()[0]), double_quant="double" in format)
-    w = kb.nf4_dequantize(q, dtype=dtype).transpose(1, 2)
-    chosen = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
-    chosen = chosen.masked_fill(torch.rand(chosen.shape, device=chosen.device) < skipped, experts)
-    inputs: dict[str, Any] = {"x": rand(tokens, k, dtype=dtype, layout=layout, scale=scale)}
-    inputs["lora_a"] = rand(experts, rank, k, dtype=dtype, layout=layout, scale=k**-0.5) if rank else None
-    inputs["lora_b"] = rand(experts, n, rank, dtype=dtype, layout=layout) if rank else None
-    if bias:
-        inputs["bias"] = rand(experts, n, dtype=dtype)
-    if gates:
-        inputs["gates"] = torch.rand(chosen.shape, device=chosen.device).to(dtype)
-    return check.check_op(
-        functools.partial(kb.moe_lora, w=q, routing=kb.route(chosen, experts), strategy=strategy, scaling=0.5),
-        lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=chosen, scaling=0.5, **t),
-        inputs, grads=wanted(inputs, wants), require=False,
-    )  # fmt: skip
+        q = kb.nf4_quantize(dense, block_size=int(d.format.split()[0]), double_quant="double" in d.format)
+    w = kb.nf4_dequantize(q, dtype=d.dtype).transpose(1, 2)
+    chosen = _chosen(d)
+    inputs: Inputs = {"x": d.rand(d.tokens, k, scale=d.scale)} | _lora(d, k, d.rank, chosen)
+    return d.compared(
+        functools.partial(kb.moe_lora, w=q, routing=kb.route(chosen, d.experts), strategy=d.strategy),
+        lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=chosen, **t),
+        inputs,
+        {"scaling": 0.5},
+    )
 
 
 # --- modules, with and without autocast -----------------------------------------------------------------------------
@@ -531,49 +399,34 @@ def packed_experts(
     bias=st.booleans(),
     autocast=st.sampled_from((None, torch.float16, torch.bfloat16)),
 )
-def modules(
-    kind: str,
-    m: int,
-    n: int,
-    n_out: int,
-    bias: bool,
-    autocast: torch.dtype | None,
-    dtype: torch.dtype,
-    layout: str,
-    scale: float,
-    wants: int,
-) -> Verdicts:
-    if kind == "SparseLinear":
-        module: torch.nn.Module = nn.SparseLinear(n, n_out, bias=bias, device=runtime.DEVICE, dtype=dtype)
-        plain: Callable[..., torch.Tensor] = lambda x, weight, bias=None: F.linear(x, weight, bias)  # noqa: E731
-    elif kind == "LayerNorm":
-        module, plain = (
-            nn.LayerNorm(n, bias=bias, device=runtime.DEVICE, dtype=dtype),
+def modules(d: Drawn) -> Verdicts:
+    n, where = d.n, {"device": runtime.DEVICE, "dtype": d.dtype}
+    module, plain = {
+        "SparseLinear": lambda: (nn.SparseLinear(n, d.n_out, bias=d.bias, **where), F.linear),
+        "LayerNorm": lambda: (
+            nn.LayerNorm(n, bias=d.bias, **where),
             lambda x, weight, bias=None: F.layer_norm(x, (n,), weight, bias),
-        )
-    else:
-        module, plain = (
-            nn.RMSNorm(n, eps=1e-5, device=runtime.DEVICE, dtype=dtype),
-            lambda x, weight: F.rms_norm(x, (n,), weight, 1e-5),
-        )
-    inputs = {
-        "x": rand(m, n, dtype=dtype, layout=layout, scale=scale),
-        **{name: p.detach().clone() for name, p in module.named_parameters()},
-    }
+        ),
+        "RMSNorm": lambda: (nn.RMSNorm(n, eps=1e-5, **where), lambda x, weight: F.rms_norm(x, (n,), weight, 1e-5)),
+    }[d.kind]()
+    parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
+    inputs = {"x": d.rand(d.m, n, scale=d.scale), **parameters}
+
+    def autocast(enabled: bool) -> torch.autocast:
+        return torch.autocast(runtime.DEVICE.type, d.autocast or torch.bfloat16, enabled and d.autocast is not None)
 
     def ours(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(runtime.DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None):
+        with autocast(True):
             return torch.func.functional_call(module, parameters, (x,))
 
     def theirs(x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(
-            runtime.DEVICE.type, autocast or torch.bfloat16, enabled=autocast is not None and x.dtype != torch.float64
-        ):
-            return plain(x, **parameters).to(x.dtype if x.dtype == torch.float64 else result)
+        exact = x.dtype == torch.float64
+        with autocast(not exact):
+            return plain(x, **parameters).to(x.dtype if exact else result)
 
     with torch.no_grad():
         result = ours(**inputs).dtype
-    return check.check_op(ours, theirs, inputs, grads=wanted(inputs, wants), require=False)
+    return d.compared(ours, theirs, inputs)
 
 
 # --- campaigns ------------------------------------------------------------------------------------------------------
@@ -635,9 +488,9 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
             return  # no time: what is left passes without having run, and is not counted
         text = ", ".join(f"{k}={v}" for k, v in drawn.items())
         torch.manual_seed(zlib.crc32(text.encode()))  # the same values when it is shrunk
-        with contextlib.nullcontext() if ON_GPU else watched():
+        with contextlib.nullcontext() if ON_GPU else watched_memory.watched():
             try:
-                verdicts = function(**drawn)
+                verdicts = function(Drawn(**drawn))
             except check.CheckError as error:
                 if "nothing to compare with" in str(error):
                     return
@@ -656,7 +509,7 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
         save()
         for i, verdict in enumerate(verdicts):
             if not verdict.passed:
-                if not _passes_on_average(i, verdict, lambda: function(**drawn)):
+                if not _passes_on_average(i, verdict, lambda: function(Drawn(**drawn))):
                     raise wrong(text, str(verdict))
                 told["drawn_again"] += 1
                 continue
@@ -693,14 +546,6 @@ def _passes_on_average(i: int, verdict: check.Verdict, example: Callable[[], Ver
     return found[-1].element <= 1.0 and ours <= factor * theirs + verdict.floor
 
 
-@contextlib.contextmanager
-def watched() -> Iterator[None]:
-    import watched_memory
-
-    with watched_memory.watched():
-        yield
-
-
 def _work(jobs: list[tuple[str, int, int]], share: int, until: float, out: Path) -> None:
     """The campaigns ``jobs``, until so many examples ran or the time is over."""
     torch.set_num_threads(1)
@@ -711,8 +556,7 @@ def _work(jobs: list[tuple[str, int, int]], share: int, until: float, out: Path)
         """A process may be stopped at any time; what it saw counts."""
         nonlocal saved
         if time.monotonic() - saved >= after:
-            out.with_suffix(".part").write_text(json.dumps(results))
-            out.with_suffix(".part").replace(out)
+            keep(out, results)
             saved = time.monotonic()
 
     for name, examples, seed in jobs:
@@ -728,37 +572,27 @@ def _work(jobs: list[tuple[str, int, int]], share: int, until: float, out: Path)
 
 def summed_up(folder: Path) -> dict[str, dict[str, Any]]:
     """What all processes saw, by function. ``shapes`` counts the sizes and dtypes that differ."""
-    summary: dict[str, dict[str, Any]] = {}
-    shapes: dict[str, set[int]] = defaultdict(set)
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
         for name, parts in json.loads(path.read_text()).items():
-            s = summary.setdefault(
-                name,
-                {
-                    "examples": 0,
-                    "shapes": 0,
-                    "worst": 0.0,
-                    "where": "",
-                    "element": 0.0,
-                    "drawn_again": 0,
-                    "failures": [],
-                },
-            )
-            for part in parts:
-                s["examples"] += part["examples"]
-                s["drawn_again"] += part["drawn_again"]
-                shapes[name] |= set(part["shapes"])
-                s["shapes"] = len(shapes[name])
-                s["element"] = max(s["element"], part["element"])
-                if part["worst"] > s["worst"]:
-                    s["worst"], s["where"] = part["worst"], part["where"]
-                if part["failure"]:
-                    s["failures"].append(part["failure"])
+            found[name] += parts
+    summary = {}
+    for name, parts in found.items():
+        worst = max(parts, key=lambda part: part["worst"])
+        summary[name] = {
+            "examples": sum(part["examples"] for part in parts),
+            "shapes": len({number for part in parts for number in part["shapes"]}),
+            "worst": worst["worst"],
+            "where": worst["where"],
+            "element": max(part["element"] for part in parts),
+            "drawn_again": sum(part["drawn_again"] for part in parts),
+            "failures": [part["failure"] for part in parts if part["failure"]],
+        }
     return summary
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--examples", type=int, default=20000 if ON_GPU else 2000)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=3600.0)
@@ -770,54 +604,34 @@ def main() -> None:
         mend_interpreter()
     os.environ.setdefault("KERNELBOOK_PLANS", "shipped")
     until, folder = time.monotonic() + args.seconds, args.out.with_suffix(".parts")
-    folder.mkdir(parents=True, exist_ok=True)
     # Small campaigns, dealt out: each begins with the simplest examples anew, so they are not too small.
     each = max(10, min(200 if ON_GPU else 50, args.examples // (len(args.only) * args.processes)))
     # More of them than examples are asked for: few values of the options leave some with few examples that differ.
     rounds = 4 * -(-args.examples // (each * len(args.only)))
     order = random.Random(args.seed)
     jobs = [(name, each, args.seed + i) for i in range(rounds) for name in order.sample(args.only, len(args.only))]
-    pids = []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    for p in range(args.processes):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            if ON_GPU:  # by turns, before this process uses one
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[p % len(visible.split(","))]
-            try:
-                _work(jobs[p :: args.processes], -(-args.examples // args.processes), until, folder / f"{p}.json")
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        pids.append(pid)
-    ended, saved = [], time.monotonic()
-    for pid in pids:
-        # Who is still compiling or shrinking then is stopped; the campaigns that it finished count.
-        while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < until + 3:
-            time.sleep(0.05)
-            if time.monotonic() - saved > 5:
-                args.out.write_text(json.dumps(summed_up(folder), indent=1))
-                saved = time.monotonic()
-        if found == (0, 0):
-            os.kill(pid, signal.SIGKILL)
-            found = os.waitpid(pid, 0)
-        ended.append(found[1] not in (0, signal.SIGKILL))
+    share = -(-args.examples // args.processes)
+    processes = forked(args.processes, lambda p: _work(jobs[p :: args.processes], share, until, folder / f"{p}.json"))
+    # Who is still compiling or shrinking then is stopped; the campaigns that it finished count.
+    while any(process.is_alive() for process in processes) and time.monotonic() < until + 3:
+        multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()], timeout=2)
+        keep(args.out, summed_up(folder))
+    stopped = [process for process in processes if process.is_alive()]
+    for process in stopped:
+        process.kill()
+    for process in processes:
+        process.join()
+    ended_badly = sum(process.exitcode != 0 and process not in stopped for process in processes)
     summary = summed_up(folder)
-    args.out.write_text(json.dumps(summary, indent=1))
-    shutil.rmtree(folder)
-    total = sum(s["examples"] for s in summary.values())
-    print(
-        f"{total} examples, {sum(len(s['failures']) for s in summary.values())} failures, {sum(map(bool, ended))} processes ended badly"
-    )
+    keep(args.out, summary)
+    shutil.rmtree(folder, ignore_errors=True)
+    total, failures = (sum(s["examples"] for s in summary.values()), sum(len(s["failures"]) for s in summary.values()))
+    print(f"{total} examples, {failures} failures, {ended_badly} processes ended badly")
     for name, s in summary.items():
         print(f"  {name:16} {s['examples']:6}  worst {s['worst']:.2f}, element {s['element']:.2f}  {s['where'][:150]}")
         for failure in sorted(set(s["failures"]), key=len)[:4]:
             print(f"    FAILED {failure[:700]}")
-    sys.exit(any(s["failures"] for s in summary.values()))
+    sys.exit(failures > 0)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ all threads, or none: only where the name says so may a word be read that is not
 tells what its reports on partitions of warps are worth.
 """
 
-import argparse
 import ctypes
-import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from common import command_line, keep, output_of, sanitizer
 
 BODIES = {
     "one barrier that both reach": """
@@ -177,28 +175,16 @@ def launch(name: str) -> None:
 
     call("cuModuleLoadData", ctypes.byref(module), PTX.format(target=target, body=(BODIES | STORED)[name]).encode())
     call("cuModuleGetFunction", ctypes.byref(function), module, b"handshake_kernel")
+    grid, block = (1 if name in STORED else 32, 1, 1), (384 if "loop" in name else 256, 1, 1)
     pointer = ctypes.c_uint64(out.data_ptr())
     arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.byref(pointer), ctypes.c_void_p))
-    call(
-        "cuLaunchKernel",
-        function,
-        1 if name in STORED else 32,
-        1,
-        1,
-        384 if "loop" in name else 256,
-        1,
-        1,
-        0,
-        None,
-        arguments,
-        None,
-    )
+    call("cuLaunchKernel", function, *grid, *block, 0, None, arguments, None)
     torch.cuda.synchronize()
     print("word", int(out[0]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--launch", choices=(*BODIES, *STORED), help="one program, which is what the sanitizer is given"
@@ -207,14 +193,11 @@ def main() -> None:
     if args.launch:
         launch(args.launch)
         return
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(sanitizer).exists():
-        raise SystemExit("handshake: compute-sanitizer must be in PATH, it comes with CUDA's toolkit")
     told, running = {}, {}
     for name in (*BODIES, *STORED):
         tool = "initcheck" if name in STORED else "racecheck"
         command = [
-            sanitizer,
+            sanitizer(),
             "--tool",
             tool,
             "--kernel-regex",
@@ -224,13 +207,7 @@ def main() -> None:
             "--launch",
             name,
         ]
-        running[name] = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        running[name] = output_of(command)
     for name, process in running.items():
         try:
             text = process.communicate(timeout=60)[0]
@@ -245,8 +222,7 @@ def main() -> None:
             "word": int(word.group(1)) if word else None,
         }
         print(name, told[name], flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(told, indent=1))
+        keep(args.out, told)
 
 
 if __name__ == "__main__":

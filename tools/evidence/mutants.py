@@ -21,10 +21,13 @@ import ast
 import contextlib
 import csv
 import ctypes
+import dataclasses
+import functools
 import gc
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -32,34 +35,18 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import faults as planting
-from faults import PACKAGE, ROOMS, ROOT, Fault
-from interpreters import mend_interpreter
+import pandas as pd
+from common import EVIDENCE, PACKAGE, ROOT, command_line, gpus, keep, mend_interpreter, watching_launches
+from faults import ROOMS, Fault
 
-COLUMNS = (
-    "room",
-    "name",
-    "file",
-    "line",
-    "kind",
-    "statement",
-    "text",
-    "function_digest",
-    "where",
-    "verdict",
-    "by",
-    "why",
-    "counts_as",
-    "reason",
-)
 DECIDED = ("killed", "timed out", "stillborn")
-REASONS = ROOT / "book" / "evidence" / "reasons.csv"
+REASONS = EVIDENCE / "reasons.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
@@ -67,12 +54,9 @@ CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError",
 WRITTEN = ("kernels", "helpers", "rows", "unchecked", "tiles", "gluon", "gpu")  # tests/test_evidence_NAME.py
 LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
 COMPILING = 2.0  # seconds, about, of a kernel in Gluon
+PATIENCE = 15.0  # seconds that are added to the tests' own
 STUCK = 10.0  # seconds that a test may stay at one instruction: longer than the GPU needs when it is full, and not a compiler
 UNSURE = ("out of memory", "No space left", "unknown error")  # what a test says where others have filled the machine
-
-
-def file_digest(file: str) -> str:
-    return hashlib.sha256((PACKAGE / file).read_bytes()).hexdigest()[:12]
 
 
 def digests(file: str) -> dict[str, str]:
@@ -150,27 +134,14 @@ class Watcher:
 
         return line
 
-    def watch_launches(self) -> None:
-        from triton.runtime.jit import KernelInterface
+    def note_launch(self, kernel: str, launch: Any) -> None:
+        self._launched.add(kernel)
+        if launch is not None:
+            self._variants.add((kernel, id(launch)))
 
-        from kernelbook.launching import Launch
-
-        getitem, launch = KernelInterface.__getitem__, Launch.__call__
-
-        def named(kernel: Any) -> str:
-            return str(getattr(kernel, "__name__", None) or kernel.fn.__name__)
-
-        def watched_getitem(kernel: Any, grid: Any) -> Any:
-            self._launched.add(named(kernel))
-            return getitem(kernel, grid)
-
-        def watched_launch(self_: Any, grid: Any, *args: Any) -> None:
-            self._launched.add(named(self_.kernel))
-            self._variants.add((named(self_.kernel), id(self_)))
-            launch(self_, grid, *args)
-
-        KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
-        with contextlib.suppress(ImportError, AttributeError):  # what is compiled by now is not a test's time
+    def leave_out_compiling(self) -> None:
+        """What is compiled by now is not a test's time."""
+        with contextlib.suppress(ImportError, AttributeError):
             from triton import knobs
 
             def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
@@ -184,23 +155,23 @@ class Watcher:
         def too_slow(*_: Any) -> None:
             raise TooSlow
 
-        if longest:
-            signal.signal(signal.SIGALRM, too_slow)
-            self.watch_launches()
-        for item in items:
-            self._launched.clear()
-            self._variants.clear()
-            self._lines.clear()
-            self._compiling = 0.0
-            if longest and self.traces:
-                sys.settrace(self.trace)  # anew for each: Python drops a trace function that was interrupted
-            signal.setitimer(signal.ITIMER_REAL, longest)
-            try:
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            except TooSlow:
-                self.failed.append((item.nodeid, "TooSlow", ""))
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, too_slow)
+        self.leave_out_compiling()
+        with watching_launches(self.note_launch) if longest else contextlib.nullcontext():
+            for item in items:
+                self._launched.clear()
+                self._variants.clear()
+                self._lines.clear()
+                self._compiling = 0.0
+                if longest and self.traces:
+                    sys.settrace(self.trace)  # anew for each: Python drops a trace function that was interrupted
+                signal.setitimer(signal.ITIMER_REAL, longest)
+                try:
+                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+                except TooSlow:
+                    self.failed.append((item.nodeid, "TooSlow", ""))
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def wait_without_spinning() -> None:
@@ -237,19 +208,34 @@ def tell_when_stuck(stuck: Callable[[], None], seconds: float) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+Result = dict[str, Any]  # what a process told; None if it was stopped
+Done = Callable[[Result | None, float], None]
+
+
+@dataclasses.dataclass
+class Running:
+    """A process at work."""
+
+    process: multiprocessing.Process
+    slot: int
+    done: Done
+    limit: float
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    stopped: bool = False
+
+
 class Workers:
     """At most ``count`` processes at a time, forked from this one, which has collected the tests and run none."""
 
-    def __init__(self, count: int, folder: Path, items: dict[str, Any], watcher: Watcher, gpus: list[str]) -> None:
+    def __init__(self, count: int, folder: Path, items: dict[str, Any], watcher: Watcher, visible: list[str]) -> None:
         self.folder, self.free, self.items, self.watcher = folder, list(range(count)), items, watcher
-        self.gpus, self.share = gpus, 0.8 * len(gpus) / count  # of a GPU's memory for each process
-        self.stopped: set[int] = set()
-        self.running: dict[int, tuple[int, float, Callable[[dict[str, Any] | None, float], None], float]] = {}
+        self.gpus, self.share = visible, 0.8 * len(visible) / count  # of a GPU's memory for each process
+        self.running: list[Running] = []
 
     def start(
         self,
         tests: Sequence[str],
-        done: Callable[[dict[str, Any] | None, float], None],
+        done: Done,
         fault: Fault | None = None,
         longest: float = 0.0,
         limit: float = 60.0,
@@ -259,16 +245,11 @@ class Workers:
             self.wait()
         slot = self.free.pop()
         (self.folder / f"{slot}.json").unlink(missing_ok=True)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._child(slot, tests, fault, longest, stuck)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(0)
-        self.running[pid] = slot, time.monotonic(), done, limit
+        process = multiprocessing.get_context("fork").Process(
+            target=self._child, args=(slot, tests, fault, longest, stuck)
+        )
+        process.start()
+        self.running.append(Running(process, slot, done, limit))
 
     def _child(self, slot: int, tests: Sequence[str], fault: Fault | None, longest: float, stuck: float) -> None:
         """In the forked process: leaves what its tests told in the slot's file."""
@@ -290,45 +271,38 @@ class Workers:
         if fault is not None:
             plant(fault, self.folder)
 
-        def tell() -> None:
-            told = {"failed": self.watcher.failed, "tests": self.watcher.tests}
-            (self.folder / f"{slot}.json").write_text(json.dumps(told))
+        def tell(**more: Any) -> None:
+            keep(self.folder / f"{slot}.json", {"failed": self.watcher.failed, "tests": self.watcher.tests, **more})
 
-        def first_failure() -> None:
-            tell()
+        def end(**more: Any) -> None:
+            tell(**more)
             os._exit(0)  # pytest would take its time to say why
 
-        def never_ends() -> None:
-            (self.folder / f"{slot}.json").write_text(json.dumps({"failed": [], "tests": {}, "stuck": True}))
-            os._exit(0)
-
         if not longest:
-            self.watcher.failure = first_failure
+            self.watcher.failure = end
         if self.gpus and fault is not None:
-            tell_when_stuck(never_ends, stuck)
+            tell_when_stuck(functools.partial(end, stuck=True), stuck)
         self.watcher.run(items, longest)
         tell()
 
     def wait(self) -> None:
         """Until a process has ended."""
         while True:
-            for pid, (slot, began, done, limit) in list(self.running.items()):
-                if time.monotonic() - began > limit and pid not in self.stopped:
-                    self.stopped.add(pid)  # it may take a while to end: a GPU has to get rid of its kernel
-                    try:
-                        os.killpg(pid, signal.SIGKILL)
-                    except ProcessLookupError:
-                        os.kill(pid, signal.SIGKILL)
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    over = pid in self.stopped
-                    self.stopped.discard(pid)
-                    del self.running[pid]
-                    self.free.append(slot)
-                    path = self.folder / f"{slot}.json"
+            for one in self.running:
+                seconds, process = time.monotonic() - one.began, one.process
+                if seconds > one.limit and not one.stopped:
+                    one.stopped = True  # it may take a while to end: a GPU has to get rid of its kernel
+                    process.kill()
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)  # and what it started
+                if not process.is_alive():
+                    self.running.remove(one)
+                    self.free.append(one.slot)
+                    path = self.folder / f"{one.slot}.json"
                     result = (
                         json.loads(path.read_text()) if path.exists() else {"failed": [], "tests": {}, "died": True}
                     )
-                    done(None if over or "stuck" in result else result, time.monotonic() - began)
+                    one.done(None if one.stopped or "stuck" in result else result, seconds)
                     return
             time.sleep(0.01)
 
@@ -337,17 +311,15 @@ class Workers:
             self.wait()
 
 
-def baseline(
-    tests: list[str], workers: Workers, seconds: float, longest: float
-) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    """What each test launches and how long it takes, and the tests that do not pass or take longer than ``longest``."""
+def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
+    """What each test launches and how long it takes, of those that pass and take no longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
     began, each = time.monotonic(), max(1, min(8, len(tests) // len(workers.free)))
     shuffled = varied(random.Random(0).sample(tests, len(tests)))  # the time may not be enough for all cases
     shuffled.sort(key=lambda name: "test_evidence" not in name)
     broken: list[Any] = []
 
-    def done(result: dict[str, Any] | None, _: float) -> None:
+    def done(result: Result | None, _: float) -> None:
         if result is None or "died" in result:
             print("  a process ended early", flush=True)
             return
@@ -364,39 +336,18 @@ def baseline(
         known.pop(name, None)
         if "TooSlow" not in kind:
             print(f"  left out, fails without a fault: {name}: {kind}: {message[:150]}".replace("\n", " "), flush=True)
-    return known, {name for name, *_ in broken}
+    return known
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------
 
 
-def read_results(*paths: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """By name, function's digest and place; of several files, from the one that knows most."""
-    results: dict[tuple[str, str, str], dict[str, str]] = {}
-    for path in paths:
-        if path.exists():
-            with path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    known = results.setdefault((row["name"], row["function_digest"], row["where"]), row)
-                    if _known(row) > _known(known):
-                        known.update(
-                            row
-                            | {
-                                "statement": row["statement"] or known["statement"],
-                                "text": row["text"] or known["text"],
-                            }
-                        )
-    return results
-
-
-def _known(row: dict[str, str]) -> tuple[bool, bool, int]:
-    """More, the more is known: decided, run, shown to how many tests. What was killed once is a program."""
-    tests = row["why"].split()[0] if row["verdict"] == "survived" else "0"
-    return (
-        row["verdict"] in DECIDED,
-        row["verdict"] not in ("untested", "stillborn"),
-        int(tests) if tests.isdigit() else 0,
-    )
+def read_results(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
+    """By name, function's digest and place."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {(row["name"], row["function_digest"], row["where"]): row for row in csv.DictReader(file)}
 
 
 def explain(rows: Sequence[dict[str, str]]) -> None:
@@ -421,25 +372,19 @@ def explain(rows: Sequence[dict[str, str]]) -> None:
                 break
 
 
-def chosen(faults: Sequence[Fault], each: int) -> list[Fault]:
-    """In an order whose every beginning is spread evenly over files, functions and kinds; of a room ``each`` at most."""
+def spread(faults: Sequence[Fault]) -> list[Fault]:
+    """In an order whose every beginning is spread evenly over files, functions and kinds."""
     alike = sorted(faults, key=lambda f: (f.file, f.function, f.kind))
     golden = (5**0.5 - 1) / 2  # of its multiples, modulo 1, any number lie apart
-    picked, seen = [], Counter[str]()
-    for i in sorted(range(len(alike)), key=lambda i: i * golden % 1):
-        seen[alike[i].room] += 1
-        if seen[alike[i].room] <= each:
-            picked.append(alike[i])
-    return picked
+    return [alike[i] for i in sorted(range(len(alike)), key=lambda i: i * golden % 1)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--where", choices=("interpreter", "gpu"), help="default: the GPU where there is one")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="no fault is planted after so many")
-    parser.add_argument("--each", type=int, default=10**6, help="at most so many faults a room")
     parser.add_argument(
         "--tests-seconds",
         type=float,
@@ -450,16 +395,9 @@ def main() -> None:
     parser.add_argument(
         "--longest", type=float, default=6.0, help="seconds of a test; slower ones are shown to no fault"
     )
-    parser.add_argument("--results", type=Path, default=ROOT / "book" / "evidence" / "mutants.csv")
-    parser.add_argument("--patience", type=float, default=15.0, help="seconds that are added to the tests' own")
+    parser.add_argument("--results", type=Path, default=EVIDENCE / "mutants.csv")
     parser.add_argument("--files", nargs="*", default=[], help="files in tests/ (default: those of the rooms)")
-    parser.add_argument("--baseline", type=Path, help="keeps there what a run without a fault showed, for the next run")
-    parser.add_argument("--slice", default="0/1", help="K/N: every N-th fault from the K-th on, for several machines")
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' files, names, kinds or statements")
-    parser.add_argument(
-        "--merge", type=Path, nargs="+", default=[], help="adds what these files know, and tries nothing"
-    )
-    parser.add_argument("--elsewhere", action="store_true", help="only what survived or was untested elsewhere")
     parser.add_argument("--again", action="store_true", help="what survived here is tried again: there are new tests")
     args = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", KERNELBOOK_PLANS="shipped")
@@ -476,9 +414,6 @@ def main() -> None:
     args.where = "interpreter" if runtime.INTERPRET else "gpu"
     mend_interpreter()
     campaign = Campaign(args)
-    if args.merge:
-        campaign.finish()
-        return
     files = args.files or sorted(
         {name for room in args.rooms for name in ROOMS[room][1]} | {f"test_evidence_{name}.py" for name in WRITTEN}
     )
@@ -487,21 +422,15 @@ def main() -> None:
         if args.where == "gpu":
             os.environ.setdefault("KERNELBOOK_TRUTHS", folder)
         campaign.folder = Path(folder)
+        without = ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")
         options = [
             "-q",
             "-s",
             "-m",
             "",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:faulthandler",
-            "-p",
-            "no:unraisableexception",
-            "-p",
-            "no:threadexception",
             "--tb=line",
             f"--basetemp={folder}/0_tmp",
+            *(f"-pno:{name}" for name in without),
         ]
         code = pytest.main([*options, *(str(ROOT / "tests" / f) for f in files)], plugins=[campaign, campaign.watcher])
     sys.exit(code not in (0, 5))
@@ -532,18 +461,13 @@ class Campaign:
         faults = planting.faults(tuple(args.rooms))
         self.total = Counter(f.room for f in faults)
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
-        self.results = read_results(args.results, *args.merge)
+        self.results = read_results(args.results)
         planted = {f.name for f in planting.faults()}
         for known, row in list(self.results.items()):
-            if row["name"] not in planted:
-                del self.results[known]  # not any more
-                continue
-            if row["verdict"] == "untested" and row["where"] == "gpu":
-                del self.results[known]  # there was no time for the tests that reach it
-                continue
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
-            if now != row["function_digest"]:
-                del self.results[known]  # the function is another now
+            no_time = row["verdict"] == "untested" and row["where"] == "gpu"  # for the tests that reach it
+            if row["name"] not in planted or now != row["function_digest"] or no_time:
+                del self.results[known]
         self.kills: dict[tuple[str, str], Counter[str]] = defaultdict(
             Counter
         )  # by function: tests and what they noticed
@@ -553,17 +477,13 @@ class Campaign:
         decided = {k[:2] for k, row in self.results.items() if row["verdict"] in DECIDED}
         explain(list(self.results.values()))
         tried = {k for k, row in self.results.items() if not args.again or row["reason"]}  # what is explained stays so
-        todo = [f for f in chosen(faults, args.each) if self.key(f) not in tried and self.key(f)[:2] not in decided]
-        if args.elsewhere:
-            seen = {k[:2] for k in self.results}
-            todo = [f for f in todo if self.key(f)[:2] in seen]
+        todo = [f for f in spread(faults) if self.key(f) not in tried and self.key(f)[:2] not in decided]
         todo = [
             f for f in todo if any(part in f"{f.file} {f.name} {f.kind} {f.statement}" for part in args.only or [""])
         ]
-        todo.sort(key=lambda f: self.results.get(self.key(f), {}).get("verdict") != "survived")  # first what lived
+        # First what lived.
+        self.todo = sorted(todo, key=lambda f: self.results.get(self.key(f), {}).get("verdict") != "survived")
         self.unsure: list[tuple[list[str], Fault, float]] = []
-        share, shares = map(int, args.slice.split("/"))
-        self.todo = todo[share::shares]
 
     def key(self, fault: Fault) -> tuple[str, str, str]:
         return fault.name, self.digest[fault.file][fault.function], self.args.where
@@ -579,30 +499,16 @@ class Campaign:
         # A collection of garbage in a child would touch, and so copy, all that this process holds.
         gc.collect()
         gc.freeze()
-        gpus = []
+        visible = []
         if self.args.where == "gpu":
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+            visible = gpus()
             with contextlib.suppress(ImportError):  # children would each find out what these are
                 from triton.backends.nvidia.compiler import get_ptxas_version
                 from triton.runtime.cache import triton_key
 
                 triton_key(), get_ptxas_version(90)
-        workers = Workers(self.args.processes, self.folder, items, self.watcher, gpus)
-        digests_now = {file: file_digest(file) for files, _ in ROOMS.values() for file in files}
-        tests, slow = {}, set()
-        known = self.args.baseline
-        if known and known.exists():
-            told = json.loads(known.read_text())
-            same = {file for file, digest in told["files"].items() if digest == digests_now.get(file)}
-            tests = {name: t for name, t in told["tests"].items() if name in items and same.issuperset(t["lines"])}
-            slow = {*told.get("left_out", ())}  # and those that failed
-        new = [name for name in items if name not in tests and name not in slow]
-        found, left_out = baseline(new, workers, self.args.seconds / 3, self.args.longest)
-        tests |= found
-        slow |= left_out
-        if known:
-            known.write_text(json.dumps({"files": digests_now, "left_out": sorted(slow), "tests": tests}))
+        workers = Workers(self.args.processes, self.folder, items, self.watcher, visible)
+        tests = baseline(list(items), workers, self.args.seconds / 3, self.args.longest)
         inside, reaching = planting.reachable(), defaultdict(list)
         fast_first = varied(sorted(tests, key=lambda n: tests[n]["seconds"]))
         for name in fast_first:
@@ -615,7 +521,7 @@ class Campaign:
 
         def cost(name: str, fault: Fault) -> float:
             """Seconds: on a GPU each kernel in which the fault is has to be compiled anew, as often as the test does."""
-            seconds, variants = tests[name]["seconds"], tests[name].get("variants", {}) if gpus else {}
+            seconds, variants = tests[name]["seconds"], tests[name].get("variants", {}) if visible else {}
             place = fault.file, fault.function
             return float(seconds + COMPILING * sum(n for k, n in variants.items() if place in inside.get(k, ())))
 
@@ -668,9 +574,9 @@ class Campaign:
                     self.record(fault, "untested", "", "")
                 if not shown:
                     continue
-                limit = self.args.patience + 4 * spent
+                limit = PATIENCE + 4 * spent
                 before[fault.name] |= set(shown)
-                again = (shown, fault, 2 * limit) if gpus else None
+                again = (shown, fault, 2 * limit) if visible else None
                 workers.start(shown, self.finished(fault, len(before[fault.name]), again), fault, limit=limit)
                 if time.monotonic() - written > 5:
                     write(self.args.results, self.results)  # what is known so far
@@ -680,7 +586,7 @@ class Campaign:
             while self.unsure and self.passed() < self.args.seconds:
                 once_more()
             workers.wait_for_all()
-        if gpus:
+        if visible:
             self.without_faults(workers)
         self.finish()
         return True
@@ -695,7 +601,7 @@ class Campaign:
             if test in named
         ]
 
-        def done(test: str) -> Callable[[dict[str, Any] | None, float], None]:
+        def done(test: str) -> Done:
             return lambda result, _: failed.add(short(test)) if not result or result["failed"] else None
 
         for test in 2 * those:
@@ -707,15 +613,14 @@ class Campaign:
 
     def finish(self) -> None:
         write(self.args.results, self.results)
-        report(self.results, self.total)
+        if self.results:
+            report(self.results, self.total)
         print(f"{self.passed():.0f} s", flush=True)
 
-    def finished(
-        self, fault: Fault, shown: int, again: tuple[list[str], Fault, float] | None = None
-    ) -> Callable[[dict[str, Any] | None, float], None]:
+    def finished(self, fault: Fault, shown: int, again: tuple[list[str], Fault, float] | None = None) -> Done:
         """``again``: how to try it once more before it counts, where others may be why no test passed."""
 
-        def done(result: dict[str, Any] | None, seconds: float) -> None:
+        def done(result: Result | None, seconds: float) -> None:
             by = why = ""
             others = not result or "died" in result or any(u in f[2] for u in UNSURE for f in result["failed"])
             if others and again:
@@ -741,49 +646,44 @@ class Campaign:
 
     def record(self, fault: Fault, verdict: str, by: str, why: str) -> None:
         key = self.key(fault)
-        row = (
-            fault.room, fault.name, fault.file, fault.line, fault.kind, fault.statement, fault.text,
-            key[1], key[2], verdict, short(by), why, "", "",
-        )  # fmt: skip
-        self.results[key] = dict(zip(COLUMNS, map(str, row), strict=True))
+        found = {"function_digest": key[1], "where": key[2], "verdict": verdict, "by": short(by), "why": why}
+        about = {
+            name: str(getattr(fault, name)) for name in ("room", "name", "file", "line", "kind", "statement", "text")
+        }
+        self.results[key] = about | found | {"counts_as": "", "reason": ""}
         if verdict == "killed" and by:
             self.kills[fault.file, fault.function][short(by)] += 1
 
 
 def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> None:
+    if not results:
+        return
     explain(list(results.values()))
     for row in results.values():
         if row["verdict"] in DECIDED:  # nobody asks any more what it was
             row["statement"] = row["text"] = row["why"] = ""
-    partly = path.with_suffix(".part")
-    with partly.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            sorted(results.values(), key=lambda r: (r["room"], r["file"], int(r["line"]), r["name"], r["where"]))
-        )
-    partly.replace(path)
+    table = pd.DataFrame(results.values()).sort_values(
+        ["room", "file", "line", "name", "where"],
+        key=lambda column: column.astype(int) if column.name == "line" else column,
+    )
+    table.to_csv(path.with_suffix(".part"), index=False, lineterminator="\n")
+    path.with_suffix(".part").replace(path)
 
 
 def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str]) -> None:
     """Each fault counts once: killed anywhere is killed."""
     ranks = (*DECIDED, "equivalent", "survived", "untested")
-    best: dict[str, dict[str, str]] = {}
-    for row in results.values():
-        known = best.setdefault(row["name"], row)
-        if ranks.index(row["counts_as"]) < ranks.index(known["counts_as"]):
-            best[row["name"]] = row
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in best.values():
-        counts[row["room"]][row["counts_as"]] += 1
-    for room, c in counts.items():
+    table = pd.DataFrame(results.values())
+    table = table.sort_values("counts_as", key=lambda column: column.map(ranks.index), kind="stable")
+    table = table.drop_duplicates("name")
+    for room, verdicts in table.groupby("room", sort=False)["counts_as"]:
+        c = Counter(verdicts)
         counted = c["killed"] + c["timed out"] + c["survived"]
         rate = f"{100 * (counted - c['survived']) / counted:.1f}%" if counted else "-"
         print(f"{room:14} {rate:>6} noticed; {dict(c)} of {total[room]}")
-    for row in best.values():
-        if row["counts_as"] == "survived":
-            place = f"{row['room']} {row['file']}:{row['line']} {row['kind']}"
-            print(f"  survived {place}: {row['statement'][:90]} -> {row['text'][:80]} ({row['why']}) {row['name']}")
+    for row in table[table["counts_as"] == "survived"].itertuples():
+        place = f"{row.room} {row.file}:{row.line} {row.kind}"
+        print(f"  survived {place}: {row.statement[:90]} -> {row.text[:80]} ({row.why}) {row.name}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Fuzz, repeats under load, sanitizers and faults run beside each other, each unti
 in files of their own. What was not reached is written as not reached.
 """
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -22,8 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 BASIS = ("gpu", "torch", "triton", "package", "date", "sources")
 NICE = {"fuzz": 10, "mutants": 5}  # what takes longest, however long, lets the others go first
 
@@ -32,7 +29,8 @@ import kernelbook  # noqa: E402
 # isort: split
 import torch  # noqa: E402
 import triton  # noqa: E402
-from faults import PACKAGE, ROOMS  # noqa: E402
+from common import EVIDENCE, PACKAGE, ROOT, command_line, keep  # noqa: E402
+from faults import ROOMS  # noqa: E402
 
 from kernelbook import runtime  # noqa: E402
 from kernelbook.lab import timing  # noqa: E402
@@ -62,7 +60,7 @@ def told_more(run: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--examples", type=int, default=20000 if runtime.DEVICE.type == "cuda" else 2000)
@@ -74,15 +72,12 @@ def main() -> None:
     )
     parser.add_argument("--note", default="", help="what a reader of the record has to know")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "book" / "evidence")
+    parser.add_argument("--out", type=Path, default=EVIDENCE)
     args = parser.parse_args()
     on_gpu, began, n = runtime.DEVICE.type == "cuda", time.monotonic(), args.processes
     args.out.mkdir(parents=True, exist_ok=True)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-    }
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     if not on_gpu:
         environment["TRITON_INTERPRET"] = "1"
     told: dict[str, Any] = {
@@ -104,15 +99,11 @@ def main() -> None:
         def start(name: str, script: str, *arguments: Any) -> None:
             if args.parts or (args.only and name.split("_")[0] not in args.only):
                 return
+            nice = ["nice", "-n", str(NICE.get(name, 0))]
+            command = [*nice, sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+            how = {"env": environment, "cwd": ROOT, "start_new_session": True}
             with (args.out / f"{name}.log").open("w") as log:
-                jobs[name] = subprocess.Popen(
-                    ["nice", "-n", str(NICE.get(name, 0)), sys.executable, str(HERE / script), *map(str, arguments)],
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    cwd=ROOT,
-                    start_new_session=True,
-                )
+                jobs[name] = subprocess.Popen(command, stdout=log, stderr=log, **how)
 
         results = ["--results", args.out / "mutants.csv"]
         fuzz = ["--examples", args.examples, "--seed", args.seed, "--out", parts / "fuzz.json"]
@@ -138,8 +129,7 @@ def main() -> None:
             start("fuzz", "fuzz.py", *fuzz, "--processes", max(1, n // 3), "--seconds", seconds)
             start("soak", "soak.py", "--seconds", seconds / 2, "--steps", 8, "--out", parts / "soak.json")
             limits = ["--processes", max(1, n - n // 3 - 1), "--seconds", seconds - 20]
-            where = ["--where", "interpreter", "--baseline", args.out / "baseline.json"]
-            start("mutants", "mutants.py", *where, *limits, *results)
+            start("mutants", "mutants.py", "--where", "interpreter", *limits, *results)
         for name, job in jobs.items():
             try:
                 job.wait(max(1.0, args.seconds - 4 - (time.monotonic() - began)))
@@ -174,16 +164,14 @@ def main() -> None:
                 told[name] = found | {"runs": runs}
             elif name == "repeats":
                 for call, seen in found.items():
-                    known = told[name].setdefault(call, {"repeats": 0, "different": 0})
-                    told[name][call] = {
-                        "repeats": max(known["repeats"], seen["repeats"]),
-                        "different": known["different"] + seen["different"],
-                    }
+                    known = told[name].get(call, seen)
+                    told[name][call] = {"repeats": max(known["repeats"], seen["repeats"])}
+                    told[name][call]["different"] = seen["different"] + (known is not seen) * known["different"]
             elif name in told:
                 told[name] |= found
     told["note"] = args.note
     told["seconds"] = round(time.monotonic() - began)
-    (args.out / f"{slug}.json").write_text(json.dumps(told, indent=1) + "\n")
+    keep(args.out / f"{slug}.json", told)
     print(json.dumps({k: v for k, v in told.items() if k not in ("fuzz", "sanitizers", "repeats", "soak")}), flush=True)
 
 

@@ -6,12 +6,9 @@ memcheck (addresses), racecheck (shared memory between threads), synccheck (barr
 wrote). Only our kernels are watched, and PyTorch gives each tensor memory of its own, so that its neighbours are not part of it.
 """
 
-import argparse
 import ast
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -19,11 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
+from common import PACKAGE, command_line, gpus, keep, sanitizer
 from faults import MEASURED_ONLY, is_kernel
 
-HERE = Path(__file__).parent
-PACKAGE = HERE.parents[1] / "src" / "kernelbook"
 ROOMS = (
     "attention",
     "moe_lora",
@@ -89,32 +84,27 @@ def summary(tool: str, logs: list[str], ended: bool, failed: bool) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=TOOLS)
-    parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=ROOMS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(sanitizer).exists():
-        raise SystemExit("sanitize: compute-sanitizer must be in PATH, it comes with CUDA's toolkit")
-    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout.split()
+    program = sanitizer()
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.split()
     began, told = time.monotonic(), dict[str, dict[str, Any]]()
     only = [text for name in kernels() for text in ("--kernel-name", f"kne={name}")]
-    probe = subprocess.run([sanitizer, *only, "/bin/true"], capture_output=True, text=True, check=False)
+    probe = subprocess.run([program, *only, "/bin/true"], capture_output=True, text=True, check=False)
     if re.search(r"more than once|unrecogni[sz]ed|invalid", probe.stdout + probe.stderr):
         print(f"all kernels are watched: {(probe.stdout + probe.stderr)[:200]}", flush=True)
         only = []
     waiting = [
         (room, tool, part, 0)
-        for room in args.rooms
-        for tool in args.tools
+        for room in ROOMS
+        for tool in TOOLS
         for part in range(PARTS.get(room, 1))
         if room != "control" or tool in ("racecheck", "memcheck")
     ]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(1, torch.cuda.device_count()))))
-    gpus, started = visible.split(","), 0
+    visible, started = gpus(), 0
     running: dict[tuple[str, str, int, int], tuple[subprocess.Popen[bytes], float]] = {}
     late: set[str] = set()
     failed: set[str] = set()
@@ -127,13 +117,13 @@ def main() -> None:
         while waiting and len(running) < args.processes and not over:
             room, tool, part, first = key = waiting.pop(0)
             # initcheck has to see who writes memory, so it watches PyTorch's kernels too.
-            watch = [sanitizer, "--tool", tool, "--print-limit", "2000", "--show-backtrace", "no"]
+            watch = [program, "--tool", tool, "--print-limit", "2000", "--show-backtrace", "no"]
             watch += only if tool != "initcheck" else []
-            command = [*watch, sys.executable, str(HERE / "calls.py"), room, "--first", str(first)]
+            command = [*watch, sys.executable, str(Path(__file__).with_name("calls.py")), room, "--first", str(first)]
             command += ["--share", f"{part}/{PARTS.get(room, 1)}"]
             if tool == "racecheck" and room != "control":
                 command.append("--products-elsewhere")
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[started % len(gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = visible[started % len(visible)]
             started += 1
             with log_of(*key).open("w") as file:
                 process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
@@ -165,7 +155,7 @@ def main() -> None:
             waiting = []
         time.sleep(0.1)
         known = version[version.index("Version") + 1] if "Version" in version else ""
-        args.out.write_text(json.dumps({"version": known, "kernels": kernels(), "runs": told}, indent=1))
+        keep(args.out, {"version": known, "kernels": kernels(), "runs": told})
 
 
 if __name__ == "__main__":

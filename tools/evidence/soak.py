@@ -8,7 +8,6 @@ checkpoint has to load; at the end weights have to be the truth's, bit for bit. 
 different lengths.
 """
 
-import argparse
 import json
 import os
 import random
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from interpreters import mend_interpreter
+from common import command_line, keep, mend_interpreter, output_of
 
 PHASES = ("opened", "half written", "before fsync", "before replace", "after replace")
 SETTINGS = ["--config", "tiny", "--task", "copy", "--quiet", "--checkpoint-every", "2", "--mode", "sparse_dw"]
@@ -83,100 +82,65 @@ def _child(out: str, steps: str, phase: str, limit: str) -> None:
 
 
 def _start(out: Path, steps: int, phase: str = "", limit: int = 0) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, __file__, "--child", str(out), str(steps), phase, str(limit)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return output_of([sys.executable, __file__, "--child", str(out), str(steps), phase, str(limit)])
 
 
-def _weights(out: Path) -> dict[str, Any]:
-    """The model in the checkpoint; raises if that is not whole."""
+def _ran(*how: Any, **more: Any) -> tuple[int, str]:
+    """One run to its end: its code, and what it printed."""
+    process = _start(*how, **more)
+    text = process.communicate()[0]
+    return process.returncode, text
+
+
+def _bits(out: Path) -> dict[str, tuple[Any, ...]]:
+    """The model in the checkpoint, bit for bit; raises if that is not whole."""
     import torch
 
-    state = torch.load(out / "checkpoint.pt", weights_only=False)
-    return state["model"]  # type: ignore[no-any-return]
-
-
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    import torch
-
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def summed_up(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several runs side by side, with seeds of their own: seconds and counts together; of phases the worst."""
-    told = dict(parts[0])
-    for key in ("seconds", "kills", "resumes", "runs", "different", "half_checkpoints"):
-        told[key] = sum(part[key] for part in parts)
-    told["phases"] = {
-        phase: max((part["phases"][phase] for part in parts), key=lambda text: "NOT" in text)
-        for phase in told["phases"]
+    model = torch.load(out / "checkpoint.pt", weights_only=False)["model"]
+    return {
+        name: (t.dtype, t.shape, bytes(t.contiguous().flatten().view(torch.uint8).numpy())) for name, t in model.items()
     }
-    told["side_by_side"] = sum(part.get("side_by_side", 1) for part in parts)
-    return told
-
-
-def conclude(told: dict[str, Any], out: Path | None) -> None:
-    """Says what came out, and ends this process: well, if nothing was lost."""
-    print(json.dumps(told, indent=1))
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(told, indent=1) + "\n")
-    kept = all("NOT" not in text for text in told["phases"].values())
-    sys.exit(not kept or told["different"] > 0 or told["half_checkpoints"] > 0)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         _child(*sys.argv[2:6])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--add", type=Path, nargs="*", default=[], help="sums up what several of these wrote, and runs none"
-    )
     args = parser.parse_args()
-    if args.add:
-        conclude(summed_up([json.loads(path.read_text()) for path in args.add]), args.out)
     began, rng = time.monotonic(), random.Random(args.seed)
     told: dict[str, Any] = {"phases": {}, "kills": 0, "resumes": 0, "runs": 0, "different": 0, "half_checkpoints": 0}
-
-    def ran(process: "subprocess.Popen[str]") -> tuple[int, str]:
-        text = process.communicate()[0]
-        return process.returncode, text
 
     with tempfile.TemporaryDirectory() as folder:
         top, memory = Path(folder), {}
         for name, steps in (("short", args.steps // 4), ("truth", args.steps)):
-            code, text = ran(_start(top / name, steps))
+            code, text = _ran(top / name, steps)
             assert code == 0, text
             memory[name] = int(text.split("maxrss")[1])
-        truth = _weights(top / "truth")
+        truth = _bits(top / "truth")
         told["memory"] = {"steps": [args.steps // 4, args.steps], "kib": [memory["short"], memory["truth"]]}
         size = (top / "truth" / "checkpoint.pt").stat().st_size
 
         def check(out: Path) -> None:
             if (out / "checkpoint.pt").exists():
                 try:
-                    _weights(out)
+                    _bits(out)
                 except Exception:
                     told["half_checkpoints"] += 1
 
         def finish(out: Path) -> None:
-            code, text = ran(_start(out, args.steps))
+            code, text = _ran(out, args.steps)
             assert code == 0, text
             told["resumes"] += 1
             told["runs"] += 1
-            told["different"] += not _same(_weights(out), truth)
+            told["different"] += _bits(out) != truth
 
         for phase in PHASES:
             out = top / phase.replace(" ", "_")
-            code, text = ran(_start(out, args.steps, phase))
+            code, text = _ran(out, args.steps, phase)
             assert code == -signal.SIGKILL, text
             told["kills"] += 1
             check(out)
@@ -185,9 +149,9 @@ def main() -> None:
                 "whole, went on with the same bits" if not told["half_checkpoints"] + told["different"] else "NOT whole"
             )
         out = top / "full"
-        code, text = ran(_start(out, args.steps // 4))
+        code, text = _ran(out, args.steps // 4)
         before = (out / "checkpoint.pt").read_bytes()
-        code, text = ran(_start(out, args.steps, limit=size // 2))
+        code, text = _ran(out, args.steps, limit=size // 2)
         told["phases"]["full disk"] = (
             "an error, and the checkpoint before is there"
             if code not in (0, -9) and (out / "checkpoint.pt").read_bytes() == before
@@ -207,7 +171,10 @@ def main() -> None:
                 check(out)
             finish(out)
     told["seconds"] = round(time.monotonic() - began)
-    conclude(told, args.out)
+    print(json.dumps(told, indent=1))
+    keep(args.out, told)
+    kept = all("NOT" not in text for text in told["phases"].values())
+    sys.exit(not kept or told["different"] > 0 or told["half_checkpoints"] > 0)
 
 
 if __name__ == "__main__":
