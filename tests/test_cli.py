@@ -27,7 +27,7 @@ def test_doctor_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_modules_that_combine_rooms_are_measured_too() -> None:
     assert "moe_block" in cli.modules_measured() and "moe_block" not in cli.rooms()
-    bench = cli._bench_of("moe_block")
+    bench = cli.bench_of("moe_block")
     assert all(case.op == "moe_block" for case in bench.cases())
     assert all(path.exists() for path in bench.SOURCES)
 
@@ -115,7 +115,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
 
     def run(*cases: timing.Case, extras_fail: bool = False, models: Sequence[timing.Case] = (), more: str = "") -> int:
         room = _Bench(tmp_path, *cases, extras_fail=extras_fail)
-        monkeypatch.setattr(cli, "_bench_of", lambda name: room)
+        monkeypatch.setattr(cli, "bench_of", lambda name: room)
         monkeypatch.setattr(room, "models", lambda: models, raising=False)
         return cli.main(["bench", "layer_norm", "--out", str(tmp_path), "--rep-ms", "1", *more.split()])
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kernelbook import runtime
-from kernelbook.lab import cli
+from kernelbook.lab.bench import rooms
 from kernelbook.lab.compiled import CompiledKernel, CompileError, compile_calls, compile_each, write_reports
 
 # isort: split
@@ -481,7 +481,7 @@ def compiled(room: str, targets: tuple[str, ...], *, recompile_every: int = 0) -
 def test_every_room_is_compiled() -> None:
     # What is in `packed` is called by kernels of rooms.
     with_kernels = {path.parent.name for path in SRC.glob("*/kernels.py")} - {"packed"}
-    assert set(CALLS) == with_kernels >= set(cli.rooms())
+    assert set(CALLS) == with_kernels >= set(rooms())
     assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"} == set(runtime.TARGETS)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernelbook.lab import cli
+from kernelbook.lab.bench import rooms
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "kernelbook"
-ROOMS = cli.rooms()
+ROOMS = rooms()
 ABOVE_THE_ROOMS = {"nn", "distributed", "train", "interop", "lab"}
 
 # What each door of a room may import of the package (the room's own modules apart) and of the outside world.

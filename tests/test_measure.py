@@ -160,7 +160,7 @@ def test_the_list_has_every_room_every_list_and_every_chapter(tool: Any, capsys:
     for room in cli.rooms() + cli.modules_measured():
         assert names[f"{room}-0"] == "quiet" and names[f"warm-{room}-0-0"] == "warm"
         assert (f"{room}-models-0" in names) == bool(tool.measure_job.listed(room, "models"))
-        assert (f"extras-{room}" in names) == hasattr(cli._bench_of(room), "extras")
+        assert (f"extras-{room}" in names) == hasattr(cli.bench_of(room), "extras")
     assert {name.removeprefix("ladder-") for name in names if name.startswith("ladder-")} >= {"nf4", "together"}
     assert {f"notebook-{path.stem}" for path in tool.chapters.NOTEBOOKS.glob("*.ipynb")} < set(names)
     assert names["loss-eager-2"] == "loud" and names["evidence"] == "last"

@@ -2,14 +2,15 @@
 
 import pytest
 
-from kernelbook.lab import cli, models
+from kernelbook.lab import models
+from kernelbook.lab.bench import bench_of
 
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_models_adds_ten_shapes_that_the_room_does_not_measure_yet(room: str) -> None:
-    bench = cli._bench_of(room)
+    bench = bench_of(room)
     measured = {case.shape_text for case in bench.cases()}
     added = {case.shape_text for case in bench.models()}
     assert len(added - measured) >= 10

@@ -11,10 +11,12 @@ import triton
 
 from kernelbook import plans, runtime
 from kernelbook.attention import kernels as attention_kernels
-from kernelbook.lab import cli, timing, tuning
-from kernelbook.lab.compiled import CompiledKernel, compile_calls
+from kernelbook.lab import timing, tuning
+from kernelbook.lab.bench import bench_of
+from kernelbook.lab.compiled import CompiledKernel, compile_calls, occupancy
+from kernelbook.lab.tuning import prune
 from kernelbook.moe_lora import kernels as moe_lora_kernels
-from kernelbook.plans import Resources, bucket, fits, matmul_resources, occupancy, prune, tensor_core, tile_resources
+from kernelbook.plans import Resources, bucket, fits, matmul_resources, tensor_core, tile_resources
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
 LARGE = triton.Config({"BLOCK": 256}, num_warps=8, num_stages=3)
@@ -293,7 +295,7 @@ def _entry(config: triton.Config, split: int) -> dict[str, Any]:
 
 
 def _store(place: Callable[[str], Path], entry: dict[str, Any], key: str = "m=128 n=4096") -> None:
-    plans.write_plans(place(GPU.name), GPU.name, {"square.tiles": {key: entry}})
+    tuning.write_plans(place(GPU.name), GPU.name, {"square.tiles": {key: entry}})
 
 
 def test_the_rule_holds_where_nothing_is_stored(plan: Callable[..., _Plan]) -> None:
@@ -412,4 +414,4 @@ def test_the_benchmark_of_a_room_with_planners_gives_cases_to_tune() -> None:
     rooms = {name.split(".")[0] for name in plans.planners()}
     assert rooms >= {"layer_norm", "sparse_linear", "scatter_ffn"}
     for room in rooms:
-        assert all(isinstance(case, timing.Case) for case in cli._bench_of(room).tuning_cases())
+        assert all(isinstance(case, timing.Case) for case in bench_of(room).tuning_cases())

@@ -28,7 +28,7 @@ if "google.colab" in sys.modules and "kernelbook" not in sys.modules:
     subprocess.run([*clone, "{address}", "/content/book"], check=True)
     os.chdir("/content/book/notebooks")
     install = [sys.executable, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*install, "..[plots,train,interop]"], check=True)
+    subprocess.run([*install, "..[lab,train,interop]"], check=True)
     from kernelbook import runtime
 
     if runtime.INTERPRET:

@@ -95,9 +95,9 @@ def present(module: str) -> Any:
 
 def case_of(point: dict[str, Any]) -> Any:
     """The case that a point is of, with its inputs' seed set; ``LookupError`` where this version has none."""
-    from kernelbook.lab import cli
+    from kernelbook.lab.bench import bench_of
 
-    for case in cli._bench_of(point["room"]).cases():
+    for case in bench_of(point["room"]).cases():
         if [case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}"] == point["case"]:
             torch.manual_seed(0)
             return case

@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import test_compiles  # noqa: E402
 
-from kernelbook import plans, runtime  # noqa: E402
-from kernelbook.lab.compiled import CompiledKernel, compile_each, write_reports  # noqa: E402
+from kernelbook import runtime  # noqa: E402
+from kernelbook.lab.compiled import CompiledKernel, compile_each, occupancy, write_reports  # noqa: E402
 
 TABLE = ROOT / "book" / "compiled.csv"
 
@@ -28,7 +28,7 @@ TABLE = ROOT / "book" / "compiled.csv"
 def _row(room: str, call: str, kernel: CompiledKernel) -> dict[str, Any]:
     nvidia = kernel.target.startswith("sm_")
     properties = runtime.TARGETS[kernel.target]
-    fits = plans.occupancy(kernel.registers, kernel.shared_bytes, kernel.num_warps, properties) if nvidia else None
+    fits = occupancy(kernel.registers, kernel.shared_bytes, kernel.num_warps, properties) if nvidia else None
     tiles = " ".join(f"{name}={value}" for name, value in kernel.constants.items() if name in TILES)
     return {
         "room": room,

@@ -35,8 +35,8 @@ import record_chapters as chapters
 import torch
 
 import kernelbook
-from kernelbook.lab import cli, timing
-from kernelbook.lab.bench import same_loss, sparse_inference, whole_model
+from kernelbook.lab import timing
+from kernelbook.lab.bench import bench_of, modules_measured, rooms, same_loss, sparse_inference, whole_model
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM, QUIET, LOUD, LAST = range(4)  # phases; each waits for the one before
@@ -113,7 +113,7 @@ def _importing(folders: str) -> Iterator[None]:
 
 
 def _rooms(out: Path, also: Mapping[str, str]) -> Iterator[Job]:
-    for room in [*cli.rooms(), *cli.modules_measured()]:
+    for room in [*rooms(), *modules_measured()]:
         with _importing(also.get(room, "")):
             jobs = list(_of_room(room, out))
         if room in also:
@@ -123,7 +123,7 @@ def _rooms(out: Path, also: Mapping[str, str]) -> Iterator[Job]:
 
 
 def _of_room(room: str, out: Path) -> Iterator[Job]:
-    version, blocks = measure_job.package_of(room), cli.modules_measured()
+    version, blocks = measure_job.package_of(room), modules_measured()
     for which in ("room", "models"):
         ranks = collections.Counter(measure_job.searched(room, case) for case in measure_job.listed(room, which))
         for rank, count in ranks.items():
@@ -141,7 +141,7 @@ def _of_room(room: str, out: Path) -> Iterator[Job]:
             for i in range(n):
                 command, seconds = words("cases", room, which, f"{i}/{n}", rank), total / n
                 yield Job(f"{name}-{i}", command, version, seconds=START_SECONDS + seconds, env=env)
-    if hasattr(cli._bench_of(room), "extras"):
+    if hasattr(bench_of(room), "extras"):
         yield Job(f"extras-{room}", words("extras", room), version, replaces=True)
 
 
@@ -401,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
     parser.add_argument("--dry", action="store_true", help="with --merge: only say what would be taken")
     given = parser.parse_args(arguments)
-    known = {*cli.rooms(), *cli.modules_measured()}
+    known = {*rooms(), *modules_measured()}
     if wrong := [text for text in given.also if "=" not in text or text.split("=")[0] not in known]:
         parser.error(f"--also must be ROOM=FOLDERS with a room of {', '.join(sorted(known))}, got {wrong[0]!r}")
     out = (given.merge or given.out).resolve()

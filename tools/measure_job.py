@@ -25,6 +25,7 @@ import torch
 
 from kernelbook import runtime
 from kernelbook.lab import baselines, cli, timing
+from kernelbook.lab.bench import bench_of
 
 REP_MS = 50.0  # of samples, 20 at least, for each call
 NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
@@ -57,13 +58,13 @@ def searched(room: str, case: timing.Case) -> str:
 
 def listed(room: str, which: str) -> list[timing.Case]:
     """The cases of a list, ``room`` or ``models``."""
-    module = cli._bench_of(room)
+    module = bench_of(room)
     return list(module.cases() if which == "room" else getattr(module, "models", tuple)())
 
 
 def package_of(room: str) -> str:
     """The version that rows of the present sources have."""
-    module = cli._bench_of(room)
+    module = bench_of(room)
     return timing.package_version(*module.SOURCES)
 
 
@@ -140,7 +141,7 @@ def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int
 
 def extras(folder: Path, room: str) -> int:
     """A room's tables of another kind."""
-    failures = cli._bench_extras(cli._bench_of(room), folder)
+    failures = cli._bench_extras(bench_of(room), folder)
     return told(failures)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import kernelbook as kb
-from kernelbook import launching, plans, runtime, train
+from kernelbook import launching, runtime, train
 from kernelbook.lab import compiled, timing
 from kernelbook.lab.bench import nf4 as nf4_bench
 from kernelbook.lab.bench.moe_block import MODELS
@@ -504,7 +504,7 @@ def choosing_tiles() -> Recording:
     for config, kernel in zip(wanted, kernels, strict=True):
         ms = float(times.loc[(times[list(sides)] == np.array(config)).all(axis=1), "ms"].iloc[0])
         warps, shared = kernel.num_warps, kernel.shared_bytes // 1024
-        found = plans.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
+        found = compiled.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
         frames: list[dict[str, Any]] = [
             {
                 "set": [["warps", 0, "." * places]],

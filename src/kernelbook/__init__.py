@@ -1,5 +1,7 @@
 """The kernels of "Sparse and Fused: GPU Kernels in Triton, Step by Step"."""
 
+from typing import TYPE_CHECKING
+
 from kernelbook import runtime  # first: it sets up Triton before anything imports it
 
 # isort: split
@@ -7,6 +9,7 @@ from kernelbook import interpreter  # noqa: F401  as early: before any kernel ru
 from kernelbook.attention import append_to_pages, flash_attention, paged_attention
 from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
+from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.packed.fp4 import fp4_quantize, fp4_tensor
 from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
@@ -40,3 +43,6 @@ __all__ = [
     "sparse_forward",
     "sparse_linear",
 ]
+
+if not TYPE_CHECKING:  # to a type checker any name would exist
+    __getattr__ = moved(__name__)

@@ -1,4 +1,4 @@
-"""Choosing a kernel's configuration: the resource model, and plans that were tuned.
+"""Choosing a kernel's configuration: the resource model that rules ask, and plans that were tuned.
 
 A room decides in functions of its ``kernels.py`` how a problem is cut: tiles, warps, stages, strategy. Each is a rule, a few
 lines with a reason, and :func:`planner` makes a plan of it: what was tuned for this very problem on this GPU comes first.
@@ -16,8 +16,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
-import tempfile
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +45,6 @@ __all__ = [
     "stored_plans",
     "tensor_core",
     "tile_resources",
-    "write_plans",
 ]
 
 MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
@@ -366,21 +363,6 @@ def read_plans(path: Path) -> Plans:
         return {str(name): {str(k): dict(v, plan=v["plan"]) for k, v in found.items()} for name, found in plans.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def write_plans(path: Path, gpu: str, plans: Plans) -> None:
-    """Writes a file of plans, a line for each, in one step: a reader never sees half of it."""
-    rooms = []
-    for name, found in sorted(plans.items()):
-        lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(found.items()))
-        rooms.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
-    body = ",\n".join(rooms)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(f'{{\n "gpu": {json.dumps(gpu)},\n "plans": {{\n{body}\n }}\n}}\n')
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-    forget()
 
 
 @functools.cache

@@ -18,7 +18,7 @@ experts are used as they are, see :mod:`kernelbook.interop.peft`.
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
+from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, Weight, gated_experts, quantize_parameter, stored_weight
 
@@ -41,6 +42,9 @@ __all__ = [
     "register",
     "use_kernels",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = moved(__name__)
 
 NAME = "kernelbook"
 HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass

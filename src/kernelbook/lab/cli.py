@@ -1,50 +1,37 @@
 """``python -m kernelbook``: does this machine work, how fast is it, faster plans for it, a training run, a profile."""
 
+from __future__ import annotations
+
 import argparse
-import importlib
 import importlib.util
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
-from tabulate import tabulate
-from tqdm.auto import tqdm
 
 import kernelbook
 from kernelbook import check, plans, runtime
-from kernelbook.lab import bench as measured
 from kernelbook.lab import profiling, timing, tuning
+from kernelbook.lab.bench import bench_of, modules_measured, rooms
 from kernelbook.train import command as training
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["main"]
 
 # By the stem of a results file, a table and its key: what a bench module's ``extras()`` returns, or yields as they come.
-Extra = tuple[pd.DataFrame, Sequence[str]]
+Extra = tuple["pd.DataFrame", Sequence[str]]
 Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
+# What a command needs beside the package's own requirements, and the extra that has it.
+NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
 # What torchrun starts, on several GPUs at once; "all" leaves it out.
 SEVERAL = ("several_gpus",)
 # What has a table and a clock of its own.
 WHOLE = ("whole_model",)
-
-
-def rooms() -> list[str]:
-    """The rooms of the package that can be measured, by name."""
-    packages = {module.name for module in pkgutil.iter_modules(kernelbook.__path__) if module.ispkg}
-    return sorted(module.name for module in pkgutil.iter_modules(measured.__path__) if module.name in packages)
-
-
-def modules_measured() -> list[str]:
-    """What is measured beside the rooms: modules that combine them."""
-    return ["moe_block"]
-
-
-def _bench_of(name: str) -> Any:
-    return importlib.import_module(f"{measured.__name__}.{name}")
 
 
 def _all() -> list[str]:
@@ -101,22 +88,23 @@ def _host_costs() -> list[tuple[str, float]]:
         "the same, kernel[grid](...)": lambda: launch.kernel[(16, 1)](x, x, y, y, 64, 256, **launch.constants),
     }
     for room in _all():
-        calls.update(getattr(_bench_of(room), "host_calls", dict)())
+        calls.update(getattr(bench_of(room), "host_calls", dict)())
     return [(name, timing.host_us(call)) for name, call in calls.items()]
 
 
 def _check_room(room: str) -> list[check.Verdict]:
     """The room's small checks; a check that raises is a failed one."""
     try:
-        return list(_bench_of(room).small_checks())
+        return list(bench_of(room).small_checks())
     except Exception as error:  # a broken kernel can raise anything; doctor has to go on and tell
-        tqdm.write(f"{room}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{room}: {type(error).__name__}: {error}", file=sys.stderr)
         return [check.Verdict(f"{room}: {type(error).__name__}", float("nan"), 0.0, 0.0, 0.0)]
 
 
 def doctor() -> int:
     """Prints what this machine is and whether every public function is right on it; 1 if one is not."""
-    print(tabulate(_machine(), tablefmt="plain"))
+    for name, value in _machine():
+        print(f"{name:15}  {value}")
     if runtime.COMPILE_ONLY:
         print("\nTRITON_INTERPRET=0 without a GPU: kernels can be compiled but not run, so nothing was checked.")
         return 1
@@ -126,13 +114,16 @@ def doctor() -> int:
             f"\nceilings (a quick measurement): copy {ceilings.copy_gbs:.0f} GB/s, "
             f"bf16 {ceilings.bf16_tflops:.0f} TFLOP/s, tf32 {ceilings.tf32_tflops:.0f} TFLOP/s"
         )
-        print(
-            "\n" + tabulate(_host_costs(), headers=("what a call costs the host, small tensors", "us"), floatfmt=".1f")
-        )
-    verdicts = [verdict for room in tqdm(_all(), unit="room", leave=False) for verdict in _check_room(room)]
+        print(f"\n{'what a call costs the host, small tensors':60}      us")
+        for name, us in _host_costs():
+            print(f"{name:60}  {us:6.1f}")
+    print(f"\n{'check':60}  error    limit")
+    verdicts = []
+    for room in _all():
+        for v in _check_room(room):
+            verdicts.append(v)
+            print(f"{v.name:60}  {v.error:.1e}  {v.limit:.1e}  {'ok' if v.passed else 'FAILED'}", flush=True)
     failed = [verdict for verdict in verdicts if not verdict.passed]
-    rows = [(v.name, f"{v.error:.1e}", f"{v.limit:.1e}", "ok" if v.passed else "FAILED") for v in verdicts]
-    print("\n" + tabulate(rows, headers=("check", "error", "limit", "")))
     print(
         f"\n{len(verdicts) - len(failed)} of {len(verdicts)} checks passed."
         + (" Something is broken." if failed else "")
@@ -168,7 +159,7 @@ def bench(
     folder = out / runtime.device_slug()
     code = 0
     for room in names:
-        module = _bench_of(room)
+        module = bench_of(room)
         if room in SEVERAL:
             code = max(code, module.bench(folder, select))
             continue
@@ -218,6 +209,9 @@ def _warm(case: timing.Case) -> None:
 
 def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package: str, rep_ms: float) -> list[str]:
     """Measures the cases, writes and prints the rows of each as they come, and returns the failures."""
+    from tabulate import tabulate
+    from tqdm import tqdm
+
     ceilings = timing.measure_ceilings()
     recorded: set[str] = set()
 
@@ -238,6 +232,8 @@ def _bench_cases(stem: str, cases: Sequence[timing.Case], folder: Path, package:
 
 def _bench_extras(module: Any, folder: Path) -> list[str]:
     """Measures and writes the room's tables of another kind, one by one, and returns the failures."""
+    from tabulate import tabulate
+
     extras: Callable[[], Extras] = getattr(module, "extras", dict)
     try:
         found = extras()
@@ -311,6 +307,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     top = parser()
     given = top.parse_args(arguments)
+    missing = [name for name in NEEDS.get(given.command, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[lab]'", file=sys.stderr
+        )
+        return 2
     if given.command == "doctor":
         return doctor()
     if given.command == "tune":

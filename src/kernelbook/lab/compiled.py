@@ -39,7 +39,16 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["CompileError", "CompiledKernel", "compile_calls", "compile_each", "read_reports", "write_reports"]
+__all__ = [
+    "CompileError",
+    "CompiledKernel",
+    "Occupancy",
+    "compile_calls",
+    "compile_each",
+    "occupancy",
+    "read_reports",
+    "write_reports",
+]
 
 # The columns of a file of reports. The key is all that is looked up by; name and target are for those who read the file.
 REPORT_COLUMNS = ("key", "name", "target", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
@@ -209,6 +218,51 @@ def _definitions(using: Sequence[Callable[..., Any]], constants: Mapping[str, An
     head = "import torch\nfrom kernelbook import runtime\nimport triton\nimport triton.language as tl\n"
     values = [f"{name} = {value!r}\n" for name, value in constants.items()]
     return "\n\n".join([head, *values, *(inspect.getsource(getattr(function, "fn", function)) for function in using)])
+
+
+# --- occupancy -------------------------------------------------------------------------------------------------------
+
+# How registers and shared memory are handed out, and how many programs run at a time at most: CUDA C++ Programming Guide,
+# "Compute Capabilities", 8.0 to 12.0.
+REGISTER_UNIT, WARP_UNIT = 256, 4  # registers a warp gets at a time; warps, one on each quarter of a multiprocessor
+SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program
+MAX_PROGRAMS = {"sm_86": 16, "sm_89": 24, "sm_120": 24}  # on a multiprocessor; 32 on all others
+
+
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+    """How many programs a multiprocessor runs at a time, and what keeps it from running more.
+
+    ``limit`` is ``registers``, ``shared memory``, ``warps`` or ``programs``; ``share`` is the part of the
+    multiprocessor's warps that is in use.
+    """
+
+    programs: int
+    share: float
+    limit: str
+
+
+def occupancy(
+    registers: int, shared_bytes: int, num_warps: int, properties: runtime.DeviceProperties | None = None
+) -> Occupancy:
+    """The occupancy of a kernel on an NVIDIA GPU, from what the compiler reports.
+
+    Args:
+        registers: per thread. shared_bytes: per program. num_warps: per program.
+        properties: the GPU (default: the current one).
+    """
+    p = properties or runtime.properties()
+    per_warp = -(-registers * p.warp_size // REGISTER_UNIT) * REGISTER_UNIT
+    per_program = -(-(shared_bytes + SHARED_RESERVED) // SHARED_UNIT) * SHARED_UNIT
+    limits = {
+        "registers": p.registers_per_sm // per_warp // WARP_UNIT * WARP_UNIT // num_warps,
+        "shared memory": p.shared_memory_per_sm // per_program,
+        "warps": p.max_threads_per_sm // (p.warp_size * num_warps),
+        "programs": MAX_PROGRAMS.get(p.arch, 32),
+    }
+    limit = min(limits, key=limits.__getitem__)
+    programs = limits[limit]
+    return Occupancy(programs, programs * num_warps * p.warp_size / p.max_threads_per_sm, limit)
 
 
 # --- in the other process -------------------------------------------------------------------------------------------

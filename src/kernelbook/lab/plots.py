@@ -10,7 +10,6 @@ import io
 import itertools
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from html import escape
 from typing import Any
@@ -22,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kernelbook.lab import timing
+from kernelbook.lab.bench import bench_of, modules_measured, rooms
 
 __all__ = [
     "BLUE",
@@ -109,8 +109,6 @@ def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) ->
     """
     from IPython.display import HTML
 
-    from kernelbook.lab import timing
-
     number, items = next(_sets), []
     for i, (given, part) in enumerate(parts.items()):
         label = timing.gpu_name(given)
@@ -152,8 +150,6 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.timing.load_results`
     takes it.
     """
-    from kernelbook.lab import timing
-
     gpus = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
     if len(drawn) <= 1:
@@ -163,14 +159,10 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
 
 def _room_vintage(room: str, gpu: str) -> str:
     """The :func:`vintage` of a room's rows on a GPU; nothing for rows of another kind, whose sources only their page knows."""
-    with warnings.catch_warnings():  # a notebook without widgets: cli's bars are not drawn here
-        warnings.filterwarnings("ignore", message="IProgress not found")
-        from kernelbook.lab import cli
-
     path = timing.results_dir() / gpu / f"{room}.csv"
-    if room not in [*cli.rooms(), *cli.modules_measured()] or not path.exists():
+    if room not in [*rooms(), *modules_measured()] or not path.exists():
         return ""
-    bench = cli._bench_of(room)
+    bench = bench_of(room)
     version = timing.package_version(*bench.SOURCES)
     return vintage(pd.read_csv(path, usecols=["package", "provider"], dtype=str), version)
 
@@ -186,7 +178,6 @@ def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[s
         names: ``globals()`` of the notebook.
         read: for each of the names what to read for a GPU.
     """
-    from kernelbook.lab import timing
 
     def show(draw: Callable[[], Any]) -> Any:
         def of_gpu(gpu: str) -> Any:

@@ -24,6 +24,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, TimeoutError
@@ -34,11 +35,10 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from tabulate import tabulate
-from tqdm.auto import tqdm
 
 from kernelbook import check, launching, plans, runtime
 from kernelbook.lab import timing
+from kernelbook.lab.bench import bench_of
 
 # isort: split
 import triton
@@ -48,7 +48,18 @@ from triton.runtime.errors import OutOfResources, PTXASError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["GAIN", "TABLE_COLUMNS", "TABLE_KEY", "add_arguments", "compared", "main", "tune", "tune_case"]
+__all__ = [
+    "GAIN",
+    "TABLE_COLUMNS",
+    "TABLE_KEY",
+    "add_arguments",
+    "compared",
+    "main",
+    "prune",
+    "tune",
+    "tune_case",
+    "write_plans",
+]
 
 GAIN = 1.02  # a difference of a per cent is within what two runs differ by
 BATCH = 14  # candidates that are compiled side by side and then timed
@@ -93,6 +104,19 @@ def parse_shape(text: str | None) -> dict[str, float] | None:
         return {name: float(value) for name, value in pairs} or None
     except ValueError:
         raise ValueError(f"tune: --shape must be like 'M=4096 N=5120', got {text!r}") from None
+
+
+def prune(
+    configs: Sequence[triton.Config],
+    resources: Callable[[triton.Config], plans.Resources],
+    properties: runtime.DeviceProperties | None = None,
+) -> list[triton.Config]:
+    """The configurations that fit, in their order. Raises ``ValueError`` if none does."""
+    properties = properties or runtime.properties()
+    kept = [config for config in configs if plans.fits(resources(config), config, properties)]
+    if not kept:
+        raise ValueError(f"prune: none of {len(configs)} configurations fits {properties.name}")
+    return kept
 
 
 # --- one case -------------------------------------------------------------------------------------------------------
@@ -281,10 +305,25 @@ def _in_turn(name: str, key: str, candidates: Sequence[Any], call: Callable[[], 
     return [statistics.median(samples) for samples in rounds]
 
 
+def write_plans(path: Path, gpu: str, new: plans.Plans) -> None:
+    """Writes a file of plans, a line for each, in one step: a reader never sees half of it."""
+    rooms = []
+    for name, found in sorted(new.items()):
+        lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(found.items()))
+        rooms.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
+    body = ",\n".join(rooms)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(f'{{\n "gpu": {json.dumps(gpu)},\n "plans": {{\n{body}\n }}\n}}\n')
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    plans.forget()
+
+
 def _strike(path: Path, name: str, key: str) -> None:
     kept = plans.read_plans(path)
     kept.get(name, {}).pop(key, None)
-    plans.write_plans(path, runtime.properties().name, kept)
+    write_plans(path, runtime.properties().name, kept)
 
 
 def _keep(path: Path, new: plans.Plans) -> None:
@@ -292,7 +331,7 @@ def _keep(path: Path, new: plans.Plans) -> None:
     kept = plans.read_plans(path)
     for name, found in new.items():
         kept[name] = {**kept.get(name, {}), **found}
-    plans.write_plans(path, runtime.properties().name, kept)
+    write_plans(path, runtime.properties().name, kept)
 
 
 # --- the other process ----------------------------------------------------------------------------------------------
@@ -303,9 +342,7 @@ Shape = tuple[tuple[str, float], ...]  # sizes by name, sorted
 
 def _cases_of(room: str, shape: Mapping[str, float] | None) -> list[timing.Case]:
     """The room's cases to tune, those that matter most first."""
-    from kernelbook.lab import cli
-
-    tuning_cases: Cases | None = getattr(cli._bench_of(room), "tuning_cases", None)
+    tuning_cases: Cases | None = getattr(bench_of(room), "tuning_cases", None)
     if tuning_cases is None:
         return []
     try:
@@ -500,6 +537,8 @@ def strike_where_slower(room: str, case: timing.Case, journal: Journal) -> None:
 def comparison(job: Mapping[str, Any], out: Path | None) -> int:
     """Times every case that stored plans are used in with them and by the rules; prints a table, and writes it."""
     import pandas as pd
+    from tabulate import tabulate
+    from tqdm import tqdm
 
     about = {"run": timing.new_run(), **timing.environment(timing.package_version())}
     rows: list[dict[str, Any]] = []
@@ -537,6 +576,8 @@ def supervise(command: Sequence[str], journal: Path, *, stalled_s: float = STALL
     It is killed where it writes nothing for ``stalled_s``, and given up where it gets no further in two attempts.
     Returns how often it was started.
     """
+    from tqdm import tqdm
+
     starts, idle, seen = 0, 0, 0
     bar = tqdm(unit="candidate", disable=quiet)
     while idle < 2:
@@ -607,6 +648,8 @@ def tune(job: Mapping[str, Any], minutes: float, export: bool, out: Path | None 
         export: whether what was found is written into the package too.
         out: a folder for the record of the search, ``<gpu>/search.csv``.
     """
+    from tabulate import tabulate
+
     if runtime.DEVICE.type != "cuda":
         print("tune: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2

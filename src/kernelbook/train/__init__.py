@@ -1,5 +1,8 @@
 """Training with a sparse backward pass: data, schedulers, an optimizer, and the loop."""
 
+from typing import TYPE_CHECKING
+
+from kernelbook.moved import moved
 from kernelbook.train.chunks import (
     Layout,
     chunk_norms,
@@ -43,3 +46,6 @@ __all__ = [
     "train_ranks",
     "weight_features",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = moved(__name__)

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from kernelbook import runtime
 from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
 
@@ -168,7 +166,8 @@ def _run(trainer: Trainer, given: argparse.Namespace) -> int:
         ("tokens", f"{trainer.data.vocab_size:,} different ones, {config.batch_size * config.context:,} a step"),
         ("backward", sparse if config.is_sparse(config.steps) else "dense"),
     ]
-    print(tabulate(about, tablefmt="plain"))
+    for name, value in about:
+        print(f"{name:11}  {value}")
     if trainer.step:
         print(f"going on after step {trainer.step}")
     try:

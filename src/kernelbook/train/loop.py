@@ -6,6 +6,7 @@ two entries in the log the host never waits for the device, so a whole step can 
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import time
@@ -208,6 +209,7 @@ class Trainer:
         FileExistsError: ``out`` holds a run already and ``resume`` is not set.
         ValueError: the checkpoint belongs to another configuration or corpus or cannot be read, or a CUDA graph is wanted
             without a GPU.
+        ModuleNotFoundError: ``progress`` wants a bar, and tqdm is not installed.
     """
 
     rank, ranks, parallel = 0, 1, ""  # others in :class:`kernelbook.train.parallel.ParallelTrainer`
@@ -223,6 +225,11 @@ class Trainer:
     ) -> None:
         if config.cuda_graph and runtime.DEVICE.type != "cuda":
             raise ValueError("Trainer: cuda_graph must be off where there is no GPU, got True")
+        if progress and importlib.util.find_spec("tqdm") is None:
+            raise ModuleNotFoundError(
+                "Trainer: progress must be False where tqdm is not installed (pip install 'kernelbook[train]'), got True",
+                name="tqdm",
+            )
         self.config, self.progress = config, progress
         self.out = None if out is None else Path(out)
         checkpoint = self._checkpoint_path()
@@ -398,8 +405,6 @@ class Trainer:
 
         Raises ``FloatingPointError`` when a loss or a gradient is not finite; the last checkpoint is from before that.
         """
-        from tqdm import tqdm
-
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
         losses, norms = (torch.zeros(config.log_every, device=runtime.DEVICE) for _ in range(2))
@@ -408,9 +413,11 @@ class Trainer:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 stack.enter_context(torch.cuda.stream(self._stream))
-            bar = stack.enter_context(
-                tqdm(total=config.steps, initial=self.step, disable=not self.progress, unit="step")
-            )
+            bar: Any = None
+            if self.progress:
+                from tqdm import tqdm
+
+                bar = stack.enter_context(tqdm(total=config.steps, initial=self.step, unit="step"))
             if self.step == 0 and end > 0 and not self.records:
                 self._evaluate()
             _wait()
@@ -426,10 +433,11 @@ class Trainer:
                     took = time.perf_counter() - started
                     self.seconds += took
                     self._record_steps(values, took)
-                    bar.update(pending)
                     self._pause(last=self.step == end)
-                    shown = {"loss": self.losses()[-1:], "validation": self.validation_losses()[-1:]}
-                    bar.set_postfix({name: f"{value[0]:.3f}" for name, value in shown.items() if value})
+                    if bar is not None:
+                        bar.update(pending)
+                        shown = {"loss": self.losses()[-1:], "validation": self.validation_losses()[-1:]}
+                        bar.set_postfix({name: f"{value[0]:.3f}" for name, value in shown.items() if value})
                     _wait()
                     started, pending = time.perf_counter(), 0
         if self._stream is not None:

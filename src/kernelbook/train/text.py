@@ -207,13 +207,23 @@ def _merge(word: list[bytes], pair: tuple[bytes, bytes], merged: bytes) -> list[
     return new
 
 
+def _tiktoken() -> Any:
+    try:
+        import tiktoken
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "tiktoken, which holds encodings of text, must be installed: pip install 'kernelbook[train]'",
+            name=error.name,
+        ) from None
+    return tiktoken
+
+
 def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
     """A ``tiktoken.Encoding`` of ``vocab_size`` tokens trained on ``corpus``, the last one :data:`END`; kept on disk.
 
     Raises ``ValueError`` for less than 257 tokens.
     """
-    import tiktoken
-
+    tiktoken = _tiktoken()
     if vocab_size < 257:
         raise ValueError(f"book_encoding: vocab_size must be at least 257 (all bytes and {END}), got {vocab_size}")
     name = f"book-{hashlib.sha256(PATTERN.encode()).hexdigest()[:4]}-{corpus.digest}-{vocab_size}"
@@ -242,8 +252,7 @@ def get_encoding(name: str, corpus: Corpus, vocab_size: int) -> Any:
         ValueError: tiktoken has no encoding of that name.
         RuntimeError: tiktoken has it neither cached nor could download it.
     """
-    import tiktoken
-
+    tiktoken = _tiktoken()
     if name == "book":
         return book_encoding(corpus, vocab_size)
     if name not in tiktoken.list_encoding_names():

@@ -1,14 +1,15 @@
 """What is measured of ``attention``: forward, backward and a few queries beside PyTorch's own attention and FlexAttention,
 pages beside contiguous keys, and the errors."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,6 +19,9 @@ from kernelbook.attention import op
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 from kernelbook.lab import timing
 from kernelbook.lab.models import MODELS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["SOURCES", "cases", "extras", "host_calls", "missing_peers", "small_checks", "tuning_cases"]
 
@@ -435,6 +439,8 @@ def models() -> Iterator[timing.Case]:
 
 def _errors() -> pd.DataFrame:
     """The relative error against float64 of every output and gradient, by provider and dtype."""
+    import pandas as pd
+
     b, h, h_kv, n, d, causal = ERROR_SHAPE
     shape = f"B={b} H={h} H_kv={h_kv} N={n} S={n} D={d} causal=yes"
     about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}

@@ -1,13 +1,15 @@
 """What is measured of ``layer_norm`` and ``rms_norm``: forward and backward beside PyTorch, torch.compile and Liger (and
 Quack where it is installed), and the lock's barrier."""
 
+from __future__ import annotations
+
 import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +18,9 @@ from kernelbook.lab import baselines, timing
 from kernelbook.lab.models import MODELS
 from kernelbook.layer_norm import kernels, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "SOURCES",
@@ -402,6 +407,8 @@ def count_wrong_runs_apart(*, barrier: bool, buffers: int, runs: int, timeout_s:
 
 def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
     """Counts wrong runs with and without the barrier, for few and for many buffers."""
+    import pandas as pd
+
     package = timing.package_version(*SOURCES)
     rows = [
         {

@@ -13,13 +13,14 @@ gradients, as in decoding; ``forward_backward`` gives the gradients of the input
 Memory is counted beyond the weights: the 4-bit ones take 0.28 times the bfloat16 ones' bytes in addition.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 
@@ -29,6 +30,9 @@ from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4 import nf4_dequantize, nf4_quantize
 from kernelbook.nn import moe
 from kernelbook.train.capture import Captured
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["SOURCES", "cases", "extras", "host_calls", "missing_peers", "small_checks"]
 
@@ -305,6 +309,8 @@ def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
     transformers'. With ``graph`` the layers are captured into a CUDA graph and replayed, which takes the host out.
     Columns: way, graph, tokens, experts (that become dense, on average), layer_ms.
     """
+    import pandas as pd
+
     sizes, layers = MODELS["Qwen3-30B-A3B"], 8
     layer = _Layer(sizes, None)
     rows = []
@@ -367,6 +373,8 @@ def parts_experiment(repeats: int = 5) -> pd.DataFrame:
 
     Columns: provider, tokens, part, part_ms, launches.
     """
+    import pandas as pd
+
     sizes = MODELS["Qwen3-30B-A3B"]
     rows = []
     for tokens in (16, 2048):

@@ -1,11 +1,12 @@
 """What is measured of ``scatter_ffn``: the chosen neurons beside all of them, and what PyTorch users would write."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 
 from kernelbook import check, launching, runtime
@@ -13,6 +14,9 @@ from kernelbook.lab import floor, timing
 from kernelbook.lab.models import MODELS
 from kernelbook.scatter_ffn import kernels, op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "SOURCES",
@@ -329,6 +333,8 @@ def fused_ffn(
 
 def atomics_experiment() -> pd.DataFrame:
     """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
+    import pandas as pd
+
     run, rows = timing.new_run(), []
     about = timing.environment(timing.package_version(*SOURCES))
     for m in (1, 16, 32, 64, 128):
