@@ -8,17 +8,19 @@ lines with a reason, and :func:`planner` makes a plan of it: what was tuned for 
 3. The rule.
 
 ``KERNELBOOK_PLANS=shipped`` leaves out the first, ``KERNELBOOK_PLANS=rules`` the first two. Nothing is ever timed by a call.
-A stored plan is taken only if it is among the candidates that the room lists for the problem and the GPU, so that an old or
-edited file can cost speed, and nothing else.
+A stored plan is taken only if it has the form of the rule's plan and the room allows it for the problem and the GPU, so that
+an old or edited file can cost speed, and nothing else; what is not taken is warned of.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import typing
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, cast
 
 from kernelbook import runtime  # before Triton, which it sets up
@@ -43,8 +45,6 @@ __all__ = [
     "stored_plans",
     "tensor_core",
     "tile_resources",
-    "using",
-    "watched",
 ]
 
 MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
@@ -188,6 +188,10 @@ def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProp
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 Plans = dict[str, dict[str, dict[str, Any]]]  # by planner and problem: the plan, and what was measured
 
+# What the tuner uses: plans that come before all files, and what planners were asked since forget(), by name and key.
+trial: Plans = {}
+asked: dict[tuple[str, str], tuple[Any, ...]] = {}
+
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
@@ -196,14 +200,14 @@ class Planner:
     Attributes:
         name: ``<room>.<what>``.
         rule: from a problem to a plan.
-        candidates: from a problem to the plans that may be tried, the rule's among them or not.
+        allowed: from a plan that has the form of the rule's, and the problem, to whether it may be used.
         parameters: the names of the problem's parts, without the GPU's properties.
         buckets: those of them that stand in the key rounded up, by :func:`bucket`.
     """
 
     name: str
     rule: Callable[..., Any]
-    candidates: Callable[..., Iterable[Any]]
+    allowed: Callable[..., bool]
     parameters: tuple[str, ...]
     buckets: frozenset[str]
 
@@ -212,42 +216,41 @@ class Planner:
         pairs = zip(self.parameters, problem, strict=False)
         return " ".join(f"{k}={bucket(v, lowest=1) if k in self.buckets else v}" for k, v in pairs)
 
+    def from_json(self, stored: Any, problem: Sequence[Any]) -> Any:
+        """The plan that a file holds as ``stored``. Raises ``ValueError`` where it is none for the problem."""
+        plan = _from_json(stored, self.rule(*problem), typing.get_type_hints(self.rule).get("return"), "the plan")
+        if plan is not None and not self.allowed(plan, *problem):
+            raise ValueError("the plan does not fit the problem or the GPU")
+        return plan
+
     def find(self, problem: Sequence[Any]) -> Any:
         """The plan for a problem, whose last part is the GPU's properties."""
-        properties = problem[-1]
-        if _watched is not None:
-            _watched[self.name, self.key(problem)] = tuple(problem)
-        if self.name in _forced:
-            forced = _forced[self.name].get(self.key(problem))
-            if forced is not None:
-                return forced
-        for plans in stored_plans(properties):
-            stored = plans.get(self.name)
-            entry = stored.get(self.key(problem)) if stored else None
+        key = self.key(problem)
+        asked[self.name, key] = tuple(problem)
+        for where, stored in stored_plans(problem[-1]):
+            entry = stored.get(self.name, {}).get(key)
             if entry is not None:
-                for candidate in self.candidates(*problem):
-                    if as_json(candidate) == entry["plan"]:
-                        return candidate
+                try:
+                    return self.from_json(entry["plan"], problem)
+                except ValueError as error:
+                    warnings.warn(f"{where}: {self.name} {key} is left aside: {error}", stacklevel=3)
         return self.rule(*problem)
 
 
 _planners: dict[str, Planner] = {}
 _caches: list[Any] = []
-_forced: dict[str, dict[str, Any]] = {}
-_watched: dict[tuple[str, str], tuple[Any, ...]] | None = None
 
 
-def planner(
-    name: str, candidates: Callable[..., Iterable[Any]], *, buckets: Sequence[str] = ()
-) -> Callable[[Rule], Rule]:
+def planner(name: str, allowed: Callable[..., bool], *, buckets: Sequence[str] = ()) -> Callable[[Rule], Rule]:
     """Decorates a rule: where a tuned plan is stored for the problem, that is returned, else what the rule says.
 
-    The rule takes the problem in positional arguments that can be hashed, and the GPU's properties as the last; so do
-    ``candidates``. Plans are remembered for each problem, so that a call costs one look into a dictionary.
+    The rule takes the problem in positional arguments that can be hashed, and the GPU's properties as the last. Plans are
+    remembered for each problem, so that a call costs one look into a dictionary.
 
     Args:
         name: ``<room>.<what>``.
-        candidates: lists plans for a problem that compute the right thing and should fit the GPU.
+        allowed: takes a stored plan, which has the names and types of the rule's, and the problem; says whether the plan
+            computes the right thing and fits the GPU.
         buckets: names of sizes that change from batch to batch. They are rounded up in the key, see :func:`bucket`.
     """
 
@@ -257,7 +260,7 @@ def planner(
         taken = known is not None and known.rule.__qualname__ != rule.__qualname__
         if last != "properties" or not set(buckets) <= set(parameters) or taken:
             raise ValueError(f"planner: {name} is taken, or its rule has the wrong parameters: {parameters}, {last}")
-        made = _planners[name] = Planner(name, rule, candidates, tuple(parameters), frozenset(buckets))
+        made = _planners[name] = Planner(name, rule, allowed, tuple(parameters), frozenset(buckets))
 
         @functools.wraps(rule)
         def plan(*problem: Any) -> Any:
@@ -296,6 +299,53 @@ def as_json(plan: Any) -> Any:
     return plan
 
 
+def _from_json(stored: Any, like: Any, hint: Any, what: str) -> Any:
+    """The opposite of :func:`as_json`, for a plan of the form of ``like``; ``hint`` says where it may be ``None``."""
+    kinds = typing.get_args(hint)
+    if stored is None and (like is None or NoneType in kinds):
+        return None
+    if NoneType in kinds:
+        hint = next(kind for kind in kinds if kind is not NoneType)
+    if isinstance(like, triton.Config):
+        numbers = _numbers(stored, as_json(like), what)
+        return triton.Config(numbers, num_warps=numbers.pop("num_warps"), num_stages=numbers.pop("num_stages"))
+    if dataclasses.is_dataclass(like):
+        kind: Any = type(like)
+        hints = typing.get_type_hints(kind)
+        fields = _named(stored, {field.name: None for field in dataclasses.fields(like)}, what)
+        return kind(**{name: _from_json(fields[name], getattr(like, name), hints[name], name) for name in fields})
+    if isinstance(like, tuple) and isinstance(stored, list) and len(like) == len(stored):
+        if all(isinstance(part, tuple) and isinstance(part[0], str) for part in like):
+            pairs = {str(part[0]): part[-1] for part in stored if isinstance(part, list) and part}
+            return tuple(_numbers(pairs, dict(like), what).items())
+        kinds = typing.get_args(hint) or (None,) * len(like)
+        parts = enumerate(zip(stored, like, kinds, strict=True))
+        return tuple(_from_json(*part, f"part {i} of {what}") for i, part in parts)
+    if type(stored) is not type(like) or (type(stored) is int and stored < 1):
+        raise ValueError(f"{what} must be like {json.dumps(as_json(like))}, got {json.dumps(stored)}")
+    return stored
+
+
+def _named(stored: Any, like: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """``stored`` in the order of ``like``, whose names it must have."""
+    if not isinstance(stored, dict) or stored.keys() != like.keys():
+        raise ValueError(f"{what} must have the names {', '.join(like)}, got {json.dumps(stored)}")
+    return {name: stored[name] for name in like}
+
+
+def _numbers(stored: Any, like: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Constants of a kernel, warps and stages by name; tiles and warps are powers of two."""
+    numbers = _named(stored, like, what)
+    for name, value in numbers.items():
+        possible = type(value) is type(like[name])
+        if type(value) is int:
+            power = not name.startswith(("BLOCK_", "num_warps")) or not value & (value - 1)
+            possible = possible and power and min(1, like[name]) <= value <= (32 if name == "num_warps" else 2**16)
+        if not possible:
+            raise ValueError(f"{name} of {what} cannot be {json.dumps(value)}")
+    return numbers
+
+
 def shipped_plans(name: str) -> Path:
     """The file of the plans that come with the package for the GPU called ``name``; it may not exist."""
     return Path(__file__).parent / "tuned" / f"{runtime.slug(name)}.json"
@@ -316,42 +366,18 @@ def read_plans(path: Path) -> Plans:
 
 
 @functools.cache
-def stored_plans(properties: runtime.DeviceProperties) -> tuple[Plans, ...]:
-    """The files' contents that are looked into, in their order; those without a plan are left out."""
+def stored_plans(properties: runtime.DeviceProperties) -> tuple[tuple[str, Plans], ...]:
+    """What is looked into for plans, in its order, each with its name; files without a plan are left out."""
     mode = runtime.plans_in_use()
     paths = [own_plans(properties.name)] if mode == "tuned" else []
     paths += [] if mode == "rules" else [shipped_plans(properties.name)]
-    return tuple(plans for plans in map(read_plans, paths) if plans)
+    found = [("what is being tried", trial), *((str(path), read_plans(path)) for path in paths)]
+    return tuple((where, plans) for where, plans in found if plans)
 
 
 def forget() -> None:
     """Forgets all plans of this process: files and environment are read again."""
+    asked.clear()
     stored_plans.cache_clear()
     for cached in _caches:
         cached.cache_clear()
-
-
-@contextlib.contextmanager
-def using(name: str, key: str, plan: Any) -> Iterator[None]:
-    """Within the context the planner ``name`` answers ``plan`` for the problem ``key``. For tuning, in one thread."""
-    before = _forced.get(name, {})
-    _forced[name] = {**before, key: plan}
-    forget()
-    try:
-        yield
-    finally:
-        _forced[name] = before
-        forget()
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[dict[tuple[str, str], tuple[Any, ...]]]:
-    """Yields what fills, within the context, with the problems that planners are asked for: (name, key) -> problem."""
-    global _watched
-    forget()
-    asked: dict[tuple[str, str], tuple[Any, ...]] = {}
-    _watched = asked
-    try:
-        yield asked
-    finally:
-        _watched = None

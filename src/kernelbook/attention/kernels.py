@@ -24,7 +24,6 @@ Not handled: dropout, bias, other masks, head sizes above 256.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.plans import planner
@@ -607,29 +606,23 @@ def block_d(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def _configs(
-    kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties
-) -> Iterator[triton.Config]:
-    """What may be tried: 16-bit tiles that fit into shared memory, and whose sums a program has registers for."""
-    width = block_d(d)
-    amd = properties.arch.startswith("gfx")
-    for m in (16, 32, 64, 128) if itemsize == 2 else ():
-        for n in (16, 32, 64, 128):
-            for warps in (4, 8):
-                owned, moved = (m, n) if kernel != "dkdv" else (n, m)
-                # In registers: the sums (two of dk and dv), a tile of scores, and that again in 16 bits.
-                kept = ((2 if kernel == "dkdv" else 1) * owned * width + 1.5 * owned * moved) / (32 * warps)
-                for stages in (1, 2, 3, 4) if 16 <= kept <= 180 and owned >= 16 * warps // 2 else ():
-                    if stages > 1 and not boxes and kernel != "fwd":
-                        continue  # such loads feed the tensor cores and, turned, registers too
-                    tiles = _Tiles(m, n, warps, stages)
-                    if _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program:
-                        yield triton.Config(
-                            {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": width}, num_warps=warps, num_stages=stages
-                        )
+def _allowed(
+    config: triton.Config, kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties
+) -> bool:
+    """16-bit tiles that fit into shared memory, and whose sums a program has registers for."""
+    m, n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    owned, moved = (m, n) if kernel != "dkdv" else (n, m)
+    # In registers: the sums (two of dk and dv), a tile of scores, and that again in 16 bits.
+    kept = ((2 if kernel == "dkdv" else 1) * owned * width + 1.5 * owned * moved) / (32 * config.num_warps)
+    # Ordinary loads of the backward pass feed the tensor cores and, turned, registers too.
+    pipelined = config.num_stages == 1 or boxes or kernel == "fwd"
+    tiles, amd = _Tiles(m, n, config.num_warps, config.num_stages), properties.arch.startswith("gfx")
+    shared = _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program
+    large = min(m, n) >= 16 and owned >= 8 * config.num_warps
+    return itemsize == 2 and width == block_d(d) and large and kept <= 180 and pipelined and shared
 
 
-@planner("attention.plain", _configs)
+@planner("attention.plain", _allowed)
 def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> triton.Config:
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)

@@ -22,7 +22,6 @@ Not handled: more rows than fit one tile read the keys again (from the L2 cache,
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention.kernels import _dot, _rows, block_d
@@ -453,22 +452,6 @@ def _splits(
     return min((time(splits), splits) for splits in range(1, max(1, min(steps, slots)) + 1))
 
 
-def _candidates(
-    heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
-) -> Iterator[tuple[triton.Config, int]]:
-    """The rule's tiles with other widths, stages and warps, each split over about as many programs as fill the GPU."""
-    config, splits = _tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
-    block_m, width, rule = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_D", "BLOCK_N"))
-    for block_n in (16, 32, 64, 128):
-        for stages in (2, 3, 4, 5):
-            shared = (2 * block_n * stages + block_m) * width * itemsize
-            for warps in (4, 8) if shared <= properties.shared_memory_per_program - 2048 else ():
-                blocks = {**config.kwargs, "BLOCK_N": block_n, "STAGES": stages}
-                for share in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-                    if splits <= 2 * share <= 4 * splits and share * block_n <= max(keys, rule):
-                        yield triton.Config(blocks, num_warps=warps, num_stages=stages), share
-
-
 def _merged_at_a_time(rows: int, config: triton.Config) -> int:
     """How many shares of few rows there are registers for; 1 where there are many rows."""
     stored = min(config.kwargs["BLOCK_M"], triton.next_power_of_2(rows))
@@ -505,7 +488,27 @@ def _tiles_and_shares(
     return divided, splits
 
 
-@planner("attention.decode", _candidates, buckets=("keys",))
+def _allowed(
+    plan: tuple[triton.Config, int],
+    heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties,
+) -> bool:  # fmt: skip
+    """The rule's tiles with other widths and stages that fit, and another split, into no more shares than there are tiles."""
+    config, splits = plan
+    block_n, stages, pieces = (config.kwargs[name] for name in ("BLOCK_N", "STAGES", "PIECES"))
+    rule, _ = _tiles(heads, rows, d, itemsize, page > 0, properties)
+    block_m, width, own = (rule.kwargs[name] for name in ("BLOCK_M", "BLOCK_D", "BLOCK_N"))
+    blocks = {**rule.kwargs, "BLOCK_N": block_n, "STAGES": stages, "PIECES": pieces}
+    stored, tiles = min(block_m, triton.next_power_of_2(rows)), heads * -(-rows // block_m)
+    shared = (2 * block_n * stages + block_m) * width * itemsize
+    return (
+        config.kwargs == blocks and config.num_stages == stages and config.num_warps in (4, 8)
+        and pieces in _pieces(tiles, stored, width, d, properties.num_sms)
+        and 16 <= block_n <= 128 and shared <= properties.shared_memory_per_program - 2048
+        and splits * block_n <= max(2 * keys, own)
+    )  # fmt: skip
+
+
+@planner("attention.decode", _allowed, buckets=("keys",))
 def tiles_and_shares(
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:

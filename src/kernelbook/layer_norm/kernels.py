@@ -24,7 +24,6 @@ Not handled here: a dimension other than the last (the caller permutes), 2^31 or
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.plans import Resources, fits, planner, tile_resources
@@ -418,24 +417,14 @@ def _layer_norm_bwd_locks_kernel(
 SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
-def _forward_candidates(n: int, itemsize: int, properties: runtime.DeviceProperties) -> Iterator[triton.Config | None]:
-    width = max(triton.next_power_of_2(n), 16)
-    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
-        yield None
-        return
-    for block in (width, 512, 1024, 2048, 4096):
-        blocks = triton.cdiv(n, block)
-        if block > width or blocks > 16:
-            continue
-        for rows in (1, 2, 4, 8, 16):
-            for warps in (1, 2, 4, 8, 16, 32):
-                if 4 <= rows * block / (32 * warps) <= 64 and rows * blocks * block / (32 * warps) <= 128:
-                    yield triton.Config({"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks}, num_warps=warps)
-        if block == width < 1024:
-            return
+def _forward_allowed(config: triton.Config, n: int, itemsize: int, properties: runtime.DeviceProperties) -> bool:
+    """The tiles are a row's, and a thread has registers for its part of them."""
+    rows, block, blocks = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "NUM_BLOCKS"))
+    held = rows * blocks * block * max(itemsize, 4) / 4
+    return blocks == triton.cdiv(n, block) <= 16 and held <= 128 * 32 * config.num_warps
 
 
-@planner("layer_norm.forward", _forward_candidates)
+@planner("layer_norm.forward", _forward_allowed)
 def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
     """The tiles for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for registers.
 
@@ -529,28 +518,20 @@ class BackwardPlan:
     per_sm: int
 
 
-def _backward_plans(
-    n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
-) -> Iterator[BackwardPlan]:
-    """A row in tiles of 4 to 16 elements a thread, alone or shared, with one program a multiprocessor or a few."""
-    for block in (512, 1024, 2048, 4096):
-        for warps in (2, 4, 8, 16):
-            for rows, split in ((1, 1), (2, 1), (4, 1), (1, 2)):
-                blocks = triton.cdiv(n, block * split)
-                if not 4 <= rows * block / (32 * warps) <= 16 or blocks > 8 or block >= 2 * triton.next_power_of_2(n):
-                    continue
-                for stages in (1, 2, 3):
-                    tiles = {"BLOCK_M": rows, "BLOCK_N": block, "NUM_BLOCKS": blocks, "SPLIT": split, "STAGES": stages}
-                    config = triton.Config(tiles, num_warps=warps)
-                    needs = backward_resources(config, itemsize, sums, added)
-                    if fits(needs, config, properties):
-                        for per_sm in (1, 2, 3):
-                            threads, registers = per_sm * 32 * warps, per_sm * 32 * warps * needs.registers_per_thread
-                            if threads <= properties.max_threads_per_sm and registers <= properties.registers_per_sm:
-                                yield BackwardPlan(config, per_sm)
+def _backward_allowed(
+    plan: BackwardPlan, n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
+) -> bool:  # fmt: skip
+    """The tiles are a row's, and as many programs fit as a multiprocessor is to run; a row that is looped over has one plan."""
+    config, blocks = plan.config, plan.config.kwargs
+    if "SPLIT" not in blocks or blocks["NUM_BLOCKS"] != triton.cdiv(n, blocks["BLOCK_N"] * blocks["SPLIT"]):
+        return False
+    needs, threads = backward_resources(config, itemsize, sums, added), 32 * config.num_warps * plan.per_sm
+    held = threads * needs.registers_per_thread
+    together = threads <= properties.max_threads_per_sm and held <= properties.registers_per_sm
+    return blocks["NUM_BLOCKS"] <= 8 and together and fits(needs, config, properties)
 
 
-@planner("layer_norm.backward", _backward_plans)
+@planner("layer_norm.backward", _backward_allowed)
 def plan_backward(
     n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> BackwardPlan:

@@ -26,7 +26,6 @@ Not handled: gradients of gradients.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.packed import products
@@ -708,37 +707,25 @@ ROWS_TILES = (
 )
 
 
-def _rows_tiles(
-    rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
-) -> Iterator[Tiles]:
-    """What may be tried: 16-bit tiles that fit, and that switch to their half, or not, at the end of an expert."""
-    mean = _mean_rows(rows, experts)
-    if itemsize != 2 or access == "narrow":
-        return
-    for height in ROWS_HEIGHTS:
-        if not min(mean // 8, ROWS_HEIGHTS[-1]) <= height <= max(16, 2 * mean):
-            continue
-        for n, k, warps in (
-            (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (256, 64, 4), (256, 64, 8),
-        ):  # fmt: skip
-            for stages in (2, 3, 4, 5) if n >= 64 or access != "packed" else ():
-                config = triton.Config({}, num_warps=warps, num_stages=stages)
-                needs = matmul_resources(
-                    config,
-                    rows=height,
-                    operands=[(height * k, 2), (k * n, 2)],
-                    accumulators=[(height * n, 4), *([(height * max(rank, 16), 4)] if rank else [])],
-                    descriptors=[False, access == "boxes"],
-                    properties=properties,
-                )
-                if fits(needs, config, properties):
-                    for small in sorted({height, max(16, height // 2)}):
-                        yield tiles(
-                            warps, stages, BLOCK_M=height, BLOCK_N=n, BLOCK_K=k, GROUP=4 if n == 256 else 8, SMALL_M=small
-                        )  # fmt: skip
+def _rows_allowed(
+    plan: Tiles, rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
+) -> bool:  # fmt: skip
+    """16-bit tiles of a height that the route lists and that fit, and that switch to their half, or not."""
+    height, n, k, small = (plan.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SMALL_M"))
+    config = triton.Config({}, num_warps=plan.warps, num_stages=plan.stages)
+    needs = matmul_resources(
+        config,
+        rows=height,
+        operands=[(height * k, 2), (k * n, 2)],
+        accumulators=[(height * n, 4), *([(height * max(rank, 16), 4)] if rank else [])],
+        descriptors=[False, access == "boxes"],
+        properties=properties,
+    )
+    known = itemsize == 2 and access != "narrow" and height in ROWS_HEIGHTS and small in (height, max(16, height // 2))
+    return known and 32 <= k <= 128 and n >= (64 if access == "packed" else 32) and fits(needs, config, properties)
 
 
-@planner("moe_lora.rows", _rows_tiles, buckets=("rows",))
+@planner("moe_lora.rows", _rows_allowed, buckets=("rows",))
 def rows_tiles(
     rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
 ) -> Tiles:
@@ -766,27 +753,25 @@ def rows_tiles(
     return tiles(8, 2, BLOCK_M=128, BLOCK_N=64 if rank > 32 else 128, BLOCK_K=32, GROUP=8, SMALL_M=128)
 
 
-def _thin_tiles(
-    rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
-) -> Iterator[Tiles]:
-    for height in (16, 32) if itemsize == 2 else ():
-        for block_k in (64, 128, 256):
-            for block_r in sorted({16, min(rank, 32), rank if rank <= 64 else 32}):
-                for stages in (2, 3, 4, 5):
-                    config = triton.Config({}, num_warps=4, num_stages=stages)
-                    needs = matmul_resources(
-                        config,
-                        rows=height,
-                        operands=[(height * block_k, 2), (block_k * block_r, 2)],
-                        accumulators=[(height * block_r, 4)],
-                        properties=properties,
-                    )
-                    for split in (1, 2, 4, 8) if fits(needs, config, properties) else ():
-                        if split == 1 or k >= 512 * split:
-                            yield tiles(4, stages, BLOCK_M=height, BLOCK_K=block_k, BLOCK_R=block_r, SPLIT=split)
+def _thin_allowed(
+    plan: Tiles, rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
+) -> bool:  # fmt: skip
+    height, block_k, block_r, split = plan.kwargs.values()
+    config = triton.Config({}, num_warps=plan.warps, num_stages=plan.stages)
+    needs = matmul_resources(
+        config,
+        rows=height,
+        operands=[(height * block_k, 2), (block_k * block_r, 2)],
+        accumulators=[(height * block_r, 4)],
+        properties=properties,
+    )
+    known = (
+        itemsize == 2 and plan.warps == 4 and height in (16, 32) and 16 <= block_r <= min(rank, 64) and block_k >= 16
+    )
+    return known and (split == 1 or k >= 512 * split) and fits(needs, config, properties)
 
 
-@planner("moe_lora.thin", _thin_tiles, buckets=("rows",))
+@planner("moe_lora.thin", _thin_allowed, buckets=("rows",))
 def thin_tiles(
     rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> Tiles:
@@ -807,27 +792,23 @@ def thin_tiles(
     return tiles(4, 3, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
 
 
-def _gram_tiles(
-    rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties
-) -> Iterator[Tiles]:
-    width = padded_rank(columns)
-    for p in sorted({min(width, side) for side in (32, 64, 128)}) if itemsize == 2 else ():
-        for q, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
-            for block_m in (16, 32, 64, 128):
-                for stages in (2, 3):
-                    config = triton.Config({}, num_warps=warps, num_stages=stages)
-                    needs = matmul_resources(
-                        config,
-                        rows=q,
-                        operands=[(p * block_m, 2), (q * block_m, 2)],
-                        accumulators=[(p * q, 4)],
-                        properties=properties,
-                    )
-                    if fits(needs, config, properties):
-                        yield tiles(warps, stages, BLOCK_P=p, BLOCK_Q=q, BLOCK_M=block_m)
+def _gram_allowed(
+    plan: Tiles, rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties
+) -> bool:
+    p, q, block_m = plan.kwargs.values()
+    config = triton.Config({}, num_warps=plan.warps, num_stages=plan.stages)
+    needs = matmul_resources(
+        config,
+        rows=q,
+        operands=[(p * block_m, 2), (q * block_m, 2)],
+        accumulators=[(p * q, 4)],
+        properties=properties,
+    )
+    known = itemsize == 2 and 16 <= p <= padded_rank(columns) and q >= 64 and block_m >= 16
+    return known and fits(needs, config, properties)
 
 
-@planner("moe_lora.gram", _gram_tiles, buckets=("rows",))
+@planner("moe_lora.gram", _gram_allowed, buckets=("rows",))
 def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
     """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
     if itemsize > 2:
@@ -872,13 +853,13 @@ FUSED_RANK = 64  # the widest U that a program of the fused product keeps in reg
 FUSED_ROWS = 64
 
 
-def _strategies(
-    rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties
-) -> tuple[str, ...]:
-    return "fused", "split"
+def _strategy_allowed(
+    plan: str, rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties
+) -> bool:
+    return plan in ("fused", "split")
 
 
-@planner("moe_lora.strategy", _strategies, buckets=("rows",))
+@planner("moe_lora.strategy", _strategy_allowed, buckets=("rows",))
 def choose_strategy(
     rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties
 ) -> str:  # fmt: skip

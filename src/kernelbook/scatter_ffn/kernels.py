@@ -22,7 +22,6 @@ that lies outside the matrix stands for a row of zeros.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.plans import derived, fits, matmul_resources, planner
@@ -693,17 +692,16 @@ def _narrow(dtype: str) -> bool:
     return dtype in ("float16", "bfloat16")
 
 
-def _strategies(
-    m: int, k: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
-) -> Iterator[str]:
-    yield "packed"
-    if m <= 4 and dtype != "float64":
-        yield "vector"
-    if _narrow(dtype):  # exactly in float32, tensor cores are slower than anything else
-        yield "tiles"
+def _strategy_allowed(
+    plan: str, m: int, k: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
+) -> bool:  # fmt: skip
+    """Tensor cores multiply in 16 bits: exactly in float32 they are slower than anything else."""
+    return (
+        plan == "packed" or (plan == "vector" and m <= 4 and dtype != "float64") or (plan == "tiles" and _narrow(dtype))
+    )
 
 
-@planner("scatter_ffn.strategy", _strategies, buckets=("m", "active"))
+@planner("scatter_ffn.strategy", _strategy_allowed, buckets=("m", "active"))
 def strategy(
     m: int, k: int, k_out: int, active: int, dtype: str, gated: bool,
     properties: runtime.DeviceProperties,
@@ -764,17 +762,15 @@ def _vector_up(m: int, block_l: int, block_k: int, warps: int) -> triton.Config:
     return triton.Config(blocks, num_warps=warps)
 
 
-def _vector_ups(
-    m: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
-) -> Iterator[triton.Config]:
-    for block_l in (1, 2, 4):
-        for block_k in (512, 1024, 2048, 4096):
-            for warps in (1, 2, 4, 8):
-                if 8 <= block_l * block_k * _per_element(m, dtype) / (32 * warps) <= 64:
-                    yield _vector_up(m, block_l, block_k, warps)
+def _vector_up_allowed(
+    config: triton.Config, m: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
+) -> bool:
+    block_l, block_k, warps = config.kwargs["BLOCK_L"], config.kwargs["BLOCK_K"], config.num_warps
+    in_flight = block_l * block_k * _per_element(m, dtype) / (32 * warps)
+    return config == _vector_up(m, block_l, block_k, warps) and block_l <= 4 and 8 <= in_flight <= 64
 
 
-@planner("scatter_ffn.vector_up", _vector_ups, buckets=("active",))
+@planner("scatter_ffn.vector_up", _vector_up_allowed, buckets=("active",))
 def vector_up(m: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties) -> triton.Config:
     """Two rows a program; few neurons are read by more warps each."""
     size = _per_element(m, dtype)
@@ -788,20 +784,19 @@ def _vector_down(m: int, block_l: int, block_c: int, unroll: int, warps: int) ->
     return triton.Config(blocks, num_warps=warps)
 
 
-def _vector_downs(
-    m: int, k_out: int, active: int, dtype: str, properties: runtime.DeviceProperties
-) -> Iterator[tuple[triton.Config, int]]:
-    wide = max(1, 4 // _per_element(m, dtype))
-    for block_l, block_c, warps in (
-        (16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 4), (32, 32, 4), (32, 64, 4), (32, 64, 8), (64, 32, 8), (128, 32, 16),
-    ):  # fmt: skip
-        for unroll in (wide, 2 * wide):
-            for split in (1, 2, 4, 8, 16, 32):
-                if split == 1 or active // split >= 4 * block_l:
-                    yield _vector_down(m, block_l, block_c, unroll, warps), split
+def _vector_down_allowed(
+    plan: tuple[triton.Config, int], m: int, k_out: int, active: int, dtype: str, properties: runtime.DeviceProperties
+) -> bool:
+    config, split = plan
+    block_l, block_c, unroll = (config.kwargs[name] for name in ("BLOCK_L", "BLOCK_C", "UNROLL"))
+    made = config == _vector_down(m, block_l, block_c, unroll, config.num_warps)
+    sums = 8 <= block_l * block_c / (32 * config.num_warps) <= 16 and min(block_l, block_c) >= 16
+    return (
+        made and sums and unroll <= max(2, 8 // _per_element(m, dtype)) and (split == 1 or active // split >= block_l)
+    )
 
 
-@planner("scatter_ffn.vector_down", _vector_downs, buckets=("active",))
+@planner("scatter_ffn.vector_down", _vector_down_allowed, buckets=("active",))
 def vector_down(
     m: int, k_out: int, active: int, dtype: str, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:
@@ -828,37 +823,32 @@ def _tiles_up(
     return triton.Config(blocks | {"STAGES": _stages(stages, stage_bytes, properties)}, num_warps=warps)
 
 
-def _tiles_ups(
-    m: int, active: int, gated: bool, properties: runtime.DeviceProperties
-) -> Iterator[tuple[triton.Config, int]]:
-    height, products = _height(m), 2 if gated else 1
-    for block_m in sorted({height, max(16, height // 2)}):
-        for block_l in (8, 16, 32, 64, 128, 256):
-            for block_k in (64, 128):
-                for shares, warps in ((1, 2), (1, 4), (1, 8), (2, 2), (4, 4), (8, 8)):
-                    if (shares > 1 and block_m > 32) or (shares == 1 and block_l < 16):
-                        continue
-                    # mma.sync in registers, or wgmma: a thread has 8 to 128 sums.
-                    sums = shares * block_m * block_l * products / (32 * warps)
-                    needs = matmul_resources(
-                        triton.Config({}, num_warps=warps, num_stages=3),
-                        rows=block_m,
-                        operands=[(shares * block_k * block_m, 2), *[(shares * block_k * block_l, 2)] * products],
-                        accumulators=[(shares * block_m * block_l, 4)] * products,
-                        properties=properties,
-                    )
-                    if not (2 <= sums <= 128 and fits(needs, triton.Config({}, num_warps=warps), properties)):
-                        continue
-                    for stages in (3, 4, 6):
-                        tiles = block_m, block_l, block_k, shares
-                        config = _tiles_up(tiles, stages, warps, gated, properties)
-                        if config.kwargs["STAGES"] == stages:
-                            yield config, 1
-                            if m > 128:
-                                yield config, 2
+def _tiles_up_allowed(
+    plan: tuple[triton.Config, int], m: int, active: int, gated: bool, properties: runtime.DeviceProperties
+) -> bool:
+    """What fits, with 2 to 128 sums a thread; warps that share a tile multiply each their own part of K."""
+    (config, split), products = plan, 2 if gated else 1
+    tiles = block_m, block_l, block_k, shares = tuple(
+        config.kwargs[name] for name in ("BLOCK_M", "BLOCK_L", "BLOCK_K", "SHARES")
+    )
+    warps = config.num_warps
+    needs = matmul_resources(
+        triton.Config({}, num_warps=warps, num_stages=3),
+        rows=block_m,
+        operands=[(shares * block_k * block_m, 2), *[(shares * block_k * block_l, 2)] * products],
+        accumulators=[(shares * block_m * block_l, 4)] * products,
+        properties=properties,
+    )
+    shape = block_l >= 16 if shares == 1 else shares == warps and block_m <= 32 and block_l >= 8
+    sums = 2 <= shares * block_m * block_l * products / (32 * warps) <= 128
+    made = config == _tiles_up(tiles, config.kwargs["STAGES"], warps, gated, properties)
+    known = (
+        made and shape and sums and block_m >= 16 and 32 <= block_k <= 128 and (split == 1 or (split == 2 and m > 128))
+    )
+    return known and fits(needs, triton.Config({}, num_warps=warps), properties)
 
 
-@planner("scatter_ffn.tiles_up", _tiles_ups, buckets=("m", "active"))
+@planner("scatter_ffn.tiles_up", _tiles_up_allowed, buckets=("m", "active"))
 def tiles_up(m: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
     """The tiles of the up kernel, and its split."""
     few, many = active <= FEW, active >= MANY
@@ -905,29 +895,24 @@ def _tiles_down(
     return triton.Config(blocks | {"LISTED": 1024, "AHEAD": 64 if m <= 256 else 0}, num_warps=warps)
 
 
-def _tiles_downs(
-    m: int, k_out: int, active: int, properties: runtime.DeviceProperties
-) -> Iterator[tuple[triton.Config, int]]:
-    height = _height(m)
-    for block_m in sorted({height, max(16, height // 2)}):
-        for block_l, block_c, warps in (
-            (32, 128, 4), (32, 128, 8), (64, 64, 2), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (64, 256, 8),
-        ):  # fmt: skip
-            needs = matmul_resources(
-                triton.Config({}, num_warps=warps, num_stages=3),
-                rows=block_m,
-                operands=[(block_l * block_m, 2), (block_l * block_c, 2)],
-                accumulators=[(block_m * block_c, 4)],
-                properties=properties,
-            )
-            for stages in (3, 4, 5) if fits(needs, triton.Config({}, num_warps=warps), properties) else ():
-                config = _tiles_down(m, (block_m, block_l, block_c), stages, warps, properties)
-                for split in (1, 2, 4, 8, 16) if config.kwargs["STAGES"] == stages else ():
-                    if split == 1 or active // split >= 2 * block_l:
-                        yield config, split
+def _tiles_down_allowed(
+    plan: tuple[triton.Config, int], m: int, k_out: int, active: int, properties: runtime.DeviceProperties
+) -> bool:
+    config, split = plan
+    tiles = block_m, block_l, block_c = tuple(config.kwargs[name] for name in ("BLOCK_M", "BLOCK_L", "BLOCK_C"))
+    needs = matmul_resources(
+        triton.Config({}, num_warps=config.num_warps, num_stages=3),
+        rows=block_m,
+        operands=[(block_l * block_m, 2), (block_l * block_c, 2)],
+        accumulators=[(block_m * block_c, 4)],
+        properties=properties,
+    )
+    made = config == _tiles_down(m, tiles, config.kwargs["STAGES"], config.num_warps, properties)
+    known = made and min(tiles) >= 16 and (split == 1 or active // split >= block_l)
+    return known and fits(needs, triton.Config({}, num_warps=config.num_warps), properties)
 
 
-@planner("scatter_ffn.tiles_down", _tiles_downs, buckets=("m", "active"))
+@planner("scatter_ffn.tiles_down", _tiles_down_allowed, buckets=("m", "active"))
 def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
     """The tiles of the down kernel, and into how many shares the listed neurons are split."""
     few, many = active <= FEW, active >= MANY

@@ -25,7 +25,6 @@ twice (the two write the same rows of dW).
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.plans import fits, matmul_resources, planner
@@ -657,32 +656,22 @@ def _choices(itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -
     return POINTER_TILES if has_boxes(properties) else POINTER_TILES[:-1]
 
 
-def _shapes(itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> Iterator[triton.Config]:
-    """The tiles that may be tried: each size with the most stages that fit, and with one less."""
-    if itemsize != 2:  # packed, and multiplied by cuBLAS
-        return
-    for r, d, k, warps in (
-        (64, 64, 64, 4), (64, 64, 32, 4), (64, 128, 64, 4), (64, 128, 32, 4), (128, 64, 64, 4), (128, 128, 64, 4),
-        (128, 128, 64, 8), (128, 128, 32, 4), (128, 128, 32, 8), (128, 256, 64, 8), (128, 256, 32, 8), (256, 128, 64, 8),
-    ):  # fmt: skip
-        found = 0
-        for stages in (5, 4, 3, 2):
-            blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 16 if r * d > 128 * 128 else 8}
-            config = triton.Config(blocks, num_warps=warps, num_stages=stages)
-            needs = matmul_resources(
-                config,
-                rows=r,
-                operands=[(r * k, itemsize), (d * k, itemsize)],
-                accumulators=[(r * d, 4)],
-                descriptors=boxes,
-                properties=properties,
-            )
-            if found < 2 and fits(needs, config, properties):
-                found += 1
-                yield config
+def _fits(config: triton.Config, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> bool:
+    """Whether tiles of 16 bits fit; operands of other dtypes are packed, and multiplied by cuBLAS."""
+    r, d, k = (config.kwargs[name] for name in ("BLOCK_R", "BLOCK_D", "BLOCK_K"))
+    needs = matmul_resources(
+        config,
+        rows=r,
+        operands=[(r * k, itemsize), (d * k, itemsize)],
+        accumulators=[(r * d, 4)],
+        descriptors=boxes,
+        properties=properties,
+    )
+    return itemsize == 2 and min(r, d, k) >= 16 and max(r, d) <= 256 and fits(needs, config, properties)
 
 
-def _backward_plans(
+def _backward_allowed(
+    plan: Plan,
     m: int,
     d_in: int,
     active: int,
@@ -691,14 +680,12 @@ def _backward_plans(
     with_dx: bool,
     boxes: bool,
     properties: runtime.DeviceProperties,
-) -> Iterator[Plan]:
-    for config in _shapes(itemsize, boxes, properties):
-        for split in (1, 2, 4, 8) if with_dw else (1,):
-            if split == 1 or m // split >= 256:
-                yield Plan(config, split, boxes)
+) -> bool:
+    split = plan.split == 1 or (with_dw and m // plan.split >= 128)
+    return plan.boxes == boxes and split and _fits(plan.config, itemsize, boxes, properties)
 
 
-@planner("sparse_linear.backward", _backward_plans, buckets=("m", "active"))
+@planner("sparse_linear.backward", _backward_allowed, buckets=("m", "active"))
 def plan_backward(
     m: int,
     d_in: int,
@@ -728,14 +715,13 @@ def plan_backward(
     return Plan(config, split, boxes)
 
 
-def _forward_plans(
-    m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties
-) -> Iterator[Plan]:
-    for config in _shapes(itemsize, False, properties):
-        yield Plan(config)
+def _forward_allowed(
+    plan: Plan, m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties
+) -> bool:
+    return plan.split == 1 and not plan.boxes and _fits(plan.config, itemsize, False, properties)
 
 
-@planner("sparse_linear.forward", _forward_plans, buckets=("m", "active"))
+@planner("sparse_linear.forward", _forward_allowed, buckets=("m", "active"))
 def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> Plan:
     """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
     choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])
