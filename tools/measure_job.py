@@ -123,7 +123,9 @@ def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int
     if rank:
         triton.runtime.autotuner.Autotuner.do_bench = property(lambda self: short)
     one, stem = bench(room), room if which == "room" else which
-    there = measured(folder, one.package(), COLUMNS, stem)  # and not in other files: a model's point may be a room's own too
+    there = measured(
+        folder, one.package(), COLUMNS, stem
+    )  # and not in other files: a model's point may be a room's own too
     left = [
         case
         for case in chosen(room, which, part, rank)
