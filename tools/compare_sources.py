@@ -82,11 +82,11 @@ def worse(revision: str, room: str) -> pd.DataFrame:
 
 
 def present(module: str) -> Any:
-    """A module of the present package, whichever version is on the path: both are measured and compiled alike."""
+    """A module of the present laboratory, whichever version is on the path: both are measured and compiled alike."""
     import importlib.util
 
     name = f"present_{module}"
-    spec = importlib.util.spec_from_file_location(name, NEW / "kernelbook" / f"{module}.py")
+    spec = importlib.util.spec_from_file_location(name, NEW / "kernelbook" / "lab" / f"{module}.py")
     assert spec is not None and spec.loader is not None
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# What a command needs beside the package's own requirements, and the extra that has it.
+# What a command needs beside the package's own requirements: all of the extra ``lab``.
 NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
 
 
