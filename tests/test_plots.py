@@ -148,14 +148,28 @@ def test_a_tab_says_that_its_rows_are_of_older_sources(monkeypatch: pytest.Monke
     assert "kb-vintage" not in plots.by_gpu("whole_model", lambda gpu: gpu).data  # its page says whose rows are
 
 
-def test_a_chapters_names_hold_another_gpus_record_while_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "partly-measured"])
-    records = {"nvidia-h100": [3, 4], "partly-measured": []}
-    names = {"recorded": [1, 2]}
-    on_each_gpu = plots.with_records("layer_norm", names, recorded=records.__getitem__)
-    text = on_each_gpu(lambda: Markdown(f"| second |\n| --- |\n| {names['recorded'][1]} |")).data
-    assert text.index("<td>2</td>") < text.index("<td>4</td>") and "partly-measured" not in text
-    assert names == {"recorded": [1, 2]}
+def test_each_gpus_record_is_drawn_and_one_that_lacks_it_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    for gpu, modes in (("nvidia-h200", "forward"), ("nvidia-h100", "forward"), ("partly-measured", "backward")):
+        (tmp_path / gpu).mkdir()
+        row = dict.fromkeys(timing.COLUMNS, "1") | {"mode": modes, "ms": "2" if gpu == "nvidia-h200" else "4"}
+        pd.DataFrame([row]).to_csv(tmp_path / gpu / "layer_norm.csv", index=False)
+        ceiling = dict.fromkeys(timing.CEILING_COLUMNS, "1") | {"copy_gbs": "30" if gpu == "nvidia-h200" else "20"}
+        pd.DataFrame([ceiling]).to_csv(tmp_path / gpu / "ceilings.csv", index=False)
+
+    def draw(rows: pd.DataFrame, ceilings: pd.DataFrame) -> Markdown | None:
+        forward = rows.loc[rows["mode"] == "forward"]
+        if forward.empty:
+            return None
+        return Markdown(f"{forward['ms'].iloc[0]} ms, {ceilings['copy_gbs'].iloc[0]} GB/s")
+
+    text = plots.with_records("layer_norm", draw).data
+    assert text.index("2 ms, 30 GB/s") < text.index("4 ms, 20 GB/s") and "partly-measured" not in text
+    with pytest.raises(IndexError):  # a figure that fails in a tab fails
+        plots.with_records("layer_norm", lambda rows, _: rows.loc[rows["mode"] == "forward", "ms"].iloc[0])
+    assert plots.with_records("nf4", draw) is None
 
 
 def test_gpus_with_results_come_in_the_readers_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -155,34 +155,12 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     return tabs(drawn, {gpu: older.sentence(stem, gpu) for gpu in drawn} if isinstance(stem, str) else None)
 
 
-def with_records(stem: str, names: MutableMapping[str, Any], **read: Callable[[str], Any]) -> Callable[..., Any]:
-    """A function for the last lines of a chapter's cells: it shows what ``draw()`` makes of each GPU's record, see :func:`by_gpu`.
+def with_records(stem: str, draw: Callable[[pd.DataFrame, pd.DataFrame], Any]) -> Any:
+    """What ``draw(rows, ceilings)`` makes of each GPU's recorded rows of ``stem`` and of its ceilings, see :func:`by_gpu`.
 
-    ``draw`` reads the record from names of the notebook. While another GPU's turn lasts, they hold what is read for that GPU;
-    a GPU whose record lacks what is drawn is left out.
-
-    Args:
-        stem: of the file under ``book/results/<gpu>``.
-        names: ``globals()`` of the notebook.
-        read: for each of the names what to read for a GPU.
+    ``draw`` returns ``None`` for rows that lack what it draws, and that GPU has no tab.
     """
-
-    def show(draw: Callable[[], Any]) -> Any:
-        def of_gpu(gpu: str) -> Any:
-            if gpu == timing.BOOKS_GPU:
-                return draw()
-            before = {name: names[name] for name in read}
-            try:
-                names.update({name: reader(gpu) for name, reader in read.items()})
-                return draw()
-            except (KeyError, IndexError, ValueError, FileNotFoundError):
-                return None
-            finally:
-                names.update(before)
-
-        return by_gpu(stem, of_gpu) if timing.recorded_gpus(stem) else None
-
-    return show
+    return by_gpu(stem, lambda gpu: draw(timing.load_results(stem, gpu), timing.load_ceilings(gpu)))
 
 
 def provenance(*tables: pd.DataFrame | None) -> str:
