@@ -43,7 +43,7 @@ from kernelbook.distributed import (
 )
 from kernelbook.distributed import expert_parallel as expert_parallel_module
 from kernelbook.distributed.exchange import exchange
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 from kernelbook.lab.bench import several_gpus
 from kernelbook.lab.bench.moe_block import block_reference
 from kernelbook.nn import MoELayer, SparseLinear
@@ -633,7 +633,7 @@ def measures(folder: Path) -> None:
     assert bool(rows["peers"]) == (DEVICE.type == "cuda")
     table = pd.DataFrame([row for found in rows.values() for row in found])
     assert not table.duplicated(list(several_gpus.KEY)).any()
-    assert {*table.columns} <= {*timing.COLUMNS}
+    assert {*table.columns} <= {*record.COLUMNS}
     kept = table[table["op"] == "expert_weights"].set_index("provider")["peak_mib"].astype(float)
     ranks = dist.get_world_size()
     elements = 4 * 3 * 32 * 32

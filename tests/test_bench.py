@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from kernelbook.lab import bench as registry
-from kernelbook.lab import timing
+from kernelbook.lab import record
 
 FILES = {"same_loss": "same_loss_curves.jsonl", "study": "sparse_training.csv"}  # the others have their name
 FOLDER = Path(registry.__file__).parent
@@ -36,10 +36,10 @@ def test_every_recorded_provider_that_is_not_ours_has_a_distribution() -> None:
         assert one.cases is not None
         by_op |= {case.op: one for case in (*one.cases(), *one.models())}
     seen = 0
-    for gpu in timing.recorded_gpus(*registry.NAMES, "models"):
+    for gpu in record.recorded_gpus(*registry.NAMES, "models"):
         for one in [*registry.benches(), None]:
             name = "models.csv" if one is None else FILES.get(one.name, f"{one.name}.csv")
-            path = timing.results_dir() / gpu / name
+            path = record.results_dir() / gpu / name
             if not path.exists():
                 continue
             table = pd.read_json(path, lines=True) if path.suffix == ".jsonl" else pd.read_csv(path)

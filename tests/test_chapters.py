@@ -189,22 +189,22 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     name: str, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cell that measures the reader's own points, with as many of them as fit."""
-    from kernelbook.lab import plots, timing
+    from kernelbook.lab import plots, record, timing
     from kernelbook.lab.bench import attention as bench
 
-    recorded = timing.load_results("attention")
+    recorded = record.load_results("attention")
 
     def run_cases(cases: list[timing.Case], **_: Any) -> tuple[pd.DataFrame, list[str]]:
         assert sorted(case.x for case in cases) == [1024, 4096, 16384], "the sweep over N, and no windows"
         shapes = [case.shape_text for case in cases[:left]]
         rows = recorded[recorded["shape"].isin(shapes) & (recorded["mode"] == cases[0].mode)]
-        return rows[list(timing.COLUMNS)].astype(str), []
+        return rows[list(record.COLUMNS)].astype(str), []
 
     monkeypatch.setattr(timing, "run_cases", run_cases)
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
     [cell] = [cell.source for cell in cells if "timing.run_cases(points" in cell.source]
-    ceilings = timing.load_ceilings()
+    ceilings = record.load_ceilings()
     names = {"pd": pd, "Path": Path, "plots": plots, "timing": timing, "bench": bench, "GPU": True}
     names |= {"torch": torch, "ceilings": ceilings, "bf16_tflops": ceilings["bf16_tflops"].median()}
-    names["results"] = timing.results_dir() / timing.BOOKS_GPU
+    names["results"] = record.results_dir() / record.BOOKS_GPU
     exec(cell, names)  # noqa: S102  a cell of the book

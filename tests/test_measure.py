@@ -15,7 +15,7 @@ import triton
 from programs import TOOLS, program
 
 from kernelbook import runtime
-from kernelbook.lab import baselines, cli, timing
+from kernelbook.lab import baselines, cli, record, timing
 from kernelbook.lab.bench import CASE_BY_CASE, bench, whole_model
 
 Run = Callable[..., dict[str, tuple[float, float, str]]]
@@ -249,7 +249,7 @@ def test_tiles_that_a_peer_would_time_are_compiled_by_several_processes(
 
 
 def _row(package: str, x: int = 1, run: str = "a") -> dict[str, str]:
-    row = {**dict.fromkeys(timing.COLUMNS, "1"), "op": "layer_norm", "mode": "forward", "dtype": "float32"}
+    row = {**dict.fromkeys(record.COLUMNS, "1"), "op": "layer_norm", "mode": "forward", "dtype": "float32"}
     return row | {"shape": "N=8", "x_name": "N", "x": str(x), "package": package, "run": run, "gpu": "Fake GPU"}
 
 
@@ -263,7 +263,7 @@ def test_cases_that_any_job_has_rows_of_are_not_measured_again(
     ]
     monkeypatch.setattr(worker, "listed", lambda room, which: cases)
     monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
-    monkeypatch.setattr(timing, "write_results", timing.write_results)
+    monkeypatch.setattr(record, "write_results", record.write_results)
     monkeypatch.setattr(
         cli, "_bench_cases", lambda one, stem, found, *_: asked.extend(case.x for case in found) or ["one"]
     )
@@ -274,7 +274,7 @@ def test_cases_that_any_job_has_rows_of_are_not_measured_again(
         pd.DataFrame([_row(own, x)]).to_csv(path, index=False)
     assert worker.main([str(tmp_path / "job"), "cases", "layer_norm", "room", "0/2", ""]) == 1
     assert asked == [0]
-    timing.write_results(Path("anywhere") / "layer_norm.csv", pd.DataFrame([_row(package)]), key=("op", "x"))
+    record.write_results(Path("anywhere") / "layer_norm.csv", pd.DataFrame([_row(package)]), key=("op", "x"))
     assert json.loads((tmp_path / "job" / "fake-gpu" / "layer_norm.key").read_text()) == ["op", "x"]
 
 
@@ -286,10 +286,10 @@ def _brought(
     (folder.parent / "version").write_text(version)
     (folder.parent / "done").write_text(version)
     run = next(iter(rows.values()))[0]["run"]
-    ceilings = dict.fromkeys(timing.CEILING_COLUMNS, "1") | {"run": run, "package": version, "copy_gbs": "4000"}
+    ceilings = dict.fromkeys(record.CEILING_COLUMNS, "1") | {"run": run, "package": version, "copy_gbs": "4000"}
     for stem, table in (rows | {"ceilings": [ceilings | {"bf16_tflops": str(tflops)}]}).items():
         pd.DataFrame(table).to_csv(folder / f"{stem}.csv", index=False)
-        key = {"ceilings": ("run",), "layer_norm_barrier": ("x",)}.get(stem, timing.KEY)
+        key = {"ceilings": ("run",), "layer_norm_barrier": ("x",)}.get(stem, record.KEY)
         (folder / f"{stem}.key").write_text(json.dumps(key))
 
 
@@ -300,8 +300,8 @@ def test_merging_takes_rows_of_the_present_sources_from_gpus_that_were_not_slow(
     names = ("good", "extras", "slow", "older", "mixed", "loss")
     jobs = [tool.Job(name, (), now, replaces=name == "extras") for name in names]
     top, results = tmp_path / "brought", tmp_path / "results"
-    timing.write_results(results / "fake-gpu" / "layer_norm.csv", pd.DataFrame([_row(old, 1), _row(old, 9, "z")]))
-    timing.write_results(results / "fake-gpu" / "layer_norm_barrier.csv", pd.DataFrame([_row(old, 7)]), key=("x",))
+    record.write_results(results / "fake-gpu" / "layer_norm.csv", pd.DataFrame([_row(old, 1), _row(old, 9, "z")]))
+    record.write_results(results / "fake-gpu" / "layer_norm_barrier.csv", pd.DataFrame([_row(old, 7)]), key=("x",))
     _brought(tool, top, "good", {"layer_norm": [_row(now, 1, "run-g"), _row(now, 2, "run-g")]}, now, 700)
     _brought(tool, top, "extras", {"layer_norm_barrier": [_row(now, 1, "run-e")]}, now, 690)
     _brought(tool, top, "slow", {"layer_norm": [_row(now, 3, "run-s")]}, now, 500)

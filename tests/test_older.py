@@ -13,7 +13,7 @@ import torch
 
 import kernelbook
 from kernelbook import runtime
-from kernelbook.lab import bench, dates, launched, older, timing
+from kernelbook.lab import bench, dates, launched, older, record, timing
 
 # isort: split
 import triton
@@ -171,8 +171,8 @@ def row(provider: str, x: int, **dated: str) -> dict[str, str]:
         "x_name": "N",
         "x": str(x),
     }
-    known = dict.fromkeys(timing.COLUMNS, "") | case | {"provider": provider, "host_us": "1.0"} | dated
-    return {name: known[name] for name in timing.COLUMNS}
+    known = dict.fromkeys(record.COLUMNS, "") | case | {"provider": provider, "host_us": "1.0"} | dated
+    return {name: known[name] for name in record.COLUMNS}
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def recorded(tmp_path, monkeypatch):
     folder.mkdir()
     host = dates.host_digest(bench.bench("layer_norm").library)
     cases = {f"layer_norm forward float16 M=1 N={x} N={x}": {"kernelbook": f"launches {x}"} for x in (1, 2)}
-    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(older, "launch_digests", lambda properties: {"layer_norm": cases})
 
     def list_older(*rows: dict[str, str], stem: str = "layer_norm") -> list[tuple[str, str]]:
@@ -220,7 +220,7 @@ def test_a_file_without_a_rule_is_not_dated(recorded):
 
 
 def test_every_recorded_file_has_a_rule_or_is_known_to_have_none():
-    stems = {path.stem for gpu in timing.recorded_gpus("*") for path in (timing.results_dir() / gpu).iterdir()}
+    stems = {path.stem for gpu in record.recorded_gpus("*") for path in (record.results_dir() / gpu).iterdir()}
     dated = {*dates.DATED, *bench.CASE_BY_CASE, "models", "ceilings"}
     assert stems - dated == {"chapters", "plans", "profile", "revisions", "search"}
 

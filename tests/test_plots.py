@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from kernelbook import runtime
-from kernelbook.lab import plots, timing
+from kernelbook.lab import plots, record
 from kernelbook.lab.bench import layer_norm as bench
 
 # isort: split
@@ -24,18 +24,18 @@ ABOUT = {
 
 
 def rows(run: str = "r1", provider: str = "kernelbook", ms: float = 1.0, **changes: object) -> pd.DataFrame:
-    """Two rows of the results' schema, as timing.load_results gives them."""
+    """Two rows of the results' schema, as record.load_results gives them."""
     common = {
         "run": run, "op": "layer_norm", "mode": "forward", "provider": provider, "dtype": "bfloat16", "x_name": "N",
         "ms_p20": ms, "ms_p80": ms, "gflop": 2.0, "peak_mib": 0.0, "err_ratio": 1.0, **ABOUT,
     } | changes  # fmt: skip
     table = [{**common, "shape": f"M=8 N={n}", "x": n, "ms": ms * n / 1024, "gbytes": n / 1024} for n in (1024, 4096)]
-    return pd.DataFrame(table, columns=list(timing.COLUMNS))
+    return pd.DataFrame(table, columns=list(record.COLUMNS))
 
 
 def ceilings(run: str = "r1", copy_gbs: float = 4000.0) -> pd.DataFrame:
     row = {"run": run, "copy_gbs": copy_gbs, "bf16_tflops": 700.0, "tf32_tflops": 350.0, **ABOUT}
-    return pd.DataFrame([row], columns=list(timing.CEILING_COLUMNS))
+    return pd.DataFrame([row], columns=list(record.CEILING_COLUMNS))
 
 
 def labels(figure: plots.Figure) -> list[str]:
@@ -117,12 +117,12 @@ def _figure(gpu: str) -> Figure:
 
 
 def test_with_one_gpu_a_figure_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200"])
+    monkeypatch.setattr(record, "recorded_gpus", lambda *stems: ["nvidia-h200"])
     assert isinstance(plots.by_gpu("layer_norm", _figure), Figure)
 
 
 def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "nvidia-l4"])
+    monkeypatch.setattr(record, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "nvidia-l4"])
     text = plots.by_gpu("layer_norm", _figure).data
     assert text.count("<img ") == 3 and text.count('type="radio"') == 3 and text.count("<input checked") == 1
     places = [text.index(f">{gpu}</label>") for gpu in ("NVIDIA H200", "nvidia-h100", "nvidia-l4")]
@@ -133,7 +133,7 @@ def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tab_says_that_its_rows_are_of_older_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     current = bench.BENCH.package()
     for gpu, packages in (("a-gpu", [current, current]), ("b-gpu", ["0", "0"]), ("c-gpu", [current, "0"])):
         (tmp_path / gpu).mkdir()
@@ -151,12 +151,12 @@ def test_a_tab_says_that_its_rows_are_of_older_sources(monkeypatch: pytest.Monke
 def test_each_gpus_record_is_drawn_and_one_that_lacks_it_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     for gpu, modes in (("nvidia-h200", "forward"), ("nvidia-h100", "forward"), ("partly-measured", "backward")):
         (tmp_path / gpu).mkdir()
-        row = dict.fromkeys(timing.COLUMNS, "1") | {"mode": modes, "ms": "2" if gpu == "nvidia-h200" else "4"}
+        row = dict.fromkeys(record.COLUMNS, "1") | {"mode": modes, "ms": "2" if gpu == "nvidia-h200" else "4"}
         pd.DataFrame([row]).to_csv(tmp_path / gpu / "layer_norm.csv", index=False)
-        ceiling = dict.fromkeys(timing.CEILING_COLUMNS, "1") | {"copy_gbs": "30" if gpu == "nvidia-h200" else "20"}
+        ceiling = dict.fromkeys(record.CEILING_COLUMNS, "1") | {"copy_gbs": "30" if gpu == "nvidia-h200" else "20"}
         pd.DataFrame([ceiling]).to_csv(tmp_path / gpu / "ceilings.csv", index=False)
 
     def draw(rows: pd.DataFrame, ceilings: pd.DataFrame) -> Markdown | None:
@@ -173,14 +173,14 @@ def test_each_gpus_record_is_drawn_and_one_that_lacks_it_is_left_out(
 
 
 def test_gpus_with_results_come_in_the_readers_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     for gpu in ("a-gpu", "nvidia-h200", "my-gpu", "empty"):
         (tmp_path / gpu).mkdir()
         (tmp_path / gpu / ("layer_norm.csv" if gpu != "empty" else "nf4.csv")).write_text("")
-    assert timing.recorded_gpus("layer_norm") == ["nvidia-h200", "a-gpu", "my-gpu"]
+    assert record.recorded_gpus("layer_norm") == ["nvidia-h200", "a-gpu", "my-gpu"]
     monkeypatch.setattr(runtime, "device_slug", lambda: "my-gpu")
-    assert timing.recorded_gpus("layer_norm") == ["nvidia-h200", "my-gpu", "a-gpu"]
-    assert timing.recorded_gpus("layer_norm", "nf4")[-1] == "empty"
+    assert record.recorded_gpus("layer_norm") == ["nvidia-h200", "my-gpu", "a-gpu"]
+    assert record.recorded_gpus("layer_norm", "nf4")[-1] == "empty"
 
 
 def _steps() -> pd.DataFrame:
@@ -227,11 +227,11 @@ def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
 def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     assert "not recorded" in plots.step("square_steps", "second") and "Nothing" in plots.steps("square_steps")
-    folder = tmp_path / timing.BOOKS_GPU
+    folder = tmp_path / record.BOOKS_GPU
     folder.mkdir()
-    about = dict.fromkeys(timing.ENVIRONMENT, "1") | {"peak_mib": 1234, "dtype": "float16", "mode": "forward_backward"}
+    about = dict.fromkeys(record.ENVIRONMENT, "1") | {"peak_mib": 1234, "dtype": "float16", "mode": "forward_backward"}
     small, large = (_steps().iloc[[0, 2, 1]].assign(op="square", shape=f"N={n}", x=n, **about) for n in (1, 2))
     large["ms"] = [4.0, 5.0, 3.0]
     pd.concat([small, large]).to_csv(folder / "square_steps.csv", index=False)

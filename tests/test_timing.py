@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 
 
 def _problem(ours: object) -> timing.Problem:
@@ -103,18 +103,18 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 def _rows(**changes: str) -> pd.DataFrame:
-    return pd.DataFrame([dict.fromkeys(timing.COLUMNS, "1") | changes], columns=list(timing.COLUMNS))
+    return pd.DataFrame([dict.fromkeys(record.COLUMNS, "1") | changes], columns=list(record.COLUMNS))
 
 
 def test_rows_with_the_same_key_are_replaced_and_others_kept(tmp_path: Path) -> None:
     path = tmp_path / "gpu" / "square.csv"
-    timing.write_results(path, _rows(ms="0.10", x="1"))
-    timing.write_results(path, _rows(ms="0.20", x="2"))
+    record.write_results(path, _rows(ms="0.10", x="1"))
+    record.write_results(path, _rows(ms="0.20", x="2"))
     before = path.read_text().splitlines()
-    table = timing.write_results(path, _rows(ms="0.300", x="1", run="2"))
+    table = record.write_results(path, _rows(ms="0.300", x="1", run="2"))
     assert list(table["ms"]) == ["0.20", "0.300"]
     assert path.read_text().splitlines()[1] == before[2]  # to the last character
-    timing.write_results(path, _rows(ms="0.4", x="1", provider="other"))
+    record.write_results(path, _rows(ms="0.4", x="1", provider="other"))
     assert len(pd.read_csv(path)) == 3
     assert [p.name for p in path.parent.iterdir()] == ["square.csv"]
 
@@ -123,39 +123,39 @@ def test_a_file_with_other_columns_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "square.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"write_results: square\.csv has columns"):
-        timing.write_results(path, _rows())
+        record.write_results(path, _rows())
     assert path.read_text() == "a,b\n1,2\n"
 
 
 def test_ceilings_go_with_the_last_row_of_their_run(tmp_path: Path) -> None:
     ceilings, rows = tmp_path / "ceilings.csv", tmp_path / "square.csv"
-    timing.drop_unused_ceilings(tmp_path)
+    record.drop_unused_ceilings(tmp_path)
     assert not ceilings.exists()
     ceilings.write_text("run,copy_gbs\nold,1.0\nnew,2.0\ncurve,3.0\n")
     rows.write_text("run,ms\nnew,5\n")
     (tmp_path / "curves.jsonl").write_text('{"run": "curve", "loss": 1.0}\n')
     (tmp_path / "notes.txt").write_text("old")
-    timing.drop_unused_ceilings(tmp_path)
+    record.drop_unused_ceilings(tmp_path)
     assert ceilings.read_text() == "run,copy_gbs\nnew,2.0\ncurve,3.0\n"
 
 
 def test_every_recorded_ceiling_belongs_to_a_run() -> None:
-    for path in timing.results_dir().glob("*/ceilings.csv"):
+    for path in record.results_dir().glob("*/ceilings.csv"):
         others = "".join(other.read_text() for other in path.parent.glob("*.*") if other != path)
         assert all(run in others for run in pd.read_csv(path, dtype=str)["run"]), path
 
 
 def _before(columns: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in columns if name not in timing.LATER_COLUMNS)
+    return tuple(name for name in columns if name not in record.LATER_COLUMNS)
 
 
 def test_rows_join_a_file_from_before_the_later_columns(tmp_path: Path) -> None:
     path = tmp_path / "room.csv"
-    before = _rows(provider="torch").drop(columns=list(timing.LATER_COLUMNS), errors="ignore")
+    before = _rows(provider="torch").drop(columns=list(record.LATER_COLUMNS), errors="ignore")
     before.to_csv(path, index=False)
-    table = timing.write_results(path, _rows(provider="kernelbook", host_us="12.5", gpus="2"))
+    table = record.write_results(path, _rows(provider="kernelbook", host_us="12.5", gpus="2"))
     assert list(table["host_us"]) == ["nan", "12.5"] and list(table["gpus"]) == ["1", "2"]
-    assert list(table.columns) == list(timing.COLUMNS)
+    assert list(table.columns) == list(record.COLUMNS)
 
 
 def test_host_time_counts_the_call_and_not_the_device() -> None:
@@ -164,44 +164,44 @@ def test_host_time_counts_the_call_and_not_the_device() -> None:
 
 
 def test_every_recorded_file_keeps_the_schema() -> None:
-    for path in timing.results_dir().glob("*/*.csv"):
+    for path in record.results_dir().glob("*/*.csv"):
         columns = tuple(pd.read_csv(path, nrows=0).columns)
         if path.name == "ceilings.csv":
-            assert columns in (timing.CEILING_COLUMNS, _before(timing.CEILING_COLUMNS))
+            assert columns in (record.CEILING_COLUMNS, _before(record.CEILING_COLUMNS))
         elif "ms" in columns:
-            assert columns in (timing.COLUMNS, _before(timing.COLUMNS)), path.name
+            assert columns in (record.COLUMNS, _before(record.COLUMNS)), path.name
             rows = pd.read_csv(path, dtype={"run": str})
-            keys = [*timing.KEY, *(["gpus"] if "gpus" in rows else [])]
+            keys = [*record.KEY, *(["gpus"] if "gpus" in rows else [])]
             assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(keys).any(), path.name
             if path.stem == "several_gpus":  # its ceiling is the link, whose rows are in the same run
                 assert set(rows.loc[rows["gpus"] > 1, "run"]) == set(rows.loc[rows["op"] == "all_to_all", "run"])
             else:
-                assert set(rows["run"]) <= set(timing.load_ceilings(path.parent.name)["run"]), path.name
-        assert columns[-len(timing.ENVIRONMENT) :] == timing.ENVIRONMENT, path.name
+                assert set(rows["run"]) <= set(record.load_ceilings(path.parent.name)["run"]), path.name
+        assert columns[-len(record.ENVIRONMENT) :] == record.ENVIRONMENT, path.name
 
 
 def test_the_package_column_follows_the_sources(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text("a = 1\n")
-    first = timing.package_version(tmp_path)
+    first = record.package_version(tmp_path)
     (tmp_path / "kernels.py").write_text("a = 2\n")
-    second = timing.package_version(tmp_path)
+    second = record.package_version(tmp_path)
     assert first != second and first.split("+")[0] == second.split("+")[0]
-    assert timing.package_version(tmp_path / "kernels.py") == second  # a file by itself
+    assert record.package_version(tmp_path / "kernels.py") == second  # a file by itself
     (tmp_path / "other.py").write_text("")
-    assert timing.package_version(tmp_path / "kernels.py") == second != timing.package_version(tmp_path)
+    assert record.package_version(tmp_path / "kernels.py") == second != record.package_version(tmp_path)
 
 
 def test_the_package_column_is_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = timing.package_version()
+    here = record.package_version()
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "A Fake GPU"):
         gpu = dataclasses.replace(runtime.TARGETS["sm_90"], name=name)
         monkeypatch.setattr(runtime, "properties", lambda device=None, gpu=gpu: gpu)
-        assert timing.package_version() == here
-    monkeypatch.setattr(timing, "PACKAGE", tmp_path)
+        assert record.package_version() == here
+    monkeypatch.setattr(record, "PACKAGE", tmp_path)
     (tmp_path / "tuned").mkdir()
-    before = timing.package_version()
+    before = record.package_version()
     (tmp_path / "tuned" / "any-gpu.json").write_text("{}")
-    assert timing.package_version() != before
+    assert record.package_version() != before
 
 
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="the wall clock is for the interpreter")
@@ -294,11 +294,11 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     one, two = SimpleNamespace(fn=_problem), SimpleNamespace(fn=_case)
     monkeypatch.setattr(timing.runtime, "DEVICE", torch.device("cpu"))
     assert timing.time_steps("square_steps", [_case()], [one]).empty  # the interpreter's times say nothing
-    about = timing.environment("a")
+    about = record.environment("a")
     monkeypatch.setattr(timing.runtime, "DEVICE", SimpleNamespace(type="cuda"))
     monkeypatch.setattr(timing.runtime, "device_slug", lambda: "a-gpu")
-    monkeypatch.setattr(timing, "environment", lambda package: about | {"package": package})
-    monkeypatch.setattr(timing, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(record, "environment", lambda package: about | {"package": package})
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(timing, "run_cases", lambda cases, package, **_: (_one_row(package), []))
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(1.0, 2.0, 3.0, 4.0, 5.0))
     rows = timing.time_steps("square_steps", [], [one], record=True)
@@ -315,5 +315,5 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
 
 
 def _one_row(package: str) -> pd.DataFrame:
-    values = dict.fromkeys(timing.COLUMNS, "1") | {"run": "r", "package": package}
-    return pd.DataFrame([values], columns=list(timing.COLUMNS))
+    values = dict.fromkeys(record.COLUMNS, "1") | {"run": "r", "package": package}
+    return pd.DataFrame([values], columns=list(record.COLUMNS))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import record
 from kernelbook.lab.bench import sparse_inference
 from kernelbook.nn import GPT
 from kernelbook.train import CONFIGS, Trainer, kernels
@@ -138,6 +138,6 @@ def test_a_router_of_more_columns_than_one_step_has(monkeypatch: pytest.MonkeyPa
 def test_the_files(tmp_path: Path) -> None:
     assert sparse_inference.main(["--out", str(tmp_path), "--tiny", "--steps", "2", "--predictor-steps", "1"]) == 0
     rows = pd.read_csv(tmp_path / "sparse_inference.csv")
-    assert list(rows.columns) == list(timing.COLUMNS) and set(rows["provider"]) == {"dense", "kernelbook"}
+    assert list(rows.columns) == list(record.COLUMNS) and set(rows["provider"]) == {"dense", "kernelbook"}
     layers = pd.read_csv(tmp_path / "sparse_inference_layers.csv")
     assert set(layers["what"]) == {"active", "recall", "computed", "loss dense", "loss predicted", "loss largest"}

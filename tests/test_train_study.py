@@ -13,7 +13,7 @@ from torch import nn
 
 import kernelbook
 from kernelbook import runtime
-from kernelbook.lab import timing
+from kernelbook.lab import record
 from kernelbook.lab.bench import study
 from kernelbook.nn import GPT
 from kernelbook.train import SCHEDULERS, TrainConfig
@@ -49,12 +49,12 @@ def test_dx_of_the_outputs_counts_where_it_stays_dense() -> None:
 
 
 def test_recorded_curves_keep_their_shape() -> None:
-    for path in timing.results_dir().glob("*/sparse_training_curves.jsonl"):
+    for path in record.results_dir().glob("*/sparse_training_curves.jsonl"):
         runs = [json.loads(line) for line in path.read_text().splitlines()]
         keys = [tuple(run[name] for name in CURVE_KEY) for run in runs]
         assert len(set(keys)) == len(keys)
         for run in runs:
-            assert set(timing.ENVIRONMENT) <= set(run)
+            assert set(record.ENVIRONMENT) <= set(run)
             for what in ("steps", "seconds", "loss"):
                 assert len(run[f"validation_{what}"]) == len(run["validation_steps"])
             assert run["validation_steps"][-1] == run["steps"] and run["validation_seconds"] == sorted(
@@ -146,10 +146,10 @@ def test_shuffled_features_are_those_of_other_chunks() -> None:
 
 def _part(folder: Path, seed: int, code: str = "0.1.0+aaaa", run: str = "r", loss: float = 4.0) -> Path:
     folder.mkdir(parents=True)
-    about = dict.fromkeys(timing.ENVIRONMENT, "x") | {"package": code}
+    about = dict.fromkeys(record.ENVIRONMENT, "x") | {"package": code}
     row = dict.fromkeys(study.SCORE_COLUMNS, "0") | {"run": run, "seed": seed, "precision": "0.1000"} | about
     pd.DataFrame([row]).to_csv(folder / "sparse_training_scores.csv", index=False)
-    ceilings = dict.fromkeys(timing.CEILING_COLUMNS, "1.50") | {"run": run} | about
+    ceilings = dict.fromkeys(record.CEILING_COLUMNS, "1.50") | {"run": run} | about
     pd.DataFrame([ceilings]).to_csv(folder / "ceilings.csv", index=False)
     line = {"run": run, "provider": "dense", "active": 1.0, "sparse_lr": 1.0, "width": 512, "seed": seed, "steps": 3}
     line |= {"validation_loss": [6.0, loss], "train_steps": [1, 3], **about}

@@ -19,7 +19,7 @@ from tiny_models import tiny_model, tokens
 from kernelbook import check, launching, nn, runtime
 from kernelbook.interop import rotary, transformers_norms
 from kernelbook.interop import transformers as interop
-from kernelbook.lab import arithmetic, cli, timing
+from kernelbook.lab import arithmetic, cli, record, timing
 from kernelbook.lab.bench import whole_model as bench
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
 
@@ -201,7 +201,7 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
     assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 0
     rows = pd.read_csv(tmp_path / "whole_model.csv")
-    assert list(rows.columns) == list(timing.COLUMNS) and len(rows) == 3 and rows["run"].nunique() == 1
+    assert list(rows.columns) == list(record.COLUMNS) and len(rows) == 3 and rows["run"].nunique() == 1
     assert set(rows["mode"]) == {"step", "forward"} and (rows["ms"] > 0).all()
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
     assert rows["x"].tolist() == [1, 2, 1] and rows["err_ratio"].notna().all()

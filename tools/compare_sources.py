@@ -262,10 +262,10 @@ def compile_all(points: pd.DataFrame, src: Path) -> None:
 
 def timed(points: pd.DataFrame, old: Path, seconds: float) -> Iterator[pd.DataFrame]:
     """The rows of each point in turn, until the time is over."""
-    from kernelbook.lab import timing
+    from kernelbook.lab import record
 
-    began, run = time.monotonic(), timing.new_run()
-    about = timing.environment(timing.package_version(NEW / "kernelbook"))
+    began, run = time.monotonic(), record.new_run()
+    about = record.environment(record.package_version(NEW / "kernelbook"))
     workers = {"old": Worker(old), "new": Worker(NEW), "again": Worker(NEW)}
     for _, point in points.iterrows():
         if time.monotonic() - began > seconds:
@@ -316,7 +316,7 @@ def main() -> int:
         pd.concat([worse(given.revision, room) for room in given.rooms]).to_csv(sys.stdout, index=False)
     else:
         from kernelbook import runtime
-        from kernelbook.lab import timing
+        from kernelbook.lab import record
 
         own, of = map(int, given.part.split("/"))
         target, old = given.out / runtime.device_slug() / "revisions.csv", given.old.resolve()
@@ -327,7 +327,7 @@ def main() -> int:
             return 0
         for rows in timed(points, old, given.seconds):
             if len(rows):
-                timing.write_results(target, rows, key=(*CASE, "room", "provider"))
+                record.write_results(target, rows, key=(*CASE, "room", "provider"))
     return 0
 
 

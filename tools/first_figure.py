@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kernelbook.lab import plots, timing
+from kernelbook.lab import plots, record
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "book" / "figures" / "first.svg"
@@ -37,7 +37,7 @@ LINES = {
     ("moe_block", "moe_block", "forward_backward"): "a 4-bit MoE block, both passes",
 }
 # Not what one would use: the operands of the one were packed before, the others are there for scale.
-FOR_SCALE = (*timing.BOUNDS, "python_loop", "sdpa_math", "eager")
+FOR_SCALE = (*record.BOUNDS, "python_loop", "sdpa_math", "eager")
 POINT = ["run", "op", "mode", "dtype", "shape", "x_name", "x"]
 COLORS = (plots.BLUE, plots.ORANGE, plots.GREY)
 
@@ -45,13 +45,13 @@ COLORS = (plots.BLUE, plots.ORANGE, plots.GREY)
 def tables(gpu: str) -> dict[str, pd.DataFrame]:
     """The files that the figure is drawn from, as they are recorded."""
     stems = dict.fromkeys(stem for stem, _, _ in LINES)
-    return {stem: timing.load_results(stem, gpu) for stem in stems if gpu in timing.recorded_gpus(stem)}
+    return {stem: record.load_results(stem, gpu) for stem in stems if gpu in record.recorded_gpus(stem)}
 
 
 def gpus() -> list[str]:
     """The GPUs on which any of the files was recorded."""
-    found = timing.recorded_gpus(*dict.fromkeys(stem for stem, _, _ in LINES))
-    return sorted(found, key=lambda gpu: (gpu != timing.BOOKS_GPU, gpu))  # the same wherever it is drawn
+    found = record.recorded_gpus(*dict.fromkeys(stem for stem, _, _ in LINES))
+    return sorted(found, key=lambda gpu: (gpu != record.BOOKS_GPU, gpu))  # the same wherever it is drawn
 
 
 def digest() -> str:

@@ -35,7 +35,7 @@ import record_chapters as chapters
 import torch
 
 import kernelbook
-from kernelbook.lab import timing
+from kernelbook.lab import record
 from kernelbook.lab.bench import CASE_BY_CASE, ROOMS, bench, same_loss, sparse_inference, whole_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -366,12 +366,12 @@ def merge(top: Path, results: Path, jobs: Sequence[Job], *, dry: bool = False) -
             else:
                 if job.replaces and path.name != "ceilings.csv" and (folder / "done").exists():
                     target.unlink(missing_ok=True)
-                timing.write_results(target, rows, key=json.loads(path.with_suffix(".key").read_text()))
+                record.write_results(target, rows, key=json.loads(path.with_suffix(".key").read_text()))
             touched.add(target.parent)
         for path in folder.glob("*.json"):
             print(f"{folder.name}: {path} replaces that of book/evidence, by hand, where it went further")
     for place in touched:
-        timing.drop_unused_ceilings(place)
+        record.drop_unused_ceilings(place)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = (given.merge or given.out).resolve()
     jobs = plan(out, given.also)
     if given.merge:
-        merge(out, timing.results_dir(), jobs, dry=given.dry)
+        merge(out, record.results_dir(), jobs, dry=given.dry)
         return 0
 
     def first(job: Job) -> int:

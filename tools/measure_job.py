@@ -24,7 +24,7 @@ import record_chapters
 import torch
 
 from kernelbook import runtime
-from kernelbook.lab import baselines, cli, timing
+from kernelbook.lab import baselines, cli, record, timing
 from kernelbook.lab.bench import bench
 
 REP_MS = 50.0  # of samples, 20 at least, for each call
@@ -34,15 +34,15 @@ COLUMNS = ("op", "mode", "dtype", "shape", "x_name", "x")  # of a case
 
 def redirect(folder: Path) -> None:
     """Has every table written below ``folder``, wherever it would go, and its key noted."""
-    write = timing.write_results
+    write = record.write_results
 
-    def noted(path: Path, rows: pd.DataFrame, key: Sequence[str] = timing.KEY) -> pd.DataFrame:
+    def noted(path: Path, rows: pd.DataFrame, key: Sequence[str] = record.KEY) -> pd.DataFrame:
         path = folder / runtime.device_slug() / path.name
         table = write(path, rows, key)
         path.with_suffix(".key").write_text(json.dumps(list(key)))
         return table
 
-    timing.write_results = noted  # type: ignore[assignment]
+    record.write_results = noted  # type: ignore[assignment]
 
 
 def searched(room: str, case: timing.Case) -> str:
@@ -221,7 +221,7 @@ def notebook(folder: Path, name: str) -> int:
     path, watched, began = record_chapters.NOTEBOOKS / f"{name}.ipynb", folder / "watched", time.monotonic()
     chapter = nbformat.read(path, as_version=4)
     last = max(i for i, cell in enumerate(chapter.cells) if cell.cell_type == "code")
-    run, about = timing.new_run(), timing.environment(f"{name}+{timing.source_digest(path)}")
+    run, about = record.new_run(), record.environment(f"{name}+{record.source_digest(path)}")
     failed: list[str] = []
     left_out: list[str] = []
 
@@ -232,7 +232,7 @@ def notebook(folder: Path, name: str) -> int:
         figures = {"seconds": f"{time.monotonic() - began:.0f}", "peak_mib": f"{peak / 2**20:.0f}"}
         figures |= {"limit_mib": f"{limit / 2**20:.0f}", "left_out": len(left_out)}
         row = pd.DataFrame([{"run": run, "chapter": name, "state": "; ".join(failed) or state, **figures, **about}])
-        timing.write_results(timing.results_dir() / runtime.device_slug() / "chapters.csv", row, ("chapter",))
+        record.write_results(record.results_dir() / runtime.device_slug() / "chapters.csv", row, ("chapter",))
 
     def executed(cell: Any, cell_index: int, **_: Any) -> None:
         number, outputs = cell_index - 1, cell.get("outputs", [])  # of the chapter's own cells

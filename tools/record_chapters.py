@@ -221,13 +221,13 @@ def record_profile(scratch: Path) -> bool:
         print(f"record_profile: nothing counted in {', '.join(sorted(missing))}\n{text[-2000:]}", file=sys.stderr)
         return False
     from kernelbook import runtime
-    from kernelbook.lab import timing
+    from kernelbook.lab import record, timing
 
     package = Path(timing.__file__).parent
-    where = timing.environment(timing.package_version(package / "layer_norm", package / "attention"))
-    path = timing.results_dir() / runtime.device_slug() / "profile.csv"
+    where = record.environment(record.package_version(package / "layer_norm", package / "attention"))
+    path = record.results_dir() / runtime.device_slug() / "profile.csv"
     path.unlink(missing_ok=True)  # a metric or a problem that is counted no longer must not stay
-    timing.write_results(path, rows.assign(**where), key=("kernel", "metric"))
+    record.write_results(path, rows.assign(**where), key=("kernel", "metric"))
     return True
 
 

@@ -28,7 +28,7 @@ import torch
 
 import kernelbook as kb
 from kernelbook import launching, runtime, train
-from kernelbook.lab import compiled, timing
+from kernelbook.lab import compiled, record
 from kernelbook.lab.bench import nf4 as nf4_bench
 from kernelbook.lab.bench.moe_block import MODELS
 from kernelbook.scatter_ffn.kernels import _total
@@ -461,7 +461,7 @@ def attention_causal() -> Recording:
 
 def choosing_tiles() -> Recording:
     """How many programs fit an SM, for configurations that are compiled as the page compiles them, and were measured."""
-    times = timing.load_results("choosing_tiles").query("x == 8192")
+    times = record.load_results("choosing_tiles").query("x == 8192")
     sides = {"R": "BLOCK_R", "D": "BLOCK_D", "K": "BLOCK_K", "warps": "num_warps", "stages": "num_stages"}
     for column, name in sides.items():
         times = times.assign(**{column: times["shape"].str.extract(rf"{name}=(\d+)")[0].astype(float)})

@@ -178,9 +178,9 @@ RELATIVES = {
 
 def generations() -> list[dict[str, str]]:
     """A line for each GPU that kernels are compiled for: what it is, and whether somebody measured on it."""
-    from kernelbook.lab import timing
+    from kernelbook.lab import record
 
-    measured = sorted(p.name for p in timing.results_dir().iterdir() if (p / "ceilings.csv").is_file())
+    measured = sorted(p.name for p in record.results_dir().iterdir() if (p / "ceilings.csv").is_file())
     lines = []
     for target, properties in runtime.TARGETS.items():
         here = [gpu for gpu in measured if gpu.startswith((runtime.slug(properties.name), *RELATIVES.get(target, ())))]
@@ -189,7 +189,7 @@ def generations() -> list[dict[str, str]]:
             "such as": properties.name,
             "shared memory of a program": f"{properties.shared_memory_per_program // 1024} KiB",
             "compiled in the tests": YES,
-            "figures recorded": ", ".join(timing.gpu_name(gpu) for gpu in here) or NO,
+            "figures recorded": ", ".join(record.gpu_name(gpu) for gpu in here) or NO,
         })  # fmt: skip
     return lines
 

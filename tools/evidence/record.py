@@ -33,7 +33,7 @@ from common import EVIDENCE, PACKAGE, ROOT, command_line, keep  # noqa: E402
 from faults import ROOMS  # noqa: E402
 
 from kernelbook import runtime  # noqa: E402
-from kernelbook.lab import timing  # noqa: E402
+from kernelbook.lab import record  # noqa: E402
 
 
 def add(fuzz: dict[str, dict[str, Any]], target: str, more: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def main() -> None:
         "triton": triton.__version__,
         "package": kernelbook.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "sources": {room: timing.source_digest(PACKAGE / room) for room in ROOMS},
+        "sources": {room: record.source_digest(PACKAGE / room) for room in ROOMS},
     }
     seconds, share = args.seconds - 12, max(1, n // 4)
     slug = runtime.device_slug() if on_gpu else "cpu"

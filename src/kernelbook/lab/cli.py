@@ -15,7 +15,7 @@ import torch
 import kernelbook
 from kernelbook import check, plans, runtime
 from kernelbook.lab import bench as registry
-from kernelbook.lab import older, profiling, timing, tuning
+from kernelbook.lab import older, profiling, record, timing, tuning
 from kernelbook.train import command as training
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def bench(
             print(f"NOT RECORDED: {failure}", file=sys.stderr)
         code = max(code, 1 if failures else 0)
     if not warm:
-        timing.drop_unused_ceilings(folder)
+        record.drop_unused_ceilings(folder)
     return code
 
 
@@ -217,9 +217,9 @@ def _bench_cases(
         run = rows["run"].iloc[0]
         if run not in recorded:  # the ceilings first: no row without those of its run
             row = timing.ceilings_row(ceilings, run, package)
-            timing.write_results(folder / "ceilings.csv", row, key=("run",))
+            record.write_results(folder / "ceilings.csv", row, key=("run",))
             recorded.add(run)
-        timing.write_results(folder / f"{stem}.csv", rows)
+        record.write_results(folder / f"{stem}.csv", rows)
         first = rows.iloc[0]
         shown = rows[["provider", "ms", "host_us", "peak_mib", "err_ratio"]]
         tqdm.write(f"\n{first['mode']} {first['dtype']} {first['shape']} {first['x_name']}={first['x']}")
@@ -234,7 +234,7 @@ def _bench_extras(one: registry.Bench, folder: Path) -> list[str]:
 
     try:
         for stem, table, key in one.extras() if one.extras is not None else ():
-            timing.write_results(folder / f"{stem}.csv", table, key=key)
+            record.write_results(folder / f"{stem}.csv", table, key=key)
             print(tabulate(table.to_dict("records"), headers="keys"), flush=True)
     except Exception as error:  # the room's own rows are written already and count
         return [f"{one.name}, extras: {type(error).__name__}: {error}"]
@@ -246,7 +246,7 @@ def _bench_extras(one: registry.Bench, folder: Path) -> list[str]:
 
 def _default_out() -> Path:
     try:
-        return timing.results_dir()
+        return record.results_dir()
     except FileNotFoundError:
         return Path("results")
 

@@ -25,7 +25,7 @@ import torch
 
 import kernelbook
 from kernelbook import plans, runtime
-from kernelbook.lab import bench, dates, launched, timing
+from kernelbook.lab import bench, dates, launched, record, timing
 
 __all__ = ["Older", "dates_of", "launch_digests", "older", "sentence"]
 
@@ -69,7 +69,7 @@ def launch_digests(properties: runtime.DeviceProperties, mode: str = "shipped") 
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # chapters that are executed beside each other ask for the same
         if not kept.exists():
-            timing.replace_file(kept, _found_without_gpu(properties, mode))
+            record.replace_file(kept, _found_without_gpu(properties, mode))
     return dict(json.loads(kept.read_text()))
 
 
@@ -109,7 +109,7 @@ def _digests_of(one: bench.Bench, case: timing.Case) -> dict[str, str]:
 def calls_of(case: timing.Case) -> dict[str, Callable[[], object]]:
     """The calls of ours that a case times."""
     torch.manual_seed(0)
-    providers = {name: call for name, call in case.build().providers.items() if timing.is_ours(name)}
+    providers = {name: call for name, call in case.build().providers.items() if record.is_ours(name)}
     return {name: _first_call(call) if isinstance(call, str) else call for name, call in providers.items()}
 
 
@@ -118,14 +118,14 @@ def _first_call(code: str) -> Callable[[], object]:
 
 
 def dates_of(one: bench.Bench) -> Callable[[timing.Case, str], dict[str, str]]:
-    """For a run on the GPU at hand: from a case and a provider to the columns :data:`timing.DATES`."""
+    """For a run on the GPU at hand: from a case and a provider to the columns :data:`record.DATES`."""
     properties, mode = runtime.properties(), runtime.plans_in_use()
     own = mode == "tuned" and plans.own_plans(properties.name).exists()  # nobody else has them
     found = {} if own else launch_digests(properties, "rules" if mode == "rules" else "shipped")
     host = dates.host_digest(one.library)
 
     def of(case: timing.Case, provider: str) -> dict[str, str]:
-        if not timing.is_ours(provider):
+        if not record.is_ours(provider):
             return {"launches": "", "host": "", "peer": _peer_version(provider, one.baselines)}
         launches = OWN_PLANS if own else found[one.name].get(str(case), {}).get(provider, "")
         return {"launches": launches, "host": host, "peer": ""}
@@ -165,7 +165,7 @@ def older(gpus: Iterable[str] | None = None, stem: str = "*") -> list[Older]:
         gpus: folders of ``book/results`` (default: all).
         stem: of one file, instead of all.
     """
-    folders = list(timing.recorded_gpus(stem) if gpus is None else gpus)
+    folders = list(record.recorded_gpus(stem) if gpus is None else gpus)
     known = {gpu: properties for gpu in folders if (properties := properties_of(gpu)) is not None}
     if stem in dates.DATED:  # no case has to be looked at
         known = {}
@@ -179,22 +179,22 @@ def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
 
     bench_of = {case: name for name, cases in digests.items() for case in cases}
     hosts = {name: dates.host_digest(bench.bench(name).library) for name in digests}
-    folder = timing.results_dir() / gpu
+    folder = record.results_dir() / gpu
     for path in sorted([*folder.glob(f"{stem}.csv"), *folder.glob(f"{stem}.jsonl")]):
         if path.stem == "ceilings":  # of the machine, whatever the sources are
             continue
         rows = pd.read_json(path, lines=True, dtype=False) if path.suffix == ".jsonl" else pd.read_csv(path, dtype=str)
-        rows = rows.assign(**{name: "" for name in timing.DATES if name not in rows.columns}).fillna("")
+        rows = rows.assign(**{name: "" for name in record.DATES if name not in rows.columns}).fillna("")
         if path.stem in dates.DATED:
             digest = dates.sources_digest(path.stem, gpu)
-            column = "launches" if set(timing.KEY) <= {*rows} else "sources"
+            column = "launches" if set(record.KEY) <= {*rows} else "sources"
             behind = rows.get(column, "") != digest
             if column == "launches":
-                behind &= rows["provider"].map(timing.is_ours)
+                behind &= rows["provider"].map(record.is_ours)
             if count := int(behind.sum()):
                 yield Older(gpu, path.name, "", column, count)
         elif path.stem in {*bench.CASE_BY_CASE, "models"}:
-            for _, case in rows.groupby(list(timing.KEY[:2] + timing.KEY[3:]), sort=False):
+            for _, case in rows.groupby(list(record.KEY[:2] + record.KEY[3:]), sort=False):
                 key = case_key(case.iloc[0])
                 columns = _older_columns(
                     case, digests.get(bench_of.get(key, ""), {}).get(key, {}), hosts.get(bench_of.get(key, ""))
@@ -207,7 +207,7 @@ def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
 
 def _older_columns(case: Any, digests: Mapping[str, str], host: str | None) -> list[str]:
     """The columns of a case's rows that are older: its launches, else the host's path and the peers' versions."""
-    ours = case["provider"].map(timing.is_ours)
+    ours = case["provider"].map(record.is_ours)
     if any(case["launches"] == OWN_PLANS):
         return [NOT_DATED]
     if any(row["launches"] != digests.get(row["provider"]) for _, row in case[ours].iterrows()):

@@ -20,7 +20,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kernelbook.lab import older, timing
+from kernelbook.lab import older, record
 
 __all__ = [
     "BLUE",
@@ -109,7 +109,7 @@ def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) ->
 
     number, items = next(_sets), []
     for i, (given, part) in enumerate(parts.items()):
-        label = timing.gpu_name(given)
+        label = record.gpu_name(given)
         name = f"kb-tab-{number}-{i}"
         checked = ' checked="checked"' if i == 0 else ""
         note = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape((notes or {}).get(given, "")))
@@ -145,10 +145,10 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
 
     Where there are several, each has a tab: the book's GPU first, then the reader's own, then the others; a GPU of which
-    ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.timing.load_results`
+    ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.record.load_results`
     takes it.
     """
-    gpus = timing.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
+    gpus = record.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
     if len(drawn) <= 1:
         return next(iter(drawn.values()), None)
@@ -160,7 +160,7 @@ def with_records(stem: str, draw: Callable[[pd.DataFrame, pd.DataFrame], Any]) -
 
     ``draw`` returns ``None`` for rows that lack what it draws, and that GPU has no tab.
     """
-    return by_gpu(stem, lambda gpu: draw(timing.load_results(stem, gpu), timing.load_ceilings(gpu)))
+    return by_gpu(stem, lambda gpu: draw(record.load_results(stem, gpu), record.load_ceilings(gpu)))
 
 
 def provenance(*tables: pd.DataFrame | None) -> str:
@@ -402,8 +402,8 @@ def ladder(
 
 
 def _recorded(stem: str) -> pd.DataFrame | None:
-    path = timing.results_dir() / timing.BOOKS_GPU / f"{stem}.csv"
-    return timing.load_results(stem) if path.exists() else None
+    path = record.results_dir() / record.BOOKS_GPU / f"{stem}.csv"
+    return record.load_results(stem) if path.exists() else None
 
 
 def _ladders(rows: pd.DataFrame, only: Mapping[str, Any]) -> list[tuple[str, pd.DataFrame]]:
@@ -427,7 +427,7 @@ def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: A
     if recorded is None:
         return "*This step is not recorded yet.*"
     [(_, rows)] = [found for found in _ladders(recorded, only) if f"kernelbook:{upto}" in set(found[1]["provider"])]
-    return ladder(rows, timing.load_ceilings(), upto=upto, by=by, peak=peak)
+    return ladder(rows, record.load_ceilings(), upto=upto, by=by, peak=peak)
 
 
 def steps(
@@ -448,7 +448,7 @@ def steps(
         for name, part in _ladders(rows, only):
             kind = by if isinstance(by, str) else by[part["op"].iloc[0]]
             text += (
-                f"{title}: {name}. {provenance(part)}\n\n{ladder(part, timing.load_ceilings(), by=kind, peak=peak)}\n\n"
+                f"{title}: {name}. {provenance(part)}\n\n{ladder(part, record.load_ceilings(), by=kind, peak=peak)}\n\n"
             )
             ours = _with_rates(part.loc[part["provider"].str.startswith("kernelbook")])
             gains = ours["ms"].shift(1) / ours["ms"]

@@ -11,11 +11,7 @@ Tables need the extra ``commands``; :func:`measure` and the ceilings do not.
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
-import datetime
-import hashlib
-import inspect
 import math
 import os
 import statistics
@@ -23,68 +19,40 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import dates
+from kernelbook.lab import record
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "CEILING_COLUMNS",
-    "COLUMNS",
-    "KEY",
     "Case",
     "Ceilings",
     "FirstCall",
     "Problem",
     "Timing",
     "allow_tf32",
-    "drop_unused_ceilings",
-    "environment",
+    "ceilings_row",
     "first_call_ms",
     "host_us",
-    "load_all_results",
-    "load_ceilings",
-    "load_results",
     "measure",
     "measure_ceilings",
     "measure_in_turn",
     "peak_mib",
-    "recorded_gpus",
-    "results_dir",
     "run_cases",
     "time_steps",
     "wait",
     "wall",
-    "write_results",
 ]
 
-ENVIRONMENT = ("gpu", "driver", "torch", "triton", "package", "date")
-DATES = ("launches", "host", "peer")  # see lab/older.py
-KEY = ("op", "mode", "provider", "dtype", "shape", "x_name", "x")
-FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio", "host_us", "gpus")
-COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT, *DATES)
-CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
-# Columns that joined later, with what they are in files that were written before.
-LATER_COLUMNS = {
-    "host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan",
-    "launches": "", "host": "", "peer": "", "sources": "",
-}  # fmt: skip
 METHOD = 1  # raised by hand when how a time is taken changes; a bench has one of its own for what is measured
-# What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
-# version is the same wherever it is computed.
-PACKAGE = Path(__file__).resolve().parents[1]
-SHARED_SOURCES = ("launching.py", "arguments.py", "plans.py", "runtime.py", "tiles.py", "packed", "tuned")
 WARMUP_MS = 25.0
 ROUNDS = 4  # in which the providers of a case have their turns; even, since every second round goes backwards
-BOUNDS = ("packed_cublas",)  # providers that do a part of the work only: no peer, since nobody can call one instead
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
 
@@ -334,6 +302,14 @@ def measure_ceilings(*, quick: bool = False) -> Ceilings:
     return Ceilings(*figures, empty_us, host_us(lambda: torch.add(x, 1, out=y)))
 
 
+def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
+    """One row of ``ceilings.csv``."""
+    import pandas as pd
+
+    figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
+    return pd.DataFrame([{"run": run, **figures, **record.environment(package)}], columns=list(record.CEILING_COLUMNS))
+
+
 # --- what is measured -----------------------------------------------------------------------------------------------
 
 
@@ -398,18 +374,13 @@ class Case:
         return f"{self.op} {self.mode} {self.dtype_name} {self.shape_text} {self.x_name}={self.x:.12g}"
 
 
-def is_ours(provider: str) -> bool:
-    """Whether a provider is the package, or a variant of it."""
-    return provider.split(":")[0] == "kernelbook"
-
-
 def error_ratios(problem: Problem) -> dict[str, float]:
     """For each provider its error over plain PyTorch's (the worst output); ``CheckError`` if ours is not correct."""
     truth, baseline = problem.truth(), problem.baseline()
     ratios = {}
     for provider, call in problem.providers.items():
         # Under the switch that fills new memory a graph would be compiled anew, and what is timed not be checked.
-        poisoned = is_ours(provider) and not provider.endswith(":compiled")
+        poisoned = record.is_ours(provider) and not provider.endswith(":compiled")
         with check.poisoned_empty() if poisoned else contextlib.nullcontext():
             outputs = call()
         if provider in problem.views:
@@ -418,7 +389,7 @@ def error_ratios(problem: Problem) -> dict[str, float]:
             check.compare(f"{provider}[{i}]", out, ref, base, factor=problem.factor)
             for i, (out, ref, base) in enumerate(zip(outputs, truth, baseline, strict=True))
         ]
-        if is_ours(provider):
+        if record.is_ours(provider):
             for verdict in verdicts:
                 verdict.require()
         ratios[provider] = max(verdict.ratio for verdict in verdicts)
@@ -438,21 +409,21 @@ def run_cases(
 
     Args:
         cases: what is measured.
-        package: the column of that name, see :func:`package_version`.
+        package: the column of that name, see :func:`kernelbook.lab.record.package_version`.
         progress: show a progress bar.
         rep_ms: how long to sample each call.
-        dated: from a case and a provider to the columns :data:`DATES`, see :func:`kernelbook.lab.older.dates_of`.
+        dated: from a case and a provider to the columns :data:`kernelbook.lab.record.DATES`, see :func:`kernelbook.lab.older.dates_of`.
         record: is given the rows of each case as soon as they are there, so that a run that ends early keeps them.
 
     Returns:
-        The rows (columns :data:`COLUMNS`, one run id) and the failures in words. A case in which one of our own results
+        The rows (columns :data:`kernelbook.lab.record.COLUMNS`, one run id) and the failures in words. A case in which one of our own results
         is not correct, or that raises an error, contributes no row; the others are measured all the same. A case that is too
         large for the GPU's memory is left out, which is printed and no failure.
     """
     import pandas as pd
     from tqdm import tqdm
 
-    run, about = new_run(), environment(package)
+    run, about = record.new_run(), record.environment(package)
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for case in tqdm(list(cases), disable=not progress, unit="case"):
@@ -467,15 +438,15 @@ def run_cases(
         except Exception as error:  # a peer that a new version broke: one case is lost, not the run
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
-        undated = dict.fromkeys(DATES, "")
+        undated = dict.fromkeys(record.DATES, "")
         new = [
             {"run": run, **figures, **about, **(dated(case, figures["provider"]) if dated else undated)}
             for figures in found
         ]
         rows += new
         if record is not None:
-            record(pd.DataFrame(new, columns=list(COLUMNS)))
-    return pd.DataFrame(rows, columns=list(COLUMNS)), failures
+            record(pd.DataFrame(new, columns=list(record.COLUMNS)))
+    return pd.DataFrame(rows, columns=list(record.COLUMNS)), failures
 
 
 def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
@@ -533,7 +504,7 @@ def time_steps(
     Raises:
         RuntimeError: a case failed.
     """
-    package = page_version(stem, kernels)
+    package = record.page_version(stem, kernels)
     gpu = runtime.DEVICE.type == "cuda"
     rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
     if failures:
@@ -541,183 +512,8 @@ def time_steps(
     if not gpu:
         return rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
     if record:
-        folder = results_dir() / runtime.device_slug()
-        write_results(folder / f"{stem}.csv", rows)
+        folder = record.results_dir() / runtime.device_slug()
+        record.write_results(folder / f"{stem}.csv", rows)
         row = ceilings_row(measure_ceilings(), rows["run"].iloc[0], package)
-        write_results(folder / "ceilings.csv", row, key=("run",))
+        record.write_results(folder / "ceilings.csv", row, key=("run",))
     return rows
-
-
-# --- the record -----------------------------------------------------------------------------------------------------
-
-
-def new_run() -> str:
-    """An id for all rows of one process."""
-    return uuid.uuid4().hex[:12]
-
-
-def source_digest(*places: Path) -> str:
-    """Eight hexadecimal digits that change with the Python sources in these folders or files: they tie a row to its code."""
-    digest = hashlib.sha256()
-    for place in places:
-        for path in [place] if place.is_file() else sorted([*place.glob("*.py"), *place.glob("*.json")]):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def page_version(stem: str, kernels: Iterable[Any]) -> str:
-    """``<stem>+<digest>`` of the sources of a page's own kernels, and of the package where its files or folders are given."""
-    sources = "".join(source_digest(k) if isinstance(k, Path) else inspect.getsource(k.fn) for k in kernels)
-    if not sources:
-        raise ValueError("page_version: kernels must name what a row measures, got none")
-    return f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
-
-
-def package_version(*places: Path) -> str:
-    """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of :data:`SHARED_SOURCES`."""
-    from kernelbook import __version__
-
-    shared = [PACKAGE / name for name in SHARED_SOURCES]
-    return f"{__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
-
-
-def environment(package: str) -> dict[str, str]:
-    """The columns that say where and with what a row was measured."""
-    import triton
-
-    driver = "none"
-    if runtime.HAS_GPU:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
-    return {
-        "gpu": runtime.properties().name,
-        "driver": driver,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "package": package,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
-    """One row of ``ceilings.csv``."""
-    import pandas as pd
-
-    figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
-    return pd.DataFrame([{"run": run, **figures, **environment(package)}], columns=list(CEILING_COLUMNS))
-
-
-def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
-    """Adds ``rows`` to the CSV file at ``path``, replacing those with the same key, and returns the whole table.
-
-    Rows that are not replaced keep every character. The new file takes the old one's place in one step. New rows of a file
-    that its sources date (:data:`kernelbook.lab.dates.DATED`) get their digest. Raises ``ValueError`` when the columns of the
-    file and of ``rows`` differ.
-    """
-    import pandas as pd
-
-    if digest := dates.sources_digest(path.stem, path.parent.name):
-        rows = _dated(rows, digest)
-    rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
-    if path.exists():
-        old = _with_later_columns(pd.read_csv(path, dtype=str, keep_default_na=False), list(rows.columns))
-        if list(old.columns) != list(rows.columns):
-            raise ValueError(f"write_results: {path.name} has columns {list(old.columns)}, got {list(rows.columns)}")
-        rows = pd.concat([old, rows], ignore_index=True)
-    rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
-    replace_file(path, rows.to_csv(index=False, lineterminator="\n"))
-    return rows
-
-
-def _dated(rows: pd.DataFrame, digest: str) -> pd.DataFrame:
-    """``rows`` with the digest where they have none: in ``launches`` of our rows, or, of another kind of table, in ``sources``."""
-    if not set(KEY) <= {*rows.columns}:
-        return rows if "sources" in rows.columns else rows.assign(sources=digest)
-    rows = (rows if "launches" in rows.columns else rows.assign(launches="")).fillna({"launches": ""})
-    return rows.assign(launches=rows["launches"].mask(rows["provider"].map(is_ours) & (rows["launches"] == ""), digest))
-
-
-def _with_later_columns(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """``rows`` with those of :data:`LATER_COLUMNS` that ``columns`` has and a file from before has not."""
-    missing = {name: value for name, value in LATER_COLUMNS.items() if name in columns and name not in rows.columns}
-    return rows.assign(**missing)[list(columns)] if missing and {*rows.columns, *missing} == {*columns} else rows
-
-
-def replace_file(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-
-
-def drop_unused_ceilings(folder: Path) -> None:
-    """Drops from ``ceilings.csv`` in ``folder`` the runs of which no other file there has a row any more."""
-    path = folder / "ceilings.csv"
-    if not path.exists():
-        return
-    others = [other.read_text() for other in folder.iterdir() if other.suffix in {".csv", ".jsonl"} and other != path]
-    header, *rows = path.read_text().splitlines(keepends=True)
-    used = [row for row in rows if any(row.split(",", 1)[0] in other for other in others)]
-    replace_file(path, "".join([header, *used]))
-
-
-def results_dir() -> Path:
-    """``book/results`` of the repository that the working folder, or else this package, lies in."""
-    here = Path(__file__).resolve()
-    for folder in (*[Path.cwd(), *Path.cwd().parents], *here.parents):
-        if (folder / "book" / "results").is_dir() and (folder / "_toc.yml").is_file():
-            return folder / "book" / "results"
-    raise FileNotFoundError("results_dir: no folder book/results above the working folder or the package")
-
-
-BOOKS_GPU = "nvidia-h200"  # whose rows the text of the book speaks of
-
-
-def recorded_gpus(*stems: str) -> list[str]:
-    """The folders of ``book/results`` that have a file of one of these stems (``layer_norm``): the book's GPU first.
-
-    Then the one at hand, if it has been measured, then all others by name.
-    """
-    folders = {path.parent.name for stem in stems for path in results_dir().glob(f"*/{stem}.*")}
-    first = [gpu for gpu in (BOOKS_GPU, runtime.device_slug()) if gpu in folders]
-    return list(dict.fromkeys([*first, *sorted(folders)]))
-
-
-def gpu_name(folder: str) -> str:
-    """The name of the GPU whose rows are in ``folder`` of ``book/results``, as they have it; ``folder`` where it has none."""
-    path = results_dir() / folder / "ceilings.csv"
-    if not path.exists():
-        return folder
-    with path.open() as rows:
-        return next((row["gpu"] for row in csv.DictReader(rows)), folder)
-
-
-def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
-    """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
-    import pandas as pd
-
-    rows = pd.read_csv(results_dir() / gpu / f"{room}.csv", dtype={"run": str})
-    for name in ("host_us", "gpus"):
-        if name not in rows.columns:
-            rows[name] = float(LATER_COLUMNS[name])
-    rows["gbs"] = rows["gbytes"] / rows["ms"] * 1e3
-    rows["tflops"] = rows["gflop"] / rows["ms"]
-    return rows
-
-
-def load_all_results(gpu: str = BOOKS_GPU) -> dict[str, pd.DataFrame]:
-    """:func:`load_results` for each file of ``gpu`` that has the columns of a measurement, by its stem."""
-    import pandas as pd
-
-    files = sorted((results_dir() / gpu).glob("*.csv"))
-    return {path.stem: load_results(path.stem, gpu) for path in files if "ms" in pd.read_csv(path, nrows=0).columns}
-
-
-def load_ceilings(gpu: str = BOOKS_GPU, run: str | None = None) -> pd.DataFrame:
-    """The recorded ceilings of ``gpu``, those of one ``run`` if it is given."""
-    import pandas as pd
-
-    rows = pd.read_csv(results_dir() / gpu / "ceilings.csv", dtype={"run": str})
-    return rows if run is None else rows.loc[rows["run"] == run]

@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 
 from kernelbook import check, launching, plans, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 from kernelbook.lab.bench import bench
 
 # isort: split
@@ -73,10 +73,10 @@ COMPILERS = 14  # processes that compile candidates beforehand, at most
 MEMORY_EACH = 3 * 2**30  # bytes of free GPU memory for each of them
 
 # A row says how long a case takes by the rules and with the plans in use, timed in turn.
-TABLE_COLUMNS = ("run", *timing.KEY, "rules_us", "plans_us", *timing.ENVIRONMENT)
-TABLE_KEY = tuple(name for name in timing.KEY if name != "provider")
+TABLE_COLUMNS = ("run", *record.KEY, "rules_us", "plans_us", *record.ENVIRONMENT)
+TABLE_KEY = tuple(name for name in record.KEY if name != "provider")
 # A row says what the search found for one problem; where the rule stays, ``plan_us`` is its time.
-SEARCH_COLUMNS = ("run", "planner", "problem", "case", "tried", "rule_us", "plan_us", *timing.ENVIRONMENT)
+SEARCH_COLUMNS = ("run", "planner", "problem", "case", "tried", "rule_us", "plan_us", *record.ENVIRONMENT)
 SEARCH_KEY = ("planner", "problem")
 
 
@@ -538,7 +538,7 @@ def comparison(job: Mapping[str, Any], out: Path | None) -> int:
     from tabulate import tabulate
     from tqdm import tqdm
 
-    about = {"run": timing.new_run(), **timing.environment(timing.package_version())}
+    about = {"run": record.new_run(), **record.environment(record.package_version())}
     rows: list[dict[str, Any]] = []
     for room, _, case in tqdm(_chosen_cases(job), unit="case"):
         if time.time() > job["deadline"]:
@@ -559,8 +559,8 @@ def comparison(job: Mapping[str, Any], out: Path | None) -> int:
             times_as_fast=(table["rules_us"] / table["plans_us"]).round(3)
         )
         print(tabulate(shown.to_dict("records"), headers="keys"))
-        folder = (out or timing.results_dir()) / runtime.device_slug()
-        timing.write_results(folder / "plans.csv", table, key=TABLE_KEY)
+        folder = (out or record.results_dir()) / runtime.device_slug()
+        record.write_results(folder / "plans.csv", table, key=TABLE_KEY)
     print(f"{len(rows)} cases use stored plans")
     return 0
 
@@ -624,7 +624,7 @@ def searched(journal: Journal) -> "pd.DataFrame":
     """What a journal says of each problem on which it has a decision, in the columns :data:`SEARCH_COLUMNS`."""
     import pandas as pd
 
-    about = {"run": timing.new_run(), **timing.environment(timing.package_version())}
+    about = {"run": record.new_run(), **record.environment(record.package_version())}
     rows = []
     for (name, key), decision in journal.winners().items():
         tried = sum(
@@ -674,7 +674,7 @@ def tune(job: Mapping[str, Any], minutes: float, export: bool, out: Path | None 
     )
     print(f"{len(rows)} of {len(found.winners())} problems have a faster plan, in {plans.own_plans(name)}")
     if out is not None and found.winners():
-        timing.write_results(out / runtime.device_slug() / "search.csv", searched(found), key=SEARCH_KEY)
+        record.write_results(out / runtime.device_slug() / "search.csv", searched(found), key=SEARCH_KEY)
     if export and rows:
         own = plans.read_plans(plans.own_plans(name))
         _keep(plans.shipped_plans(name), own)

@@ -71,9 +71,9 @@ class Bench:
 
     def package(self) -> str:
         """What rows of today's sources have in the column of that name."""
-        from kernelbook.lab import timing
+        from kernelbook.lab import record
 
-        return timing.package_version(*self.sources)
+        return record.package_version(*self.sources)
 
     def missing(self) -> list[str]:
         """What is not measured here, and why."""

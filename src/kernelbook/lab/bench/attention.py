@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernelbook import check, runtime
 from kernelbook.attention import op
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks", "tuning_cases"]
 
-SOURCES = (timing.PACKAGE / "attention", Path(__file__))
+SOURCES = (record.PACKAGE / "attention", Path(__file__))
 # B, H, H_kv, N, D, causal
 SHAPES = (
     (4, 48, 48, 4096, 64, True),
@@ -69,7 +69,7 @@ LARGEST_MATH = 2**30  # scores that the formulas one by one are measured with: m
 CHECKED_WHOLE = 4096  # of longer sequences the first key head is checked: float64 takes its time too
 
 ERROR_SHAPE = (1, 8, 8, 4096, 128, True)
-ERROR_COLUMNS = ("run", "op", "provider", "dtype", "shape", "output", "error", *timing.ENVIRONMENT)
+ERROR_COLUMNS = ("run", "op", "provider", "dtype", "shape", "output", "error", *record.ENVIRONMENT)
 ERROR_KEY = ("op", "provider", "dtype", "shape", "output")
 
 Tensors = Sequence[torch.Tensor]
@@ -444,7 +444,7 @@ def _errors() -> pd.DataFrame:
 
     b, h, h_kv, n, d, causal = ERROR_SHAPE
     shape = f"B={b} H={h} H_kv={h_kv} N={n} S={n} D={d} causal=yes"
-    about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+    about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
     rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         torch.manual_seed(0)

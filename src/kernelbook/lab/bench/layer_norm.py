@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import check, launching, runtime
-from kernelbook.lab import baselines, timing
+from kernelbook.lab import baselines, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 from kernelbook.layer_norm import kernels, op
@@ -34,13 +34,13 @@ __all__ = [
     "tuning_cases",
 ]
 
-SOURCES = (timing.PACKAGE / "layer_norm", Path(__file__))
+SOURCES = (record.PACKAGE / "layer_norm", Path(__file__))
 EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
 SMALL_SHAPES = ((64, 256), (512, 1024))
 SWEEP_M, SWEEP_N = 4096, tuple(512 * i for i in range(2, 32))
 
-BARRIER_COLUMNS = ("run", "op", "variant", "dtype", "shape", "runs", "wrong", *timing.ENVIRONMENT)
+BARRIER_COLUMNS = ("run", "op", "variant", "dtype", "shape", "runs", "wrong", *record.ENVIRONMENT)
 BARRIER_KEY = ("op", "variant", "dtype", "shape")
 
 LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -398,17 +398,17 @@ def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
     """Counts wrong runs with and without the barrier, for few and for many buffers."""
     import pandas as pd
 
-    package = timing.package_version(*SOURCES)
+    package = record.package_version(*SOURCES)
     rows = [
         {
-            "run": timing.new_run(),
+            "run": record.new_run(),
             "op": "layer_norm",
             "variant": "barrier" if barrier else "no_barrier",
             "dtype": "float32",
             "shape": f"M=8192 N=2048 buffers={buffers}",
             "runs": runs,
             "wrong": count_wrong_runs_apart(barrier=barrier, buffers=buffers, runs=runs),
-            **timing.environment(package),
+            **record.environment(package),
         }
         for buffers in (1, 8, 64)
         for barrier in (True, False)

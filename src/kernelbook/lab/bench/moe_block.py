@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import check, runtime
-from kernelbook.lab import baselines, profiling, timing
+from kernelbook.lab import baselines, profiling, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4 import nf4_dequantize, nf4_quantize
@@ -39,13 +39,13 @@ __all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks"]
 
 SOURCES = (
     Path(__file__),
-    timing.PACKAGE / "nn" / "moe.py",
-    timing.PACKAGE / "nn" / "kernels.py",
-    timing.PACKAGE / "interop" / "transformers.py",
-    timing.PACKAGE / "interop" / "peft.py",
-    timing.PACKAGE / "launching.py",
-    timing.PACKAGE / "moe_lora",
-    timing.PACKAGE / "nf4",
+    record.PACKAGE / "nn" / "moe.py",
+    record.PACKAGE / "nn" / "kernels.py",
+    record.PACKAGE / "interop" / "transformers.py",
+    record.PACKAGE / "interop" / "peft.py",
+    record.PACKAGE / "launching.py",
+    record.PACKAGE / "moe_lora",
+    record.PACKAGE / "nf4",
 )
 
 # experts, hidden size, intermediate size, experts of a token
@@ -345,7 +345,7 @@ def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
                     }
                     for graph, call in calls.items()
                 ]
-    about = timing.environment(timing.package_version(*SOURCES))
+    about = record.environment(record.package_version(*SOURCES))
     return pd.DataFrame([{**row, **about} for row in rows])
 
 
@@ -390,7 +390,7 @@ def parts_experiment(repeats: int = 5) -> pd.DataFrame:
                 }
                 for part, (ms, launches) in found.items()
             ]
-    about = timing.environment(timing.package_version(*SOURCES))
+    about = record.environment(record.package_version(*SOURCES))
     return pd.DataFrame([{**row, **about} for row in rows])
 
 

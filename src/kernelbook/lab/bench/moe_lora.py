@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import baselines, timing
+from kernelbook.lab import baselines, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS as LATEST
 from kernelbook.moe_lora import op
@@ -34,7 +34,7 @@ __all__ = [
     "tuning_cases",
 ]
 
-SOURCES = (timing.PACKAGE / "moe_lora", Path(__file__))
+SOURCES = (record.PACKAGE / "moe_lora", Path(__file__))
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
     "Qwen3.5-35B-A3B": (256, 2048, 512, 8),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import baselines, floor, timing
+from kernelbook.lab import baselines, floor, record
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 from kernelbook.lab.timing import Case, Problem
@@ -31,7 +31,7 @@ from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_ref
 
 __all__ = ["BENCH", "SOURCES", "cases", "host_calls", "small_checks", "tuning_cases"]
 
-SOURCES = (timing.PACKAGE / "nf4", Path(__file__))
+SOURCES = (record.PACKAGE / "nf4", Path(__file__))
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Elements of an expert. axolotl's kernel has a program for each 1,024 of them, in the grid's second dimension, where CUDA

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import dates, timing
+from kernelbook.lab import dates, record
 from kernelbook.lab.bench import Bench
 from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
@@ -52,9 +52,9 @@ EVERY_EXPERT = "every_expert"  # the name of ours in plain PyTorch on transforme
 EAGER_STEPS = 3  # before a step is captured: kernels are compiled and the optimizer's states made
 SOURCES = (
     Path(__file__),
-    *(timing.PACKAGE / "train" / f"{name}.py" for name in ("text", "seeds")),
-    *(timing.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
-    *(timing.PACKAGE / name for name in ("nn", "moe_lora", "nf4")),
+    *(record.PACKAGE / "train" / f"{name}.py" for name in ("text", "seeds")),
+    *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
+    *(record.PACKAGE / name for name in ("nn", "moe_lora", "nf4")),
 )
 
 
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.base is not None:
             with replacing(given.base) as file:
                 torch.save(base, file)
-    about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+    about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
     about["sources"] = dates.sources_digest(STEM, given.out.name)
     failed = 0
     for seed in given.seeds:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernelbook import check, launching, runtime
-from kernelbook.lab import floor, timing
+from kernelbook.lab import floor, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 from kernelbook.scatter_ffn import kernels, op
@@ -32,7 +32,7 @@ __all__ = [
     "tuning_cases",
 ]
 
-SOURCES = (timing.PACKAGE / "scatter_ffn", Path(__file__))
+SOURCES = (record.PACKAGE / "scatter_ffn", Path(__file__))
 ATOMICS_COLUMNS = (
     "run",
     "op",
@@ -43,7 +43,7 @@ ATOMICS_COLUMNS = (
     "time_ms",
     "p20_ms",
     "p80_ms",
-    *timing.ENVIRONMENT,
+    *record.ENVIRONMENT,
 )
 ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
 
@@ -337,8 +337,8 @@ def atomics_experiment() -> pd.DataFrame:
     """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
     import pandas as pd
 
-    run, rows = timing.new_run(), []
-    about = timing.environment(timing.package_version(*SOURCES))
+    run, rows = record.new_run(), []
+    about = record.environment(record.package_version(*SOURCES))
     for m in (1, 16, 32, 64, 128):
         network = _network(PLAIN, m)
         for fraction in (0.1, 0.25):

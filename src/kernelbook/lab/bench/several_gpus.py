@@ -52,7 +52,7 @@ from kernelbook.distributed import exchange as exchanging
 from kernelbook.distributed import gradients, windows
 from kernelbook.distributed.expert_parallel import ExpertParallel
 from kernelbook.distributed.sharding import fully_shard
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 from kernelbook.lab.bench import Bench, moe_block
 from kernelbook.nn import GatedExperts, SparseLinear, moe
 from kernelbook.train import CONFIGS, Trainer
@@ -63,10 +63,10 @@ __all__ = ["BENCH", "KEY", "SOURCES", "Sizes", "bench", "sections"]
 
 SOURCES = (
     Path(__file__),
-    timing.PACKAGE / "nn" / "moe.py",
-    *(timing.PACKAGE / name for name in ("distributed", "moe_lora", "nf4", "train")),
+    record.PACKAGE / "nn" / "moe.py",
+    *(record.PACKAGE / name for name in ("distributed", "moe_lora", "nf4", "train")),
 )
-KEY = (*(name for name in timing.KEY if name != "gpus"), "gpus")
+KEY = (*(name for name in record.KEY if name != "gpus"), "gpus")
 CALLS = 6  # of a layer between two looks at the clock
 CHECKED = 128  # tokens of each rank for which results are compared with float64
 GAP = 0.01  # relative, between the losses of one GPU and of several
@@ -738,7 +738,7 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
     store, rank, world = next(iter(rendezvous("env://")))
     device = torch.device("cuda", dist.get_node_local_rank(0))
     torch.cuda.set_device(device)
-    about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+    about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
     counts = [n for n in (1, 2, 4, 8) if n < world] + [world]
     losses = _Losses(folder / "several_gpus_losses.json" if rank == 0 else None)
     for i, ((name, section), count) in enumerate(itertools.product(sections(sizes, losses).items(), counts)):
@@ -750,8 +750,8 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
             dist.init_process_group("nccl", store=part, rank=rank, world_size=count, device_id=device)
             for row in section():
                 if rank == 0:
-                    timing.write_results(
-                        folder / "several_gpus.csv", pd.DataFrame([{**about, **row}], columns=list(timing.COLUMNS)), KEY
+                    record.write_results(
+                        folder / "several_gpus.csv", pd.DataFrame([{**about, **row}], columns=list(record.COLUMNS)), KEY
                     )
                     print(
                         tabulate([[row[n] for n in (*KEY, "ms", "peak_mib", "err_ratio")]], tablefmt="plain"),

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from kernelbook import check, runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.launching import Launch
 from kernelbook.layer_norm import layer_norm
@@ -49,8 +49,8 @@ STEM, LAYERS_STEM = "sparse_inference", "sparse_inference_layers"
 LAYERS_KEY = ("gpu", "width", "what", "layer", "share")
 SOURCES = (
     Path(__file__),
-    *(timing.PACKAGE / "train" / f"{name}.py" for name in ("kernels", "loop", "text")),
-    *(timing.PACKAGE / name for name in ("nn", "scatter_ffn", "attention", "layer_norm")),
+    *(record.PACKAGE / "train" / f"{name}.py" for name in ("kernels", "loop", "text")),
+    *(record.PACKAGE / name for name in ("nn", "scatter_ffn", "attention", "layer_norm")),
 )
 _launch = functools.cache(Launch)
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
@@ -386,7 +386,7 @@ def measure(
         note("loss predicted", loss_with(model, data, evaluated, predicted), share=share)
         note("loss largest", loss_with(model, data, evaluated, largest), share=share)
     table = pd.DataFrame([{**row, **about} for row in rows]).astype(str)
-    timing.write_results(folder / f"{LAYERS_STEM}.csv", table, key=LAYERS_KEY)
+    record.write_results(folder / f"{LAYERS_STEM}.csv", table, key=LAYERS_KEY)
     print(table[["width", "what", "layer", "share", "value"]].to_string(), flush=True)
     print(
         f"width {config.width}: trained in {trained:.1f} s, predictors and losses in {time.perf_counter() - began - trained:.1f} s"
@@ -415,8 +415,8 @@ def measure(
                     "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{batch * gb:.6g}",
                     "peak_mib": "nan", "err_ratio": f"{ratio if share < 1 else math.nan:.3g}", "host_us": "nan", "gpus": "1",
                 }  # fmt: skip
-                timing.write_results(
-                    folder / f"{STEM}.csv", pd.DataFrame([{**about, **row}], columns=list(timing.COLUMNS))
+                record.write_results(
+                    folder / f"{STEM}.csv", pd.DataFrame([{**about, **row}], columns=list(record.COLUMNS))
                 )
                 print(f"{row['shape']} share {share:g}: {found.ms:.4f} ms", flush=True)
             del decoder
@@ -431,7 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--predictor-steps", type=int, default=150, help="of training its predictors (default: 150)")
     parser.add_argument("--tiny", action="store_true", help="one small model, for the interpreter")
     given = parser.parse_args(arguments)
-    about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+    about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
     common: dict[str, Any] = {"activation": "relu", "mode": "dense", "scheduler": "all", "checkpoint_every": 0}
     if given.tiny:
         config = dataclasses.replace(CONFIGS["tiny"], **common, steps=given.steps, eval_every=0)
@@ -440,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if runtime.DEVICE.type == "cuda":
         row = timing.ceilings_row(timing.measure_ceilings(quick=True), about["run"], about["package"])
-        timing.write_results(given.out / "ceilings.csv", row, key=("run",))
+        record.write_results(given.out / "ceilings.csv", row, key=("run",))
     for width in given.widths:
         config = dataclasses.replace(
             CONFIGS[WIDTHS[width]], **common, steps=given.steps, batch_size=8, eval_every=0, sparse_layers="mlp",

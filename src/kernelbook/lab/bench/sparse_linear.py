@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import check, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 from kernelbook.sparse_linear import op
@@ -24,7 +24,7 @@ from kernelbook.sparse_linear.reference import (
 
 __all__ = ["BENCH", "SOURCES", "backward_case", "cases", "host_calls", "small_checks", "tuning_cases"]
 
-SOURCES = (timing.PACKAGE / "sparse_linear", Path(__file__))
+SOURCES = (record.PACKAGE / "sparse_linear", Path(__file__))
 CHUNK = 64
 SHAPES = (
     (2048, 512, 2048),

@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from kernelbook import check, runtime
-from kernelbook.lab import dates, profiling, timing
+from kernelbook.lab import dates, profiling, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.capture import Captured
@@ -55,21 +55,21 @@ CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
 LONG_STEPS = 4096  # the width from which on steps take so long that fewer variants are measured
 BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0, 4096: 16.0}
 WARM = 1 / 8  # the share of a run that is dense at its beginning
-PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "device_ms", "launches", *timing.ENVIRONMENT)
+PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "device_ms", "launches", *record.ENVIRONMENT)
 BUDGET_COLUMNS = (
     "run", "shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds", "step_ms", "dense_steps", "steps",
-    "train_loss", "validation_loss", "clock_seconds", *timing.ENVIRONMENT,
+    "train_loss", "validation_loss", "clock_seconds", *record.ENVIRONMENT,
 )  # fmt: skip
 # What tells one row, or one line, from another.
 KEYS: dict[str, tuple[str, ...]] = {
-    f"{STEM}.csv": timing.KEY,
+    f"{STEM}.csv": record.KEY,
     f"{STEM}_parts.csv": ("shape", "provider", "active", "part"),
     f"{STEM}_scores.csv": ("families", "scheduler", "seed", "active"),
     f"{STEM}_budgets.csv": ("shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds"),
     f"{STEM}_curves.jsonl": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
     "ceilings.csv": ("run",),
 }
-SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", "recall", "energy", *timing.ENVIRONMENT)
+SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", "recall", "energy", *record.ENVIRONMENT)
 
 
 # What the study runs of this package: the training loop and the model. The rooms' kernels have digests of their own.
@@ -77,8 +77,8 @@ _TRAIN = ("capture", "chunks", "files", "kernels", "loop", "optimizer", "schedul
 _NN = ("compact", "gpt", "layers")
 SOURCES = (
     Path(__file__),
-    *(timing.PACKAGE / "train" / f"{name}.py" for name in _TRAIN),
-    *(timing.PACKAGE / "nn" / f"{name}.py" for name in _NN),
+    *(record.PACKAGE / "train" / f"{name}.py" for name in _TRAIN),
+    *(record.PACKAGE / "nn" / f"{name}.py" for name in _NN),
 )
 
 
@@ -339,8 +339,8 @@ class Study:
 
     def __init__(self, out: Path, deadline: float) -> None:
         self.width, self.out, self.deadline = 512, out / runtime.device_slug(), deadline
-        self.run = timing.new_run()
-        self.about = timing.environment(timing.package_version(*SOURCES))
+        self.run = record.new_run()
+        self.about = record.environment(record.package_version(*SOURCES))
         self.data = make_data(CONFIGS["small"])  # the same for all widths
         self._ceilings_written = False
         self._ratios: dict[tuple[Any, ...], float] = {}
@@ -365,7 +365,7 @@ class Study:
     def _ceilings(self) -> None:
         if not self._ceilings_written:
             row = timing.ceilings_row(timing.measure_ceilings(), self.run, self.about["package"])
-            timing.write_results(self.out / "ceilings.csv", row, key=("run",))
+            record.write_results(self.out / "ceilings.csv", row, key=("run",))
             self._ceilings_written = True
 
     def _recorded(self, stem: str, **wanted: Any) -> bool:
@@ -425,7 +425,7 @@ class Study:
             "gbytes": "0", "gflop": f"{step_gflop(config, self.data.vocab_size):.6g}",
             "peak_mib": f"{peak:.5g}", "err_ratio": f"{ratio:.3g}", **self.about,
         }  # fmt: skip
-        timing.write_results(self.out / f"{STEM}.csv", pd.DataFrame([row], columns=list(timing.COLUMNS)))
+        record.write_results(self.out / f"{STEM}.csv", pd.DataFrame([row], columns=list(record.COLUMNS)))
 
     # --- parts ---
 
@@ -452,7 +452,7 @@ class Study:
             {"run": self.run, **key, "part": part, "device_ms": f"{ms:.5g}", "launches": f"{count:g}", **self.about}
             for part, (ms, count) in parts.items()
         ]
-        timing.write_results(
+        record.write_results(
             self.out / f"{STEM}_parts.csv", pd.DataFrame(table, columns=list(PARTS_COLUMNS)),
             key=KEYS[f"{STEM}_parts.csv"],
         )  # fmt: skip
@@ -564,7 +564,7 @@ class Study:
             "clock_seconds": f"{trainer.seconds:.3f}", **self.about,
         }  # fmt: skip
         name = f"{STEM}_budgets.csv"
-        timing.write_results(self.out / name, pd.DataFrame([row], columns=list(BUDGET_COLUMNS)), key=KEYS[name])
+        record.write_results(self.out / name, pd.DataFrame([row], columns=list(BUDGET_COLUMNS)), key=KEYS[name])
         return f"validation loss {row['validation_loss']} after {steps} steps in {trainer.seconds:.1f} s"
 
     # --- scores ---
@@ -588,7 +588,7 @@ class Study:
         table = pd.DataFrame(list(score_scheduler(teacher, scheduler, steps)))
         mean = table[["precision", "recall", "energy"]].mean()
         row = {"run": self.run, **key, **{n: f"{v:.4f}" for n, v in mean.items()}, **self.about}
-        timing.write_results(
+        record.write_results(
             self.out / f"{STEM}_scores.csv",
             pd.DataFrame([row], columns=list(SCORE_COLUMNS)),
             key=KEYS[f"{STEM}_scores.csv"],
@@ -683,14 +683,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = {part.resolve().name for part in given.merge}
         if len(names) != 1:
             parser.error(f"--merge must name folders of one GPU model, got {', '.join(sorted(names))}")
-        for note in merge(given.merge, (given.out or timing.results_dir()) / names.pop()):
+        for note in merge(given.merge, (given.out or record.results_dir()) / names.pop()):
             print(note)
         return 0
     if runtime.DEVICE.type != "cuda" and given.what != "scores":  # which are no times
         print("study: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
     deadline = time.monotonic() + 60 * given.minutes
-    study = Study(given.out or timing.results_dir(), deadline)
+    study = Study(given.out or record.results_dir(), deadline)
     experiments: dict[str, Callable[[], None]] = {
         "steps": study.steps,
         "parts": study.parts,

@@ -43,7 +43,7 @@ from tabulate import tabulate
 from torch.utils.checkpoint import checkpoint
 
 from kernelbook import check, runtime
-from kernelbook.lab import profiling, timing
+from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.lab.bench import Bench
 from kernelbook.nn.named_attention import statement
@@ -53,10 +53,10 @@ __all__ = ["BENCH", "MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
 
 SOURCES = (
     Path(__file__),
-    timing.PACKAGE / "lab" / "arithmetic.py",
-    *(timing.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
-    *(timing.PACKAGE / "interop" / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
-    *(timing.PACKAGE / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
+    record.PACKAGE / "lab" / "arithmetic.py",
+    *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
+    *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
+    *(record.PACKAGE / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
 )
 RANK, PROMPT, ROOM, PIECE = 16, 2048, 64, 512
 STEM, PARTS_STEM = "whole_model", "whole_model_parts"
@@ -433,7 +433,7 @@ class _Session:
 
     def __init__(self, folder: Path, layers: int | None, tokens: int, samples: int, tiny: bool) -> None:
         self.folder, self.layers, self.tokens, self.samples, self.tiny = folder, layers, tokens, samples, tiny
-        self.about = {"run": timing.new_run(), **timing.environment(timing.package_version(*SOURCES))}
+        self.about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
         self._held: tuple[Any, ...] = ()
         self.model: Any = None
 
@@ -441,7 +441,7 @@ class _Session:
         """The ceilings of this process, before any row."""
         run, package = self.about["run"], self.about["package"]
         row = timing.ceilings_row(timing.measure_ceilings(quick=True), run, package)
-        timing.write_results(self.folder / "ceilings.csv", row, key=("run",))
+        record.write_results(self.folder / "ceilings.csv", row, key=("run",))
 
     def drop(self) -> None:
         """Gives the model's memory back."""
@@ -529,8 +529,8 @@ class _Session:
             "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{gflop:.6g}", "peak_mib": f"{peak:.6g}",
             "err_ratio": f"{ratio:.3g}", "host_us": f"{host:.4g}", "gpus": "1",
         }  # fmt: skip
-        table = pd.DataFrame([{**self.about, **row}], columns=list(timing.COLUMNS))
-        timing.write_results(self.folder / f"{STEM}.csv", table)
+        table = pd.DataFrame([{**self.about, **row}], columns=list(record.COLUMNS))
+        record.write_results(self.folder / f"{STEM}.csv", table)
         shown = {
             "ms": found.ms,
             "tokens/s": 1e3 * self._tokens_of(plan) / found.ms,
@@ -545,7 +545,7 @@ class _Session:
                  "part_ms": f"{ms:.4g}", "launches": f"{count:g}", **self.about}
                 for part, (ms, count) in parts.items()
             ]  # fmt: skip
-            timing.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame(rows), key=PARTS_KEY)
+            record.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame(rows), key=PARTS_KEY)
         print(f"{plan}: " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
 
     def _tokens_of(self, plan: Plan) -> int:
