@@ -81,6 +81,28 @@ def test_an_import_that_cannot_be_relative_is_an_error() -> None:
         program("build_hub").relative_imports("import kernelbook\n", Path("room/op.py"))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        'torch.library.define("kernelbook::route", "(Tensor ids) -> Tensor")',
+        'launch("kernelbook::")',
+        "torch . ops . kernelbook.route(x)",
+    ],
+)
+def test_a_namespace_that_is_not_replaced_is_an_error(source: str) -> None:
+    with pytest.raises(ValueError, match=r"build_hub: room/op\.py:3 names the operators' namespace"):
+        program("build_hub").own_namespace(f'"""``kernelbook::route``."""\n\n{source}\n', Path("room/op.py"))
+
+
+def test_a_pattern_that_no_source_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_hub = program("build_hub")
+    monkeypatch.setitem(build_hub.NAMESPACES, "torch.ops.elsewhere", "ops")
+    with pytest.raises(ValueError, match=r"no source has 'torch\.ops\.elsewhere'"):
+        build_hub.sources()
+    with pytest.raises(ValueError, match=r"__init__\.py must have '__all__ = \[' once, got it 0 times"):
+        build_hub.replaced("", "__all__ = [", "", "__init__.py")
+
+
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     return pytest.importorskip("kernels")

@@ -1,6 +1,7 @@
 """The wheel and the sdist as an index would hand them out: what is in them, what they import, which types they show."""
 
 import importlib.metadata
+import pkgutil
 import re
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 import torch
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
+
+import kernelbook as kb
+from kernelbook.moved import PLACES
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ("check", "nn", "train")  # whose use needs nothing else
@@ -49,7 +53,7 @@ def test_the_metadata_is_valid_and_says_what_it_is(built: dict[str, Path]) -> No
     found = _metadata(built["unpacked"])
     assert found.description_content_type == "text/markdown" and found.description
     assert found.license_expression == "Apache-2.0"
-    assert {"commands", "interop", "peers", "plots", "train"} <= set(found.provides_extra or ())
+    assert {"interop", "lab", "peers", "train"} <= set(found.provides_extra or ())
     always = {requirement.name for requirement in found.requires_dist or () if "extra" not in str(requirement.marker)}
     assert always == {"torch", "triton", "numpy"}
 
@@ -77,14 +81,63 @@ from kernelbook import {", ".join(MODULES)}
 assert kb.__file__.startswith({str(built["unpacked"])!r}), kb.__file__
 x = torch.randn(3, 8, device=kb.runtime.DEVICE)
 torch.testing.assert_close(kb.layer_norm(x), torch.nn.functional.layer_norm(x, (8,)))
-sys.argv = ["kernelbook", "doctor"]
+from kernelbook.lab import cli
+for name in cli._all():
+    cli.bench_of(name)
+cli._all = lambda: ["layer_norm"]  # which is enough, once all can be imported
+assert cli.main(["doctor"]) == 0
+assert cli.main(["train", "--out", {str(tmp_path / "run")!r}]) == 2
+sys.argv = ["kernelbook", "bench", "layer_norm"]
 import runpy
 runpy.run_module("kernelbook", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
-    # All went well but for the last line, which says what to install.
-    assert done.returncode == 1 and "the commands need pandas" in done.stderr, done.stderr
-    assert "pip install 'kernelbook[commands]'" in done.stderr and "Traceback" not in done.stderr
+    # All went well but for the last commands, which say what to install.
+    assert done.returncode == 2 and "checks passed" in done.stdout and "Traceback" not in done.stderr, done.stderr
+    assert "tqdm is not installed (pip install 'kernelbook[train]')" in done.stderr
+    assert "bench: pandas, tabulate, tqdm must be installed: pip install 'kernelbook[lab]'" in done.stderr
+
+
+def test_the_library_needs_nothing_of_the_laboratory() -> None:
+    """Neither the laboratory itself nor what it draws, counts and prints with; other libraries may want that for themselves."""
+    code = """
+import importlib, importlib.util, pkgutil, sys
+for name in ("transformers", "peft", "bitsandbytes"):
+    if importlib.util.find_spec(name):
+        importlib.import_module(name)
+sys.modules |= dict.fromkeys(("pandas", "matplotlib", "tqdm", "tabulate", "kernelbook.lab"))
+import kernelbook
+for module in pkgutil.walk_packages(kernelbook.__path__, "kernelbook."):
+    if module.name.split(".")[1] not in ("lab", "__main__"):
+        importlib.import_module(module.name)
+        print(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"kernelbook.train.loop", "kernelbook.interop.peft", "kernelbook.plans"} <= {*done.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("from kernelbook import timing", "kernelbook.timing is kernelbook.lab.timing now"),
+        ("import kernelbook; kernelbook.autotune.planner", "kernelbook.autotune is kernelbook.plans now"),
+        ("from kernelbook.train import study", "kernelbook.train.study is kernelbook.lab.bench.study now"),
+    ],
+)
+def test_what_moved_says_where_it_is(code: str, place: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(place)):
+        exec(code, {})  # noqa: S102
+
+
+def test_every_new_place_exists_and_no_old_one_does() -> None:
+    pytest.importorskip("transformers")
+    for old, new in PLACES.items():
+        assert pkgutil.resolve_name(new) is not None
+        with pytest.raises(ImportError, match=re.escape(f"{old} is {new} now")):
+            pkgutil.resolve_name(old)
+    with pytest.raises(AttributeError, match="module 'kernelbook' has no attribute 'nothing'"):
+        kb.nothing  # noqa: B018
 
 
 def test_types_are_seen_from_outside(built: dict[str, Path], tmp_path: Path) -> None:

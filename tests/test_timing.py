@@ -211,6 +211,23 @@ def test_measure_reads_the_wall_clock_without_a_gpu() -> None:
     assert math.isnan(timing.peak_mib(lambda: None))
 
 
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="a sleeping host enqueues nothing")
+def test_the_wall_clock_begins_after_what_comes_before() -> None:
+    called: list[str] = []
+
+    def before() -> None:
+        called.append("before")
+        time.sleep(0.1)
+
+    def call() -> None:
+        called.append("call")
+        time.sleep(0.002)
+
+    found, host = timing.wall(call, calls=3, samples=2, before=before)
+    assert called == ["before", *3 * ["call"]] * 2 and found.samples == 2
+    assert 2 <= found.p20 <= found.ms < 30 and 2e3 <= host <= 1e3 * found.p80
+
+
 def test_a_case_has_the_same_inputs_in_every_run() -> None:
     """Routing is drawn, and decides times: what was measured before must not change it."""
     drawn: list[torch.Tensor] = []

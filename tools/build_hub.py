@@ -21,6 +21,11 @@ PACKAGE = "kernelbook"
 # The laboratory, training and other libraries stay at home, and so do the modules that need them.
 AT_HOME = {"lab", "check", "__main__", "train", "interop", "distributed", "gpt", "swap"}
 ADDED = ("layers.py", "transformers_attention.py")  # of hub/, to the package
+# What names the namespace of operators in our sources, and what takes its place; each has to stand somewhere.
+NAMESPACES = {
+    f"torch.ops.{PACKAGE}": "ops",
+    f'NAMESPACE = "{PACKAGE}"': 'NAMESPACE = add_op_namespace_prefix("").removesuffix("::")',
+}
 CAPABILITIES = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
 
 OPS = '''"""The namespace of this build's operators."""
@@ -54,6 +59,13 @@ __all__ = _module.__all__
 '''
 
 
+def replaced(source: str, old: str, new: str, where: str) -> str:
+    """``source`` with ``new`` in the place of ``old``; raises unless that stands there once."""
+    if source.count(old) != 1:
+        raise ValueError(f"build_hub: {where} must have {old!r} once, got it {source.count(old)} times")
+    return source.replace(old, new)
+
+
 def stays_at_home(path: Path) -> bool:
     """Whether the module at ``path``, relative to the package, is left out."""
     return any(part.removesuffix(".py") in AT_HOME for part in path.parts)
@@ -75,12 +87,18 @@ def relative_imports(source: str, path: Path) -> str:
 
 
 def own_namespace(source: str, path: Path) -> str:
-    """``source`` with operators in the build's namespace instead of the package's."""
+    """``source`` with operators in the build's namespace instead of the package's; raises where that is named otherwise."""
     prefix = f"from {'.' * len(path.parts)}_ops import add_op_namespace_prefix, ops\n"
-    named = re.sub(rf'"{PACKAGE}::(\w+)"', r'add_op_namespace_prefix("\1")', source)
-    named = re.sub(rf'f"{PACKAGE}::{{(\w+)}}"', r"add_op_namespace_prefix(\1)", named)
-    named = named.replace(f"torch.ops.{PACKAGE}", "ops")
-    named = named.replace(f'NAMESPACE = "{PACKAGE}"', 'NAMESPACE = add_op_namespace_prefix("").removesuffix("::")')
+    named = source
+    for old, new in NAMESPACES.items():
+        named = named.replace(old, new)
+    for node in ast.walk(ast.parse(named)):
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        spelled = isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{PACKAGE}"
+        if spelled or re.fullmatch(rf"{PACKAGE}::\w*(\(.*)?", text):
+            raise ValueError(
+                f"build_hub: {path}:{node.lineno} names the operators' namespace in a way that is not replaced"
+            )
     if named == source:
         return source
     first = next(node for node in ast.parse(named).body if isinstance(node, ast.Import | ast.ImportFrom))
@@ -98,7 +116,7 @@ def without_home(source: str) -> str:
             lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
     kept = "".join(lines)
     for name in dropped:
-        kept = kept.replace(f'    "{name}",\n', "")
+        kept = replaced(kept, f'    "{name}",\n', "", "__all__")
     return kept
 
 
@@ -111,10 +129,14 @@ def sources() -> dict[Path, str]:
     for name in ADDED:
         found[Path(name)] = (ROOT / "hub" / name).read_text(encoding="utf-8")
     public = "from kernelbook import layers\nfrom kernelbook.transformers_attention import attention_forward\n"
-    top = found[Path("__init__.py")].replace("\n__version__ =", f"{public}\n__version__ =", 1)
-    found[Path("__init__.py")] = top.replace(
-        "__all__ = [\n", '__all__ = [\n    "attention_forward",\n    "layers",\n', 1
-    )
+    top = replaced(found[Path("__init__.py")], "\n__version__ =", f"{public}\n__version__ =", "__init__.py")
+    names = '__all__ = [\n    "attention_forward",\n    "layers",\n'
+    found[Path("__init__.py")] = replaced(top, "__all__ = [\n", names, "__init__.py")
+    for name in NAMESPACES:
+        if not any(name in text for text in found.values()):
+            raise ValueError(
+                f"build_hub: no source has {name!r}, so operators would stay in the package's own namespace"
+            )
     for place, text in found.items():
         if place.suffix == ".py":
             text = without_home(text) if place.name == "__init__.py" else text
@@ -131,7 +153,7 @@ def build(out: Path, backend: str = "cuda", version: int = 1) -> Path:
     shutil.copytree(ROOT / "hub", out, ignore=shutil.ignore_patterns(*ADDED, "__pycache__"))
     shutil.copy(ROOT / "LICENSE", out)
     toml = out / "build.toml"
-    toml.write_text(re.sub(r"^version = .*$", f"version = {version}", toml.read_text(), flags=re.MULTILINE))
+    toml.write_text(replaced(toml.read_text(), "\nversion = 1\n", f"\nversion = {version}\n", "build.toml"))
     variant = out / "build" / f"torch-{backend}"
     for folder in (out / "torch-ext" / PACKAGE, variant):
         for place, text in files.items():

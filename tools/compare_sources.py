@@ -82,11 +82,11 @@ def worse(revision: str, room: str) -> pd.DataFrame:
 
 
 def present(module: str) -> Any:
-    """A module of the present package, whichever version is on the path: both are measured and compiled alike."""
+    """A module of the present laboratory, whichever version is on the path: both are measured and compiled alike."""
     import importlib.util
 
     name = f"present_{module}"
-    spec = importlib.util.spec_from_file_location(name, NEW / "kernelbook" / f"{module}.py")
+    spec = importlib.util.spec_from_file_location(name, NEW / "kernelbook" / "lab" / f"{module}.py")
     assert spec is not None and spec.loader is not None
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
@@ -95,7 +95,10 @@ def present(module: str) -> Any:
 
 def case_of(point: dict[str, Any]) -> Any:
     """The case that a point is of, with its inputs' seed set; ``LookupError`` where this version has none."""
-    from kernelbook.lab.bench import bench_of
+    try:
+        from kernelbook.lab.bench import bench_of
+    except ImportError:  # a version without a laboratory
+        from kernelbook.cli import _bench_of as bench_of
 
     for case in bench_of(point["room"]).cases():
         if [case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}"] == point["case"]:

@@ -26,7 +26,7 @@ __all__ = ["main"]
 # By the stem of a results file, a table and its key: what a bench module's ``extras()`` returns, or yields as they come.
 Extra = tuple["pd.DataFrame", Sequence[str]]
 Extras = Mapping[str, Extra] | Iterable[tuple[str, Extra]]
-# What a command needs beside the package's own requirements, and the extra that has it.
+# What a command needs beside the package's own requirements: all of the extra ``lab``.
 NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
 # What torchrun starts, on several GPUs at once; "all" leaves it out.
 SEVERAL = ("several_gpus",)
