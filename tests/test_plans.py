@@ -13,8 +13,8 @@ from kernelbook import plans, runtime
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.lab import timing, tuning
 from kernelbook.lab.bench import bench
+from kernelbook.lab.candidates import SPACES, candidates, prune
 from kernelbook.lab.compiled import CompiledKernel, compile_calls, occupancy
-from kernelbook.lab.tuning import prune
 from kernelbook.moe_lora import kernels as moe_lora_kernels
 from kernelbook.plans import Resources, bucket, fits, matmul_resources, tensor_core, tile_resources
 
@@ -270,8 +270,8 @@ class _Plan:
     split: int
 
 
-def _candidates(m: int, n: int, properties: runtime.DeviceProperties) -> Iterator[_Plan]:
-    yield from (_Plan(config, split) for config in (SMALL, LARGE) for split in (1, 2))
+def _allowed(plan: _Plan, m: int, n: int, properties: runtime.DeviceProperties) -> bool:
+    return plan.config.kwargs["BLOCK"] <= 256
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     monkeypatch.setattr(plans, "shipped_plans", lambda name: tmp_path / "shipped" / f"{runtime.slug(name)}.json")
     monkeypatch.setattr(plans, "_planners", {})
 
-    @plans.planner("square.tiles", _candidates, buckets=("m",))
+    @plans.planner("square.tiles", _allowed, buckets=("m",))
     def rule(m: int, n: int, properties: runtime.DeviceProperties) -> _Plan:
         return _Plan(SMALL, 1)
 
@@ -318,9 +318,56 @@ def test_own_plans_come_before_shipped_ones_and_those_before_the_rule(
         assert plan(100, 4096, GPU) == expected
 
 
-def test_a_stored_plan_that_is_no_candidate_is_not_taken(plan: Callable[..., _Plan]) -> None:
-    _store(plans.own_plans, _entry(triton.Config({"BLOCK": 65536}, num_warps=32), 1))
-    assert plan(100, 4096, GPU) == _Plan(SMALL, 1)
+BLOCKS = {"BLOCK": 256, "num_warps": 8, "num_stages": 3}
+
+
+@pytest.mark.parametrize(
+    ("stored", "problem"),
+    (
+        ({"config": BLOCKS}, r"the plan must have the names config, split, got"),
+        ({"config": BLOCKS, "split": 2, "more": 1}, r"the plan must have the names config, split, got"),
+        ({"config": {**BLOCKS, "BLOCK_K": 32}, "split": 2}, r"config must have the names BLOCK, num_warps, num_stages, got"),
+        ({"config": {**BLOCKS, "BLOCK": "256"}, "split": 2}, r'BLOCK of config cannot be "256"'),
+        ({"config": {**BLOCKS, "BLOCK": True}, "split": 2}, r"BLOCK of config cannot be true"),
+        ({"config": {**BLOCKS, "num_warps": 3}, "split": 2}, r"num_warps of config cannot be 3"),
+        ({"config": {**BLOCKS, "num_warps": 64}, "split": 2}, r"num_warps of config cannot be 64"),
+        ({"config": {**BLOCKS, "num_stages": 0}, "split": 2}, r"num_stages of config cannot be 0"),
+        ({"config": BLOCKS, "split": 0}, r"split must be like 1, got 0"),
+        ({"config": BLOCKS, "split": 2.0}, r"split must be like 1, got 2\.0"),
+        ({"config": None, "split": 1}, r"config must have the names BLOCK, num_warps, num_stages, got null"),
+        ({"config": {**BLOCKS, "BLOCK": 512}, "split": 2}, r"the plan does not fit the problem or the GPU"),
+        ([1, 2], r"the plan must have the names config, split, got \[1, 2\]"),
+        (None, r"the plan must have the names config, split, got null"),
+    ),
+)  # fmt: skip
+def test_a_stored_plan_that_is_none_of_the_rule_s_form_is_left_aside(
+    plan: Callable[..., _Plan], stored: Any, problem: str
+) -> None:
+    _store(plans.own_plans, {"plan": stored})
+    with pytest.warns(UserWarning, match=rf"a-fake-gpu\.json: square\.tiles m=128 n=4096 is left aside: {problem}"):
+        assert plan(100, 4096, GPU) == _Plan(SMALL, 1)
+
+
+def test_tiles_are_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = plans.planners()["layer_norm.forward"]
+    stored = {"BLOCK_M": 2, "BLOCK_N": 64, "NUM_BLOCKS": 3, "num_warps": 4, "num_stages": 3}
+    assert planner.from_json(stored, (192, 2, H200)).kwargs == {"BLOCK_M": 2, "BLOCK_N": 64, "NUM_BLOCKS": 3}
+    with pytest.raises(ValueError, match="BLOCK_N of the plan cannot be 192"):
+        planner.from_json({**stored, "BLOCK_N": 192, "NUM_BLOCKS": 1}, (192, 2, H200))
+    with pytest.raises(ValueError, match="does not fit the problem"):
+        planner.from_json({**stored, "NUM_BLOCKS": 2}, (192, 2, H200))
+
+
+def test_a_kernel_that_is_there_for_everything_may_replace_another() -> None:
+    """Where the rule's result may be None; not where it may not."""
+    backward = plans.planners()["attention.backward"]
+    dkdv, dq = backward.rule(128, 2, H200)
+    assert backward.from_json(None, (128, 2, H200)) is None
+    assert backward.from_json([plans.as_json(dkdv), None], (128, 2, H200)) == (dkdv, None)
+    with pytest.raises(ValueError, match="part 0 of the plan must have the names"):
+        backward.from_json([None, plans.as_json(dq)], (128, 2, H200))
+    with pytest.raises(ValueError, match="the plan must be like null"):  # the rule has no such kernel there
+        plans.planners()["attention.forward"].from_json(plans.as_json(dkdv), (64, 2, 512, False, H200))
 
 
 @pytest.mark.parametrize(
@@ -340,25 +387,26 @@ def test_a_file_of_plans_is_readable(plan: Callable[..., _Plan]) -> None:
     assert plans.read_plans(plans.own_plans(GPU.name)) == {"square.tiles": {"m=128 n=4096": _entry(LARGE, 2)}}
 
 
-def test_tuning_can_set_plans_and_watch_what_is_asked(plan: Callable[..., _Plan]) -> None:
+def test_tuning_can_set_plans_and_hears_what_is_asked(
+    plan: Callable[..., _Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asking = plans.derived(lambda m: plan(m, 64, GPU).split)
-    with plans.watched() as asked:
-        assert asking(100) == 1
-    assert asked == {("square.tiles", "m=128 n=64"): (100, 64, GPU)}
-    with plans.using("square.tiles", "m=128 n=64", _Plan(LARGE, 2)):
+    assert asking(100) == 1
+    assert plans.asked == {("square.tiles", "m=128 n=64"): (100, 64, GPU)}
+    with tuning._trying({"square.tiles": {"m=128 n=64": _entry(LARGE, 2)}}):
         assert asking(100) == 2 and asking(200) == 1
     assert asking(100) == 1
 
 
 def test_a_planner_has_a_name_of_its_own_and_ends_with_the_properties(plan: Callable[..., _Plan]) -> None:
     with pytest.raises(ValueError, match=r"planner: square\.tiles is taken"):
-        plans.planner("square.tiles", _candidates)(lambda m, properties: None)
+        plans.planner("square.tiles", _allowed)(lambda m, properties: None)
     with pytest.raises(ValueError, match="wrong parameters"):
-        plans.planner("square.other", _candidates)(lambda m: None)
+        plans.planner("square.other", _allowed)(lambda m: None)
 
 
-def test_every_shipped_plan_is_a_candidate() -> None:
-    """Else it would be left out without a word: after a change of the candidates, tune again or strike it."""
+def test_every_shipped_plan_is_taken() -> None:
+    """Else it would be left aside: after a change of a rule or of what it allows, tune again or strike it."""
     gpus = {properties.name: properties for properties in runtime.TARGETS.values()}
     h100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")
     gpus[h100.name] = h100
@@ -369,19 +417,18 @@ def test_every_shipped_plan_is_a_candidate() -> None:
         for name, entries in plans.read_plans(path).items():
             planner = plans.planners()[name]
             for key, entry in entries.items():
-                problem = [_value(part.split("=")[1]) for part in key.split()]
-                listed = [plans.as_json(candidate) for candidate in planner.candidates(*problem, properties)]
-                assert entry["plan"] in listed, (path.name, name, key)
+                problem = (*(_value(part.split("=")[1]) for part in key.split()), properties)
+                assert plans.as_json(planner.from_json(entry["plan"], problem)) == entry["plan"], (path.name, name, key)
+                assert entry["plan"] in candidates(planner, problem), (path.name, name, key)
 
 
 def _value(text: str) -> Any:
     return {"True": True, "False": False, "None": None}.get(text, int(text) if text.lstrip("-").isdigit() else text)
 
 
-@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
-def test_candidates_of_the_rooms_are_few_enough_to_be_timed_and_not_only_one(target: str) -> None:
-    properties = runtime.TARGETS[target]
-    problems = {
+def _problems(properties: runtime.DeviceProperties) -> dict[str, tuple[Any, ...]]:
+    """One for each planner that has a choice on the GPU."""
+    problems: dict[str, tuple[Any, ...]] = {
         "layer_norm.forward": (4096, 2),
         "layer_norm.backward": (4096, 2, True, 2, False),
         "sparse_linear.backward": (8192, 4096, 1664, 2, True, True, False),
@@ -400,18 +447,39 @@ def test_candidates_of_the_rooms_are_few_enough_to_be_timed_and_not_only_one(tar
         "attention.plain": ("dkdv", 128, 2, attention_kernels.has_boxes(properties)),
         "attention.decode": (32, 8, 8192, 128, 2, 0),
     }
-    if target == "sm_90":
-        problems |= {"attention.forward": (64, 2, 4096, True), "attention.backward": (128, 2)}
-    assert target != "sm_90" or set(problems) == set(plans.planners())
-    for name, problem in problems.items():
-        listed = list(plans.planners()[name].candidates(*problem, properties))
-        assert 2 <= len(listed) <= 170, (name, len(listed))
-        tried = tuning._candidates(plans.planners()[name], (*problem, properties))
-        assert len({json.dumps(plans.as_json(plan)) for plan in tried}) == len(tried) >= 2, name
+    if properties.arch == "sm_90":
+        problems |= {"attention.forward": (128, 2, 4096, True), "attention.backward": (128, 2)}
+    assert properties.arch != "sm_90" or set(problems) == set(plans.planners())
+    return {name: (*problem, properties) for name, problem in problems.items()}
+
+
+@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
+def test_candidates_of_the_rooms_are_few_enough_to_be_timed_and_not_only_one(target: str) -> None:
+    for name, problem in _problems(runtime.TARGETS[target]).items():
+        planner = plans.planners()[name]
+        listed = candidates(planner, problem)
+        assert 2 <= len(listed) <= 750, (name, len(listed))
+        assert len(set(map(json.dumps, listed))) == len(listed)
+        rule = plans.as_json(planner.rule(*problem))
+        assert listed[0] == rule, "the rule's own plan is always allowed"
+        for stored in listed[::20]:
+            assert plans.as_json(planner.from_json(stored, problem)) == stored
+
+
+def test_the_fields_that_are_varied_are_those_of_the_plans() -> None:
+    """A name that no plan has would be varied without effect."""
+    assert set(SPACES) == set(plans.planners())
+    for name, problem in _problems(H200).items():
+        rule = plans.planners()[name].rule(*problem)
+        text = json.dumps(plans.as_json(rule))
+        for names in SPACES[name]:
+            for one in (names,) if isinstance(names, str) else names:
+                last = one.rpartition(".")[2]
+                assert f'"{last}"' in text or (one in ("", "1") and isinstance(rule, str | tuple)), (name, one)
 
 
 def test_the_benchmark_of_a_room_with_planners_gives_cases_to_tune() -> None:
     rooms = {name.split(".")[0] for name in plans.planners()}
     assert rooms >= {"layer_norm", "sparse_linear", "scatter_ffn"}
     for room in rooms:
-        assert all(isinstance(case, timing.Case) for case in bench(room).tuning_cases(None))
+        assert all(isinstance(case, timing.Case) for case in bench(room).tuning_cases())

@@ -213,7 +213,7 @@ def _bench_cases(
     ceilings = timing.measure_ceilings()
     recorded: set[str] = set()
 
-    def record(rows: pd.DataFrame) -> None:
+    def keep(rows: pd.DataFrame) -> None:
         run = rows["run"].iloc[0]
         if run not in recorded:  # the ceilings first: no row without those of its run
             row = timing.ceilings_row(ceilings, run, package)
@@ -225,7 +225,7 @@ def _bench_cases(
         tqdm.write(f"\n{first['mode']} {first['dtype']} {first['shape']} {first['x_name']}={first['x']}")
         tqdm.write(tabulate(shown, headers="keys", showindex=False, disable_numparse=True))
 
-    return timing.run_cases(cases, package=package, rep_ms=rep_ms, dated=dated, record=record)[1]
+    return timing.run_cases(cases, package=package, rep_ms=rep_ms, dated=dated, record=keep)[1]
 
 
 def _bench_extras(one: registry.Bench, folder: Path) -> list[str]:

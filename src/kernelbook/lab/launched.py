@@ -186,7 +186,7 @@ def _argument_text(value: Any) -> object:
 
 def _launch_text(kernel: Any, args: Sequence[Any], grid: Any, options: Mapping[str, Any]) -> object:
     names = [parameter.name for parameter in kernel.params]
-    given = dict(zip(names, args, strict=False)) | options
+    given = {**dict(zip(names, args, strict=False)), **options}
     values = [
         _value_text(value) if parameter.is_constexpr else _argument_text(value)
         for parameter in kernel.params

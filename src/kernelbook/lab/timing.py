@@ -1,7 +1,7 @@
-"""Measuring: the time of a call, the ceilings of the machine, and the record of a measurement.
+"""Measuring: the time of a call, the ceilings of the machine, and the cases of a benchmark.
 
 A benchmark of a room (``lab/bench/<room>.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
-case against float64 and times them in one process beside the machine's ceilings, and :func:`write_results` keeps the
+case against float64 and times them in one process beside the machine's ceilings, and :func:`kernelbook.lab.record.write_results` keeps the
 rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
 2**20 bytes, times milliseconds.
 
@@ -25,7 +25,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import record
+from kernelbook.lab.record import (
+    CEILING_COLUMNS,
+    COLUMNS,
+    DATES,
+    environment,
+    is_ours,
+    new_run,
+    page_version,
+    results_dir,
+    write_results,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -307,7 +317,7 @@ def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
     import pandas as pd
 
     figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
-    return pd.DataFrame([{"run": run, **figures, **record.environment(package)}], columns=list(record.CEILING_COLUMNS))
+    return pd.DataFrame([{"run": run, **figures, **environment(package)}], columns=list(CEILING_COLUMNS))
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
@@ -380,7 +390,7 @@ def error_ratios(problem: Problem) -> dict[str, float]:
     ratios = {}
     for provider, call in problem.providers.items():
         # Under the switch that fills new memory a graph would be compiled anew, and what is timed not be checked.
-        poisoned = record.is_ours(provider) and not provider.endswith(":compiled")
+        poisoned = is_ours(provider) and not provider.endswith(":compiled")
         with check.poisoned_empty() if poisoned else contextlib.nullcontext():
             outputs = call()
         if provider in problem.views:
@@ -389,7 +399,7 @@ def error_ratios(problem: Problem) -> dict[str, float]:
             check.compare(f"{provider}[{i}]", out, ref, base, factor=problem.factor)
             for i, (out, ref, base) in enumerate(zip(outputs, truth, baseline, strict=True))
         ]
-        if record.is_ours(provider):
+        if is_ours(provider):
             for verdict in verdicts:
                 verdict.require()
         ratios[provider] = max(verdict.ratio for verdict in verdicts)
@@ -423,7 +433,7 @@ def run_cases(
     import pandas as pd
     from tqdm import tqdm
 
-    run, about = record.new_run(), record.environment(package)
+    run, about = new_run(), environment(package)
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for case in tqdm(list(cases), disable=not progress, unit="case"):
@@ -438,15 +448,15 @@ def run_cases(
         except Exception as error:  # a peer that a new version broke: one case is lost, not the run
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
-        undated = dict.fromkeys(record.DATES, "")
+        undated = dict.fromkeys(DATES, "")
         new = [
             {"run": run, **figures, **about, **(dated(case, figures["provider"]) if dated else undated)}
             for figures in found
         ]
         rows += new
         if record is not None:
-            record(pd.DataFrame(new, columns=list(record.COLUMNS)))
-    return pd.DataFrame(rows, columns=list(record.COLUMNS)), failures
+            record(pd.DataFrame(new, columns=list(COLUMNS)))
+    return pd.DataFrame(rows, columns=list(COLUMNS)), failures
 
 
 def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
@@ -504,7 +514,7 @@ def time_steps(
     Raises:
         RuntimeError: a case failed.
     """
-    package = record.page_version(stem, kernels)
+    package = page_version(stem, kernels)
     gpu = runtime.DEVICE.type == "cuda"
     rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
     if failures:
@@ -512,8 +522,8 @@ def time_steps(
     if not gpu:
         return rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
     if record:
-        folder = record.results_dir() / runtime.device_slug()
-        record.write_results(folder / f"{stem}.csv", rows)
+        folder = results_dir() / runtime.device_slug()
+        write_results(folder / f"{stem}.csv", rows)
         row = ceilings_row(measure_ceilings(), rows["run"].iloc[0], package)
-        record.write_results(folder / "ceilings.csv", row, key=("run",))
+        write_results(folder / "ceilings.csv", row, key=("run",))
     return rows
