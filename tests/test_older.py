@@ -70,7 +70,10 @@ def test_what_says_nothing_of_a_launch_makes_no_row_older(today, tmp_path):
 @pytest.mark.slow
 def test_arithmetic_and_thresholds_make_the_rows_older_that_launch_them(today, tmp_path):
     edits = {
-        "layer_norm/kernels.py": ("old + tl.sum(dy * xhat", "old + 2 * tl.sum(dy * xhat"),  # of the kernel with locks
+        "layer_norm/kernels.py": (
+            "tl.store(buffer_dw_ptr + offs, dw",
+            "tl.store(buffer_dw_ptr + offs, 2 * dw",
+        ),  # with locks
     }
     launches, host = digests_with(tmp_path, edits | {"layer_norm/kernels.py ": ("elif n <= 6144:", "elif n <= 5120:")})
     assert host == today[1]
@@ -88,7 +91,7 @@ def test_arithmetic_and_thresholds_make_the_rows_older_that_launch_them(today, t
 
 @pytest.mark.slow
 def test_a_new_check_makes_host_times_older_and_nothing_else(today, tmp_path):
-    edits = {"layer_norm/op.py": ("def layer_norm(", "def more_checks(x):\n    assert x.ndim\n\n\ndef layer_norm(")}
+    edits = {"arguments.py": ("def check_choice(", "def check_more(x):\n    assert x.ndim\n\n\ndef check_choice(")}
     launches, host = digests_with(tmp_path, edits)
     assert launches == today[0]
     assert host != today[1]
@@ -217,6 +220,13 @@ def test_a_peer_of_another_version_than_the_one_that_is_installed_is_older(recor
 
 def test_a_file_without_a_rule_is_not_dated(recorded):
     assert recorded(stem="search") == [("search.csv", older.NOT_DATED)]
+
+
+def test_what_is_older_is_said_in_a_sentence(recorded):
+    older.sentence.cache_clear()
+    recorded(row("kernelbook", 2, launches="launches 1"))
+    assert older.sentence("layer_norm", "nvidia-h200") == f"1 rows {older.WORDS['launches']}."
+    older.sentence.cache_clear()
 
 
 def test_every_recorded_file_has_a_rule_or_is_known_to_have_none():

@@ -409,8 +409,9 @@ def tickets(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _counters_on(count: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
+    if device.type != "cuda":  # on the GPU that a process only compiles for they would be there already
+        made = torch.empty if runtime.COMPILE_ONLY else torch.zeros
+        return made(count, dtype=torch.int32, device=device)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
         with _counters_lock:
