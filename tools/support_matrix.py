@@ -232,9 +232,3 @@ def matrix() -> dict[str, dict[str, str]]:
     with contextlib.suppress(RuntimeError):
         torch.manual_seed(0)
     return {name: row(name, case) for name, case in cases().items()}
-
-
-if __name__ == "__main__":
-    table = matrix()
-    for name, line in table.items():
-        print(f"{name:16}", *(f"{key}: {value}" for key, value in line.items()), sep="  ")
