@@ -8,6 +8,7 @@ The notebooks themselves stay as they are.
 With --profile Nsight Compute counts in the kernels that the page "How a GPU runs your program" reads, into profile.csv.
 """
 
+import io
 import json
 import os
 import re
@@ -17,10 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pandas as pd
+import pandas as pd
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
@@ -98,12 +97,8 @@ def call_profiled() -> None:
     torch.cuda.profiler.stop()
 
 
-def read_profile(text: str) -> "pd.DataFrame":
+def read_profile(text: str) -> pd.DataFrame:
     """The page "raw" of Nsight Compute, as comma-separated values: a row for each kernel and metric of those that are kept."""
-    import io
-
-    import pandas as pd
-
     lines = [line for line in text.splitlines() if not line.startswith("==")]
     units, *kernels = pd.read_csv(io.StringIO("\n".join(lines)), dtype=str, keep_default_na=False).to_dict("records")
     return pd.DataFrame(

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "kernelbook"
@@ -88,24 +89,8 @@ def watching_launches(note: Callable[[str, Any], None]) -> Iterator[None]:
         note(named(self.kernel), self)
         launch(self, grid, *args)
 
-    KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(KernelInterface, "__getitem__", watched_getitem),
+        mock.patch.object(Launch, "__call__", watched_launch),
+    ):
         yield
-    finally:
-        KernelInterface.__getitem__, Launch.__call__ = getitem, launch  # type: ignore[method-assign]
-
-
-def mend_interpreter() -> None:
-    """NumPy 2.4 no longer makes a number of an array with one element, which Triton 3.6's interpreter asks it for."""
-    import triton
-    from triton.runtime import interpreter
-
-    if not triton.__version__.startswith("3.6."):
-        return
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def mended(tensor: Any, *scope: Any) -> None:
-        patch_tensor(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    interpreter._patch_lang_tensor = mended
