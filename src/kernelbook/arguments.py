@@ -1,8 +1,9 @@
 """Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -21,6 +22,8 @@ __all__ = [
     "check_shape",
     "check_tensor",
     "in_autocast_dtype",
+    "integer",
+    "number",
     "once",
 ]
 
@@ -156,6 +159,28 @@ def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -
     """Raises a ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+# A number is one of Python's or NumPy's, or of a class made of those. A bool says yes or no, a string has to be read, and a
+# tensor's value is on a device, which the host would have to wait for.
+
+
+def integer(op: str, name: str, value: Any, expected: str = "an integer") -> int:
+    """``value`` as an ``int`` (a ``torch.SymInt`` as it is); raises a ``TypeError`` where it is no integer."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return cast(int, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+    return int(value)
+
+
+def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
+    """``value`` as a ``float`` (a ``torch.SymFloat`` as it is); raises a ``TypeError`` where it is no real number."""
+    if type(value) is float or isinstance(value, torch.SymFloat):
+        return cast(float, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+    return float(value)
 
 
 def check_indices(op: str, name: str, value: object) -> None:
