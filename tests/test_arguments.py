@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 import kernelbook
 from kernelbook import arguments, launching, runtime
-from kernelbook.nn import SparseLinear
+from kernelbook.nn import GatedExperts, SparseLinear
 from kernelbook.train.chunks import chunk_norms
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -155,11 +155,13 @@ INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "sparse_linear chunk_size": (lambda n: kernelbook.sparse_linear(IDENTITY, IDENTITY, chunk_size=n), 32),
     "sparse_forward chunk_size": (lambda n: kernelbook.sparse_forward(IDENTITY, IDENTITY, None, _ids(1), chunk_size=n), 32),
     "SparseLinear chunk_size": (lambda n: _ids(SparseLinear(64, 64, chunk_size=n).num_chunks), 32),
+    "GatedExperts.add_lora rank": (lambda n: GatedExperts(2, 32, 32).add_lora(n).gate_up_b, 2),
     "chunk_norms chunk_size": (lambda n: chunk_norms(IDENTITY, chunk_size=n), 32),
 }  # fmt: skip
 NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "flash_attention scale": (lambda n: kernelbook.flash_attention(Q, Q, Q, scale=n), 2),
     "paged_attention scale": (_pages, 2),
+    "GatedExperts.add_lora alpha": (lambda n: torch.tensor(GatedExperts(2, 32, 32).add_lora(2, n).scaling), 2),
     "moe_lora scaling": (_scaled, 2),
 }
 
