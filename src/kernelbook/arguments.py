@@ -12,6 +12,7 @@ from kernelbook import launching, runtime
 
 __all__ = [
     "FLOATING",
+    "autocast_dtype",
     "check_choice",
     "check_dtype",
     "check_index_values",
@@ -198,7 +199,7 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, u
     without them). They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1`` only: there it costs a
     synchronisation, so kernels mask ids out of range instead.
     """
-    if value.numel() == 0 or (value.is_cuda and not runtime.debug_enabled()):
+    if value.numel() == 0 or value.is_meta or (value.is_cuda and not runtime.debug_enabled()):
         return
     low, high = int(value.min()), int(value.max())
     if low < 0 or high >= upper:
@@ -209,16 +210,23 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, u
             raise ValueError(f"{op}: {name} must not repeat an entry, got {int(ids[counts > 1][0])} more than once")
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Autocast's dtype on the tensor's device; ``None`` where it is off."""
+    # PyTorch knows no autocast for meta tensors, and asking raises.
+    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
 def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     """``tensors`` in autocast's dtype where it is on for the first one's device, as PyTorch's own operators take them.
 
     float64 tensors, integers and what is no tensor come back as they are.
     """
     first = tensors[0]
-    # PyTorch knows no autocast for meta tensors, and asking raises.
-    if not isinstance(first, torch.Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+    dtype = autocast_dtype(first) if isinstance(first, torch.Tensor) else None
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(
         t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors

@@ -340,6 +340,14 @@ def gated_experts(
             f"{op}: gate_up and down must take and give {x.shape[1]} features, got shapes {tuple(gate_up.shape)} and "
             f"{tuple(down.shape)}{' (transposed)' if transposed else ''}"
         )
+    for name, lora in (("gate_up_lora", gate_up_lora), ("down_lora", down_lora)):
+        if lora is not None and not isinstance(lora, LoRAPair):
+            raise TypeError(f"{op}: {name} must be a kernelbook.nn.LoRAPair or None, got {type(lora).__name__}")
+        for part, tensor in zip("ab", lora or (), strict=False):
+            arguments.check_tensor(op, f"{name}.{part}", tensor)
+    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+        if bias is not None:
+            arguments.check_tensor(op, name, bias)
     if isinstance(activation, str):
         arguments.check_choice(op, "activation", activation, tuple(ACTIVATIONS))
         if gate_up.shape[n_dim] != 2 * down.shape[k_dim]:
@@ -350,8 +358,7 @@ def gated_experts(
         activation = ACTIVATIONS[activation]
 
     num_experts = gate_up.shape[0]
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    dtype = arguments.autocast_dtype(x) or x.dtype
     compressed = not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor))
     if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
         arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
@@ -406,7 +413,7 @@ def _product(
         return moe_lora(rows, weight, a, b, routing, scaling=scaling, bias=bias, transposed=transposed, **how)
     if isinstance(weight, torch.Tensor):
         # Beside a compressed weight a dense one has to follow the same renaming.
-        w = chosen_of(weight).to(rows.dtype) if torch.is_autocast_enabled(rows.device.type) else chosen_of(weight)
+        w = chosen_of(weight) if arguments.autocast_dtype(rows) is None else chosen_of(weight).to(rows.dtype)
         context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     else:
         compressed = weight
