@@ -318,8 +318,8 @@ def test_another_rotation_is_left_alone() -> None:
     """One that turns neighbouring features; no attention at all; a part of the features, float64, a tangent to carry on."""
     from transformers.models.cohere.modeling_cohere import CohereAttention
 
-    assert rotary._with_kernel(CohereAttention) is None
-    assert rotary._with_kernel(torch.nn.Linear) is None
+    assert rotary._with_kernel(CohereAttention, CohereAttention.forward) is None
+    assert rotary._with_kernel(torch.nn.Linear, torch.nn.Linear.forward) is None
     given = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 4), torch.randn(1, 3, 4)
     assert rotary._or(lambda *others: others)(*given)[2] is given[2]
     doubles = tuple(torch.randn(1, 2, 3, 8, dtype=torch.float64) for _ in range(2))
