@@ -14,49 +14,38 @@ import compare_sources
 
 POINT = {
     "room": "layer_norm", "op": "layer_norm", "mode": "forward", "dtype": "float32", "shape": "M=4 N=8", "x_name": "N", "x": 8.0,
-    "date": "2026-11-21",
 }  # fmt: skip
 
 
-def _rows(ours: float, peer: float, bound: float = 0.1) -> pd.DataFrame:
-    found = {"kernelbook": 2 * ours, "kernelbook:other": ours, "torch": peer, "packed_cublas": bound}
-    return pd.DataFrame([{**POINT, "provider": name, "ms": ms} for name, ms in found.items()])
-
-
-def test_the_fastest_of_each_side_counts_and_no_bound() -> None:
-    both = compare_sources.best(_rows(1.0, 3.0)).iloc[0]
-    assert both["ours"] == 1.0 and both["peer"] == 3.0 and both["provider"] == "kernelbook:other"
-
-
-def test_points_are_worse_by_more_than_two_per_cent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    place = tmp_path / "book" / "results" / compare_sources.SLUG
-    place.mkdir(parents=True)
-    monkeypatch.setattr(compare_sources, "ROOT", tmp_path)
-    before = _rows(1.0, 3.0).to_csv(index=False)
-    monkeypatch.setattr(compare_sources.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": before}))
-    for ours, expected in ((1.01, 0), (1.04, 1)):
-        _rows(ours, 3.0).to_csv(place / "layer_norm.csv", index=False)
-        found = compare_sources.worse("a-revision", "layer_norm")
-        assert len(found) == expected
-    assert found["ours"].item() == 1.04 and found["since"].item() == "2026-11-21"
-    assert found["was"].item() == 3.0 and found["now"].item() == pytest.approx(3 / 1.04, abs=1e-4)
+def test_points_of_a_results_file_are_of_its_room(tmp_path: Path) -> None:
+    own, given = tmp_path / "nf4.csv", tmp_path / "points.csv"
+    pd.DataFrame([POINT]).drop(columns="room").to_csv(own, index=False)
+    pd.DataFrame([POINT]).to_csv(given, index=False)
+    points = compare_sources.read_points([own, given])
+    assert points["room"].tolist() == ["nf4", "layer_norm"]
+    assert compare_sources.named(points.iloc[1]) == {**POINT, "x": "8"}
 
 
 def test_each_version_has_its_turns_and_what_one_lacks_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    class Worker:
-        process = type("Process", (), {"terminate": staticmethod(lambda: None)})
-
+    class Process:
         def __init__(self, src: Path) -> None:
             self.src = src.name
 
-        def ask(self, point: Any) -> dict[str, float]:
-            asked.append(self.src)
-            return {"kernelbook": float(len(asked)), **({"torch": 1.0} if self.src != "old" else {})}
+        def __enter__(self) -> Any:
+            return self
 
-    monkeypatch.setattr(compare_sources, "Worker", Worker)
-    rows = next(compare_sources.timed(pd.DataFrame([POINT]), Path("old"), math.inf))
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def submit(self, work: Any, point: Any) -> Any:
+            asked.append(self.src)
+            found = {"kernelbook": float(len(asked)), **({"torch": 1.0} if self.src != "old" else {})}
+            return type("Future", (), {"result": lambda _: found})()
+
+    monkeypatch.setattr(compare_sources, "processes", Process)
+    rows = next(compare_sources.timed([{**POINT, "x": "8"}], Path("old"), math.inf))
     assert asked == ["old", "src", "src", "src", "src", "old"]
     assert rows["provider"].tolist() == ["kernelbook"] and rows["x"].tolist() == ["8"]
     assert [float(rows[f"{which}_ms"].iloc[0]) for which in ("old", "new", "again")] == [3.5, 3.5, 3.5]

@@ -4,13 +4,11 @@ Whatever it measures is written, as it comes, to FOLDER/<gpu>/<stem>.csv, with t
 """
 
 import contextlib
-import csv
-import dataclasses
-import importlib
 import itertools
 import json
 import math
 import os
+import re
 import runpy
 import sys
 import tempfile
@@ -24,12 +22,11 @@ import record_chapters
 import torch
 
 from kernelbook import runtime
-from kernelbook.lab import baselines, cli, record, timing
-from kernelbook.lab.bench import bench
+from kernelbook.lab import baselines, cli, older, record, timing
+from kernelbook.lab.bench import bench, same_loss
 
-REP_MS = 50.0  # of samples, 20 at least, for each call
+REP_MS = "50"  # of samples, 20 at least, for each call
 NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
-COLUMNS = ("op", "mode", "dtype", "shape", "x_name", "x")  # of a case
 
 
 def redirect(folder: Path) -> None:
@@ -45,53 +42,29 @@ def redirect(folder: Path) -> None:
     record.write_results = noted  # type: ignore[assignment]
 
 
-def searched(room: str, case: timing.Case) -> str:
-    """For a case whose peer axolotl, where it is installed, times many tiles: its rank (jobs of their own); else nothing.
+# Of which cases the peer axolotl, where it is installed, times many tiles: as ``bench --select`` has them.
+SEARCHED = {"moe_block": "^moe_block ", "moe_lora": "^moe_lora (forward_backward|first_call) "}
 
-    A first call, which does so with empty caches, has a job of its own too.
+
+def group(room: str, case: timing.Case) -> tuple[str, bool]:
+    """The cases beside which this one may be measured, as ``bench --select`` has them, and whether a peer searches tiles.
+
+    For those it does with one rank in a process; a first call, which does so with empty caches, has one of its own too.
     """
-    theirs = room == "moe_block" or (case.op == "moe_lora" and case.mode in ("forward_backward", "first_call"))
-    if not theirs or not baselines.has("axolotl"):
-        return ""
-    return "first" if case.mode == "first_call" else f"r{case.shape.get('r', 0)}"
+    pattern = SEARCHED.get(room)
+    if pattern is None or not baselines.has("axolotl"):
+        return "", False
+    if not re.search(pattern, str(case)):
+        return f"^(?!{pattern[1:]})", False
+    return rf"^{case.op} {case.mode} .*\br={case.shape['r']} ", True
 
 
-def listed(room: str, which: str) -> list[timing.Case]:
-    """The cases of a list, ``room`` or ``models``."""
-    one = bench(room)
-    return list(one.cases() if which == "room" else one.models())
+def command(folder: Path, *arguments: str) -> int:
+    """A command of the package, with its ``--out`` here."""
+    return cli.main([*arguments, "--out", str(folder)])
 
 
-def chosen(room: str, which: str, part: str, rank: str) -> list[timing.Case]:
-    own, of = map(int, part.split("/"))
-    return [case for case in listed(room, which) if searched(room, case) == rank][own::of]
-
-
-def measured(folder: Path, package: str, columns: Sequence[str], stem: str = "*") -> set[tuple[str, ...]]:
-    """These columns of the rows of ``package`` that this job and those beside it have in files of this name."""
-    found = set()
-    for path in folder.parent.glob(f"*/{runtime.device_slug()}/{stem}.csv"):
-        with path.open() as file:
-            rows = csv.DictReader(file)
-            if set(columns) <= set(rows.fieldnames or ()):
-                found |= {tuple(row[name] for name in columns) for row in rows if row["package"] == package}
-    return found
-
-
-def told(failures: Sequence[str]) -> int:
-    """Prints what could not be measured; 1 if there is any."""
-    for failure in failures:
-        print(f"NOT RECORDED: {failure}")
-    return int(bool(failures))
-
-
-def health(folder: Path) -> int:
-    """Prints the ceilings of the GPU at hand."""
-    print(json.dumps(dataclasses.asdict(timing.measure_ceilings(quick=True))))
-    return 0
-
-
-def warm(folder: Path, room: str, which: str, part: str, rank: str = "", share: str = "0/1") -> int:
+def warm(folder: Path, share: str, room: str, which: str, select: str, part: str) -> int:
     """Calls every provider of a part of a list once; of the tiles that a peer searches, compiles each n-th and times none."""
     from triton.runtime.autotuner import Autotuner
 
@@ -107,72 +80,33 @@ def warm(folder: Path, room: str, which: str, part: str, rank: str = "", share: 
         return [float("inf")] * 3
 
     Autotuner._bench = compile_only
-    for case in chosen(room, which, part, rank):
-        cli._warm(case)
-        torch.cuda.empty_cache()
-    return 0
+    older.dates_of(bench(room))  # what is launched is found once, and kept
+    return command(folder, "bench", room, "--only", which, "--select", select, "--part", part, "--warm")
 
 
-def cases(folder: Path, room: str, which: str, part: str, rank: str = "") -> int:
+def cases(folder: Path, room: str, which: str, select: str, part: str) -> int:
     """Measures a part of a list, less what is there already. A peer's search of tiles, all compiled, is a short one."""
     import triton
 
     def short(call: Any, quantiles: Any) -> Any:
         return triton.testing.do_bench(call, warmup=5, rep=25, quantiles=quantiles)
 
-    if rank:
+    if "TRITON_CACHE_AUTOTUNING" in os.environ:
         triton.runtime.autotuner.Autotuner.do_bench = property(lambda self: short)
-    one, stem = bench(room), room if which == "room" else which
-    there = measured(
-        folder, one.package(), COLUMNS, stem
-    )  # and not in other files: a model's point may be a room's own too
-    left = [
-        case
-        for case in chosen(room, which, part, rank)
-        if (case.op, case.mode, case.dtype_name, case.shape_text, case.x_name, f"{case.x:.12g}") not in there
-    ]
-    failures = cli._bench_cases(one, stem, left, folder, REP_MS) if left else []
-    return told(failures)
+    what = ("--only", which, "--select", select, "--part", part, "--rep-ms", REP_MS, "--missing")
+    return command(folder, "bench", room, *what)
 
 
 def extras(folder: Path, room: str) -> int:
     """A room's tables of another kind."""
     failures = cli._bench_extras(bench(room), folder)
-    return told(failures)
+    print(*failures, sep="\n")
+    return int(bool(failures))
 
 
-def group(plan: Any, task: bool = False) -> str:
-    """Plans of a whole model that one process measures: the same weights; with ``task`` it also says whether it is a step."""
-    how = ["few"] if plan.layers else []
-    return "-".join([plan.model, *how, plan.kind, *([plan.mode] if task else [])])
-
-
-def whole(folder: Path, name: str, how: str = "") -> int:
-    """The whole models of a group; with ``warm`` one layer of each, which compiles what all layers run."""
-    from kernelbook.lab.bench import whole_model
-
-    wanted = [plan for plan in whole_model.plans() if name == group(plan, task=how == "warm")]
-    if how == "warm":
-        return whole_model.bench(folder, layers=1, samples=1, wanted=wanted)
-    there = measured(folder, whole_model.BENCH.package(), ("provider", "shape", "x"))
-
-    def key(plan: whole_model.Plan) -> tuple[str, str, str]:
-        config = whole_model.configuration(plan.model, plan.layers)
-        return plan.provider, plan.shape(config.num_hidden_layers, whole_model.PROMPT), str(plan.batch)
-
-    # What may not fit comes last, the one that needs the most at the end: an allocation that failed leaves its marks.
-    def late(plan: whole_model.Plan) -> tuple[bool, ...]:
-        large = plan.task == "step" and not plan.checkpoints
-        return plan.provider == "kernelbook:all", large, large and plan.provider == "grouped_mm"
-
-    left = sorted((plan for plan in wanted if key(plan) not in there), key=late)
-    return whole_model.bench(folder, wanted=left) if left else 0
-
-
-def module(folder: Path, name: str, *arguments: str) -> int:
-    """The command of a bench that has one, with its ``--out`` here."""
-    command = importlib.import_module(f"kernelbook.lab.bench.{name}")
-    return int(command.main(["--out", str(folder / runtime.device_slug()), *arguments]))
+def loss(folder: Path, *arguments: str) -> int:
+    """Curves of :mod:`kernelbook.lab.bench.same_loss`."""
+    return same_loss.main(["--out", str(folder / runtime.device_slug()), *arguments])
 
 
 def ladder(folder: Path, name: str, how: str = "") -> int:
@@ -208,7 +142,7 @@ watch({path!r})
 
 
 def notebook(folder: Path, name: str) -> int:
-    """Executes a chapter as a reader does, on a part of the GPU's memory; after each cell a row says how far it came."""
+    """Executes a chapter as a reader does, on a part of the GPU's memory, and records how that went."""
     import nbformat
     from ipykernel.kernelspec import write_kernel_spec
     from nbclient import NotebookClient
@@ -220,46 +154,39 @@ def notebook(folder: Path, name: str) -> int:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{share:.4f}"
     path, watched, began = record_chapters.NOTEBOOKS / f"{name}.ipynb", folder / "watched", time.monotonic()
     chapter = nbformat.read(path, as_version=4)
-    last = max(i for i, cell in enumerate(chapter.cells) if cell.cell_type == "code")
-    run, about = record.new_run(), record.environment(f"{name}+{record.source_digest(path)}")
-    failed: list[str] = []
-    left_out: list[str] = []
-
-    def note(state: str) -> None:
-        peak, limit = json.loads(watched.read_text()) if watched.exists() else (math.nan, math.nan)
-        if limit > 1.01 * NOTEBOOK_BYTES:
-            state = f"without a limit: {state}"
-        figures = {"seconds": f"{time.monotonic() - began:.0f}", "peak_mib": f"{peak / 2**20:.0f}"}
-        figures |= {"limit_mib": f"{limit / 2**20:.0f}", "left_out": len(left_out)}
-        row = pd.DataFrame([{"run": run, "chapter": name, "state": "; ".join(failed) or state, **figures, **about}])
-        record.write_results(record.results_dir() / runtime.device_slug() / "chapters.csv", row, ("chapter",))
-
-    def executed(cell: Any, cell_index: int, **_: Any) -> None:
-        number, outputs = cell_index - 1, cell.get("outputs", [])  # of the chapter's own cells
-        printed = "".join(output.get("text", "") for output in outputs if output["output_type"] == "stream")
-        left_out.extend(line for line in printed.splitlines() if "left out, too little GPU memory" in line)
-        if "raises-exception" not in cell.metadata.get("tags", []):
-            errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
-            failed.extend(f"cell {number}: {error.splitlines()[0][:120]}" for error in errors)  # the log has all
-        note("passed" if number == last else f"stopped behind cell {number}")
-
     chapter.cells.insert(0, nbformat.v4.new_code_cell(WATCH.format(path=str(watched))))
     resources = {"metadata": {"path": str(record_chapters.NOTEBOOKS)}}
+    died: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         write_kernel_spec(Path(scratch) / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
         os.environ["JUPYTER_PATH"] = scratch
-        # All that fails is to be known, not the first alone.
-        how = {"timeout": 600, "kernel_name": "python3", "allow_errors": True, "on_cell_executed": executed}
-        try:
-            NotebookClient(chapter, resources=resources, **how).execute()
+        try:  # all that fails is to be known, not the first alone
+            how = {"timeout": 600, "kernel_name": "python3", "allow_errors": True, "resources": resources}
+            NotebookClient(chapter, **how).execute()
         except Exception as error:  # the kernel died, or a cell does not end
-            failed.append(f"{type(error).__name__}: {str(error)[-300:]}")
-            note("")
-    print(*left_out, sep="\n")
-    return told(failed)
+            died = [f"{type(error).__name__}: {str(error)[-300:]}"]
+    failed: list[str] = []
+    printed = ""
+    for number, cell in enumerate(chapter.cells[1:]):
+        outputs = cell.get("outputs", [])
+        printed += "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+        if "raises-exception" not in cell.metadata.get("tags", []):
+            errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
+            failed += [f"cell {number}: {error.splitlines()[0][:120]}" for error in errors]  # the log has all
+    left_out = [line for line in printed.splitlines() if "left out, too little GPU memory" in line]
+    print(*left_out, *failed, *died, sep="\n")
+    peak, limit = json.loads(watched.read_text()) if watched.exists() else (math.nan, math.nan)
+    state = "; ".join([*failed, *died]) or "passed"
+    figures = {"seconds": f"{time.monotonic() - began:.0f}", "peak_mib": f"{peak / 2**20:.0f}"}
+    figures |= {"limit_mib": f"{limit / 2**20:.0f}", "left_out": len(left_out)}
+    state = f"without a limit: {state}" if limit > 1.01 * NOTEBOOK_BYTES else state
+    about = {"run": record.new_run(), "chapter": name, "state": state, **figures}
+    row = pd.DataFrame([about | record.environment(f"{name}+{record.source_digest(path)}")])
+    record.write_results(record.results_dir() / runtime.device_slug() / "chapters.csv", row, ("chapter",))
+    return int(state != "passed")
 
 
-WHAT = {f.__name__: f for f in (health, warm, cases, extras, whole, module, ladder, notebook)}
+WHAT = {f.__name__: f for f in (command, warm, cases, extras, loss, ladder, notebook)}
 
 
 def main(arguments: Sequence[str]) -> int:

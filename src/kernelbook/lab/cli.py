@@ -136,11 +136,13 @@ def bench(
     only: str | None = None,
     part: tuple[int, int] = (0, 1),
     warm: bool = False,
+    missing: bool = False,
 ) -> int:
     """Measures rooms, their cases and then those of models, and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
 
     The rows of a case are written before the next one is measured: a run that is stopped keeps what it has. ``only`` is
-    ``room`` or ``models``; ``part`` (i, n) takes each n-th case; ``warm`` calls every provider once and records nothing.
+    ``room`` or ``models``; ``part`` (i, n) takes each n-th case; ``warm`` calls every provider once and records nothing;
+    ``missing`` leaves out what ``out`` has rows of today's sources of.
     """
     if not _can_measure():
         print("bench: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
@@ -164,9 +166,12 @@ def bench(
         if warm:
             for case in (case for cases in chosen.values() for case in cases):
                 _warm(case)
+                torch.cuda.empty_cache()  # for processes beside this one
             continue
         failures = []
         for stem, cases in chosen.items():
+            there = _measured(folder / f"{stem}.csv", one.package()) if missing else set()
+            cases = [case for case in cases if case.key not in there]
             failures += _bench_cases(one, stem, cases, folder, rep_ms) if cases else []
         if select is None and only != "models" and part[0] == 0:
             failures += _bench_extras(one, folder)
@@ -176,6 +181,17 @@ def bench(
     if not warm:
         record.drop_unused_ceilings(folder)
     return code
+
+
+def _measured(path: Path, package: str) -> set[tuple[str, ...]]:
+    """The keys of the cases of which a file has rows of this version."""
+    import pandas as pd
+
+    if not path.exists():
+        return set()
+    rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+    columns = [name for name in record.KEY if name != "provider"]
+    return set(rows.loc[rows["package"] == package, columns].itertuples(index=False, name=None))
 
 
 def _run(one: registry.Bench, folder: Path, **given: Any) -> int:
@@ -291,6 +307,7 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument(
         "--warm", action="store_true", help="call all once and record nothing: fills compilers' caches"
     )
+    measure.add_argument("--missing", action="store_true", help="only cases without rows of these sources in --out")
     measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
     tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), registry.ROOMS)
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
@@ -319,4 +336,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
     names, out = registry.CASE_BY_CASE if given.all else [given.room], given.out or _default_out()
-    return bench(names, out, given.rep_ms, given.select, given.layers, given.only, given.part, given.warm)
+    how = given.select, given.layers, given.only, given.part, given.warm, given.missing
+    return bench(names, out, given.rep_ms, *how)

@@ -372,8 +372,13 @@ class Case:
     def shape_text(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.shape.items())
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a row has in the columns op, mode, dtype, shape, x_name and x."""
+        return self.op, self.mode, self.dtype_name, self.shape_text, self.x_name, f"{self.x:.12g}"
+
     def __str__(self) -> str:
-        return f"{self.op} {self.mode} {self.dtype_name} {self.shape_text} {self.x_name}={self.x:.12g}"
+        return "{} {} {} {} {}={}".format(*self.key)
 
 
 def error_ratios(problem: Problem) -> dict[str, float]:

@@ -46,6 +46,7 @@ class Bench:
         extras: tables of another kind as they come: the stem of the file, the table and its key.
         run: measures into a folder, where a table and a clock of its own take the place of cases. Returns the exit code.
         options: those of the command's ``select`` and ``layers`` that ``run`` takes.
+        parts: values of ``select`` with which one GPU measures all of it, each in a process of its own.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Bench:
     extras: Callable[[], Iterator[tuple[str, "pd.DataFrame", Sequence[str]]]] | None = None
     run: Callable[..., int] | None = None
     options: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.cases is None) == (self.run is None):

@@ -457,7 +457,9 @@ BENCH = Bench(
     sources=SOURCES,
     library=("kernelbook.nn.gpt", "kernelbook.nn.ffn"),
     baselines={"dense": "torch"},
-    run=lambda folder: main(["--out", str(folder)]),
+    run=lambda folder, select: main(["--out", str(folder), *(["--widths", *select.split(",")] if select else [])]),
+    options=("select",),
+    parts=tuple(map(str, WIDTHS)),
 )
 
 

@@ -381,7 +381,7 @@ class Plan:
     def __str__(self) -> str:
         layers = "" if self.layers is None else f" layers={self.layers}"
         return (
-            f"{self.model} {self.task} {self.provider} batch={self.batch} checkpoint={int(self.checkpoints)} "
+            f"{self.model} {self.provider} {self.task} batch={self.batch} checkpoint={int(self.checkpoints)} "
             f"graph={self.graph}{layers}"
         )
 
@@ -692,4 +692,5 @@ BENCH = Bench(
     ),
     run=bench,
     options=("select", "layers"),
+    parts=tuple(dict.fromkeys(f"{plan.model} {plan.provider} " for plan in plans())),
 )
