@@ -166,13 +166,18 @@ def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -
 # tensor's value is on a device, which the host would have to wait for.
 
 
-def integer(op: str, name: str, value: Any, expected: str = "an integer") -> int:
-    """``value`` as an ``int`` (a ``torch.SymInt`` as it is); raises a ``TypeError`` where it is no integer."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return cast(int, value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
-    return int(value)
+def integer(op: str, name: str, value: Any, expected: str = "an integer", *, least: int | None = None) -> int:
+    """``value`` as an ``int`` (a ``torch.SymInt`` as it is).
+
+    Raises a ``TypeError`` where it is no integer, and a ``ValueError`` where it is less than ``least``.
+    """
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+        value = int(value)
+    if least is not None and value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return cast(int, value)
 
 
 def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
