@@ -197,8 +197,8 @@ def check_indices(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} must have one dimension, got shape {tuple(value.shape)}")
 
 
-def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, unique: bool = False) -> None:
-    """Raises unless all entries lie in ``[0, upper)`` and, with ``unique``, none comes twice.
+def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | None, *, unique: bool = False) -> None:
+    """Raises unless all entries lie in ``[0, upper)``, from 0 on without ``upper``, and with ``unique`` none comes twice.
 
     Called from an operator's implementation, where the entries exist (``torch.compile`` traces the public function
     without them). They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1`` only: there it costs a
@@ -207,8 +207,9 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, u
     if value.numel() == 0 or value.is_meta or (value.is_cuda and not runtime.debug_enabled()):
         return
     low, high = int(value.min()), int(value.max())
-    if low < 0 or high >= upper:
-        raise ValueError(f"{op}: {name} must lie in [0, {upper}), got entries from {low} to {high}")
+    if low < 0 or (upper is not None and high >= upper):
+        expected = "not be negative" if upper is None else f"lie in [0, {upper})"
+        raise ValueError(f"{op}: {name} must {expected}, got entries from {low} to {high}")
     if unique:
         ids, counts = value.unique(return_counts=True)
         if ids.numel() != value.numel():
