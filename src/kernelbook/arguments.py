@@ -166,13 +166,18 @@ def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -
 # tensor's value is on a device, which the host would have to wait for.
 
 
-def integer(op: str, name: str, value: Any, expected: str = "an integer") -> int:
-    """``value`` as an ``int`` (a ``torch.SymInt`` as it is); raises a ``TypeError`` where it is no integer."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return cast(int, value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
-    return int(value)
+def integer(op: str, name: str, value: Any, expected: str = "an integer", *, least: int | None = None) -> int:
+    """``value`` as an ``int`` (a ``torch.SymInt`` as it is).
+
+    Raises a ``TypeError`` where it is no integer, and a ``ValueError`` where it is less than ``least``.
+    """
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+        value = int(value)
+    if least is not None and value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return cast(int, value)
 
 
 def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
@@ -192,8 +197,8 @@ def check_indices(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} must have one dimension, got shape {tuple(value.shape)}")
 
 
-def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, unique: bool = False) -> None:
-    """Raises unless all entries lie in ``[0, upper)`` and, with ``unique``, none comes twice.
+def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | None, *, unique: bool = False) -> None:
+    """Raises unless all entries lie in ``[0, upper)``, from 0 on without ``upper``, and with ``unique`` none comes twice.
 
     Called from an operator's implementation, where the entries exist (``torch.compile`` traces the public function
     without them). They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1`` only: there it costs a
@@ -203,8 +208,9 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, u
     if value.numel() == 0 or unread:
         return
     low, high = int(value.min()), int(value.max())
-    if low < 0 or high >= upper:
-        raise ValueError(f"{op}: {name} must lie in [0, {upper}), got entries from {low} to {high}")
+    if low < 0 or (upper is not None and high >= upper):
+        expected = "not be negative" if upper is None else f"lie in [0, {upper})"
+        raise ValueError(f"{op}: {name} must {expected}, got entries from {low} to {high}")
     if unique:
         ids, counts = value.unique(return_counts=True)
         if ids.numel() != value.numel():

@@ -468,6 +468,10 @@ def main(given: argparse.Namespace, rooms: Sequence[str]) -> int:
         unknown = [room for room in given.room if room not in rooms]
         if unknown:
             raise ValueError(f"tune: ROOM must be of {', '.join(rooms)}, got {', '.join(unknown)}")
+        if not given.minutes > 0:
+            raise ValueError(f"tune: --minutes must be above zero, got {given.minutes:g}")
+        if given.out is not None:
+            record.check_folder("tune", given.out)
         cases = _chosen_cases(given.room or list(rooms), parse_shape(given.shape), given.select)
     except re.error as error:
         print(f"tune: --select must be a regular expression, got {given.select!r}: {error}", file=sys.stderr)

@@ -287,10 +287,7 @@ def _check_ids(expert_ids: torch.Tensor, num_experts: Any) -> int:
     arguments.check_tensor(op, "expert_ids", expert_ids, dtypes=(torch.int64, torch.int32))
     if expert_ids.ndim != 2:
         raise ValueError(f"{op}: expert_ids must have two dimensions (T, k), got shape {tuple(expert_ids.shape)}")
-    found = arguments.integer(op, "num_experts", num_experts)
-    if found < 1:
-        raise ValueError(f"{op}: num_experts must be at least 1, got {found}")
-    return found
+    return arguments.integer(op, "num_experts", num_experts, least=1)
 
 
 @arguments.once

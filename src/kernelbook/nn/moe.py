@@ -570,9 +570,7 @@ class LoRAModule(torch.nn.Module):
     def _check_lora(self, rank: int, alpha: float | None, dtype: torch.dtype | None) -> tuple[int, float]:
         """-> the rank and the scaling. Nothing is changed."""
         op = f"{type(self).__name__.removeprefix('Parametrized')}.add_lora"
-        rank = arguments.integer(op, "rank", rank)
-        if rank < 1:
-            raise ValueError(f"{op}: rank must be at least 1, got {rank}")
+        rank = arguments.integer(op, "rank", rank, least=1)
         arguments.check_choice(op, "dtype", dtype, (None, *arguments.FLOATING))
         if self.rank:
             raise ValueError(f"{op}: the module must have no LoRA pairs yet, got one with pairs of rank {self.rank}")
@@ -631,8 +629,11 @@ class GatedExperts(LoRAModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        arguments.check_choice("GatedExperts", "activation", activation, tuple(ACTIVATIONS))
-        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        op = "GatedExperts"
+        arguments.check_choice(op, "activation", activation, tuple(ACTIVATIONS))
+        self.num_experts = arguments.integer(op, "num_experts", num_experts, least=1)
+        self.hidden_size = arguments.integer(op, "hidden_size", hidden_size, least=1)
+        self.intermediate_size = arguments.integer(op, "intermediate_size", intermediate_size, least=1)
         self.activation, self.active = activation, "auto"
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         for name, (n, k) in self._sizes().items():
@@ -759,9 +760,12 @@ class MoELayer(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= slots <= num_experts:
-            raise ValueError(f"MoELayer: slots must be in [1, {num_experts}], got {slots}")
-        self.slots = slots
+        op = "MoELayer"
+        num_experts = arguments.integer(op, "num_experts", num_experts, least=1)
+        hidden_size = arguments.integer(op, "hidden_size", hidden_size, least=1)
+        self.slots = arguments.integer(op, "slots", slots)
+        if not 1 <= self.slots <= num_experts:
+            raise ValueError(f"{op}: slots must be in [1, {num_experts}], got {slots}")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = torch.nn.Linear(hidden_size, num_experts, bias=False, **where)
         self.experts = GatedExperts(num_experts, hidden_size, intermediate_size, activation=activation, **where)

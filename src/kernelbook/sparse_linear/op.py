@@ -176,9 +176,7 @@ def _check(op: str, names: str, ids: Any, chunk_size: Any, mode: str | None, *te
         arguments.check_shape(op, "dy", dy, (*leading, dy.shape[-1] if weight is None else weight.shape[0]))
     if mode is not None:
         arguments.check_choice(op, "mode", mode, MODES)
-    size = arguments.integer(op, "chunk_size", chunk_size)
-    if size < 16:
-        raise ValueError(f"{op}: chunk_size must be an integer of at least 16, got {size}")
+    size = arguments.integer(op, "chunk_size", chunk_size, least=16)
     if ids is not None or mode is None:
         arguments.check_indices(op, "active_chunks", ids)
         given["active_chunks"] = ids
