@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import (
@@ -67,8 +68,11 @@ def layer_norm(
     """
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape, backward)
+    if is_dynamo_compiling() and are_tensors(x, weight, bias):
+        y: torch.Tensor = _layer_norm_whole(x, weight, bias, eps, backward, SOURCES)
+        return y
     if observed(x, weight, bias):
-        return _observed_layer_norm(x, weight, bias, eps, backward)
+        return _layer_norm_by_operators(x, weight, bias, eps, backward)
     differentiable = wants_gradient(x, weight, bias)
     plan = _forward_plan("layer_norm", x, None, weight, bias, eps, _out_dtype(x), differentiable, backward)
     if plan.differentiable:
