@@ -12,7 +12,7 @@ import torch
 import kernelbook
 from kernelbook import runtime
 from kernelbook.lab import bench as registry
-from kernelbook.lab import cli, timing
+from kernelbook.lab import cli, older, timing
 from kernelbook.layer_norm import op
 
 
@@ -108,6 +108,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(4000.0, 700.0, 350.0, 4.0, 7.0))
     monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
+    dates = {"launches": "l", "host": "h", "peer": ""}
+    monkeypatch.setattr(older, "dates_of", lambda one: lambda case, provider: dates)
 
     def run(*cases: timing.Case, extras_fail: bool = False, models: Sequence[timing.Case] = (), more: str = "") -> int:
         room = _room(tmp_path, cases, models, extras_fail)

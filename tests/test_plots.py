@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 from kernelbook import runtime
-from kernelbook.lab import plots, record
-from kernelbook.lab.bench import layer_norm as bench
+from kernelbook.lab import older, plots, record
 
 # isort: split
 import pandas as pd
@@ -132,20 +131,15 @@ def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not set(re.findall(r'id="([^"]+)"', text)) & set(re.findall(r'id="([^"]+)"', other))
 
 
-def test_a_tab_says_that_its_rows_are_of_older_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    current = bench.BENCH.package()
-    for gpu, packages in (("a-gpu", [current, current]), ("b-gpu", ["0", "0"]), ("c-gpu", [current, "0"])):
-        (tmp_path / gpu).mkdir()
-        table = pd.DataFrame({"provider": ["kernelbook", "a<b"], "package": packages})
-        table.to_csv(tmp_path / gpu / "layer_norm.csv", index=False)
-        table.to_csv(tmp_path / gpu / "whole_model.csv", index=False)
-    tabs = plots.by_gpu("layer_norm", lambda gpu: gpu).data.split("<input")[1:]
-    older = "were measured with older sources than this book's."
-    notes = ["", f"These rows {older}", f"Rows of <code>a&lt;b</code> {older}"]
-    for tab, note in zip(tabs, notes, strict=True):
-        assert ("kb-vintage" in tab) == bool(note) and note.replace("'", "&#x27;") in tab
-    assert "kb-vintage" not in plots.by_gpu("whole_model", lambda gpu: gpu).data  # its page says whose rows are
+def test_a_tab_says_what_of_its_rows_is_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = {"a-gpu": "", "b-gpu": "2 rows launch a<b."}
+    monkeypatch.setattr(record, "recorded_gpus", lambda *stems: list(notes))
+    monkeypatch.setattr(older, "sentence", lambda stem, gpu: notes[gpu])
+    first, second = plots.by_gpu("layer_norm", lambda gpu: gpu).data.split("<input")[1:]
+    assert "kb-vintage" not in first and "2 rows launch a&lt;b." in second
+    assert (
+        "kb-vintage" not in plots.by_gpu(["layer_norm"], lambda gpu: gpu).data
+    )  # of several files a page says it itself
 
 
 def test_each_gpus_record_is_drawn_and_one_that_lacks_it_is_left_out(
@@ -204,13 +198,6 @@ def test_ladder_compares_each_step_with_the_one_before_and_puts_peers_last() -> 
     assert "*the bytes*" in plots.ladder(steps, ceilings, computed=[("the bytes", 0.1)])
     with pytest.raises(ValueError, match="ladder: upto must be one of first, second, torch, got 'third'"):
         plots.ladder(steps, ceilings, upto="third")
-
-
-def test_rows_of_other_sources_are_named() -> None:
-    table = pd.concat([rows(), rows(provider="torch", package="1"), rows(provider="eager", package="1")])
-    assert plots.vintage(rows(), "0") == ""
-    assert plots.vintage(rows(), "1") == "These rows were measured with older sources than this book's."
-    assert plots.vintage(table, "0").startswith("Rows of `eager`, `torch` were")
 
 
 def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:

@@ -44,7 +44,7 @@ def test_rows_have_the_schema() -> None:
     assert not failures
     assert ",".join(rows.columns) == (
         "run,op,mode,provider,dtype,shape,x_name,x,ms,ms_p20,ms_p80,gbytes,gflop,peak_mib,err_ratio,"
-        "host_us,gpus,gpu,driver,torch,triton,package,date"
+        "host_us,gpus,gpu,driver,torch,triton,package,date,launches,host,peer"
     )
     assert list(rows["provider"]) == ["torch", "kernelbook"] and rows["run"].nunique() == 1
     assert rows["shape"].eq("M=20 N=30").all() and rows["err_ratio"].astype(float).le(1.0).all()
@@ -169,7 +169,7 @@ def test_every_recorded_file_keeps_the_schema() -> None:
         if path.name == "ceilings.csv":
             assert columns in (record.CEILING_COLUMNS, _before(record.CEILING_COLUMNS))
         elif "ms" in columns:
-            assert columns in (record.COLUMNS, _before(record.COLUMNS)), path.name
+            assert _before(columns) == _before(record.COLUMNS), path.name
             rows = pd.read_csv(path, dtype={"run": str})
             keys = [*record.KEY, *(["gpus"] if "gpus" in rows else [])]
             assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(keys).any(), path.name
@@ -177,7 +177,9 @@ def test_every_recorded_file_keeps_the_schema() -> None:
                 assert set(rows.loc[rows["gpus"] > 1, "run"]) == set(rows.loc[rows["op"] == "all_to_all", "run"])
             else:
                 assert set(rows["run"]) <= set(record.load_ceilings(path.parent.name)["run"]), path.name
-        assert columns[-len(record.ENVIRONMENT) :] == record.ENVIRONMENT, path.name
+        end = columns.index("date") + 1
+        assert columns[end - len(record.ENVIRONMENT) : end] == record.ENVIRONMENT, path.name
+        assert columns[end:] in ((), record.DATES, ("sources",)), path.name
 
 
 def test_the_package_column_follows_the_sources(tmp_path: Path) -> None:

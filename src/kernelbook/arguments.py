@@ -1,8 +1,9 @@
 """Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -11,6 +12,7 @@ from kernelbook import launch, runtime
 
 __all__ = [
     "FLOATING",
+    "autocast_dtype",
     "check_choice",
     "check_dtype",
     "check_index_values",
@@ -21,6 +23,8 @@ __all__ = [
     "check_shape",
     "check_tensor",
     "in_autocast_dtype",
+    "integer",
+    "number",
     "once",
 ]
 
@@ -158,6 +162,28 @@ def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+# A number is one of Python's or NumPy's, or of a class made of those. A bool says yes or no, a string has to be read, and a
+# tensor's value is on a device, which the host would have to wait for.
+
+
+def integer(op: str, name: str, value: Any, expected: str = "an integer") -> int:
+    """``value`` as an ``int`` (a ``torch.SymInt`` as it is); raises a ``TypeError`` where it is no integer."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return cast(int, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+    return int(value)
+
+
+def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
+    """``value`` as a ``float`` (a ``torch.SymFloat`` as it is); raises a ``TypeError`` where it is no real number."""
+    if type(value) is float or isinstance(value, torch.SymFloat):
+        return cast(float, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+    return float(value)
+
+
 def check_indices(op: str, name: str, value: object) -> None:
     """Raises unless ``value`` is a one-dimensional int64 or int32 tensor; :func:`check_index_values` reads it."""
     check_tensor(op, name, value, dtypes=(torch.int64, torch.int32))
@@ -171,9 +197,10 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, u
 
     Called from an operator's implementation, where the entries exist (``torch.compile`` traces the public function
     without them). They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1`` only: there it costs a
-    synchronisation, so kernels mask ids out of range instead.
+    synchronisation, so kernels mask ids out of range instead. A process that only compiles stands for one with a GPU.
     """
-    if value.numel() == 0 or (value.is_cuda and not runtime.debug_enabled()):
+    unread = value.is_meta or runtime.COMPILE_ONLY or (value.is_cuda and not runtime.debug_enabled())
+    if value.numel() == 0 or unread:
         return
     low, high = int(value.min()), int(value.max())
     if low < 0 or high >= upper:
@@ -184,16 +211,23 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, u
             raise ValueError(f"{op}: {name} must not repeat an entry, got {int(ids[counts > 1][0])} more than once")
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Autocast's dtype on the tensor's device; ``None`` where it is off."""
+    # PyTorch knows no autocast for meta tensors, and asking raises.
+    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
 def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     """``tensors`` in autocast's dtype where it is on for the first one's device, as PyTorch's own operators take them.
 
     float64 tensors, integers and what is no tensor come back as they are.
     """
     first = tensors[0]
-    # PyTorch knows no autocast for meta tensors, and asking raises.
-    if not isinstance(first, torch.Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+    dtype = autocast_dtype(first) if isinstance(first, torch.Tensor) else None
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(
         t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors

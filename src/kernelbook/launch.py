@@ -122,6 +122,7 @@ _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _KNOWN_VERSIONS = ((3, 6), (3, 7))  # whose compiled kernels are called as below
 _RUN = JITFunction.run
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _calls_compiled(version: tuple[int, ...]) -> bool:
@@ -267,8 +268,7 @@ class Launch:
                 self._compiled[key] = _Compiled.of(self.kernel, compiled, device, constants)
         else:
             x, y, z = (*grid, 1, 1)[:3]
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            found.run(x, y, z, stream, *found.before, *values, *found.constants)
+            found.run(x, y, z, _current_stream(device), *found.before, *values, *found.constants)
 
     @staticmethod
     def _key(device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], torch.Tensor]:

@@ -21,7 +21,8 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # the classes of tensors 
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _deterministic = torch._C._get_deterministic_algorithms
-_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what Inductor's programs allocate by
+# What Inductor's programs allocate by, on a GPU.
+_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if runtime.DEVICE.type == "cuda" else None
 _poisoned: list[None] = []  # while somebody fills new memory: it is asked of torch.empty then
 
 
@@ -38,8 +39,7 @@ def poisonable() -> Iterator[None]:
 def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """``torch.empty(shape, dtype=dtype, device=like.device)``, on a GPU for less than half of its host time."""
     if (
-        _new is not None and runtime.DEVICE.type == "cuda" and type(like) in PLAIN
-        and like.get_device() == _current_device()
+        _new is not None and type(like) in PLAIN and like.get_device() == _current_device()
         and not _deterministic()  # PyTorch may fill new memory then
         and not _dispatch_modes() and not _poisoned
     ):  # fmt: skip
@@ -77,8 +77,9 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
     A captured graph may run beside anything, so that each call in it gets counters of its own, of memory that was zeroed
     before; where there is none left, zeroing them becomes part of the graph.
     """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
+    if device.type != "cuda":  # on the GPU that a process only compiles for they would be there already
+        made = torch.empty if runtime.COMPILE_ONLY else torch.zeros
+        return made(count, dtype=torch.int32, device=device)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
         with _counters_lock:

@@ -228,7 +228,8 @@ class Planner:
     def find(self, problem: Sequence[Any]) -> Any:
         """The plan for a problem, whose last part is the GPU's properties."""
         key = self.key(problem)
-        asked[self.name, key] = tuple(problem)
+        if len(asked) < 4096:
+            asked[self.name, key] = tuple(problem)
         for where, stored in stored_plans(problem[-1]):
             entry = stored.get(self.name, {}).get(key)
             if entry is not None:

@@ -158,11 +158,10 @@ def _check_heads(op: str, names: str, h: int, h_kv: int) -> None:
 def _checked_scale(op: str, scale: Any, d: int) -> float:
     if scale is None:
         return 1 / math.sqrt(d)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"{op}: scale must be a number or None, got {type(scale).__name__}")
-    if not -MAX_SCALE <= scale <= MAX_SCALE:
-        raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {scale!r}")
-    return float(scale)
+    found = arguments.number(op, "scale", scale, "a number or None")
+    if not -MAX_SCALE <= found <= MAX_SCALE:
+        raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {found!r}")
+    return found
 
 
 @arguments.once
@@ -183,8 +182,7 @@ def _check_flash(
         arguments.check_shape(op, "lengths", lengths, (b,))
         arguments.check_same_device(op, q=q, lengths=lengths)
     if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int):
-            raise TypeError(f"{op}: window must be an int or None, got {type(window).__name__}")
+        window = arguments.integer(op, "window", window, "an int or None")
         if window < 1 or not causal:
             raise ValueError(
                 f"{op}: window must be at least 1 and come with causal=True, got {window} and causal={causal}; for other "

@@ -34,8 +34,8 @@ OWN_PLANS = "own plans"  # stands for the digest of rows that nobody else can da
 NOT_DATED = "not dated"
 # The GPUs whose rows the book has: nothing else is known of them where they are not.
 GPUS = {
-    runtime.slug(name): dataclasses.replace(runtime.TARGETS["sm_90"], name=name)
-    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    runtime.slug(name): dataclasses.replace(runtime.TARGETS["sm_90"], name=name, l2_bytes=l2_mib * 2**20)
+    for name, l2_mib in (("NVIDIA H200", 60), ("NVIDIA H100 80GB HBM3", 50))
 }
 
 

@@ -25,17 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab.record import (
-    CEILING_COLUMNS,
-    COLUMNS,
-    DATES,
-    environment,
-    is_ours,
-    new_run,
-    page_version,
-    results_dir,
-    write_results,
-)
+from kernelbook.lab import record as results
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -317,7 +307,9 @@ def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
     import pandas as pd
 
     figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
-    return pd.DataFrame([{"run": run, **figures, **environment(package)}], columns=list(CEILING_COLUMNS))
+    return pd.DataFrame(
+        [{"run": run, **figures, **results.environment(package)}], columns=list(results.CEILING_COLUMNS)
+    )
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
@@ -390,7 +382,7 @@ def error_ratios(problem: Problem) -> dict[str, float]:
     ratios = {}
     for provider, call in problem.providers.items():
         # Under the switch that fills new memory a graph would be compiled anew, and what is timed not be checked.
-        poisoned = is_ours(provider) and not provider.endswith(":compiled")
+        poisoned = results.is_ours(provider) and not provider.endswith(":compiled")
         with check.poisoned_empty() if poisoned else contextlib.nullcontext():
             outputs = call()
         if provider in problem.views:
@@ -399,7 +391,7 @@ def error_ratios(problem: Problem) -> dict[str, float]:
             check.compare(f"{provider}[{i}]", out, ref, base, factor=problem.factor)
             for i, (out, ref, base) in enumerate(zip(outputs, truth, baseline, strict=True))
         ]
-        if is_ours(provider):
+        if results.is_ours(provider):
             for verdict in verdicts:
                 verdict.require()
         ratios[provider] = max(verdict.ratio for verdict in verdicts)
@@ -433,7 +425,7 @@ def run_cases(
     import pandas as pd
     from tqdm import tqdm
 
-    run, about = new_run(), environment(package)
+    run, about = results.new_run(), results.environment(package)
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for case in tqdm(list(cases), disable=not progress, unit="case"):
@@ -448,15 +440,15 @@ def run_cases(
         except Exception as error:  # a peer that a new version broke: one case is lost, not the run
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
-        undated = dict.fromkeys(DATES, "")
+        undated = dict.fromkeys(results.DATES, "")
         new = [
             {"run": run, **figures, **about, **(dated(case, figures["provider"]) if dated else undated)}
             for figures in found
         ]
         rows += new
         if record is not None:
-            record(pd.DataFrame(new, columns=list(COLUMNS)))
-    return pd.DataFrame(rows, columns=list(COLUMNS)), failures
+            record(pd.DataFrame(new, columns=list(results.COLUMNS)))
+    return pd.DataFrame(rows, columns=list(results.COLUMNS)), failures
 
 
 def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
@@ -514,7 +506,7 @@ def time_steps(
     Raises:
         RuntimeError: a case failed.
     """
-    package = page_version(stem, kernels)
+    package = results.page_version(stem, kernels)
     gpu = runtime.DEVICE.type == "cuda"
     rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
     if failures:
@@ -522,8 +514,8 @@ def time_steps(
     if not gpu:
         return rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
     if record:
-        folder = results_dir() / runtime.device_slug()
-        write_results(folder / f"{stem}.csv", rows)
+        folder = results.results_dir() / runtime.device_slug()
+        results.write_results(folder / f"{stem}.csv", rows)
         row = ceilings_row(measure_ceilings(), rows["run"].iloc[0], package)
-        write_results(folder / "ceilings.csv", row, key=("run",))
+        results.write_results(folder / "ceilings.csv", row, key=("run",))
     return rows

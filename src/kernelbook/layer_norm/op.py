@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -69,15 +70,13 @@ def layer_norm(
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape, backward)
     if is_dynamo_compiling() and are_tensors(x, weight, bias):
-        y: torch.Tensor = _layer_norm_whole(x, weight, bias, eps, backward, SOURCES)
-        return y
+        return _layer_norm_whole(x, weight, bias, eps, backward, SOURCES)  # type: ignore[no-any-return]
     if observed(x, weight, bias):
         return _layer_norm_by_operators(x, weight, bias, eps, backward)
     differentiable = wants_gradient(x, weight, bias)
     plan = _forward_plan("layer_norm", x, None, weight, bias, eps, _out_dtype(x), differentiable, backward)
     if plan.differentiable:
-        y: torch.Tensor = _Norm.apply(x, weight, bias, plan)
-        return y
+        return _Norm.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
     return _forward(plan, x, None, weight, bias)[0]
 
 
@@ -120,11 +119,15 @@ def rms_norm(
         TypeError: an argument is not a tensor of a supported dtype, or ``residual`` has not the dtype of ``x``.
         ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
     """
+    found: Any
+    if is_dynamo_compiling() and are_tensors(x, weight, residual):
+        found = _rms_norm_whole(x, weight, eps, residual, SOURCES)
+        return found[0] if residual is None else (found[0], found[1])
     if observed(x, weight, residual):
-        return _observed_rms_norm(x, weight, eps, residual)
+        found = _rms_norm_by_operators(x, weight, eps, residual)
+        return found[0] if residual is None else (found[0], found[1])
     differentiable = wants_gradient(x, weight, residual)
     plan = _forward_plan("rms_norm", x, residual, weight, None, eps, _out_dtype(x), differentiable, "partials")
-    found: Any
     if residual is None:
         found = _Norm.apply(x, weight, None, plan) if plan.differentiable else _forward(plan, x, None, weight, None)[0]
     elif plan.differentiable:
@@ -154,8 +157,7 @@ def _over_several(
 
 def _out_dtype(x: torch.Tensor) -> torch.dtype:
     """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
-    # PyTorch knows no autocast for meta tensors, and asking raises.
-    if not torch._C._is_any_autocast_enabled() or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+    if not torch._C._is_any_autocast_enabled() or arguments.autocast_dtype(x) is None:
         return x.dtype
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
@@ -185,7 +187,7 @@ def _check(op: str, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps:
 
 def _checked_numbers(op: str, eps: float, backward: str) -> tuple[float, str]:
     """``eps`` as a float and ``backward`` as it is: what a plan's key holds of them."""
-    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < math.inf:
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not 0 <= eps < math.inf:
         raise ValueError(f"{op}: eps must be a number that is not negative, got {eps!r}")
     arguments.check_choice(op, "backward", backward, BACKWARDS)
     return float(eps), backward
@@ -541,15 +543,6 @@ def _differentiate(
 # --- where somebody observes: operators -----------------------------------------------------------------------------
 
 
-def _observed_layer_norm(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -> torch.Tensor:
-    y: torch.Tensor
-    if torch.compiler.is_dynamo_compiling() and are_tensors(x, weight, bias):
-        y = _layer_norm_whole(x, weight, bias, eps, backward, SOURCES)
-    else:
-        y = _layer_norm_by_operators(x, weight, bias, eps, backward)
-    return y
-
-
 def _layer_norm_by_operators(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -> torch.Tensor:
     _check("layer_norm", x, None, weight, bias, eps, backward)
     y: torch.Tensor
@@ -558,14 +551,6 @@ def _layer_norm_by_operators(x: torch.Tensor, weight: Any, bias: Any, eps: float
     else:
         y = _norm_inference(x, weight, bias, float(eps), _out_dtype(x), True)
     return y
-
-
-def _observed_rms_norm(x: torch.Tensor, weight: Any, eps: float, residual: Any) -> Any:
-    if torch.compiler.is_dynamo_compiling() and are_tensors(x, weight, residual):
-        found = _rms_norm_whole(x, weight, eps, residual, SOURCES)
-    else:
-        found = _rms_norm_by_operators(x, weight, eps, residual)
-    return found[0] if residual is None else (found[0], found[1])
 
 
 def _rms_norm_by_operators(x: torch.Tensor, weight: Any, eps: float, residual: Any) -> list[torch.Tensor]:
