@@ -58,7 +58,7 @@ def test_what_says_nothing_of_a_launch_makes_no_row_older(today, tmp_path):
     shipped = "tuned/nvidia-h100-80gb-hbm3.json"
     edits = {
         "arguments.py": ("import torch\n", "import torch  # a comment\n"),
-        "launching.py": ("import functools\n", "import functools  # a comment\n"),
+        "launch.py": ("import functools\n", "import functools  # a comment\n"),
         "layer_norm/op.py": ('must have shape', 'has to have the shape'),
         "layer_norm/kernels.py": ("rstd", "one_over_sigma"),
         "sparse_linear/kernels.py": ("acc += ", "acc += 2 * "),
@@ -158,7 +158,7 @@ def test_messages_annotations_and_names_are_no_part_of_a_hosts_path():
 
 def test_the_hosts_path_has_no_other_room_and_no_laboratory():
     names = {str(path.relative_to(SOURCES)) for path in dates.library_files(bench.bench("layer_norm").library)}
-    assert {"layer_norm/op.py", "launching.py", "arguments.py"} <= names
+    assert {"layer_norm/op.py", "launch.py", "memory.py", "arguments.py"} <= names
     assert not any(name.startswith(("lab/", "attention/", "moe_lora/")) or "kernels" in name for name in names)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
-from kernelbook import check, launching, nn, runtime
+from kernelbook import check, memory, nn, runtime
 from kernelbook.interop import rotary, transformers_norms
 from kernelbook.interop import transformers as interop
 from kernelbook.lab import arithmetic, cli, record, timing
@@ -167,7 +167,7 @@ def test_steps_of_decoding_in_a_compiled_graph(provider: str, monkeypatch: pytes
         for compiled in (True, False):
             torch.manual_seed(0)
             step, rewind = bench._decode_task(model, 2, 3000, compiled=compiled)
-            monkeypatch.setattr(launching, "_counters", {})
+            monkeypatch.setattr(memory, "_counters", {})
             with compiled_graphs() if compiled else contextlib.nullcontext():
                 outcomes.append([step().clone() for _ in range(6)])
                 rewind()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd import forward_ad
 
-from kernelbook import launching, runtime
+from kernelbook import launch, runtime
 
 __all__ = [
     "FLOATING",
@@ -46,7 +46,7 @@ def once(check: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(check)
     def checked(*args: Any) -> Result:
-        if runtime.COMPILE_ONLY or launching.is_transformed():
+        if runtime.COMPILE_ONLY or launch.is_transformed():
             return check(*args)
         key: list[Any] = []
         for arg in args:

@@ -67,7 +67,17 @@ LATER_COLUMNS = {
 # What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
 # version is the same wherever it is computed.
 PACKAGE = Path(__file__).resolve().parents[1]
-SHARED_SOURCES = ("launching.py", "arguments.py", "plans.py", "runtime.py", "tiles.py", "packed", "tuned")
+SHARED_SOURCES = (
+    "launch.py",
+    "launching.py",
+    "memory.py",
+    "arguments.py",
+    "plans.py",
+    "runtime.py",
+    "tiles.py",
+    "packed",
+    "tuned",
+)
 BOUNDS = ("packed_cublas",)  # providers that do a part of the work only: no peer, since nobody can call one instead
 
 
