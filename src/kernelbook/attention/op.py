@@ -550,12 +550,11 @@ def _decode(
 
 
 def _check_table(op: str, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, k_pages: torch.Tensor) -> None:
-    """Raises, under ``KERNELBOOK_DEBUG=1``, unless the pages of positions ``[first, end)`` are in the pool, or -1."""
-    if runtime.debug_enabled():
-        page = k_pages.shape[2]
-        begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
-        pages = table[(begins < end[:, None]) & (begins + page > first[:, None])]
-        arguments.check_index_values(op, "block_table", pages[pages != -1], k_pages.shape[0])
+    """Raises unless the pages of positions ``[first, end)`` are in the pool, or -1; for ``KERNELBOOK_DEBUG=1``: it waits."""
+    page = k_pages.shape[2]
+    begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
+    pages = table[(begins < end[:, None]) & (begins + page > first[:, None])]
+    arguments.check_index_values(op, "block_table", pages[pages != -1], k_pages.shape[0])
 
 
 def _run_paged(
@@ -564,7 +563,8 @@ def _run_paged(
 ) -> None:  # fmt: skip
     room = block_table.shape[1] * k_pages.shape[2]
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
-    _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
+    if runtime.debug_enabled():
+        _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
     if o.numel() == 0 or room == 0 or k_pages.shape[0] == 0:
         o.zero_()
         return
@@ -588,7 +588,8 @@ def _run_append(
     if k.numel() == 0 or block_table.numel() == 0 or pages == 0:
         return
     arguments.check_index_values("append_to_pages", "lengths", lengths, None)
-    _check_table("append_to_pages", block_table, lengths, lengths + n, k_pages)
+    if runtime.debug_enabled():
+        _check_table("append_to_pages", block_table, lengths, lengths + n, k_pages)
     config = kernels_decode.APPEND_CONFIG
     launch = _launch(
         kernels_decode._append_to_pages_kernel, PAGE=page, D=d, BLOCK_D=kernels.block_d(d), **config.kwargs,

@@ -235,12 +235,13 @@ class Worker:
 def _serve(pipe: Any) -> None:
     os.environ["KERNELBOOK_PLANS"] = "rules"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    while True:
-        function, arguments = pipe.recv()
-        try:
-            pipe.send(("", function(*arguments)))
-        except Exception as error:  # one of the device leaves nothing of use behind: this process is replaced
-            pipe.send((f"{type(error).__name__}: {str(error)[:200]}", None))
+    with contextlib.suppress(EOFError):  # who asks has ended
+        while True:
+            function, arguments = pipe.recv()
+            try:
+                pipe.send(("", function(*arguments)))
+            except Exception as error:  # one of the device leaves nothing of use behind: this process is replaced
+                pipe.send((f"{type(error).__name__}: {str(error)[:200]}", None))
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
