@@ -223,12 +223,12 @@ def test_append(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(a, b)
     assert torch.equal(ours[0][0, :, 14], k[0, :, 0])
     beyond = functools.partial(kb.append_to_pages, k, v, *ours, table, _integers(-1, -100, 32, 2**31 - 20))
-    monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
-    with pytest.raises(ValueError, match="append_to_pages: lengths must not be negative, got entries from -100"):
-        beyond()
+    with monkeypatch.context() as debugging:
+        debugging.setenv("KERNELBOOK_DEBUG", "1")
+        with pytest.raises(ValueError, match="append_to_pages: lengths must not be negative, got entries from -100"):
+            beyond()
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
-    monkeypatch.undo()
     monkeypatch.setattr(arguments, "check_index_values", lambda *_: None)  # as on a GPU
     beyond()
     theirs[0][0, :, : n - 1], theirs[1][0, :, : n - 1] = k[0, :, 1:], v[0, :, 1:]  # from position -1 on: all but one

@@ -530,6 +530,14 @@ def test_the_object():
         dataclasses.replace(q, nested_code=None)
 
 
+def test_it_says_what_it_is_in_a_line():
+    told = repr(kernelbook.nf4_quantize(torch.zeros(2, 64, 64, device=runtime.DEVICE), double_quant=True))
+    assert told.startswith(
+        "NF4Tensor(shape=(2, 64, 64), dtype=torch.float32, code_name='nf4', block_size=64, double_quant="
+    )
+    assert "nbytes=" in told and len(told) < 200
+
+
 def test_bad_input():
     w, q = torch.randn(2, 64, device=DEV), quantized((2, 64))
     for call, error, words in [

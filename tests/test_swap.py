@@ -212,6 +212,11 @@ def test_what_is_left_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
         swap([])  # type: ignore[arg-type]
 
 
+def test_a_swap_says_what_it_changed() -> None:
+    done = swap(nn.Sequential(nn.LayerNorm(4)), quiet=True)
+    assert repr(done) == str(done) == "swap: Sequential runs 1 LayerNorm on kernelbook"
+
+
 def test_gpt2(calls: dict[str, int]) -> None:
     torch.manual_seed(0)
     config = GPT2Config(

@@ -96,7 +96,7 @@ class Swap:
     def __exit__(self, *_: object) -> None:
         self.undo()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         kinds = list(self.changed.values())
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "nothing"
         lines = [f"swap: {type(self.model).__name__} runs {counts} on kernelbook"]
