@@ -353,7 +353,7 @@ def test_arguments_are_checked_where_a_plan_is_made(made: list[Any]) -> None:
         kb.layer_norm(x, w)
         with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(8,\), got \(7,\)"):
             kb.layer_norm(x, w[:7])
-        with pytest.raises(TypeError, match="layer_norm: x must be a dense tensor, got layout torch.sparse_coo"):
+        with pytest.raises(TypeError, match="x must be a dense tensor, got layout torch"):
             kb.layer_norm(x.to_sparse(), w)
     assert len(made) == 1
 
