@@ -73,9 +73,10 @@ def watching_launches(note: Callable[[str, Any], None]) -> Iterator[None]:
     """Tells ``note`` the name of each kernel that is launched, and the package's launcher if that does it."""
     from triton.runtime.jit import KernelInterface
 
-    from kernelbook.launching import Launch
+    from kernelbook import launch, launching
 
-    getitem, launch = KernelInterface.__getitem__, Launch.__call__
+    getitem, launchers = KernelInterface.__getitem__, (launch.Launch, launching.Launch)
+    launches = {launcher: launcher.__call__ for launcher in launchers}
 
     def named(kernel: Any) -> str:
         return str(getattr(kernel, "__name__", None) or kernel.fn.__name__)
@@ -86,13 +87,17 @@ def watching_launches(note: Callable[[str, Any], None]) -> Iterator[None]:
 
     def watched_launch(self: Any, grid: Any, *args: Any) -> None:
         note(named(self.kernel), self)
-        launch(self, grid, *args)
+        launches[type(self)](self, grid, *args)
 
-    KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_launch  # type: ignore[method-assign]
+    KernelInterface.__getitem__ = watched_getitem  # type: ignore[method-assign]
+    for launcher in launchers:
+        launcher.__call__ = watched_launch  # type: ignore[method-assign]
     try:
         yield
     finally:
-        KernelInterface.__getitem__, Launch.__call__ = getitem, launch  # type: ignore[method-assign]
+        KernelInterface.__getitem__ = getitem  # type: ignore[method-assign]
+        for launcher in launchers:
+            launcher.__call__ = launches[launcher]  # type: ignore[method-assign]
 
 
 def mend_interpreter() -> None:
