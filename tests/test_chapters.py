@@ -1,7 +1,6 @@
 """What makes pages of notebooks: their ladders' programs, formulas, questions, executions that are kept."""
 
 import ast
-import builtins
 import hashlib
 import json
 import os
@@ -21,29 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 WITH_STEPS = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if "record=RECORD_STEPS" in path.read_text()]
 
 
-def test_a_ladder_s_program_has_the_cells_that_it_needs() -> None:
-    tool = program("record_chapters")
-    cells = [
-        "import math\nsize = 3",
-        "def area(r):\n    local = math.pi\n    return local * r * size",
-        "local = print('not needed')",
-        "class Unused:\n    size = size",
-        "print([area(r) for r in range(size)])",
-    ]
-    assert tool.needed_cells(cells, 4) == [0, 1, 4]
-    assert tool.needed_cells(cells, 3) == [0, 3]
-    cells += ["size = 4", "def wide(): return size", "size = wide()", "print(size)", "size = 5", "print(wide())"]
-    assert tool.needed_cells(cells, 8) == [5, 6, 7, 8]
-    assert tool.needed_cells(cells, 10) == [5, 6, 9, 10]
-
-
 @pytest.mark.parametrize("name", WITH_STEPS)
-def test_a_ladder_s_program_is_complete(name: str) -> None:
+def test_a_ladder_s_program_ends_with_the_ladder(name: str) -> None:
     tool = program("record_chapters")
-    source = tool.steps_program(ROOT / "notebooks" / f"{name}.ipynb")
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    source, code = tool.steps_program(path), tool.code_of(path)
     assert source.count("RECORD_STEPS = True") == 1
-    binds, reads, later = tool.names(source)
-    assert (reads | later) - binds <= set(dir(builtins))
+    *_, last = [cell for cell in code if "record=RECORD_STEPS" in cell]
+    assert source.endswith(last.replace("STEPS = False", "STEPS = True")) and source.startswith(code[0])
 
 
 def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
@@ -127,16 +111,16 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1"), nbformat.v4.new_markdown_cell("a")])
     nbformat.write(notebook, path)
     assert not tool.is_kept(tool.open_cache(), path)
-    executed, seconds, error = tool.execute(path)
-    assert not error and executed.cells[0].outputs[0]["data"]["text/plain"] == "2"
-    tool.keep(tool.open_cache(), path, executed, seconds)
+    done = tool.execute(path)
+    assert not done.err and done.nb.cells[0].outputs[0]["data"]["text/plain"] == "2"
+    tool.keep(tool.open_cache(), path, done.nb, done.time)
     assert tool.is_kept(tool.open_cache(), path)
     page = tmp_path / "page.md"
     page.write_text("---\nfile_format: mystnb\n---\n\nWords\n\n```{code-cell} python\n2 + 3\n```\n")
     assert not tool.is_kept(tool.open_cache(), page)
-    executed, seconds, _ = tool.execute(page)
-    assert executed.cells[1].outputs[0]["data"]["text/plain"] == "5"
-    tool.keep(tool.open_cache(), page, executed, seconds)
+    done = tool.execute(page)
+    assert done.nb.cells[1].outputs[0]["data"]["text/plain"] == "5"
+    tool.keep(tool.open_cache(), page, done.nb, done.time)
     assert tool.is_kept(tool.open_cache(), page)
     notebook.cells[1].source = "other words"
     nbformat.write(notebook, path)

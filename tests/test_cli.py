@@ -201,7 +201,7 @@ def test_one_list_a_part_of_it_and_those_that_an_expression_finds(bench: Callabl
     assert bench(_case(_double, 2), **given, more="--only models --select N=[5-9]$") == 0
     assert [x for _, x in _recorded(tmp_path, "models")] == ["5", "5"] and len(_recorded(tmp_path)) == 4
     seen: list[torch.Size] = []
-    assert bench(_case(lambda x: seen.append(x.shape) or x * 2, 2), _case(_double, 9), more="--missing") == 0
+    assert bench(_case(lambda x: seen.append(x.shape) or x * 2, 3), _case(_double, 9), more="--missing") == 0
     assert not seen and [x for _, x in _recorded(tmp_path)][-2:] == ["9", "9"]
     with pytest.raises(SystemExit):
         bench(_case(_double), more="--part 2/2")

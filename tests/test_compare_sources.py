@@ -44,7 +44,7 @@ def test_each_version_has_its_turns_and_what_one_lacks_has_no_row(monkeypatch: p
             found = {"kernelbook": float(len(asked)), **({"torch": 1.0} if self.src != "old" else {})}
             return type("Future", (), {"result": lambda _: found})()
 
-    monkeypatch.setattr(compare_sources, "processes", Process)
+    monkeypatch.setattr(compare_sources, "process", Process)
     rows = next(compare_sources.timed([{**POINT, "x": "8"}], Path("old"), math.inf))
     assert asked == ["old", "src", "src", "src", "src", "old"]
     assert rows["provider"].tolist() == ["kernelbook"] and rows["x"].tolist() == ["8"]

@@ -1,11 +1,14 @@
 """The page of the package: its snippets run in their order, and its table knows every public function."""
 
+import inspect
+import pydoc
 import re
 from pathlib import Path
 from typing import Any
 
 from programs import program
 
+import kernelbook as kb
 from kernelbook import runtime
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +33,8 @@ def test_the_first_pages_snippet_runs() -> None:
 
 def test_the_table_knows_every_function() -> None:
     tool = program("support_matrix")
-    assert set(tool.functions()) == set(tool.cases())
+    functions = {name for name in kb.__all__ if inspect.isfunction(getattr(kb, name))}
+    assert functions == set(tool.cases())
 
 
 def test_a_line_of_the_table() -> None:
@@ -44,28 +48,23 @@ def test_a_line_of_the_table() -> None:
     assert tool.row("nf4_quantize", tool.cases()["nf4_quantize"])["dtypes"] == "fp16, bf16, fp32"
 
 
-LINES = """Text.
+def test_an_argument_has_a_line_of_its_own() -> None:
+    """Napoleon would take the second of two in one line for text about the first."""
+    page = (ROOT / "book" / "package.md").read_text()
+    shown = [pydoc.locate(name) for name in sorted(set(re.findall(r"auto\w+:: (kernelbook\.[\w.]+)", page)))]
+    assert len(shown) > 50
+    for one in filter(callable, shown):
+        names = "|".join(inspect.signature(one).parameters)
+        found = re.search(rf"^    .*[.;] ({names}): ", inspect.getdoc(one) or "", re.MULTILINE)
+        assert not names or not found, f"{one.__name__}: {found and found[0]}"
 
-Args:
-    x: (M, K). weight: (N, K), the dtype of
-        ``x``. bias, scale: (N,).
-    mode: ``"a"``. It says more: this.
 
-Returns:
-    y: (M, N). x: not an entry here.
-"""
-
-
-def test_entries_in_one_line_are_taken_apart() -> None:
+def test_docstrings_are_read_as_they_are_meant() -> None:
     tool = program("docstrings")
-    lines = tool.apart(LINES.splitlines(), {"x", "weight", "bias", "scale", "mode"})
-    assert lines[2:9] == [
-        "Args:",
-        "    x: (M, K).",
-        "    weight: (N, K), the dtype of ``x``.",
-        "    bias, scale: (N,).",
-        '    mode: ``"a"``. It says more: this.',
-        "",
-        "Returns:",
-    ]
-    assert lines[9] == "    y: (M, N). x: not an entry here."
+    lines = ["Of ``*shape`` and f(*shape).", "", "Args:", "    experts: E.", "", "Returns:", "    y: (M, N)."]
+    tool._prepare(None, "function", "f", None, None, lines)
+    assert (
+        lines[0] == "Of ``*shape`` and f(``*shape``)."
+        and lines[3] == "    experts: \\E."
+        and lines[6] == "    : y: (M, N)."
+    )

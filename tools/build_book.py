@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ import yaml
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
+from jupyter_cache.executors.utils import ExecutionResult, single_nb_execution
 from myst_nb.core.config import NbParserConfig
 from myst_nb.core.read import create_nb_reader
 from myst_parser.config.main import MdParserConfig
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
 HTML = ROOT / "_build" / "html"
@@ -76,18 +74,10 @@ def is_kept(cache: Any, path: Path) -> bool:
     return True
 
 
-def execute(path: Path) -> tuple[nbformat.NotebookNode, float, str]:
+def execute(path: Path) -> ExecutionResult:
     """The executed notebook, its seconds, and what went wrong."""
-    notebook, start = read(path), time.perf_counter()
-    resources = {"metadata": {"path": str(path.parent)}}
-    error = ""
-    try:
-        # Times in the cells' metadata would make of it a notebook that the cache has not seen.
-        how = {"timeout": 600, "kernel_name": "python3", "resources": resources, "record_timing": False}
-        NotebookClient(notebook, **how).execute()
-    except CellExecutionError as failure:
-        error = str(failure)
-    return notebook, time.perf_counter() - start, error
+    how = {"timeout": 600, "allow_errors": False, "kernel_name": "python3"}
+    return single_nb_execution(read(path), cwd=str(path.parent), **how)
 
 
 def execute_all(paths: list[Path], cache: Any) -> int:
@@ -98,13 +88,13 @@ def execute_all(paths: list[Path], cache: Any) -> int:
     if at_once > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a notebook
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        for path, (notebook, seconds, error) in zip(paths, pool.map(execute, paths), strict=True):
-            print(f"{path.name}: {seconds:.0f} s{', FAILED' if error else ''}", flush=True)
-            if error:
-                print(error, file=sys.stderr)
+        for path, done in zip(paths, pool.map(execute, paths), strict=True):
+            print(f"{path.name}: {done.time:.0f} s{', FAILED' if done.err else ''}", flush=True)
+            if done.err:
+                print(done.err, file=sys.stderr)
                 failed += 1
             else:
-                keep(cache, path, notebook, seconds)
+                keep(cache, path, done.nb, done.time)
     return failed
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from nbformat.v4 import new_code_cell
 
 ROOT = Path(__file__).resolve().parent.parent
 ID = "on-colab"
@@ -49,15 +50,7 @@ def with_cell(notebook: dict[str, Any], address: str, branch: str) -> dict[str, 
     cells = [cell for cell in notebook["cells"] if cell.get("id") != ID]
     if address:
         source = CELL.format(address=address, branch=branch).splitlines(keepends=True)
-        first = {
-            "cell_type": "code",
-            "execution_count": None,
-            "id": ID,
-            "metadata": {"tags": ["remove-cell"]},
-            "outputs": [],
-            "source": source,
-        }
-        cells.insert(0, first)
+        cells.insert(0, new_code_cell(source, id=ID, metadata={"tags": ["remove-cell"]}))
     return {**notebook, "cells": cells}
 
 

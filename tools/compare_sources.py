@@ -1,7 +1,7 @@
 """Compares two versions of the package point by point: what differs between two records, and what the code does of that.
 
 usage: python tools/compare_sources.py code OLD_SRC POINTS ...                          (needs no GPU)
-       python tools/compare_sources.py time OLD_SRC POINTS ... --out DIR [--seconds S] [--warm]      (on a GPU)
+       python tools/compare_sources.py time OLD_SRC POINTS ... --out DIR [--seconds S]      (on a GPU)
 
 POINTS are tables with the columns op, mode, dtype, shape, x_name, x and provider, as in book/results; without a column room they
 are of the room that the file is named after. ``code`` compiles what our calls launch at these points, with both versions, and
@@ -35,7 +35,6 @@ CASE = ["op", "mode", "dtype", "shape", "x_name", "x"]
 GPU, TARGET = "NVIDIA H200", "sm_90"  # for which ``code`` compiles
 TURNS = ("old", "new", "again", "again", "new", "old")  # the present one twice: what differs without a difference
 REP_MS = 25.0
-COMPILERS = 12  # processes of each version that compile beforehand
 # Nothing is interpreted, and a GPU that is there is hidden: its presence would change what is launched.
 COMPILE_ONLY = {
     "TRITON_INTERPRET": "0",
@@ -67,10 +66,10 @@ def _begin(src: Path, environment: dict[str, str]) -> None:
     sys.stdout = sys.stderr  # what is printed is the table
 
 
-def processes(src: Path, count: int = 1, **environment: str) -> ProcessPoolExecutor:
-    """So many processes with the package of ``src``."""
+def process(src: Path, **environment: str) -> ProcessPoolExecutor:
+    """A process with the package of ``src``."""
     fresh = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(count, mp_context=fresh, initializer=_begin, initargs=(src, environment))
+    return ProcessPoolExecutor(1, mp_context=fresh, initializer=_begin, initargs=(src, environment))
 
 
 @functools.cache
@@ -99,15 +98,12 @@ def providers_of(point: dict[str, str]) -> dict[str, Any]:
     raise LookupError("no such case")
 
 
-def times(point: dict[str, str], warm: bool = False) -> dict[str, float]:
-    """The milliseconds of each provider; of none where ``warm`` only calls them once, or one fails."""
+def times(point: dict[str, str]) -> dict[str, float]:
+    """The milliseconds of each provider; of none where one fails."""
     try:
         providers = {name: call for name, call in providers_of(point).items() if callable(call)}
-        if not warm:
-            taken = present("timing").measure_in_turn(providers, rep_ms=REP_MS)
-            return {name: found.ms for name, found in taken.items()}
-        for call in providers.values():
-            call()
+        taken = present("timing").measure_in_turn(providers, rep_ms=REP_MS)
+        return {name: found.ms for name, found in taken.items()}
     except Exception as error:  # this point has no row; the others do
         print(f"{point}: {type(error).__name__}: {error}", file=sys.stderr)
     finally:
@@ -164,7 +160,7 @@ def same_code(points: pd.DataFrame, old: Path) -> pd.DataFrame:
 
     points = points[points["provider"].str.startswith("kernelbook")]
     asked = [(named(point), point["provider"]) for _, point in points.iterrows()]
-    with processes(old, **COMPILE_ONLY) as theirs, processes(NEW, **COMPILE_ONLY) as ours:
+    with process(old, **COMPILE_ONLY) as theirs, process(NEW, **COMPILE_ONLY) as ours:
         before, after = (found.result() for found in [pool.submit(instructions, asked) for pool in (theirs, ours)])
     same = [None if one is None or other is None else one == other for one, other in zip(before, after, strict=True)]
     return points.assign(kernels=[len(each or ()) for each in after], same=same, triton=triton.__version__)
@@ -176,7 +172,7 @@ def timed(points: list[dict[str, str]], old: Path, seconds: float) -> Iterator[p
 
     began, run = time.monotonic(), record.new_run()
     about = record.environment(record.package_version(NEW / "kernelbook"))
-    with processes(old) as one, processes(NEW) as other, processes(NEW) as third:
+    with process(old) as one, process(NEW) as other, process(NEW) as third:
         workers = {"old": one, "new": other, "again": third}
         for point in points:
             if time.monotonic() - began > seconds:
@@ -202,7 +198,6 @@ def main() -> int:
     parser.add_argument("points", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path("book/results"))
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--warm", action="store_true", help="only compile, in several processes")
     given = parser.parse_args()
     points, old = read_points(given.points), given.old.resolve()
     if given.what == "code":
@@ -212,11 +207,6 @@ def main() -> int:
     from kernelbook.lab import record
 
     cases = [named(point) for _, point in points.drop_duplicates(["room", *CASE]).iterrows()]
-    if given.warm:
-        for src in (old, NEW):
-            with processes(src, COMPILERS) as pool:
-                list(pool.map(functools.partial(times, warm=True), cases))
-        return 0
     for rows in timed(cases, old, given.seconds):
         if len(rows):
             record.write_results(

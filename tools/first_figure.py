@@ -9,7 +9,6 @@ book/results; the picture keeps a digest of the rows that it was drawn from, and
 """
 
 import hashlib
-import re
 from pathlib import Path
 
 import matplotlib as mpl
@@ -62,12 +61,6 @@ def digest() -> str:
         for table in tables(gpu).values()
     ]
     return hashlib.sha256("\n".join([*gpus(), *rows]).encode()).hexdigest()[:16]
-
-
-def drawn_from(picture: Path = PICTURE) -> str | None:
-    """The digest that the picture keeps."""
-    found = re.search(r"drawn from rows ([0-9a-f]{16})", picture.read_text(encoding="utf-8"))
-    return found and found.group(1)
 
 
 def ratios(rows: pd.DataFrame, column: str) -> pd.Series:

@@ -258,16 +258,14 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 def slow_jobs(top: Path) -> set[str]:
     """The jobs whose ceilings are far below the best of their kind of GPU; says all ceilings."""
-    tables = {path: pd.read_csv(path)[CEILINGS] for path in sorted(top.glob("*/*/ceilings.csv"))}
-    slow = set()
-    for path, table in tables.items():
-        best = pd.concat([other for place, other in tables.items() if place.parent.name == path.parent.name]).max()
-        name, own = path.parent.parent.name, table.min()
-        slow |= {name} if (own < HEALTHY * best).any() else set()
-        print(
-            f"{name}: {own.round().to_dict()}" + ("  SLOW: left out, and to be measured anew" if name in slow else "")
-        )
-    return slow
+    paths = sorted(top.glob("*/*/ceilings.csv"))
+    tables = [pd.read_csv(path).assign(job=path.parent.parent.name, kind=path.parent.name) for path in paths]
+    if not tables:
+        return set()
+    rows = pd.concat(tables)
+    slow = (rows[CEILINGS] < HEALTHY * rows.groupby("kind")[CEILINGS].transform("max")).any(axis=1)
+    print(rows.groupby("job")[CEILINGS].min().to_string())
+    return set(rows.loc[slow, "job"])
 
 
 def merge(top: Path, results: Path, jobs: Sequence[Job]) -> None:
@@ -279,6 +277,7 @@ def merge(top: Path, results: Path, jobs: Sequence[Job]) -> None:
             print(f"{folder.name}: REFUSED, it is of other sources")
             continue
         if folder.name in slow:
+            print(f"{folder.name}: REFUSED, its GPU was slow; to be measured anew")
             (folder / "done").unlink(missing_ok=True)
             continue
         for path in folder.glob("*/*.jsonl"):

@@ -121,24 +121,16 @@ def ladder(folder: Path, name: str, how: str = "") -> int:
     return 0
 
 
-# The first cell of a chapter that is watched; measurements reset the peak.
+# The first cell of a chapter that is watched, since measurements reset the peak, and its last.
 WATCH = """
-def watch(path):
-    import json, pathlib, torch
-    peak, reset = [0], torch.cuda.reset_peak_memory_stats
-    def note(*_):
-        if torch.cuda.is_initialized():
-            peak[0] = max(peak[0], torch.cuda.max_memory_allocated())
-            share = torch.cuda.get_per_process_memory_fraction()
-            limit = share * torch.cuda.get_device_properties(0).total_memory
-            pathlib.Path(path).write_text(json.dumps([peak[0], limit]))
-    def noted_reset(*device):
-        note()
-        reset(*device)
-    torch.cuda.reset_peak_memory_stats = noted_reset
-    get_ipython().events.register("post_run_cell", note)
-watch({path!r})
+import torch
+def watch(peak=[0]):
+    peak[0] = max(peak[0], torch.cuda.max_memory_allocated())
+    total = torch.cuda.get_device_properties(0).total_memory
+    return peak[0], torch.cuda.get_per_process_memory_fraction() * total
+torch.cuda.reset_peak_memory_stats = lambda *device, reset=torch.cuda.reset_peak_memory_stats: (watch(), reset(*device))
 """
+TOLD = "import json; print(json.dumps(watch()))"
 
 
 def notebook(folder: Path, name: str) -> int:
@@ -152,9 +144,10 @@ def notebook(folder: Path, name: str) -> int:
     if runtime.DEVICE.type == "cuda":
         share = min(1.0, NOTEBOOK_BYTES / torch.cuda.get_device_properties(0).total_memory)
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{share:.4f}"
-    path, watched, began = record_chapters.NOTEBOOKS / f"{name}.ipynb", folder / "watched", time.monotonic()
+    path, began = record_chapters.NOTEBOOKS / f"{name}.ipynb", time.monotonic()
     chapter = nbformat.read(path, as_version=4)
-    chapter.cells.insert(0, nbformat.v4.new_code_cell(WATCH.format(path=str(watched))))
+    first, last = map(nbformat.v4.new_code_cell, (WATCH, TOLD))
+    cells, chapter.cells = chapter.cells, [first, *chapter.cells, last]
     resources = {"metadata": {"path": str(record_chapters.NOTEBOOKS)}}
     died: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -167,7 +160,7 @@ def notebook(folder: Path, name: str) -> int:
             died = [f"{type(error).__name__}: {str(error)[-300:]}"]
     failed: list[str] = []
     printed = ""
-    for number, cell in enumerate(chapter.cells[1:]):
+    for number, cell in enumerate(cells):
         outputs = cell.get("outputs", [])
         printed += "".join(output["text"] for output in outputs if output["output_type"] == "stream")
         if "raises-exception" not in cell.metadata.get("tags", []):
@@ -175,7 +168,8 @@ def notebook(folder: Path, name: str) -> int:
             failed += [f"cell {number}: {error.splitlines()[0][:120]}" for error in errors]  # the log has all
     left_out = [line for line in printed.splitlines() if "left out, too little GPU memory" in line]
     print(*left_out, *failed, *died, sep="\n")
-    peak, limit = json.loads(watched.read_text()) if watched.exists() else (math.nan, math.nan)
+    told = [output["text"] for output in last.outputs if output["output_type"] == "stream"]
+    peak, limit = json.loads(told[0]) if told else (math.nan, math.nan)
     state = "; ".join([*failed, *died]) or "passed"
     figures = {"seconds": f"{time.monotonic() - began:.0f}", "peak_mib": f"{peak / 2**20:.0f}"}
     figures |= {"limit_mib": f"{limit / 2**20:.0f}", "left_out": len(left_out)}

@@ -53,14 +53,9 @@ def _on_page(app: Any, pagename: str, template: str, context: dict[str, Any], do
     context["metatags"] = context.get("metatags", "") + lines
 
 
-def _listed(app: Any) -> list[str]:
-    """The pages in their order."""
-    root = app.config.root_doc
-    return [root, *(page for page in app.env.toctree_includes.get(root, ()) if page in app.env.all_docs)]
-
-
 def _pages(app: Any) -> list[str]:
-    found = _listed(app)
+    """The pages in their order, and then those that are in no list of contents."""
+    found = list(app.env.collect_relations())
     return found + sorted(set(app.env.all_docs) - set(found))
 
 

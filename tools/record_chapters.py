@@ -3,13 +3,12 @@
 usage: python tools/record_chapters.py [--steps] attention_forward attention_backward
        python tools/record_chapters.py --profile
 
-With --steps only the ladder is recorded, by RECORD_STEPS, and only the cells run that it needs, which takes seconds.
+With --steps only the ladder is recorded, by RECORD_STEPS, and the chapter ends there.
 The notebooks themselves stay as they are.
 With --profile Nsight Compute counts in the kernels that the page "How a GPU runs your program" reads, into profile.csv.
 """
 
-import ast
-import dis
+import io
 import json
 import os
 import re
@@ -19,88 +18,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import CodeType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pandas as pd
+import pandas as pd
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
-
-
-COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-LEAVES = ("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
-
-
-def names(source: str) -> tuple[set[str], set[str], set[str]]:
-    """The global names that a cell binds, those that it reads before, and those that its functions read once they are called."""
-    binds: set[str] = set()
-    reads: set[str] = set()
-    later: set[str] = set()
-
-    def scan(code: CodeType, bound: set[str], top: bool) -> None:
-        """``top``: it runs with the cell, ``bound`` are the names that the cell has bound by then."""
-        joins: dict[int, set[str]] = {}  # by offset: what is bound on each way that jumps there
-        falls = True  # from the instruction before into this one
-        for step in dis.get_instructions(code):
-            if step.offset in joins:
-                bound = joins[step.offset] & bound if falls else joins[step.offset]
-            falls = step.opname not in LEAVES
-            if isinstance(step.argval, CodeType):
-                scan(step.argval, set(bound), top and step.argval.co_name in COMPREHENSIONS)
-            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
-                (reads if top else later).update({step.argval} - bound if top else {step.argval})
-            elif step.opname == "STORE_GLOBAL" or (step.opname == "STORE_NAME" and code.co_name == "<module>"):
-                binds.add(step.argval)
-                bound = bound | {step.argval}
-            elif (
-                step.opcode in (*dis.hasjrel, *dis.hasjabs) and step.opname != "FOR_ITER" and step.argval > step.offset
-            ):
-                joins[step.argval] = joins.get(step.argval, bound) & bound
-
-    scan(compile(source, "<cell>", "exec"), set(), True)
-    return binds, reads, later
-
-
-def needed_cells(cells: list[str], last: int) -> list[int]:
-    """The cells, in order, that bind what cell ``last`` reads, or what those read.
-
-    A cell finds a name as the nearest cell before it left it. A function finds it so, too, if it is called there, and as the nearest
-    cell before ``last`` left it.
-    """
-    known = [names(cell) for cell in cells[: last + 1]]
-    kept: set[int] = set()
-    open_cells = [last]
-    while open_cells:
-        i = open_cells.pop()
-        if i in kept:
-            continue
-        kept.add(i)
-        _, reads, later = known[i]
-        for name, before in [*((name, i) for name in reads | later), *((name, last) for name in later)]:
-            binders = [j for j in range(before) if name in known[j][0]]
-            if binders:
-                open_cells.append(binders[-1])
-    return sorted(kept)
-
-
-def without_checks(source: str) -> str:
-    """A cell without what it only prints, glues, checks or asserts: ``time_steps`` checks every step again."""
-
-    def only_shows(node: ast.stmt) -> bool:
-        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        name = ast.unparse(call.func) if call else ""
-        return (
-            isinstance(node, ast.Assert)
-            or name in ("print", "display", "plots.glue", "Markdown")
-            or name.startswith("check_")
-        )
-
-    lines = source.splitlines()
-    for node in reversed(ast.parse(source).body):
-        if only_shows(node):
-            del lines[node.lineno - 1 : node.end_lineno]
-    return "\n".join(lines)
 
 
 def code_of(path: Path) -> list[str]:
@@ -117,12 +38,10 @@ def switched_on(path: Path, program: str, switch: str) -> str:
 
 
 def steps_program(path: Path) -> str:
-    """What the notebook's cells with RECORD_STEPS need, and these cells, as a program."""
+    """The notebook's cells down to the last with RECORD_STEPS, as a program."""
     code = code_of(path)
-    ends = [i for i, source in enumerate(code) if "record=RECORD_STEPS" in source]
-    code = [source if i in ends else without_checks(source) for i, source in enumerate(code)]
-    needed = sorted({i for end in ends for i in needed_cells(code, end)})
-    return switched_on(path, "\n\n".join(code[i] for i in needed), "RECORD_STEPS")
+    end = max((i for i, source in enumerate(code) if "record=RECORD_STEPS" in source), default=0)
+    return switched_on(path, "\n\n".join(code[: end + 1]), "RECORD_STEPS")
 
 
 def whole_program(path: Path) -> str:
@@ -178,12 +97,8 @@ def call_profiled() -> None:
     torch.cuda.profiler.stop()
 
 
-def read_profile(text: str) -> "pd.DataFrame":
+def read_profile(text: str) -> pd.DataFrame:
     """The page "raw" of Nsight Compute, as comma-separated values: a row for each kernel and metric of those that are kept."""
-    import io
-
-    import pandas as pd
-
     lines = [line for line in text.splitlines() if not line.startswith("==")]
     units, *kernels = pd.read_csv(io.StringIO("\n".join(lines)), dtype=str, keep_default_na=False).to_dict("records")
     return pd.DataFrame(

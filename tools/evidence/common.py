@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "kernelbook"
@@ -89,28 +90,8 @@ def watching_launches(note: Callable[[str, Any], None]) -> Iterator[None]:
         note(named(self.kernel), self)
         launches[type(self)](self, grid, *args)
 
-    KernelInterface.__getitem__ = watched_getitem  # type: ignore[method-assign]
-    for launcher in launchers:
-        launcher.__call__ = watched_launch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        KernelInterface.__getitem__ = getitem  # type: ignore[method-assign]
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.object(KernelInterface, "__getitem__", watched_getitem))
         for launcher in launchers:
-            launcher.__call__ = launches[launcher]  # type: ignore[method-assign]
-
-
-def mend_interpreter() -> None:
-    """NumPy 2.4 no longer makes a number of an array with one element, which Triton 3.6's interpreter asks it for."""
-    import triton
-    from triton.runtime import interpreter
-
-    if not triton.__version__.startswith("3.6."):
-        return
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def mended(tensor: Any, *scope: Any) -> None:
-        patch_tensor(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    interpreter._patch_lang_tensor = mended
+            patched.enter_context(mock.patch.object(launcher, "__call__", watched_launch))
+        yield

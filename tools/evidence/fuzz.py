@@ -35,7 +35,7 @@ import hypothesis  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 import watched_memory  # noqa: E402
-from common import command_line, forked, keep, mend_interpreter  # noqa: E402
+from common import command_line, forked, keep  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from kernelbook import check, nn, runtime  # noqa: E402
@@ -600,8 +600,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if not ON_GPU:
-        mend_interpreter()
     os.environ.setdefault("KERNELBOOK_PLANS", "shipped")
     until, folder = time.monotonic() + args.seconds, args.out.with_suffix(".parts")
     # Small campaigns, dealt out: each begins with the simplest examples anew, so they are not too small.

@@ -196,19 +196,9 @@ def main() -> None:
     told, running = {}, {}
     for name in (*BODIES, *STORED):
         tool = "initcheck" if name in STORED else "racecheck"
-        command = [
-            sanitizer(),
-            "--tool",
-            tool,
-            "--kernel-regex",
-            "kns=handshake",
-            sys.executable,
-            __file__,
-            "--launch",
-            name,
-        ]
-        running[name] = output_of(command)
-    for name, process in running.items():
+        watch = [sanitizer(), "--tool", tool, "--kernel-regex", "kns=handshake"]
+        running[name] = tool, output_of([*watch, sys.executable, __file__, "--launch", name])
+    for name, (tool, process) in running.items():
         try:
             text = process.communicate(timeout=60)[0]
         except subprocess.TimeoutExpired:  # it waits for readers that have ended, which is what its name says
@@ -216,7 +206,7 @@ def main() -> None:
             text = process.communicate()[0] + "\nnever ended"
         found, word = re.search(r"(?:RACECHECK|ERROR) SUMMARY: (.*)", text), re.search(r"^word (\d+)", text, re.M)
         told[name] = {
-            "tool": "initcheck" if name in STORED else "racecheck",
+            "tool": tool,
             "summary": found.group(1) if found else text[-400:],
             "hazards": int(found.group(1).split()[0]) if found else None,
             "word": int(word.group(1)) if word else None,

@@ -42,7 +42,7 @@ from typing import Any
 
 import faults as planting
 import pandas as pd
-from common import EVIDENCE, PACKAGE, ROOT, command_line, gpus, keep, mend_interpreter, watching_launches
+from common import EVIDENCE, PACKAGE, ROOT, command_line, gpus, keep, watching_launches
 from faults import ROOMS, Fault
 
 DECIDED = ("killed", "timed out", "stillborn")
@@ -412,7 +412,6 @@ def main() -> None:
     from kernelbook import runtime
 
     args.where = "interpreter" if runtime.INTERPRET else "gpu"
-    mend_interpreter()
     campaign = Campaign(args)
     files = args.files or sorted(
         {name for room in args.rooms for name in ROOMS[room][1]} | {f"test_evidence_{name}.py" for name in WRITTEN}

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import command_line, keep, mend_interpreter, output_of
+from common import command_line, keep, output_of
 
 PHASES = ("opened", "half written", "before fsync", "before replace", "after replace")
 SETTINGS = ["--config", "tiny", "--task", "copy", "--quiet", "--checkpoint-every", "2", "--mode", "sparse_dw"]
@@ -31,7 +31,6 @@ def _child(out: str, steps: str, phase: str, limit: str) -> None:
     from kernelbook.lab import cli
     from kernelbook.train import files
 
-    mend_interpreter()
     if int(limit):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))

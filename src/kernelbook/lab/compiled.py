@@ -248,7 +248,9 @@ def occupancy(
     """The occupancy of a kernel on an NVIDIA GPU, from what the compiler reports.
 
     Args:
-        registers: per thread. shared_bytes: per program. num_warps: per program.
+        registers: per thread.
+        shared_bytes: per program.
+        num_warps: per program.
         properties: the GPU (default: the current one).
     """
     p = properties or runtime.properties()

@@ -35,8 +35,12 @@ class GPTConfig:
     """The shape of a :class:`GPT`.
 
     Attributes:
-        vocab_size: tokens. context: the longest sequence. width: features of a token (``d``). depth: blocks.
-        heads: attention heads, which divide the width. mlp_ratio: hidden features of an MLP, over the width.
+        vocab_size: tokens.
+        context: the longest sequence.
+        width: features of a token (``d``).
+        depth: blocks.
+        heads: attention heads, which divide the width.
+        mlp_ratio: hidden features of an MLP, over the width.
         chunk_size: features in a chunk; it divides the width.
         sparse_layers: which linear layers are sparse ones: ``"mlp"``, or ``"all"`` six of a block.
         bias: whether linear layers have biases.

@@ -606,7 +606,9 @@ class GatedExperts(LoRAModule):
     state dict holds ``scaling`` too, and loading takes it over.
 
     Args:
-        num_experts: E. hidden_size: H. intermediate_size: I.
+        num_experts: E.
+        hidden_size: H.
+        intermediate_size: I.
         activation: ``"silu"``, ``"gelu"`` or ``"relu"``.
         device, dtype: of the parameters.
     """

@@ -65,7 +65,8 @@ def scatter_ffn(
 
     Args:
         x: (..., K), float16, bfloat16, float32 or float64, any strides.
-        w_up: (N, K). w_down: (N, K_out): the transpose of what ``torch.nn.Linear`` stores. The dtype of ``x``, any strides;
+        w_up: (N, K).
+        w_down: (N, K_out): the transpose of what ``torch.nn.Linear`` stores. The dtype of ``x``, any strides;
             wide loads need contiguous rows.
         neurons: (L,) int64 or int32 ids in [0, N), in any order. A neuron that is listed twice counts twice. On the CPU and
             under ``KERNELBOOK_DEBUG=1`` they are checked; on a GPU without it an id out of range counts as no neuron.
@@ -75,7 +76,8 @@ def scatter_ffn(
             GPT-2 uses) or ``"silu"``.
         deterministic: ask for the same bits in every run. All kernels that the rules choose give them anyway, without atomic
             additions of floating-point numbers, so this and ``torch.use_deterministic_algorithms`` change nothing here.
-        b_up, b_gate: (N,) or ``None``. b_down: (K_out,) or ``None``.
+        b_up, b_gate: (N,) or ``None``.
+        b_down: (K_out,) or ``None``.
 
     Returns:
         (..., K_out) in the dtype of ``x``, summed in float32 and rounded once; h is rounded to the dtype of ``x`` between the

@@ -90,7 +90,8 @@ def sparse_dw(
     """The gradients of weight and bias in the active chunks, both from one pass over ``dy``; differentiable.
 
     Args:
-        x: (..., d_in). dy: (..., d_out), the dtype of ``x``; what it holds in inactive chunks is not read.
+        x: (..., d_in).
+        dy: (..., d_out), the dtype of ``x``; what it holds in inactive chunks is not read.
         active_chunks, chunk_size: as in :func:`sparse_linear`.
         compact: return the active rows only, in the order of the ids.
         with_bias: also return db.
@@ -135,8 +136,11 @@ def sparse_backward(
     """The whole backward pass of mode ``"sparse_dw_dx"`` in one call (and for 16-bit dtypes one launch).
 
     Args:
-        x: (..., d_in). weight: (d_out, d_in). dy: (..., d_out), all of one dtype.
-        active_chunks, chunk_size: as in :func:`sparse_linear`. compact: as in :func:`sparse_dw`, for dW and db.
+        x: (..., d_in).
+        weight: (d_out, d_in).
+        dy: (..., d_out), all of one dtype.
+        active_chunks, chunk_size: as in :func:`sparse_linear`.
+        compact: as in :func:`sparse_dw`, for dW and db.
 
     Returns:
         dW and db as :func:`sparse_dw`, dX as :func:`sparse_dx`; not differentiable.

@@ -60,17 +60,23 @@ class TrainConfig:
 
     Attributes:
         width, depth, heads, context, chunk_size, sparse_layers, attention, activation: as in :class:`kernelbook.nn.GPTConfig`.
-        task: ``"text"``, ``"copy"`` or ``"recall"``. corpus, encoding, vocab_size: as in :class:`TextData`.
-        batch_size: sequences in a step. steps: optimizer steps. seed: of the first weights, the data and the schedulers.
-        mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``. scheduler, explore: see :mod:`kernelbook.train.schedulers`.
+        task: ``"text"``, ``"copy"`` or ``"recall"``.
+        corpus, encoding, vocab_size: as in :class:`TextData`.
+        batch_size: sequences in a step.
+        steps: optimizer steps.
+        seed: of the first weights, the data and the schedulers.
+        mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``.
+        scheduler, explore: see :mod:`kernelbook.train.schedulers`.
         sparse_dx: the layers whose dX mode ``sparse_dw_dx`` makes sparse. ``"all"``, or ``"inputs"``: those that read the
             residual stream, which has a gradient of its own. The dX of the layers that write to it is all that a branch gets.
-        active: the share of active chunks. dense_steps: steps before the first sparse one.
+        active: the share of active chunks.
+        dense_steps: steps before the first sparse one.
         refresh_every: steps after which a scheduler sees the weights again.
         inactive: what the optimizer does with rows without gradient, ``"skip"`` or ``"decay"``.
         sparse_lr: in sparse steps, what the learning rate of the sparse layers is multiplied with.
         lr, min_lr, lr_warmup: the learning rate rises over ``lr_warmup`` steps, then falls by a cosine to ``min_lr``.
-        beta1, beta2, eps, weight_decay: of AdamW; vectors and embeddings do not decay. clip: largest gradient norm.
+        beta1, beta2, eps, weight_decay: of AdamW; vectors and embeddings do not decay.
+        clip: largest gradient norm.
         dtype: ``"float32"`` or, by autocast, ``"bfloat16"``.
         log_every, eval_every, eval_batches, checkpoint_every: in steps; 0 for never (but at the end).
         probe_every: steps after which the choice of chunks is scored against the dense gradient; 0 for never.
@@ -195,7 +201,8 @@ class Trainer:
     """One run: ``Trainer(config, out=folder).run()``.
 
     Args:
-        config: see :class:`TrainConfig`. data: default :func:`make_data`.
+        config: see :class:`TrainConfig`.
+        data: default :func:`make_data`.
         out: a folder for ``log.jsonl``, ``config.json`` and ``checkpoint.pt``; ``None`` keeps nothing.
         resume: go on from the checkpoint in ``out``, or begin if there is none. ``steps`` may be more than they were: the
             learning rate follows the new number from there on.
