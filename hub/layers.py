@@ -48,7 +48,8 @@ class LlamaRMSNorm(torch.nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)  # what transformers' gives
+        y: torch.Tensor = rms_norm(hidden_states.to(dtype), self.weight, self.variance_epsilon)
         return y
 
 

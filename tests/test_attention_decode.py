@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from kernelbook import check, launching, plans, runtime
+from kernelbook import arguments, check, launching, plans, runtime
 from kernelbook.attention import (
     append_to_pages_reference,
     flash_attention_reference,
@@ -210,7 +210,7 @@ def test_pages_are_the_contiguous_keys_bit_for_bit(dtype: torch.dtype, split_int
 
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=label)
 @pytest.mark.parametrize("n", (1, 5, 7))  # of seven, two programs a sequence
-def test_append(n: int, dtype: torch.dtype) -> None:
+def test_append(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the border of a page, without room, and into pages that are not there."""
     k, v = (randn(4, 3, n, 20, dtype=dtype) for _ in range(2))
     ours = [randn(8, 3, 16, 20, dtype=dtype) for _ in range(2)]
@@ -222,10 +222,37 @@ def test_append(n: int, dtype: torch.dtype) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(ours[0][0, :, 14], k[0, :, 0])
-    kb.append_to_pages(k, v, ours[0], ours[1], table, _integers(-1, -100, 32, 2**31 - 20))
+    beyond = functools.partial(kb.append_to_pages, k, v, *ours, table, _integers(-1, -100, 32, 2**31 - 20))
+    with monkeypatch.context() as debugging:
+        debugging.setenv("KERNELBOOK_DEBUG", "1")
+        with pytest.raises(ValueError, match="append_to_pages: lengths must not be negative, got entries from -100"):
+            beyond()
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+    monkeypatch.setattr(arguments, "check_index_values", lambda *_: None)  # as on a GPU
+    beyond()
     theirs[0][0, :, : n - 1], theirs[1][0, :, : n - 1] = k[0, :, 1:], v[0, :, 1:]  # from position -1 on: all but one
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
+
+
+def test_pages_that_are_used_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sequence does not reach is not looked at, and -1 says that there is no page."""
+    inputs, new = _paged(3, 4, 2, 2, 16, 16, 3, torch.float32, [20, 48, 0]), randn(3, 2, 2, 16)
+    inputs["block_table"] = _integers([0, 1, 99], [2, -1, 3], [4, 99, 0])
+    monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
+    pools = inputs["k_pages"], inputs["v_pages"]
+    kb.paged_attention(**inputs)
+    kb.append_to_pages(new, new, *pools, inputs["block_table"], _integers(20, 31, 0))
+    inputs["lengths"] = _integers(33, 48, 0)
+    with pytest.raises(
+        ValueError, match=r"paged_attention: block_table must lie in \[0, 7\), got entries from 0 to 99"
+    ):
+        kb.paged_attention(**inputs)
+    with pytest.raises(
+        ValueError, match=r"append_to_pages: block_table must lie in \[0, 7\), got entries from 1 to 99"
+    ):
+        kb.append_to_pages(new, new, *pools, inputs["block_table"], _integers(31, 40, 0))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)

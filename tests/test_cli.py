@@ -67,6 +67,29 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], capsys: pytest.
     assert stop.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "typed",
+    (
+        "bench layer_norm --rep-ms x", "bench layer_norm --part 1", "doctor layer_norm",
+        "profile --set hidden_size=-4 --out new", "profile --set slots={[]:1} --out new", "profile --out file/folder",
+        "profile --config file", "tune kitchen", "tune nf4 --minutes -1", "tune nf4 --minutes nan", "tune nf4 --shape M",
+        "tune nf4 --out file", "train --out file", "train --out new --lr nan", "train --out new --beta1 3",
+        "train --out new --seed 99999999999999999999", "train --out new --text nowhere", "train --out new --heads 0",
+    ),
+)  # fmt: skip
+def test_whatever_is_typed_is_answered_in_a_sentence(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    try:
+        code: Any = cli.main(typed.split())
+    except SystemExit as error:  # argparse's own way
+        code = error.code
+    said = capsys.readouterr()
+    assert code == 2 and said.err.strip() and not said.out and not (tmp_path / "new").exists()
+
+
 def _case(ours: Any, x: float = 8) -> timing.Case:
     def build() -> timing.Problem:
         given = torch.randn(4, 8, device=runtime.DEVICE)
@@ -130,6 +153,11 @@ def _recorded(folder: Path, name: str = "layer_norm") -> list[tuple[str, ...]]:
 
 def _double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
+
+
+def test_layers_are_for_whole_models(bench: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(more="--layers 2") == 2
+    assert "bench: layer_norm does not take --layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ours", "code"), ((_double, 0), (lambda x: x * 2.1, 1)))
@@ -219,12 +247,20 @@ def test_what_has_a_clock_of_its_own_gets_the_options_that_it_takes(
     how = ["bench", name, "--out", str(tmp_path)]
     assert cli.main([*how, *(["--select", "train"] if taken else [])]) == 0
     assert seen == [(tmp_path / "fake-gpu", taken)]
+    (tmp_path / "file").touch()
+    assert cli.main(["bench", name, "--out", str(tmp_path / "file")]) == 2 and len(seen) == 1
+    assert "bench: out must be a folder to write to" in capsys.readouterr().err
     assert cli.main([*how, "--layers", "2"]) == 2 and len(seen) == 1
     assert capsys.readouterr().err == f"bench: {name} does not take --layers\n"
 
 
 @pytest.mark.parametrize(
-    ("given", "wrong"), [(("--select", "forward ("), "must be a regular expression"), (("--part", "2/2"), "I < N")]
+    ("given", "wrong"),
+    [
+        (("--select", "forward ("), "must be a regular expression"),
+        (("--part", "2/2"), "I < N"),
+        (("--rep-ms", "-1"), "above zero"),
+    ],
 )
 def test_what_bench_cannot_take_is_named(
     given: tuple[str, str], wrong: str, capsys: pytest.CaptureFixture[str]

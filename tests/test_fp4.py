@@ -1,12 +1,14 @@
 """MXFP4 and NVFP4: quantizing, decoding, multiplying, against plain PyTorch and against transformers."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import kernelbook as kb
 from kernelbook import check, runtime
 from kernelbook.moe_lora import moe_lora_reference
-from kernelbook.packed.fp4 import FORMATS, fp4_parts
+from kernelbook.packed.fp4 import E2M1, FORMATS, _values, fp4_parts
 
 DEV = runtime.DEVICE
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -111,14 +113,18 @@ def test_products_and_gradients(format: str, dtype: torch.dtype) -> None:
 def test_bad_arguments() -> None:
     w, packed = torch.randn(2, 4, 64, device=DEV), torch.zeros(2, 4, 32, dtype=torch.uint8, device=DEV)
     e4m3 = torch.zeros(2, 4, 4, device=DEV).to(torch.float8_e4m3fn)
-    wrong = (
+    e8m0 = torch.zeros(2, 4, 2, dtype=torch.uint8, device=DEV)
+    wrong: Any = (
         (lambda: kb.fp4_quantize(w, format="fp4"), ValueError, "format must be one of 'mxfp4', 'nvfp4', got 'fp4'"),
         (lambda: kb.fp4_quantize(w[..., :40]), ValueError, "w must have rows of a multiple of 32 elements"),
         (lambda: kb.fp4_quantize(w.double()), TypeError, "w must have dtype"),
-        (lambda: kb.fp4_quantize(w / 0, format="nvfp4"), ValueError, "w must be finite"),
         (lambda: kb.fp4_tensor(packed, e4m3[..., :3]), ValueError, r"packed must have shape \(2, 4, 24\)"),
         (lambda: kb.fp4_tensor(packed.float(), e4m3), TypeError, "packed must have dtype uint8"),
         (lambda: kb.fp4_tensor(packed, e4m3, torch.ones(2, device=DEV)), ValueError, "a multiple of 256 scales each"),
+        (lambda: kb.fp4_tensor(packed, e4m3, 2.0), TypeError, "tensor_scale must be a torch.Tensor or None, got float"),
+        (lambda: kb.fp4_tensor(packed, e4m3, torch.tensor(2)), TypeError, "tensor_scale must have dtype .* got int64"),
+        (lambda: kb.fp4_tensor(packed, e8m0, torch.tensor(2.0)), ValueError, "tensor_scale must be None for MXFP4"),
+        (lambda: kb.fp4_tensor(packed, e8m0[0, 0, 0]), ValueError, "scales must have at least one dimension"),
         (lambda: fp4_parts(kb.nf4_quantize(w)), ValueError, "q.code_name must be one of 'e2m1'"),
     )
     for call, error, message in wrong:
@@ -126,8 +132,38 @@ def test_bad_arguments() -> None:
             call()
 
 
-def test_a_block_that_is_not_finite_stays_so() -> None:
+@pytest.mark.parametrize("format", tuple(FORMATS))
+@pytest.mark.parametrize("bad", (torch.nan, -torch.inf), ids=str)
+def test_a_block_that_is_not_finite_stays_so(format: str, bad: float) -> None:
     w = torch.ones(1, 1, 64, device=DEV)
-    w[0, 0, 3] = torch.nan
-    out = kb.nf4_dequantize(kb.fp4_quantize(w), dtype=torch.float32)[0, 0]
-    assert bool(out[:32].isnan().all()) and bool((out[32:] == 1).all())
+    w[0, 0, 3] = bad
+    block = FORMATS[format][0]
+    out = kb.nf4_dequantize(kb.fp4_quantize(w, format=format), dtype=torch.float32)[0, 0]
+    assert bool(out[:block].isnan().all()) and bool((out[block:] == 1).all())
+
+
+def test_values_are_made_on_the_device() -> None:
+    made, expected = _values(DEV).cpu(), torch.tensor(E2M1.values)
+    assert torch.equal(made, expected) and torch.equal(made.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("format", tuple(FORMATS))
+def test_quantizing_reads_no_value(format: str) -> None:
+    """So it runs on tensors without values, as one graph, and the host waits for nothing."""
+    without = kb.fp4_quantize(torch.empty(2, 3, 64, device="meta"), format=format)
+    assert without.shape == (2, 3, 64) and without.packed.is_meta
+    w = weights(2, 3, 64)
+    call = torch.compile(lambda w: fp4_parts(kb.fp4_quantize(w, format=format)), backend="eager", fullgraph=True)
+    for made, expected in zip(call(w), fp4_parts(kb.fp4_quantize(w, format=format)), strict=True):
+        assert torch.equal(made.float(), expected.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", tuple(FORMATS))
+def test_no_host_synchronisation(format: str) -> None:
+    w = weights(2, 3, 64)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kb.fp4_quantize(w, format=format)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -123,6 +123,13 @@ def test_two_versions_live_in_one_process(loaded: list[Any]) -> None:
         assert set(library.__all__) == {*kernelbook.__all__, "attention_forward", "layers"}
 
 
+def test_a_norm_gives_the_wider_dtype(loaded: list[Any]) -> None:
+    """As transformers' own does for a weight in float32."""
+    norm, x = loaded[0].layers.LlamaRMSNorm(), randn(3, 24).bfloat16()
+    norm.weight, norm.variance_epsilon = nn.Parameter(randn(24)), 1e-6
+    assert norm(x).dtype == torch.float32
+
+
 def _kernelized(kernels: Any, model: nn.Module, folder: Path, layers: dict[type[nn.Module], str]) -> nn.Module:
     for kind, name in layers.items():
         kernels.replace_kernel_forward_from_hub(kind, name)

@@ -31,7 +31,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
-from kernelbook import arguments, launching, nn, plans, runtime
+from kernelbook import arguments, launch, launching, memory, nn, plans, runtime
 
 
 def test_cdiv_is_tritons() -> None:
@@ -420,8 +420,9 @@ class _Repeated:
 
 @pytest.fixture
 def repeated(fake: _FakeKernel, monkeypatch: pytest.MonkeyPatch) -> _Repeated:
-    monkeypatch.setattr(launching, "_new", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(launching, "_current_device", lambda: fake.device)
+    for module in (launching, memory):
+        monkeypatch.setattr(module, "_new", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(memory, "_current_device", lambda: fake.device)
     return _Repeated(fake)
 
 
@@ -545,7 +546,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         return real(count, dtype=how["dtype"])
 
     real = torch.zeros
-    monkeypatch.setattr(launching, "_counters", {})
+    monkeypatch.setattr(memory, "_counters", {})
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -563,22 +564,22 @@ def test_counters_that_stay_are_made_by_another_thread(streams: types.SimpleName
     with recording:  # as the second call of a kind is watched
         first = launching.tickets(5, gpu)
     assert recording.complete and not recording.new
-    assert streams.made == [(launching.COUNTERS, 1, False), (launching.CAPTURED_COUNTERS, 1, False)]
-    assert launching.tickets(launching.COUNTERS, gpu) is first, "one stream, one after the other"
-    more = launching.tickets(launching.COUNTERS + 1, gpu)
-    assert more.numel() > launching.COUNTERS and launching.tickets(5, gpu) is more
+    assert streams.made == [(memory.COUNTERS, 1, False), (memory.CAPTURED_COUNTERS, 1, False)]
+    assert launching.tickets(memory.COUNTERS, gpu) is first, "one stream, one after the other"
+    more = launching.tickets(memory.COUNTERS + 1, gpu)
+    assert more.numel() > memory.COUNTERS and launching.tickets(5, gpu) is more
     streams.now = 2
     assert launching.tickets(5, gpu).data_ptr() not in (first.data_ptr(), more.data_ptr())
-    assert streams.made[2:] == [(launching.COUNTERS + 1, 1, False), (launching.COUNTERS, 2, False)]
+    assert streams.made[2:] == [(memory.COUNTERS + 1, 1, False), (memory.COUNTERS, 2, False)]
 
 
 def test_each_call_in_a_graph_has_counters_of_its_own(
     streams: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "CAPTURED_COUNTERS", 24)
+    monkeypatch.setattr(memory, "CAPTURED_COUNTERS", 24)
     gpu, streams.capturing = torch.device("cuda", 0), True
     launching.tickets(5, gpu)
-    assert streams.made.pop() == (5, 1, True) and not launching._counters, "nothing was made before"
+    assert streams.made.pop() == (5, 1, True) and not memory._counters, "nothing was made before"
     streams.capturing = False
     eager = launching.tickets(5, gpu)
     streams.made.clear()
@@ -784,8 +785,6 @@ def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[An
         return lambda *tensors: kb.moe_lora(*tensors, kb.route(ids, 16)), (draw(x, 256), *(draw(*s) for s in others))
 
     return {
-        "layer_norm": lambda: (kb.layer_norm, (draw(64, 512), draw(512), draw(512))),
-        "rms_norm": lambda: (kb.rms_norm, (draw(700, 512), draw(512))),
         "flash_attention": lambda: (kb.flash_attention, tuple(draw(2, 4, 256, 128) for _ in range(3))),
         "packed attention": packed_attention,
         "decoding": lambda: (kb.flash_attention, (draw(2, 8, 1, 128), draw(2, 2, 3000, 128), draw(2, 2, 3000, 128))),
@@ -807,7 +806,7 @@ def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[An
 @pytest.mark.parametrize("name", _public_calls())
 def test_what_is_repeated_is_what_is_computed(name: str, gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, bit for bit, for other tensors each time: the calls that are repeated, and the same ones thought anew."""
-    if gradients and name not in ("layer_norm", "rms_norm", "flash_attention", "moe_lora") and "ffn" not in name:
+    if gradients and name not in ("flash_attention", "moe_lora") and "ffn" not in name:
         pytest.skip("no gradients, or not by launches alone")
     plans.forget()
     thought, real = [], launching.Launch.__call__
@@ -847,7 +846,7 @@ def test_both_ways_choose_the_same_kernel() -> None:
 @pytest.mark.gpu
 def test_what_stays_is_in_nobodys_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first calls on a stream are made in a pool, and one of a graph: nothing of theirs stays in either."""
-    monkeypatch.setattr(launching, "_counters", {})
+    monkeypatch.setattr(memory, "_counters", {})
     q, k = torch.randn(1, 8, 1, 64, device=runtime.DEVICE), torch.randn(1, 2, 30000, 64, device=runtime.DEVICE)
     pool, stream = torch.cuda.MemPool(), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
@@ -858,7 +857,7 @@ def test_what_stays_is_in_nobodys_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         captured = kb.flash_attention(q, k, k)
     graph.replay()
     assert torch.equal(first, captured) and torch.equal(first, kb.flash_attention(q, k, k))
-    assert len(launching._counters) == 3 and not any(counters.any() for counters in launching._counters.values())
+    assert len(memory._counters) == 3 and not any(counters.any() for counters in memory._counters.values())
     torch.cuda.synchronize()
     del first
     blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
@@ -902,7 +901,7 @@ def _in_graphs() -> dict[str, Callable[[], tuple[Callable[..., torch.Tensor], Ca
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", _in_graphs())
 def test_a_first_call_may_be_one_of_a_compiled_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_counters", {})
+    monkeypatch.setattr(memory, "_counters", {})
     function, draw = _in_graphs()[name]()
     graphed = torch.compile(function, mode="reduce-overhead", fullgraph=True)
     with compiled_graphs(), torch.no_grad():
@@ -1121,11 +1120,11 @@ def test_messages_reach_through_the_compiler() -> None:
 def test_what_pytorch_keeps_of_a_graph_is_not_taken_after_a_change(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(launching, "__file__", str(tmp_path / "launching.py"))
-    seen = [launching._sources.__wrapped__()]
+    monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
+    seen = [launch.sources.__wrapped__()]
     for name in ("kernels.py", "plan.json", "kernels.py"):
         (tmp_path / name).write_text("#" * len(seen))
-        seen.append(launching._sources.__wrapped__())
+        seen.append(launch.sources.__wrapped__())
     assert len(set(seen)) == 4
 
 

@@ -166,12 +166,12 @@ def test_opcheck(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("m", (3, 70))  # one program, which writes the sums itself, and several
-def test_calls_of_one_kind_are_repeated_right(m: int) -> None:
-    """On a GPU the third call of a kind repeats what the second was seen to do (``launching``), with other tensors."""
+def test_calls_that_share_a_plan_compute_of_their_own_tensors(m: int) -> None:
+    """With other tensors each time, two of which are one now and then."""
     for i in range(5):
         x, residual, dy, w, b = randn(m, 48), randn(m, 48), randn(m, 48), randn(48), randn(48)
         if i == 3:
-            b = w  # of the same kind, though two arguments are one
+            b = w
         leaves = [t.requires_grad_() for t in (x, w)] if b is w else [t.requires_grad_() for t in (x, w, b)]
         for ours, theirs in (
             (kb.layer_norm(x, w, b), _torch(x, w, b)),

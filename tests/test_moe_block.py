@@ -643,8 +643,29 @@ def test_bad_input(change: dict[str, Any], error: type, message: str) -> None:
         _call(ids)(**{**inputs, **moved})
 
 
+@pytest.mark.parametrize("packed", (False, True))
+def test_tensors_without_values(packed: bool) -> None:
+    layer = MoELayer(6, 64, 64, 2, device="meta")
+    layer.experts.add_lora(3)
+    if packed:
+        layer.experts.quantize()
+    x = torch.empty(2, 3, 64, device="meta", requires_grad=True)
+    out = layer(x)
+    out.sum().backward()
+    assert out.is_meta and out.shape == x.shape and x.grad is not None and layer.experts.down_b.grad is not None
+
+
 def test_bad_settings() -> None:
     inputs, ids = _inputs()
+    pair = torch.zeros(5, 3, 24, device=DEVICE), torch.zeros(5, 40, 3, device=DEVICE)
+    x, gate_up, down, gates = (inputs[name] for name in ("x", "gate_up", "down", "gates"))
+    for others, message in (
+        ({"gate_up_lora": (*pair, 1.0)}, "gate_up_lora must be a kernelbook.nn.LoRAPair or None, got tuple"),
+        ({"down_lora": LoRAPair(None, pair[1])}, "down_lora.a must be a torch.Tensor, got NoneType"),  # type: ignore
+        ({"gate_up_bias": "bias"}, "gate_up_bias must be a torch.Tensor, got str"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            gated_experts(x, gate_up, down, ids, gates, **others)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="activation must be one of 'silu', 'gelu', 'relu', got 'tanh'"):
         _call(ids, activation="tanh")(**inputs)
     with pytest.raises(ValueError, match="active must be one of 'auto', 'all', 'bound', 'count', got 'some'"):

@@ -898,7 +898,7 @@ BAD = {
     "scaling is a word": (
         _bad(scaling="half"),
         TypeError,
-        "moe_lora: scaling must be a number, got 'half'",
+        "moe_lora: scaling must be a number, got str",
     ),
     "ids instead of a routing": (
         _bad(routing=lambda: torch.zeros(2, 2)),

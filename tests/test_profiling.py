@@ -162,6 +162,11 @@ def test_command_with_a_config_of_transformers(
         (("--steps", "2"), "--steps must be at least --last (4), got 2"),
         (("--set", "slots"), "--set must have the form NAME=VALUE, got 'slots'"),
         (("--set", "colour=3"), "--set must name sizes of MoELayer"),
+        (("--set", "hidden_size=-4"), "MoELayer: hidden_size must be at least 1, got -4"),
+        (("--set", "intermediate_size=0"), "GatedExperts: intermediate_size must be at least 1, got 0"),
+        (("--set", "slots=9"), "MoELayer: slots must be in [1, 4], got 9"),
+        (("--set", "slots=x"), "MoELayer: slots must be an integer, got str"),
+        (("--set", "num_experts=True"), "MoELayer: num_experts must be an integer, got bool"),
         (("--first", "9", "--last", "3"), "1 <= first <= last"),
         (("--batch", "0"), "--batch must be at least 1, got 0"),
         (("--length", "-3"), "--length must be at least 1, got -3"),
@@ -184,6 +189,9 @@ def test_command_with_a_config_refuses_unknown_names(tmp_path: Path, capsys: pyt
     tiny_model("olmoe", num_hidden_layers=1).config.save_pretrained(tmp_path / "config")
     for more, message in (
         (("--set", "num_expertz=3"), "--set must name values of OlmoeConfig, got num_expertz"),
+        (("--set", "num_hidden_layers=x"), "profile: the model must run, and it raised Strict"),
+        (("--set", "num_attention_heads=7"), "profile: the model must run, and it raised RuntimeError: The size of"),
+        (("--set", "vocab_size=0"), "profile: the model must run, and it raised"),
         (("--experts", "bogus"), "bogus"),
     ):
         assert _command(tmp_path, "--config", str(tmp_path / "config"), "--length", "4", *more) == 2

@@ -501,7 +501,7 @@ BAD = {
     "small chunks": (
         _bad(chunk_size=15),
         ValueError,
-        "sparse_linear: chunk_size must be an integer of at least 16, got 15",
+        "sparse_linear: chunk_size must be at least 16, got 15",
     ),
     "unknown mode": (
         _bad(mode="sparse"),

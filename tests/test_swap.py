@@ -1,14 +1,30 @@
 """nn.swap on models made of PyTorch's modules, and on a GPT-2: right by the rule of check.py, and undone without a trace."""
 
+import copy
 import importlib
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensors import randn
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2Model, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma2Model,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import kernelbook as kb
 from kernelbook import check, runtime
@@ -196,6 +212,11 @@ def test_what_is_left_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
         swap([])  # type: ignore[arg-type]
 
 
+def test_a_swap_says_what_it_changed() -> None:
+    done = swap(nn.Sequential(nn.LayerNorm(4)), quiet=True)
+    assert repr(done) == str(done) == "swap: Sequential runs 1 LayerNorm on kernelbook"
+
+
 def test_gpt2(calls: dict[str, int]) -> None:
     torch.manual_seed(0)
     config = GPT2Config(
@@ -246,6 +267,56 @@ def test_a_soft_cap_stays(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with swap(model, quiet=True) as done:
             assert done.changed["config"] == "attention implementation"
             torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_of_other_dtypes_are_the_models_own() -> None:
+    """T5 keeps a part in float32 when it is loaded in float16; its norm then gives its weight's dtype, Llama's the wider one."""
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=31, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=3, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).to(runtime.DEVICE, torch.float16).eval()
+    for name, module in model.named_modules():
+        if name.endswith(".wo"):
+            module.float()
+    tokens = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+    with torch.no_grad():
+        expected = model(tokens, decoder_input_ids=tokens).logits
+        with swap(model, quiet=True) as done:
+            assert list(done.changed.values()).count("RMSNorm") == 12
+            ours = model(tokens, decoder_input_ids=tokens).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
+    norm, x = LlamaRMSNorm(24).to(runtime.DEVICE), randn(2, 24).bfloat16()
+    model = _llama()
+    model.model.norm = norm
+    with swap(model, quiet=True):
+        assert type(norm) is not LlamaRMSNorm and norm(x).dtype == torch.float32
+
+
+def _llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=24, intermediate_size=24, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=1, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(runtime.DEVICE).eval()
+
+
+def test_a_swapped_model_is_copied_and_pickled(tmp_path: Path) -> None:
+    model, tokens = _llama(), torch.arange(1, 10, device=runtime.DEVICE)[None]
+    swap(model, quiet=True)
+    classes = [type(module) for module in model.modules()]
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert [type(module) for module in other.modules()] == classes
+            assert torch.equal(other(tokens).logits, expected)
+    torch.save((model, tokens, expected), tmp_path / "model.pt")
+    script = (  # another process knows of no swap
+        "import sys, torch\n"
+        "model, tokens, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "with torch.no_grad():\n"
+        "    torch.testing.assert_close(model(tokens).logits, expected)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "model.pt")], check=True, timeout=300)
 
 
 def test_attention_says_what_it_cannot_do() -> None:

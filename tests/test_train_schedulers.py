@@ -57,7 +57,7 @@ def test_chunk_norms_of_what_is_special(device: torch.device) -> None:
         chunk_norms(grad.long())
     with pytest.raises(ValueError, match=r"chunk_norms: out must have shape \(3,\), got \(4,\)"):
         chunk_norms(grad, chunk_size=16, out=torch.zeros(4, device=device))
-    with pytest.raises(ValueError, match="chunk_norms: chunk_size must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match="chunk_norms: chunk_size must be at least 1, got 0"):
         chunk_norms(grad, chunk_size=0)
 
 

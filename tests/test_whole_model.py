@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
-from kernelbook import check, launching, nn, runtime
+from kernelbook import check, memory, nn, runtime
 from kernelbook.interop import rotary, transformers_norms
 from kernelbook.interop import transformers as interop
 from kernelbook.lab import arithmetic, cli, record, timing
@@ -167,7 +167,7 @@ def test_steps_of_decoding_in_a_compiled_graph(provider: str, monkeypatch: pytes
         for compiled in (True, False):
             torch.manual_seed(0)
             step, rewind = bench._decode_task(model, 2, 3000, compiled=compiled)
-            monkeypatch.setattr(launching, "_counters", {})
+            monkeypatch.setattr(memory, "_counters", {})
             with compiled_graphs() if compiled else contextlib.nullcontext():
                 outcomes.append([step().clone() for _ in range(6)])
                 rewind()
@@ -318,8 +318,8 @@ def test_another_rotation_is_left_alone() -> None:
     """One that turns neighbouring features; no attention at all; a part of the features, float64, a tangent to carry on."""
     from transformers.models.cohere.modeling_cohere import CohereAttention
 
-    assert rotary._with_kernel(CohereAttention) is None
-    assert rotary._with_kernel(torch.nn.Linear) is None
+    assert rotary._with_kernel(CohereAttention, CohereAttention.forward) is None
+    assert rotary._with_kernel(torch.nn.Linear, torch.nn.Linear.forward) is None
     given = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 4), torch.randn(1, 3, 4)
     assert rotary._or(lambda *others: others)(*given)[2] is given[2]
     doubles = tuple(torch.randn(1, 2, 3, 8, dtype=torch.float64) for _ in range(2))

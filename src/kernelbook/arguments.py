@@ -1,16 +1,18 @@
 """Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
 
-from kernelbook import launching, runtime
+from kernelbook import launch, runtime
 
 __all__ = [
     "FLOATING",
+    "autocast_dtype",
     "check_choice",
     "check_dtype",
     "check_index_values",
@@ -21,6 +23,8 @@ __all__ = [
     "check_shape",
     "check_tensor",
     "in_autocast_dtype",
+    "integer",
+    "number",
     "once",
 ]
 
@@ -42,7 +46,7 @@ def once(check: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(check)
     def checked(*args: Any) -> Result:
-        if runtime.COMPILE_ONLY or launching.is_transformed():
+        if runtime.COMPILE_ONLY or launch.is_transformed():
             return check(*args)
         key: list[Any] = []
         for arg in args:
@@ -158,6 +162,33 @@ def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+# A number is one of Python's or NumPy's, or of a class made of those. A bool says yes or no, a string has to be read, and a
+# tensor's value is on a device, which the host would have to wait for.
+
+
+def integer(op: str, name: str, value: Any, expected: str = "an integer", *, least: int | None = None) -> int:
+    """``value`` as an ``int`` (a ``torch.SymInt`` as it is).
+
+    Raises a ``TypeError`` where it is no integer, and a ``ValueError`` where it is less than ``least``.
+    """
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+        value = int(value)
+    if least is not None and value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return cast(int, value)
+
+
+def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
+    """``value`` as a ``float`` (a ``torch.SymFloat`` as it is); raises a ``TypeError`` where it is no real number."""
+    if type(value) is float or isinstance(value, torch.SymFloat):
+        return cast(float, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+    return float(value)
+
+
 def check_indices(op: str, name: str, value: object) -> None:
     """Raises unless ``value`` is a one-dimensional int64 or int32 tensor; :func:`check_index_values` reads it."""
     check_tensor(op, name, value, dtypes=(torch.int64, torch.int32))
@@ -166,22 +197,32 @@ def check_indices(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} must have one dimension, got shape {tuple(value.shape)}")
 
 
-def check_index_values(op: str, name: str, value: torch.Tensor, upper: int, *, unique: bool = False) -> None:
-    """Raises unless all entries lie in ``[0, upper)`` and, with ``unique``, none comes twice.
+def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | None, *, unique: bool = False) -> None:
+    """Raises unless all entries lie in ``[0, upper)``, from 0 on without ``upper``, and with ``unique`` none comes twice.
 
     Called from an operator's implementation, where the entries exist (``torch.compile`` traces the public function
     without them). They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1`` only: there it costs a
     synchronisation, so kernels mask ids out of range instead. A process that only compiles stands for one with a GPU.
     """
-    if value.numel() == 0 or runtime.COMPILE_ONLY or (value.is_cuda and not runtime.debug_enabled()):
+    unread = value.is_meta or runtime.COMPILE_ONLY or (value.is_cuda and not runtime.debug_enabled())
+    if value.numel() == 0 or unread:
         return
     low, high = int(value.min()), int(value.max())
-    if low < 0 or high >= upper:
-        raise ValueError(f"{op}: {name} must lie in [0, {upper}), got entries from {low} to {high}")
+    if low < 0 or (upper is not None and high >= upper):
+        expected = "not be negative" if upper is None else f"lie in [0, {upper})"
+        raise ValueError(f"{op}: {name} must {expected}, got entries from {low} to {high}")
     if unique:
         ids, counts = value.unique(return_counts=True)
         if ids.numel() != value.numel():
             raise ValueError(f"{op}: {name} must not repeat an entry, got {int(ids[counts > 1][0])} more than once")
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Autocast's dtype on the tensor's device; ``None`` where it is off."""
+    # PyTorch knows no autocast for meta tensors, and asking raises.
+    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    return torch.get_autocast_dtype(tensor.device.type)
 
 
 def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
@@ -190,10 +231,9 @@ def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     float64 tensors, integers and what is no tensor come back as they are.
     """
     first = tensors[0]
-    # PyTorch knows no autocast for meta tensors, and asking raises.
-    if not isinstance(first, torch.Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+    dtype = autocast_dtype(first) if isinstance(first, torch.Tensor) else None
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(
         t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors

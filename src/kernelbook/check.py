@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from kernelbook import launching
+from kernelbook import memory
 
 __all__ = [
     "ELEMENT_FACTOR",
@@ -179,7 +179,7 @@ def poisoned_empty() -> Iterator[None]:
         return lambda *args, **kwargs: _fill(allocate(*args, **kwargs))
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(launching.poisonable())
+        stack.enter_context(memory.poisonable())
         for owner, name in (
             (torch, "empty"),
             (torch, "empty_like"),

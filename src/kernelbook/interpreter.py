@@ -1,9 +1,15 @@
-"""What Triton's interpreter needs on a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not.
+"""What Triton's interpreter needs, and compiled kernels do not: no measured row depends on this file.
 
-A loop up to a number that a kernel is given failed. That is no matter of compiled kernels: no measured row depends on it.
+On a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not, and a loop up to a number that a
+kernel is given failed. And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
 """
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from kernelbook import runtime
 
@@ -20,6 +26,36 @@ def mend() -> None:
 
     if patch is not None:
         interpreter._patch_lang_tensor = patch_tensor
+
+
+@contextlib.contextmanager
+def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
+    """A kernel's arguments with float32 copies of bfloat16 tensors, which lie in memory alike; what it wrote is copied back.
+
+    A tensor is an argument itself, or the ``tensor`` of one that is a dataclass.
+    """
+    copies: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if place not in copies:
+            wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
+            once = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())  # of what is expanded
+            wide[once].copy_(tensor.detach()[once])
+            copies[place] = tensor, wide, wide.clone()
+        return copies[place][1]
+
+    given = []
+    for arg in args:
+        tensor = getattr(arg, "tensor", arg)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bfloat16:
+            given.append(arg)
+        else:
+            given.append(copy_of(arg) if tensor is arg else dataclasses.replace(arg, tensor=copy_of(tensor)))
+    yield given
+    for tensor, wide, before in copies.values():
+        if not torch.equal(wide.view(torch.int32), before.view(torch.int32)):
+            tensor.data.copy_(wide)  # autograd hears of it as little as of what a kernel writes on a GPU
 
 
 if runtime.INTERPRET:

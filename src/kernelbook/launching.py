@@ -2,27 +2,24 @@
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import math
 import re
-import threading
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernelbook import plans, runtime  # before Triton, which it sets up
+from kernelbook import launch, plans, runtime  # before Triton, which it sets up
+from kernelbook.launch import NAMESPACE, _is_watched, _of_thread, cdiv, is_aligned, is_transformed, sources
+from kernelbook.launch import _integer_kinds as _kinds
+from kernelbook.memory import PLAIN as _PLAIN
+from kernelbook.memory import _deterministic, _new, _poisoned, accumulator, empty, poisonable, tl_accumulator
+from kernelbook.memory import counters as _counters_on
 
 # isort: split
-import triton
-import triton.language as tl
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
@@ -56,29 +53,12 @@ __all__ = [
 ]
 
 
-def cdiv(a: int, b: int) -> int:
-    """``triton.cdiv``, without the wrapper that lets kernels call it too: the host's time counts for small problems."""
-    return -(-a // b)
-
-
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_profiling = torch._C._autograd._profiler_enabled
 _reader = torch._C._dynamo.eval_frame.get_eval_frame_callback  # of each Python function before it runs: the compiler
 
 
-def is_transformed() -> bool:
-    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
-    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
-
-
 def is_observed() -> bool:
-    """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
-    return (
-        torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
-        or forward_ad._current_level >= 0 or _transform() is not None
-        or (_dispatch_modes() > 0 and not is_recorded())  # which only notes what is done
-    )  # fmt: skip
+    """:func:`launch.is_observed`, but for the mode that only notes what a call does."""
+    return not is_recorded() and launch.is_observed()
 
 
 def is_recorded() -> bool:
@@ -87,17 +67,6 @@ def is_recorded() -> bool:
 
 
 # --- one launcher ---------------------------------------------------------------------------------------------------
-
-
-class _IntegerKinds(dict[int, int]):
-    """What Triton specializes an integer argument on: whether it is 1, a multiple of 16, and the type that holds it."""
-
-    def __missing__(self, value: int) -> int:
-        if len(self) >= 2**16:
-            self.clear()
-        wide = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
-        kind = self[value] = (value == 1) + 2 * (value % 16 == 0) + 4 * wide
-        return kind
 
 
 class BoxForm:
@@ -209,31 +178,11 @@ class _Handle:
         return make
 
 
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-_RUN = JITFunction.run
+_TRITON = launch._VERSION
 
-
-class _OfThread(threading.local):
-    tracing: Any = False  # True: a graph is being made of the kernels that are launched; or the _Recording of a call
-
-
-_of_thread = _OfThread()
 
 # Whether compiled kernels can be launched by their handles: on NVIDIA's GPUs, by a Triton whose launcher is known.
-_HAS_HANDLES = not runtime.INTERPRET and runtime.HAS_GPU and torch.version.hip is None and _TRITON in ((3, 6), (3, 7))
-
-
-def _is_watched() -> bool:
-    """Whether something in Triton wants to see, change or replace launches: hooks, profilers, recorders, debugging."""
-    watching = triton.knobs.runtime
-    return bool(
-        JITFunction.run is not _RUN
-        or getattr(watching.launch_enter_hook, "calls", watching.launch_enter_hook)
-        or getattr(watching.launch_exit_hook, "calls", watching.launch_exit_hook)
-        or watching.add_stages_inspection_hook is not None
-        or watching.debug
-        or triton.knobs.compilation.__dict__.get("instrumentation_mode")
-    )
+_HAS_HANDLES = launch._CALLS_COMPILED
 
 
 class Launch:
@@ -317,9 +266,6 @@ def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
     raise TypeError("a launch needs a tensor among its arguments")
 
 
-_kinds = _IntegerKinds()
-
-
 def _key(args: tuple[Any, ...], device: int) -> tuple[Any, ...]:
     """The key of a launch: with the same key (and the same types) Triton takes the same compiled kernel."""
     pointers = [arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor)]
@@ -390,66 +336,16 @@ def _variant(types: tuple[type, ...], kernel: Any, handles: dict[Any, _Handle]) 
 # --- counters ---------------------------------------------------------------------------------------------------------
 
 
-# Counters that are zero, as each launch leaves them: by device and stream, and (without a stream) for captured graphs.
-_counters: dict[tuple[int, int | None], torch.Tensor] = {}
-_counters_lock = threading.Lock()  # two threads may capture at once
-COUNTERS, CAPTURED_COUNTERS = 2**12, 2**18
-
-
 def tickets(count: int, device: torch.device) -> torch.Tensor:
-    """``count`` counters (int32), or more, which are zero and which no other stream uses: for kernels that leave them zero.
-
-    A captured graph may run beside anything, so that each call in it gets counters of its own, of memory that was zeroed
-    before; where there is none left, zeroing them becomes part of the graph.
-    """
+    """:func:`memory.counters`, noted where the call is recorded."""
     found = _counters_on(count, device)
     if isinstance(_of_thread.tracing, _Recording):
         _of_thread.tracing.count(found, count)
     return found
 
 
-def _counters_on(count: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":  # on the GPU that a process only compiles for they would be there already
-        made = torch.empty if runtime.COMPILE_ONLY else torch.zeros
-        return made(count, dtype=torch.int32, device=device)
-    index = device.index
-    if torch.cuda.is_current_stream_capturing():
-        with _counters_lock:
-            spare = _counters.get((index, None))
-            if spare is not None and spare.numel() >= count:
-                after = cdiv(count, 4) * 4  # on 16 bytes, as the kernel has it that was compiled for a call outside
-                found, _counters[index, None] = spare[:count], spare[after:]
-                return found
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    key = index, torch._C._cuda_getCurrentRawStream(index)
-    if key not in _counters or _counters[key].numel() < count:
-        stream = torch.cuda.current_stream(device)
-        _counters[key] = _kept_zeros(max(count, COUNTERS), stream)
-        # No graph begins before these are zero: whoever captures waits for the device.
-        if (index, None) not in _counters:
-            _counters.setdefault((index, None), _kept_zeros(CAPTURED_COUNTERS, stream))
-    return _counters[key]
-
-
-def _kept_zeros(count: int, stream: torch.cuda.Stream) -> torch.Tensor:
-    """``count`` zeros (int32) that outlive the call, made on ``stream`` by a thread of their own.
-
-    This thread's memory may come from a pool: of ``torch.cuda.use_mem_pool``, or of the graphs that ``torch.compile`` makes
-    with ``mode="reduce-overhead"``, which calls it an error where anything but outputs of graphs stays in there. Such
-    contexts are of a thread, and so are PyTorch's modes.
-    """
-
-    def make() -> torch.Tensor:
-        with torch.cuda.stream(stream):
-            return torch.zeros(count, dtype=torch.int32, device=stream.device)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
-
-
 # --- calls that are repeated --------------------------------------------------------------------------------------
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _SIMPLE = frozenset((bool, float, int, str, type(None)))
 Public = TypeVar("Public", bound=Callable[..., Any])
 _NEW = {
@@ -803,16 +699,6 @@ _IN_SCHEMA = {
 }
 
 
-@functools.cache
-def _sources() -> str:
-    """Changes whenever a file of the package does: PyTorch keeps on disk what it made of a graph's operators."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*")):
-        if path.suffix in {".py", ".json"}:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
 def _whole(name: str, compute: Callable[..., Any], hints: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Declares ``kernelbook::<name>_whole``: a public function as one operator, made of those that it calls.
 
@@ -833,28 +719,25 @@ def _whole(name: str, compute: Callable[..., Any], hints: dict[str, Any]) -> tup
         conditions.append(f"({given} is None or {condition})" if optional else condition)
         declared.append(f"{kind}{'?' * optional} {given}")
         arguments.append(given)
-    qualified, args = f"{NAMESPACE}::{name}_whole", ", ".join(arguments)
+    args = ", ".join(arguments)
     several = result is not torch.Tensor
     scope: dict[str, Any] = {"_compute": compute}
     lines = [
-        f"def _implementation({args}, _sources):",
+        f"def _implementation({args}):",
         f" _found = _compute({', '.join(given if given in arguments else 'None' for given, _ in parameters)})",
         f" return {'list(_found) if type(_found) is tuple else [_found]' if several else '_found'}",
     ]
     exec("\n".join(lines), scope)  # noqa: S102
-    torch.library.define(
-        qualified,
-        f"({', '.join(declared)}, str sources) -> Tensor{'[]' * several}",
-        tags=(torch.Tag.pt2_compliant_tag,),
+    registered = launch.composite(
+        f"{name}_whole({', '.join(declared)}) -> Tensor{'[]' * several}", scope["_implementation"]
     )
-    torch.library.impl(qualified, "CompositeImplicitAutograd", scope["_implementation"])
     return [
         " if _is_compiling():",
         f"  if {' and '.join(conditions)}:",
-        f"   _found = _operator({args}, {_sources()!r})",
+        f"   _found = _operator({args}, {sources()!r})",
         f"   return {'_found[0] if len(_found) == 1 else tuple(_found)' if several else '_found'}",
     ], {
-        "_Tensor": torch.Tensor, "_operator": getattr(getattr(torch.ops, NAMESPACE), f"{name}_whole").default,
+        "_Tensor": torch.Tensor, "_operator": registered,
         "_is_compiling": torch.compiler.is_dynamo_compiling,
     }  # fmt: skip
 
@@ -875,8 +758,6 @@ def settings() -> tuple[bool, ...]:
 
 
 # --- one declaration an operator ------------------------------------------------------------------------------------
-
-NAMESPACE = "kernelbook"
 
 
 def operator(
@@ -933,14 +814,7 @@ def operator(
 
     implementation = compute_widened if runtime.INTERPRET else compute
 
-    @functools.cache
-    def untraced() -> Callable[..., Any]:
-        return torch.compiler.disable(implementation)
-
     def dispatched(*args: Any) -> Any:
-        # What the compiler is at work on it would read here too; a program that it has made it does not read.
-        if _reader() is not None:
-            return untraced()(*args)
         return (implementation if is_observed() else perform)(*args)
 
     def keep_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -951,14 +825,9 @@ def operator(
     def differentiate_all(ctx: Any, *gradients: Any) -> Any:
         return differentiate(ctx, *(gradients[:-saved] if saved else gradients))
 
-    torch.library.define(qualified, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "default", dispatched)
-    torch.library.register_fake(qualified, outputs)
-    torch.library.register_autograd(qualified, differentiate_all, setup_context=keep_all)
-    registered = getattr(getattr(torch.ops, NAMESPACE), qualified.partition("::")[2]).default
-    if visible and _HAS_HANDLES:
-        _decompose(qualified, compute)
-
+    registered = launch.operator(
+        schema, outputs=outputs, run=dispatched, setup_context=keep_all, backward=differentiate_all, visible=visible
+    )
     parameters = [
         parameter.split() for parameter in schema.partition("(")[2].rpartition(" ->")[0].strip("()").split(",")
     ]
@@ -1035,87 +904,7 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
 
 
-def _decompose(qualified: str, compute: Callable[..., Any]) -> None:
-    """Has the compiler see the kernels that the operator launches, as ``torch.library.triton_op`` does."""
-    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-
-    def decomposed(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        from torch._subclasses import FakeTensor
-        from torch.export._trace import custom_triton_ops_decomposition_disabled
-
-        # An exported program keeps operators. So does one in which PyTorch fills new memory with NaN: it has no way to do
-        # that between an allocation and a kernel that stand in one graph.
-        deterministic: Any = torch.utils.deterministic
-        filled = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
-        if filled or custom_triton_ops_decomposition_disabled():
-            return mode.__torch_dispatch__(op, types, args, kwargs)
-        if any(not issubclass(t, FakeTensor) and t not in (torch.Tensor, FunctionalTensor) for t in types):
-            return NotImplemented
-        before, _of_thread.tracing = _of_thread.tracing, True
-        try:
-            with mode:
-                return compute(*args, **kwargs)
-        finally:
-            _of_thread.tracing = before
-
-    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed)
-
-
 # --- tensors and dtypes as kernels take them ------------------------------------------------------------------------
-
-
-def is_aligned(*tensors: torch.Tensor | None) -> bool:
-    """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
-    if _of_thread.tracing is not True:
-        for tensor in tensors:
-            if tensor is not None and tensor.data_ptr() % 16:
-                return False
-    return True
-
-
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-_deterministic = torch._C._get_deterministic_algorithms
-_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # what Inductor's programs allocate by
-
-
-_poisoned: list[None] = []  # while somebody fills new memory: every call thinks anew then, and asks torch.empty
-
-
-@contextlib.contextmanager
-def poisonable() -> Iterator[None]:
-    """Within the context all memory comes from ``torch.empty`` and its like, for :func:`check.poisoned_empty`."""
-    _poisoned.append(None)
-    try:
-        yield
-    finally:
-        _poisoned.pop()
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """``torch.empty(shape, dtype=dtype, device=like.device)``, on a GPU for less than half of its host time."""
-    if (
-        _HAS_HANDLES and _new is not None and type(like) in _PLAIN and like.get_device() == _current_device()
-        and not _deterministic()  # PyTorch may fill new memory then
-        and not _dispatch_modes() and not _poisoned
-    ):  # fmt: skip
-        return _new(*_contiguous(shape), dtype)
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-@functools.lru_cache(maxsize=4096)
-def _contiguous(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the strides of a contiguous tensor, as tuples."""
-    return tuple(shape), tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are summed: float64 for float64, float32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def tl_accumulator(dtype: torch.dtype) -> tl.dtype:
-    """:func:`accumulator` as a kernel's ``ACC`` takes it."""
-    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 _fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # what the switch itself asks

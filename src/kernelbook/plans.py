@@ -30,6 +30,7 @@ import triton
 
 __all__ = [
     "MAX_REGISTERS",
+    "KeptPlans",
     "Planner",
     "Resources",
     "as_json",
@@ -283,6 +284,29 @@ def derived(function: Rule) -> Rule:
 def remembered(cache: Any) -> None:
     """Has ``cache.cache_clear()`` called whenever plans change."""
     _caches.append(cache)
+
+
+Plan = TypeVar("Plan")
+
+
+class KeptPlans(dict[Any, Plan]):
+    """A room's plans by kind of call: some thousands, of which the oldest makes place for a new one; none when plans change."""
+
+    MOST = 4096
+
+    def __init__(self) -> None:
+        super().__init__()
+        remembered(self)
+
+    def keep(self, key: Any, plan: Plan) -> None:
+        """Keeps a plan, which holds no tensor, address, stream or counter."""
+        if len(self) >= self.MOST:
+            self.pop(next(iter(self)), None)
+        self[key] = plan
+
+    def cache_clear(self) -> None:
+        """Drops all; what is kept by a call that goes on meanwhile is kept."""
+        self.clear()
 
 
 def planners() -> Mapping[str, Planner]:

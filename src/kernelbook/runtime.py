@@ -264,20 +264,20 @@ TARGETS: dict[str, DeviceProperties] = {
 # Few multiprocessors, so that persistent kernels loop in the interpreter too; an H200's limits on the rest.
 _INTERPRETER = dataclasses.replace(TARGETS["sm_90"], name="Triton interpreter", arch="interpreter", num_sms=2)
 
-_target: DeviceProperties | None = None
+compile_target: DeviceProperties | None = None  # what kernels are compiled for while nothing is launched
 
 
 @contextlib.contextmanager
 def compiling_for(target: str | DeviceProperties) -> Iterator[DeviceProperties]:
     """Within the context :func:`properties` describes ``target``: a key of :data:`TARGETS`, or a GPU's own properties."""
-    global _target
+    global compile_target
     if isinstance(target, str) and target not in TARGETS:
         raise ValueError(f"compiling_for: target must be one of {', '.join(TARGETS)}, got {target!r}")
-    before, _target = _target, TARGETS[target] if isinstance(target, str) else target
+    before, compile_target = compile_target, TARGETS[target] if isinstance(target, str) else target
     try:
-        yield _target
+        yield compile_target
     finally:
-        _target = before
+        compile_target = before
 
 
 @functools.cache
@@ -300,13 +300,13 @@ def _gpu_properties(index: int) -> DeviceProperties:
 
 def can_launch() -> bool:
     """False in a process that can only compile, unless its launches are being recorded (see ``compiled``)."""
-    return not COMPILE_ONLY or _target is not None
+    return not COMPILE_ONLY or compile_target is not None
 
 
 def properties(device: torch.device | None = None) -> DeviceProperties:
     """The properties of ``device`` (default: the current GPU), of the interpreter, or of the compilation target."""
-    if _target is not None:
-        return _target
+    if compile_target is not None:
+        return compile_target
     if DEVICE.type != "cuda":
         return TARGETS["sm_90"] if COMPILE_ONLY else _INTERPRETER
     index = device.index if device is not None and device.index is not None else torch.cuda.current_device()

@@ -56,7 +56,8 @@ def flash_attention(
         scale: what scores are multiplied by; ``None``: 1 / sqrt(D). Scaled scores may be as large as 1e8: beyond, float32
             cannot tell them apart.
         lengths: (B,) int64 or int32: so many keys of each sequence exist. Whatever lies beyond has no effect, and its
-            gradient is zero; with ``causal`` the last query stands at the last existing key. On a GPU what is not in [0, S] is clamped.
+            gradient is zero; with ``causal`` the last query stands at the last existing key. What is not in [0, S] is an error on
+            the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, it is clamped.
         window: with ``causal``, a query at position ``i`` sees the keys ``i - window < j <= i`` only; from 1 on, also beyond S.
 
     Returns:
@@ -90,19 +91,21 @@ def paged_attention(
         k_pages, v_pages: (P, H_kv, page, D), the dtype of ``q``, any strides (fast where rows are contiguous); H_kv divides
             H, and a page has 16 to 256 slots, a multiple of 16.
         block_table: (B, n) int64 or int32: key ``j`` of sequence ``b`` lies in slot ``j % page`` of page
-            ``block_table[b, j // page]``. Sequences may share pages.
-        lengths: (B,) int64 or int32: how many keys each sequence has, the new ones among them; what is not in
-            [0, n * page] is clamped.
+            ``block_table[b, j // page]``. Sequences may share pages. A page that is not in [0, P) is not there; under
+            ``KERNELBOOK_DEBUG=1`` one that a key lies on is an error, but for -1.
+        lengths: (B,) int64 or int32: how many keys each sequence has, the new ones among them. What is not in
+            [0, n * page] is an error on the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, it is clamped.
         scale: what scores are multiplied by; ``None``: 1 / sqrt(D).
 
     Returns:
-        (B, H, N, D) like ``q``. Slots beyond a sequence's length are never read, and keys on a page that is not in [0, P)
-        count as not there. A query that sees no key gets zeros. Nothing waits for the device, and a captured CUDA graph
-        follows what ``lengths`` and ``block_table`` hold when it is replayed.
+        (B, H, N, D) like ``q``. Slots beyond a sequence's length are never read, and neither are keys on a page that is not
+        there. A query that sees no key gets zeros. Nothing waits for the device, and a captured CUDA graph follows what
+        ``lengths`` and ``block_table`` hold when it is replayed.
 
     Raises:
         TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``scale`` is not a number.
-        ValueError: a shape, a device or ``scale`` is not as above; on the CPU also an entry out of range.
+        ValueError: a shape, a device or ``scale`` is not as above, or, where they are checked, an entry of ``lengths`` or
+            ``block_table``.
     """
     q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
     scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
@@ -119,14 +122,16 @@ def append_to_pages(
     Args:
         k, v: (B, H_kv, N, D), the dtype of the pages, any strides.
         k_pages, v_pages, block_table: as for :func:`paged_attention`.
-        lengths: (B,) int64 or int32: how many keys each sequence has so far; it is not changed.
+        lengths: (B,) int64 or int32: how many keys each sequence has so far; it is not changed. One below 0 is an error on
+            the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, positions below 0 are not written.
 
     What has no room in ``block_table``, or belongs on a page that is not in [0, P), is not written. Two sequences must not
     write to one page: that page has to be copied first. Nothing waits for the device.
 
     Raises:
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
-        ValueError: a shape or a device is not as above.
+        ValueError: a shape or a device is not as above, or, where they are checked, an entry of ``lengths`` or
+            ``block_table``.
     """
     _check_append(k, v, k_pages, v_pages, block_table, lengths)
     if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
@@ -158,11 +163,10 @@ def _check_heads(op: str, names: str, h: int, h_kv: int) -> None:
 def _checked_scale(op: str, scale: Any, d: int) -> float:
     if scale is None:
         return 1 / math.sqrt(d)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"{op}: scale must be a number or None, got {type(scale).__name__}")
-    if not -MAX_SCALE <= scale <= MAX_SCALE:
-        raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {scale!r}")
-    return float(scale)
+    found = arguments.number(op, "scale", scale, "a number or None")
+    if not -MAX_SCALE <= found <= MAX_SCALE:
+        raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {found!r}")
+    return found
 
 
 @arguments.once
@@ -183,8 +187,7 @@ def _check_flash(
         arguments.check_shape(op, "lengths", lengths, (b,))
         arguments.check_same_device(op, q=q, lengths=lengths)
     if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int):
-            raise TypeError(f"{op}: window must be an int or None, got {type(window).__name__}")
+        window = arguments.integer(op, "window", window, "an int or None")
         if window < 1 or not causal:
             raise ValueError(
                 f"{op}: window must be at least 1 and come with causal=True, got {window} and causal={causal}; for other "
@@ -546,12 +549,22 @@ def _decode(
     )  # fmt: skip
 
 
+def _check_table(op: str, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, k_pages: torch.Tensor) -> None:
+    """Raises unless the pages of positions ``[first, end)`` are in the pool, or -1; for ``KERNELBOOK_DEBUG=1``: it waits."""
+    page = k_pages.shape[2]
+    begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
+    pages = table[(begins < end[:, None]) & (begins + page > first[:, None])]
+    arguments.check_index_values(op, "block_table", pages[pages != -1], k_pages.shape[0])
+
+
 def _run_paged(
     o: torch.Tensor, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
     lengths: torch.Tensor, scale: float,
 ) -> None:  # fmt: skip
     room = block_table.shape[1] * k_pages.shape[2]
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
+    if runtime.debug_enabled():
+        _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
     if o.numel() == 0 or room == 0 or k_pages.shape[0] == 0:
         o.zero_()
         return
@@ -574,6 +587,9 @@ def _run_append(
     pages, _, page, _ = k_pages.shape
     if k.numel() == 0 or block_table.numel() == 0 or pages == 0:
         return
+    arguments.check_index_values("append_to_pages", "lengths", lengths, None)
+    if runtime.debug_enabled():
+        _check_table("append_to_pages", block_table, lengths, lengths + n, k_pages)
     config = kernels_decode.APPEND_CONFIG
     launch = _launch(
         kernels_decode._append_to_pages_kernel, PAGE=page, D=d, BLOCK_D=kernels.block_d(d), **config.kwargs,

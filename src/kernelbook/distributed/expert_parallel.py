@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from kernelbook import arguments, launching
 from kernelbook.distributed.exchange import exchange, exchange_all
-from kernelbook.distributed.packed import ExpertBytes, by_expert
+from kernelbook.distributed.packed import by_expert
 from kernelbook.distributed.windows import exchange_shared, windows_of
-from kernelbook.nn.moe import GatedExperts, LoRAPair
+from kernelbook.nn.moe import GatedExperts, LoRAPair, NF4Parametrization
 
 __all__ = ["ExpertParallel"]
 
@@ -105,13 +105,13 @@ class ExpertParallel(ParallelStyle):
         num_experts, ranks = int(experts.num_experts), device_mesh.size()
         size = -(-num_experts // ranks)
         share = _Share(num_experts, size, device_mesh, ranks if self.gradients == "mean" else 1, self.waits)
-        by_expert(module)
         for name, parts in getattr(module, "parametrizations", {}).items():
-            if len(parts) != 1 or not isinstance(parts[0], ExpertBytes):
+            if len(parts) != 1 or not isinstance(parts[0], NF4Parametrization):
                 raise ValueError(
                     f"ExpertParallel: {name} must be dense or 4-bit by kernelbook's quantize_parameter or quantize_experts, "
                     f"got a parametrization by {type(parts[0]).__name__}"
                 )
+        by_expert(module)
         for owner, name, parameter in _sharded(module, num_experts):
             spread = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             owner.register_parameter(name, torch.nn.Parameter(spread, requires_grad=parameter.requires_grad))

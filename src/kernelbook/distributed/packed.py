@@ -82,7 +82,7 @@ def by_expert(module: torch.nn.Module) -> int:
     Raises:
         ValueError: an expert's elements are not a multiple of the block size, so that experts share a byte or a scale.
     """
-    found = 0
+    found, to_change = 0, []
     for owner in list(module.modules()):
         if not parametrize.is_parametrized(owner):
             continue
@@ -98,7 +98,9 @@ def by_expert(module: torch.nn.Module) -> int:
                     f"by_expert: each expert of {name} must have a multiple of block_size ({q.block_size}) elements, so that "
                     f"it can be sharded, got shape {q.shape}"
                 )
-            q = _own_scales(q)
-            parts[0] = ExpertBytes(q).train(parts[0].training)
-            parts.original = torch.nn.Parameter(_rows(q.packed, q.shape[0]), requires_grad=False)
+            to_change.append((parts, q))
+    for parts, q in to_change:
+        q = _own_scales(q)
+        parts[0] = ExpertBytes(q).train(parts[0].training)
+        parts.original = torch.nn.Parameter(_rows(q.packed, q.shape[0]), requires_grad=False)
     return found

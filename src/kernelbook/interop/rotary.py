@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kernelbook import launching  # before Triton, which it sets up
+from kernelbook.interop import transformers_attention
 from kernelbook.launching import Launch, cdiv
 from kernelbook.nn import kernels
 
@@ -112,9 +113,9 @@ def _is_rotation(function: Any) -> bool:
     )
 
 
-def _with_kernel(kind: type[torch.nn.Module]) -> type[torch.nn.Module] | None:
+@functools.cache
+def _with_kernel(kind: Any, forward: Any) -> type[torch.nn.Module] | None:
     """The attention class that calls :func:`rotate` instead of its module's function; ``None`` where that cannot be."""
-    forward: Any = kind.forward
     names = getattr(forward, "__globals__", {})
     if inspect.unwrap(forward) is not forward or FUNCTION not in forward.__code__.co_names or FUNCTION not in names:
         return None
@@ -132,18 +133,26 @@ def _with_kernel(kind: type[torch.nn.Module]) -> type[torch.nn.Module] | None:
         forward.__closure__,
     )
     own.__kwdefaults__ = forward.__kwdefaults__
-    return type(kind.__name__, (kind,), {"forward": own, "__module__": __name__})
+    return type(kind.__name__, (kind,), {"forward": own, "__module__": __name__, "__reduce_ex__": _reduce})
+
+
+def _reduce(module: torch.nn.Module, protocol: Any) -> Any:
+    """How such a module is pickled: pickle finds classes by their names, which this one does not have. It is made again."""
+    kind: Any = type(module).__bases__[0]
+    return _new, (kind,), *kind.__reduce_ex__(module, protocol)[2:]
+
+
+def _new(kind: Any) -> torch.nn.Module:
+    """A module of the class on the kernel, or of ``kind`` where another version of transformers has it otherwise."""
+    transformers_attention.register()  # in another process nobody has, and the model's configuration names it
+    made = _with_kernel(kind, kind.forward) or kind
+    return made.__new__(made)
 
 
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, type[torch.nn.Module]]]:
     """The attention modules of ``model`` that turn queries and keys so: name, module, and its class on the kernel."""
-    kinds: dict[type, type | None] = {}
     for name, module in model.named_modules():
-        kind = type(module)
-        if kind.__module__ == __name__:
-            continue
-        if kind not in kinds:
-            kinds[kind] = _with_kernel(kind)
-        new = kinds[kind]
+        kind: Any = type(module)
+        new = None if kind.__module__ == __name__ else _with_kernel(kind, kind.forward)
         if new is not None:
             yield name, module, new

@@ -28,7 +28,15 @@ from torch.nn.utils import parametrize
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor
-from kernelbook.nn.moe import Float8Tensor, LoRAPair, Weight, gated_experts, quantize_parameter, stored_weight
+from kernelbook.nn.moe import (
+    Float8Tensor,
+    LoRAPair,
+    Weight,
+    gated_experts,
+    quantizable,
+    quantize_parameter,
+    stored_weight,
+)
 
 __all__ = [
     "NAME",
@@ -273,6 +281,7 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
         for weight in _weight_names(experts):
             if parametrize.is_parametrized(experts, weight) or getattr(experts, weight).element_size() == 1:
                 raise ValueError(f"quantize_experts: {name}.{weight} must be dense, but it is compressed already")
+            quantizable(experts, weight, block_size)
     saved = 0
     for _, experts in found:
         for weight in _weight_names(experts):

@@ -3,6 +3,7 @@
 transformers has a class for each model's norm. One is taken for an RMS norm by what it computes, not by its name.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,24 @@ class _Norm(torch.nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype != self.weight.dtype:  # the models' norms differ in what comes out then
+            return super().forward(hidden_states)  # type: ignore[no-any-return, misc]
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle finds classes by their names, which this one does not have: it is made again."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).__bases__[1],), *reduced[2:]
+
+
+@functools.cache
+def _on_kernel(kind: Any) -> type[torch.nn.Module]:
+    return type(kind.__name__, (_Norm, kind), {"__module__": __name__})
+
+
+def _new(kind: Any) -> torch.nn.Module:
+    made = _on_kernel(kind)
+    return made.__new__(made)
 
 
 def _is_rms_norm(kind: type[torch.nn.Module], size: int, eps: float) -> bool:
@@ -43,7 +61,7 @@ def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, ty
     """The RMS norms of ``model`` that have ``weight`` and ``variance_epsilon``: name, module, and its class on the kernel."""
     kinds: dict[type, type | None] = {}
     for name, module in model.named_modules():
-        kind = type(module)
+        kind: Any = type(module)
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
         if (
             issubclass(kind, _Norm)
@@ -54,7 +72,7 @@ def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, ty
             continue
         if kind not in kinds:
             fits = _is_rms_norm(kind, 32, eps)
-            kinds[kind] = type(kind.__name__, (_Norm, kind), {"__module__": __name__}) if fits else None
+            kinds[kind] = _on_kernel(kind) if fits else None
         new = kinds[kind]
         if new is not None:
             yield name, module, new

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -147,10 +149,18 @@ def bench(
     if not _can_measure():
         print("bench: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
+    try:
+        record.check_folder("bench", out)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     folder = out / runtime.device_slug()
     code = 0
     for room in names:
         one = registry.bench(room)
+        if one.cases is not None and layers is not None:
+            print(f"bench: {room} does not take --layers", file=sys.stderr)
+            return 2
         if one.cases is None:
             code = max(code, _run(one, folder, select=select, layers=layers))
             continue
@@ -274,6 +284,13 @@ def _part(text: str) -> tuple[int, int]:
     return int(own), int(of)
 
 
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above zero, got {text}")
+
+
 def _pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -292,7 +309,7 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("room", nargs="?", choices=registry.NAMES, help="what to measure")
     measure.add_argument("--all", action="store_true", help="measure everything that is measured case by case")
     measure.add_argument("--out", type=Path, default=None, help="folder for <gpu>/<room>.csv (default: book/results)")
-    measure.add_argument("--rep-ms", type=float, default=100.0, help="how long to sample each call (default: 100)")
+    measure.add_argument("--rep-ms", type=_positive, default=100.0, help="how long to sample each call (default: 100)")
     measure.add_argument(
         "--select",
         type=_pattern,

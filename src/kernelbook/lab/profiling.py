@@ -14,7 +14,6 @@ import argparse
 import ast
 import atexit
 import dataclasses
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch._C._autograd import DeviceType
 
 from kernelbook import runtime
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 
 __all__ = [
     "Kernel",
@@ -105,10 +104,7 @@ class StepProfiler:
         if not 1 <= first <= last:
             raise ValueError(f"StepProfiler: first and last must be 1 <= first <= last, got {first} and {last}")
         self.out, self.first, self.last, self.top = Path(out), first, last, top
-        there = next(path for path in (self.out.absolute(), *self.out.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            kind = "that cannot be written to" if there.is_dir() else "that is a file"
-            raise ValueError(f"StepProfiler: out must be a folder to write to, got {self.out}, {kind} ({there})")
+        record.check_folder("StepProfiler", self.out)
         self.report: Report | None = None
         self._profile: Any = None
         self._recorded = 0
@@ -328,30 +324,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def profile(given: argparse.Namespace) -> int:
-    """Runs the command; 2 where its arguments do not go together."""
+    """Runs the command; 2 where its arguments do not go together, or describe a model that does not run."""
     try:
-        if given.nf4 and not given.lora:
-            raise ValueError("profile: --nf4 freezes the experts, so there must be --lora RANK to train")
-        if given.steps < given.last:
-            raise ValueError(f"profile: --steps must be at least --last ({given.last}), got {given.steps}")
-        for name, least in (("batch", 1), ("length", 1), ("lora", 0), ("top", 1)):
-            value = getattr(given, name)
-            if value is not None and value < least:
-                raise ValueError(f"profile: --{name} must be at least {least}, got {value}")
-        if given.config is None and given.experts != "kernelbook":
-            raise ValueError(f"profile: --experts must come with --config, got --experts {given.experts} without it")
-        profiler = StepProfiler(given.out, first=given.first, last=given.last, top=given.top)
-        step = _step_of(given)
+        return _profile(given)
     except (ImportError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 2
+    except Exception as error:  # whatever a model raises whose sizes do not fit
+        if runtime.debug_enabled():
+            raise
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(f"profile: the model must run, and it raised {what}", file=sys.stderr)
+    return 2
+
+
+def _profile(given: argparse.Namespace) -> int:
+    if given.nf4 and not given.lora:
+        raise ValueError("profile: --nf4 freezes the experts, so there must be --lora RANK to train")
+    if given.steps < given.last:
+        raise ValueError(f"profile: --steps must be at least --last ({given.last}), got {given.steps}")
+    for name, least in (("batch", 1), ("length", 1), ("lora", 0), ("top", 1)):
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise ValueError(f"profile: --{name} must be at least {least}, got {value}")
+    if given.config is None and given.experts != "kernelbook":
+        raise ValueError(f"profile: --experts must come with --config, got --experts {given.experts} without it")
+    profiler = StepProfiler(given.out, first=given.first, last=given.last, top=given.top)
+    step = _step_of(given)
     try:
         for number in range(1, given.steps + 1):
             profiler.begin(number)
             step()
             profiler.end(number)
     finally:
-        report = profiler.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where nothing was recorded, the error says why
+            report = profiler.close()
     assert report is not None
     print(report.table(given.top))
     for path in (report.trace, report.snapshot, report.table_file):
@@ -369,7 +376,7 @@ def _changes(items: list[str]) -> dict[str, Any]:
             raise ValueError(f"profile: --set must have the form NAME=VALUE, got {item!r}")
         try:
             found[name] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
+        except (SyntaxError, TypeError, ValueError):
             found[name] = value
     return found
 

@@ -35,6 +35,7 @@ __all__ = [
     "ENVIRONMENT",
     "KEY",
     "LATER_COLUMNS",
+    "check_folder",
     "drop_unused_ceilings",
     "environment",
     "gpu_name",
@@ -66,7 +67,17 @@ LATER_COLUMNS = {
 # What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
 # version is the same wherever it is computed.
 PACKAGE = Path(__file__).resolve().parents[1]
-SHARED_SOURCES = ("launching.py", "arguments.py", "plans.py", "runtime.py", "tiles.py", "packed", "tuned")
+SHARED_SOURCES = (
+    "launch.py",
+    "launching.py",
+    "memory.py",
+    "arguments.py",
+    "plans.py",
+    "runtime.py",
+    "tiles.py",
+    "packed",
+    "tuned",
+)
 BOUNDS = ("packed_cublas",)  # providers that do a part of the work only: no peer, since nobody can call one instead
 
 
@@ -177,6 +188,14 @@ def drop_unused_ceilings(folder: Path) -> None:
     header, *rows = path.read_text().splitlines(keepends=True)
     used = [row for row in rows if any(row.split(",", 1)[0] in other for other in others)]
     replace_file(path, "".join([header, *used]))
+
+
+def check_folder(op: str, out: Path) -> None:
+    """Raises a ``ValueError`` unless ``out`` is a folder that can be written to, or may become one."""
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        kind = "that cannot be written to" if there.is_dir() else "that is a file"
+        raise ValueError(f"{op}: out must be a folder to write to, got {out}, {kind} ({there})")
 
 
 def results_dir() -> Path:

@@ -235,12 +235,13 @@ class Worker:
 def _serve(pipe: Any) -> None:
     os.environ["KERNELBOOK_PLANS"] = "rules"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    while True:
-        function, arguments = pipe.recv()
-        try:
-            pipe.send(("", function(*arguments)))
-        except Exception as error:  # one of the device leaves nothing of use behind: this process is replaced
-            pipe.send((f"{type(error).__name__}: {str(error)[:200]}", None))
+    with contextlib.suppress(EOFError):  # who asks has ended
+        while True:
+            function, arguments = pipe.recv()
+            try:
+                pipe.send(("", function(*arguments)))
+            except Exception as error:  # one of the device leaves nothing of use behind: this process is replaced
+                pipe.send((f"{type(error).__name__}: {str(error)[:200]}", None))
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -468,6 +469,10 @@ def main(given: argparse.Namespace, rooms: Sequence[str]) -> int:
         unknown = [room for room in given.room if room not in rooms]
         if unknown:
             raise ValueError(f"tune: ROOM must be of {', '.join(rooms)}, got {', '.join(unknown)}")
+        if not given.minutes > 0:
+            raise ValueError(f"tune: --minutes must be above zero, got {given.minutes:g}")
+        if given.out is not None:
+            record.check_folder("tune", given.out)
         cases = _chosen_cases(given.room or list(rooms), parse_shape(given.shape), given.select)
     except re.error as error:
         print(f"tune: --select must be a regular expression, got {given.select!r}: {error}", file=sys.stderr)

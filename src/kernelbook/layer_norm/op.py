@@ -1,23 +1,37 @@
-"""The public functions, their operators, and the launches."""
+"""The public functions in the order of a call: observed or not, plan, new memory, launch; then the gradients the same way."""
 
-import functools
+import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.launching import Launch, cdiv
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.launch import (
+    Launch,
+    are_tensors,
+    cdiv,
+    composite,
+    form,
+    is_aligned,
+    launcher,
+    observed,
+    operator,
+    sources,
+    wants_gradient,
+)
 from kernelbook.layer_norm import kernels
-from kernelbook.plans import derived
+from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.plans import KeptPlans
 
 __all__ = ["layer_norm", "rms_norm"]
 
 BACKWARDS = ("partials", "locks")
 
 
-@launching.repeated()
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -55,15 +69,15 @@ def layer_norm(
     """
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape, backward)
-    _check(x, weight, bias, eps, backward)
-    out_dtype = _out_dtype(x)
-    if torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
-    ):
-        y: torch.Tensor = _norm(x, weight, bias, float(eps), out_dtype, True, backward)
-    else:
-        y = _inference(x, weight, bias, float(eps), out_dtype, True)
-    return y
+    if is_dynamo_compiling() and are_tensors(x, weight, bias):
+        return _layer_norm_whole(x, weight, bias, eps, backward, SOURCES)  # type: ignore[no-any-return]
+    if observed(x, weight, bias):
+        return _layer_norm_by_operators(x, weight, bias, eps, backward)
+    differentiable = wants_gradient(x, weight, bias)
+    plan = _forward_plan("layer_norm", x, None, weight, bias, eps, _out_dtype(x), differentiable, backward)
+    if plan.differentiable:
+        return _Norm.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
+    return _forward(plan, x, None, weight, bias)[0]
 
 
 @overload
@@ -78,7 +92,6 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@launching.repeated()
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -106,15 +119,21 @@ def rms_norm(
         TypeError: an argument is not a tensor of a supported dtype, or ``residual`` has not the dtype of ``x``.
         ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
     """
-    _check_rms(x, weight, residual, eps)
-    out_dtype = _out_dtype(x)
     found: Any
-    if residual is not None:
-        found = _norm_of_sum(x, residual, weight, float(eps), out_dtype)
-    elif torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        found = _norm(x, weight, None, float(eps), out_dtype, False, "partials")
+    if is_dynamo_compiling() and are_tensors(x, weight, residual):
+        found = _rms_norm_whole(x, weight, eps, residual, SOURCES)
+        return found[0] if residual is None else (found[0], found[1])
+    if observed(x, weight, residual):
+        found = _rms_norm_by_operators(x, weight, eps, residual)
+        return found[0] if residual is None else (found[0], found[1])
+    differentiable = wants_gradient(x, weight, residual)
+    plan = _forward_plan("rms_norm", x, residual, weight, None, eps, _out_dtype(x), differentiable, "partials")
+    if residual is None:
+        found = _Norm.apply(x, weight, None, plan) if plan.differentiable else _forward(plan, x, None, weight, None)[0]
+    elif plan.differentiable:
+        found = _NormOfSum.apply(x, residual, weight, plan)
     else:
-        found = _inference(x, weight, None, float(eps), out_dtype, False)
+        found = _forward(plan, x, residual, weight, None)[:2]
     return found
 
 
@@ -136,209 +155,277 @@ def _over_several(
     return layer_norm(rows, weight, bias, eps, backward=backward).view(x.shape)
 
 
-@arguments.once
-def _check(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -> None:
-    _check_rows("layer_norm", x, eps)
+def _out_dtype(x: torch.Tensor) -> torch.dtype:
+    """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
+    if not torch._C._is_any_autocast_enabled() or arguments.autocast_dtype(x) is None:
+        return x.dtype
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _check(op: str, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, backward: str) -> None:
+    arguments.check_tensor(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    _checked_numbers(op, eps, backward)
+    m, n = math.prod(x.shape[:-1]), x.shape[-1]
+    if m >= 2**31 or n >= 2**31 - 2**16:
+        raise ValueError(f"{op}: x must have fewer than 2^31 rows and columns, got {m} x {n}")
     for name, vector in (("weight", weight), ("bias", bias)):
-        if isinstance(vector, int | tuple | list):
+        if op == "layer_norm" and isinstance(vector, int | tuple | list):
             raise TypeError(
                 f"layer_norm: {name} must be a tensor (a shape goes into normalized_shape=), got {vector!r}"
             )
         if vector is not None:
-            arguments.check_tensor("layer_norm", name, vector)
-            arguments.check_shape("layer_norm", name, vector, x.shape[-1:])
-    arguments.check_same_device("layer_norm", x=x, weight=weight, bias=bias)
-    arguments.check_choice("layer_norm", "backward", backward, BACKWARDS)
-
-
-@arguments.once
-def _check_rms(x: torch.Tensor, weight: Any, residual: Any, eps: float) -> None:
-    _check_rows("rms_norm", x, eps)
-    if weight is not None:
-        arguments.check_tensor("rms_norm", "weight", weight)
-        arguments.check_shape("rms_norm", "weight", weight, x.shape[-1:])
+            arguments.check_tensor(op, name, vector)
+            arguments.check_shape(op, name, vector, x.shape[-1:])
     if residual is not None:
-        arguments.check_tensor("rms_norm", "residual", residual)
-        arguments.check_shape("rms_norm", "residual", residual, x.shape)
-        arguments.check_same_dtype("rms_norm", x=x, residual=residual)
-    arguments.check_same_device("rms_norm", x=x, weight=weight, residual=residual)
+        arguments.check_tensor(op, "residual", residual)
+        arguments.check_shape(op, "residual", residual, x.shape)
+        arguments.check_same_dtype(op, x=x, residual=residual)
+    arguments.check_same_device(op, x=x, weight=weight, bias=bias, residual=residual)
 
 
-def _check_rows(op: str, x: torch.Tensor, eps: float) -> None:
-    arguments.check_tensor(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+def _checked_numbers(op: str, eps: float, backward: str) -> tuple[float, str]:
+    """``eps`` as a float and ``backward`` as it is: what a plan's key holds of them."""
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not 0 <= eps < math.inf:
         raise ValueError(f"{op}: eps must be a number that is not negative, got {eps!r}")
-    m, n = math.prod(x.shape[:-1]), x.shape[-1]
-    if m >= 2**31 or n >= 2**31 - 2**16:
-        raise ValueError(f"{op}: x must have fewer than 2^31 rows and columns, got {m} x {n}")
-
-
-def _out_dtype(x: torch.Tensor) -> torch.dtype:
-    """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
-    lowered = torch.is_autocast_enabled(x.device.type) and x.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if lowered else x.dtype
+    arguments.check_choice(op, "backward", backward, BACKWARDS)
+    return float(eps), backward
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-@derived
-def _forward_launch(
-    n: int, itemsize: int, eps: float, dtype: torch.dtype, properties: runtime.DeviceProperties, *flags: bool
-) -> tuple[Launch, int]:
-    """-> the launch for rows of ``n`` elements, and the rows of a program. ``flags``: the kernel's ``HAS_...``, in order."""
-    config = kernels.plan_forward(n, itemsize, properties)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _ForwardPlan:
+    """What is decided for a kind of forward pass."""
+
+    eps: float
+    has_mean: bool
+    differentiable: bool  # the statistics are written, for a backward pass
+    backward: str  # of BACKWARDS
+    shape: torch.Size
+    dtype: torch.dtype  # of the result
+    sums_dtype: torch.dtype  # of the statistics
+    rows: int
+    columns: int
+    x_stride: int | None  # from row to row; None: no kernel can read the tensors as they lie
+    residual_stride: int
+    launch: Launch
+    grid: tuple[int]
+
+
+_forward_plans = KeptPlans[_ForwardPlan]()
+
+
+def _forward_plan(
+    op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    eps: float, dtype: torch.dtype, differentiable: bool, backward: str,
+) -> _ForwardPlan:  # fmt: skip
+    """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
+    if type(eps) is not float or type(backward) is not str:
+        eps, backward = _checked_numbers(op, eps, backward)
+    tensors = form(x), form(residual), form(weight), form(bias)
+    key = (op, tensors, eps, dtype, differentiable, backward, runtime.compile_target)
+    plan = _forward_plans.get(key)
+    if plan is None:
+        _check(op, x, residual, weight, bias, eps, backward)
+        plan = _new_forward_plan(op == "layer_norm", x, residual, weight, bias, eps, dtype, differentiable, backward)
+        _forward_plans.keep(key, plan)
+    return plan
+
+
+def _new_forward_plan(
+    has_mean: bool, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
+    bias: torch.Tensor | None, eps: float, dtype: torch.dtype, differentiable: bool, backward: str,
+) -> _ForwardPlan:  # fmt: skip
+    m, n = math.prod(x.shape[:-1]), x.shape[-1]
+    config = kernels.plan_forward(n, x.element_size(), runtime.properties(x.device))
     kernel = kernels._layer_norm_fwd_looped_kernel if config is None else kernels._layer_norm_fwd_kernel
-    config = config or kernels.looped_config(itemsize)
-    names = ("HAS_MEAN", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "HAS_STATISTICS")
-    constants = {**dict(zip(names, flags, strict=True)), "ACC": launching.tl_accumulator(dtype)}
-    launch = Launch(kernel, EPS=eps, **constants, **config.kwargs, num_warps=config.num_warps)
-    return launch, config.kwargs.get("BLOCK_M", 1)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(M, N) for (..., N), rows contiguous: a view where the strides allow it.
-
-    Kernels that read along another dimension would fetch a sector for each element; PyTorch's transposing copy does not.
-    """
-    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def _vector(vector: torch.Tensor | None) -> torch.Tensor | None:
-    return vector if vector is None or vector.stride(0) == 1 else vector.contiguous()
+    config = config or kernels.looped_config(x.element_size())
+    launch = launcher(
+        kernel, EPS=eps, HAS_MEAN=has_mean, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None, HAS_STATISTICS=differentiable, ACC=tl_accumulator(x.dtype),
+        **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    readable = _is_in_rows(x) and _is_in_rows(residual) and _is_dense(weight) and _is_dense(bias)
+    return _ForwardPlan(
+        eps=eps, has_mean=has_mean, differentiable=differentiable, backward=backward,
+        shape=x.shape, dtype=dtype, sums_dtype=accumulator(x.dtype), rows=m, columns=n,
+        x_stride=_row_stride(x) if readable else None, residual_stride=_row_stride(residual) if readable else 0,
+        launch=launch, grid=(cdiv(m, config.kwargs.get("BLOCK_M", 1)),),
+    )  # fmt: skip
 
 
 def _forward(
-    y: torch.Tensor, total: Any, statistics: Any, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float,
-    has_mean: bool,
-) -> None:  # fmt: skip
-    """Fills y and, where they are there, x + residual and the statistics."""
-    if y.numel() == 0:
-        if statistics is not None:
-            statistics.zero_()
-        return
-    x = _rows(x)
-    m, n = x.shape
-    launch, rows = _forward_launch(
-        int(n), x.element_size(), eps, x.dtype, runtime.properties(x.device),
-        has_mean, residual is not None, weight is not None, bias is not None, statistics is not None,
-    )  # fmt: skip
-    added, added_step = (None, 0) if residual is None else (_rows(residual), _rows(residual).stride(0))
-    launch(
-        (cdiv(m, rows),),
-        x, x.stride(0), added, added_step, _vector(weight), _vector(bias), y, total, statistics, m, n,
-    )  # fmt: skip
+    plan: _ForwardPlan, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, Any, Any]:  # fmt: skip
+    """-> y; with a residual x + residual, else None; if the plan is differentiable the statistics, else None."""
+    m, n = plan.rows, plan.columns
+    y = empty(plan.shape, plan.dtype, x)
+    total = None if residual is None else empty(plan.shape, x.dtype, x)
+    # Mean and rstd, (2, M), or rstd, (1, M).
+    statistics = empty((1 + plan.has_mean, m), plan.sums_dtype, x) if plan.differentiable else None
+    if m * n == 0:
+        return y, total, statistics if statistics is None else statistics.zero_()
+    x_stride, residual_stride = plan.x_stride, plan.residual_stride
+    if x_stride is None:
+        x, residual, weight, bias = _rows(x), _rows(residual), _vector(weight), _vector(bias)
+        x_stride, residual_stride = _row_stride(x), _row_stride(residual)
+    plan.launch(plan.grid, x, x_stride, residual, residual_stride, weight, bias, y, total, statistics, m, n)
+    return y, total, statistics
 
 
-def _statistics(x: torch.Tensor, has_mean: bool) -> torch.Tensor:
-    """Mean and rstd, (2, M), or rstd, (1, M)."""
-    return launching.empty((1 + has_mean, math.prod(x.shape[:-1])), launching.accumulator(x.dtype), x)
+def _is_in_rows(x: torch.Tensor | None) -> bool:
+    """Whether x (..., N) is contiguous rows that lie evenly apart."""
+    return x is None or x.is_contiguous() or (x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1))
 
 
-_inference = launching.operator(
-    "norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean) -> Tensor",
-    outputs=lambda x, weight, bias, eps, out_dtype, has_mean: launching.empty(x.shape, out_dtype, x),
-    run=lambda y, x, weight, bias, eps, _, has_mean: _forward(y, None, None, x, None, weight, bias, eps, has_mean),
-    visible=True,
-)
+def _rows(x: Any) -> Any:
+    """x (..., N) where it is in rows, else as (M, N) a view where the strides allow it, or a copy.
+
+    Kernels that read along another dimension would fetch a sector for each element; PyTorch's transposing copy does not.
+    """
+    if _is_in_rows(x):
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if _is_in_rows(rows) else rows.contiguous()
+
+
+def _row_stride(rows: torch.Tensor | None) -> int:
+    """From row to row of a tensor that is in rows."""
+    if rows is None:
+        return 0
+    return rows.stride(0) if rows.ndim == 2 else rows.shape[-1]
+
+
+def _is_dense(vector: torch.Tensor | None) -> bool:
+    return vector is None or vector.stride(0) == 1
+
+
+def _vector(vector: Any) -> Any:
+    return vector if _is_dense(vector) else vector.contiguous()
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
-@derived
-def _backward_launches(
-    n: int, itemsize: int, aligned: bool, dtype: torch.dtype, has_weight: bool, has_mean: bool, has_dsum: bool,
-    with_dw: bool, with_db: bool, properties: runtime.DeviceProperties,
-) -> tuple[Launch, Launch, kernels.BackwardPlan]:  # fmt: skip
-    """-> the launch that walks over the rows, the one that adds up the partial sums, and the plan of the first."""
-    plan = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, has_dsum, properties)
-    config, total = plan.config, kernels.SUM_CONFIG
-    looped = "SPLIT" not in config.kwargs
-    wanted = {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(dtype)}
-    rows = Launch(
-        kernels._layer_norm_bwd_partials_looped_kernel if looped else kernels._layer_norm_bwd_partials_kernel,
-        HAS_WEIGHT=has_weight, HAS_MEAN=has_mean, HAS_DSUM=has_dsum, **wanted,
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _BackwardPlan:
+    """What is decided for a kind of backward pass."""
+
+    rows: int
+    columns: int
+    x_stride: int
+    dy_stride: int
+    dsum_stride: int
+    launch: Launch
+    grid: tuple[int, int]
+    partial_sums: bool  # the programs' sums are added up by another kernel
+    launch_sum: Launch
+    sum_grid: tuple[int, int]
+    locks: Any  # the kernel's configuration where sums are added under locks, else None
+
+
+_backward_plans = KeptPlans[_BackwardPlan]()
+
+
+def _backward_plan(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor, dsum: torch.Tensor | None,
+    with_dw: bool, with_db: bool, has_mean: bool, backward: str,
+) -> _BackwardPlan:  # fmt: skip
+    locks = backward == "locks" and not torch.are_deterministic_algorithms_enabled()
+    # What Triton's launcher looks at before it widens loads.
+    aligned = is_aligned(x, dy, weight, statistics, dsum)
+    tensors = form(dy), form(x), form(weight), form(dsum)
+    key = (tensors, aligned, with_dw, with_db, has_mean, locks, runtime.compile_target)
+    plan = _backward_plans.get(key)
+    if plan is None:
+        plan = _new_backward_plan(dy, x, weight, dsum, aligned, with_dw, with_db, has_mean, locks)
+        _backward_plans.keep(key, plan)
+    return plan
+
+
+def _new_backward_plan(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, dsum: torch.Tensor | None, aligned: bool,
+    with_dw: bool, with_db: bool, has_mean: bool, locks: bool,
+) -> _BackwardPlan:  # fmt: skip
+    m, n, itemsize = math.prod(x.shape[:-1]), x.shape[-1], x.element_size()
+    strides = _row_stride(x), _row_stride(dy), _row_stride(dsum)
+    aligned = aligned and not any(step % 16 for step in (*strides, n))
+    properties = runtime.properties(x.device)
+    tiles = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, dsum is not None, properties)
+    config, total = tiles.config, kernels.SUM_CONFIG
+    locks_config = kernels.locks_config(n, itemsize) if locks else None  # None also where a row is too large
+    split = config.kwargs.get("SPLIT")  # None: a row is looped over
+    programs = kernels.backward_programs(m, tiles, properties)
+    wanted = {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": tl_accumulator(x.dtype)}
+    launch = launcher(
+        kernels._layer_norm_bwd_partials_looped_kernel if split is None else kernels._layer_norm_bwd_partials_kernel,
+        HAS_WEIGHT=weight is not None, HAS_MEAN=has_mean, HAS_DSUM=dsum is not None, **wanted,
         **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
-    return rows, Launch(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps), plan
+    return _BackwardPlan(
+        rows=m, columns=n, x_stride=strides[0], dy_stride=strides[1], dsum_stride=strides[2],
+        launch=launch, grid=(programs, split or 1),
+        partial_sums=(programs > 1 or split is None) and (with_dw or with_db),
+        launch_sum=launcher(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps),
+        sum_grid=(cdiv(n, total.kwargs["BLOCK_N"]), 2 if with_db or locks_config else 1),
+        locks=locks_config,
+    )  # fmt: skip
+
+
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor, dsum: torch.Tensor | None,
+    eps: float, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None, has_mean: bool, backward: str,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """-> dx like x; dweight and dbias, (N,), where a dtype asks for them, else None."""
+    n = x.shape[-1]
+    dx = empty(x.shape, x.dtype, x)
+    dw = None if dw_dtype is None else empty((n,), dw_dtype, x)
+    db = None if db_dtype is None else empty((n,), db_dtype, x)
+    if dx.numel() == 0:
+        return dx, None if dw is None else dw.zero_(), None if db is None else db.zero_()
+    x, dy, dsum, weight = _rows(x), _rows(dy), _rows(dsum), _vector(weight)
+    plan = _backward_plan(
+        dy, x, weight, statistics, dsum, dw is not None, db is not None, has_mean, backward
+    )  # fmt: skip
+    if plan.locks is not None:
+        _run_locks(plan, dx, dw, db, dy, x, weight, statistics)
+    else:
+        _run_partials(plan, dx, dw, db, dy, x, weight, statistics, dsum)
+    if n == 1:
+        _set_gradient_of_single_column(dx, dy, x, weight, statistics, dsum, eps, has_mean)
+    return dx, dw, db
 
 
 def _run_partials(
-    dx: torch.Tensor, dw: torch.Tensor | None, db: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, weight: Any,
-    statistics: torch.Tensor, dsum: torch.Tensor | None, has_mean: bool,
+    plan: _BackwardPlan, dx: torch.Tensor, dw: torch.Tensor | None, db: torch.Tensor | None, dy: torch.Tensor,
+    x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor, dsum: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Fills the gradients of LayerNorm, or without a mean of RMSNorm; x, dy and dsum are (M, N) with contiguous rows."""
-    m, n = x.shape
-    w = _vector(weight)
-    x_step, dy_step, added_step = x.stride(0), dy.stride(0), 0 if dsum is None else dsum.stride(0)
-    # What Triton's launcher looks at before it widens loads.
-    aligned = (
-        not (x_step % 16 or dy_step % 16 or n % 16 or added_step % 16)
-        and launching.is_aligned(x, dy, w, statistics, dx, dsum)
+    m, n, (programs, _) = plan.rows, plan.columns, plan.grid
+    to_dw, to_db = dw, db
+    if plan.partial_sums:
+        to_dw = None if dw is None else empty((programs, n), statistics.dtype, x)
+        to_db = None if db is None else empty((programs, n), statistics.dtype, x)
+    plan.launch(
+        plan.grid, x, plan.x_stride, dy, plan.dy_stride, weight, statistics, dx, dsum, plan.dsum_stride, to_dw, to_db, m, n
     )  # fmt: skip
-    properties = runtime.properties(x.device)
-    launch, launch_sum, plan = _backward_launches(
-        int(n), x.element_size(), aligned, x.dtype, weight is not None, has_mean, dsum is not None,
-        dw is not None, db is not None, properties,
-    )  # fmt: skip
-    programs = kernels.backward_programs(m, plan, properties)
-    split = plan.config.kwargs.get("SPLIT")
-    to_dw, to_db, alone = dw, db, programs == 1 and split is not None
-    if not alone:
-        to_dw = None if dw is None else launching.empty((programs, n), statistics.dtype, x)
-        to_db = None if db is None else launching.empty((programs, n), statistics.dtype, x)
-    launch((programs, split or 1), x, x_step, dy, dy_step, w, statistics, dx, dsum, added_step, to_dw, to_db, m, n)
-    if not alone and (dw is not None or db is not None):
-        columns = cdiv(n, kernels.SUM_CONFIG.kwargs["BLOCK_N"])
-        launch_sum((columns, 1 if db is None else 2), to_dw, to_db, dw, db, programs, n)
-
-
-def _run_backward(
-    results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor,
-    dsum: Any, eps: float, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None, has_mean: bool, backward: str,
-) -> None:  # fmt: skip
-    dx, dw, db = results
-    if dx.numel() == 0:
-        dw.zero_(), db.zero_()
-        return
-    x, dy, added = _rows(x), _rows(dy), None if dsum is None else _rows(dsum)
-    locks = kernels.locks_config(x.shape[1], x.element_size()) if backward == "locks" else None
-    if locks is not None and not torch.are_deterministic_algorithms_enabled():
-        _run_locks(locks, results, dy, x, weight, statistics, dw_dtype is not None, db_dtype is not None)
-    else:
-        to_dw, to_db = None if dw_dtype is None else dw, None if db_dtype is None else db
-        _run_partials(dx, to_dw, to_db, dy, x, weight, statistics, added, has_mean)
-    if x.shape[1] > 1:
-        return
-    if has_mean:
-        # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
-        torch.sub(dy, dy, out=dx.view(-1, 1))  # NaN where dy is
-        dx.view(-1, 1).add_(x - x)
-    else:
-        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
-        g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
-        dx.view(-1, 1).copy_(g * statistics.view(-1, 1) ** 3 + (0 if added is None else added))
+    if plan.partial_sums:
+        plan.launch_sum(plan.sum_grid, to_dw, to_db, dw, db, programs, n)
 
 
 def _run_locks(
-    config: Any, results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any,
-    statistics: torch.Tensor, with_dw: bool, with_db: bool,
+    plan: _BackwardPlan, dx: torch.Tensor, dw: torch.Tensor | None, db: torch.Tensor | None, dy: torch.Tensor,
+    x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor,
 ) -> None:  # fmt: skip
-    dx, dw, db = results
-    n, wanted = x.shape[1], {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": launching.tl_accumulator(x.dtype)}
-    tensors = (x, x.stride(0), dy, dy.stride(0), _vector(weight), statistics, dx, n)
-    sums = _launch_locks(config, tensors, x.shape[0], n, {"HAS_WEIGHT": weight is not None, **wanted})
-    if with_dw or with_db:
-        total = kernels.SUM_CONFIG
-        launch = _launch(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps)
-        launch((cdiv(n, total.kwargs["BLOCK_N"]), 2), *sums, dw, db, sums[0].shape[0], n)
-
-
-_launch = functools.cache(Launch)
+    m, n = plan.rows, plan.columns
+    wanted = {"WITH_DW": dw is not None, "WITH_DB": db is not None, "ACC": tl_accumulator(x.dtype)}
+    tensors = (x, plan.x_stride, dy, plan.dy_stride, weight, statistics, dx, n)
+    sums = _launch_locks(plan.locks, tensors, m, n, {"HAS_WEIGHT": weight is not None, **wanted})
+    if dw is not None or db is not None:
+        plan.launch_sum(plan.sum_grid, *sums, dw, db, sums[0].shape[0], n)
 
 
 def _launch_locks(
@@ -349,7 +436,7 @@ def _launch_locks(
     statistics = tensors[5]
     shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
     buffer_dw, buffer_db = (statistics.new_zeros(shape) for _ in range(2))
-    launch = _launch(
+    launch = launcher(
         kernels._layer_norm_bwd_locks_kernel,
         NUM_BUFFERS=buffers, BARRIER=barrier, num_warps=config.num_warps, **constants, **config.kwargs,
     )  # fmt: skip
@@ -357,85 +444,227 @@ def _launch_locks(
     return buffer_dw, buffer_db
 
 
-def _gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: Any, dsum: Any, eps: float, dw_dtype: Any, db_dtype: Any,
-    has_mean: bool, backward: str,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """-> dx like x, dweight (N,) or empty, dbias (N,) or empty."""
-    n = x.shape[-1]
-    dw, db = (launching.empty((n if dtype else 0,), dtype or x.dtype, x) for dtype in (dw_dtype, db_dtype))
-    return launching.empty(x.shape, x.dtype, x), dw, db
+def _set_gradient_of_single_column(
+    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor,
+    dsum: torch.Tensor | None, eps: float, has_mean: bool,
+) -> None:  # fmt: skip
+    dx, dy, x = dx.view(-1, 1), dy.view(-1, 1), x.view(-1, 1)
+    if has_mean:
+        # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
+        torch.sub(dy, dy, out=dx)  # NaN where dy is
+        dx.add_(x - x)
+    else:
+        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
+        g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
+        dx.copy_(g * statistics.view(-1, 1) ** 3 + (0 if dsum is None else dsum.view(-1, 1)))
 
 
-_backward = launching.operator(
-    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, Tensor? dsum, float eps, ScalarType? dw_dtype, "
-    "ScalarType? db_dtype, bool has_mean, str backward) -> (Tensor, Tensor, Tensor)",
-    outputs=_gradients,
-    run=_run_backward,
-    visible=True,
-)
+# --- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, ctx.eps, _, *ctx.settings = inputs
-    ctx.save_for_backward(x, weight, output[1])
+class _Norm(torch.autograd.Function):
+    """A norm that autograd records, where nobody observes the call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, plan: _ForwardPlan) -> torch.Tensor:
+        y, _, statistics = _forward(plan, x, None, weight, bias)
+        _keep(ctx, x, weight, bias, statistics, plan.eps, plan.has_mean, plan.backward)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return *_gradients(ctx, dy), None
+
+
+def _keep(
+    ctx: Any,
+    x: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    statistics: torch.Tensor,
+    eps: float,
+    has_mean: bool,
+    backward: str,
+) -> None:
+    ctx.save_for_backward(x, weight, statistics)
     ctx.set_materialize_grads(False)
+    ctx.eps, ctx.has_mean, ctx.backward_way = eps, has_mean, backward
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _autograd(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """-> the gradients of x, weight and bias."""
     if dy is None:
-        return (None,) * 7
+        return None, None, None
     x, weight, statistics = ctx.saved_tensors
     _, needs_dw, needs_db, *_ = ctx.needs_input_grad
     dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
-    dx, dw, db = _backward(dy, x, weight, statistics, None, ctx.eps, dw_dtype, db_dtype, *ctx.settings)
-    return dx, dw if needs_dw else None, db if needs_db else None, None, None, None, None
+    return _differentiate(dy, x, weight, statistics, None, ctx.eps, dw_dtype, db_dtype, ctx.has_mean, ctx.backward_way)
 
 
-_norm = launching.operator(
-    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean, str backward) "
-    "-> (Tensor, Tensor)",
-    outputs=lambda x, w, b, eps, out_dtype, has_mean, _: (
-        launching.empty(x.shape, out_dtype, x), _statistics(x, has_mean)
-    ),
-    run=lambda results, x, w, b, eps, out_dtype, has_mean, _: _forward(
-        results[0], None, results[1], x, None, w, b, eps, has_mean
-    ),
-    setup_context=_keep,
-    backward=_autograd,
-    saved=1,
-    visible=True,
-)  # fmt: skip
+class _NormOfSum(torch.autograd.Function):
+    """RMSNorm of x + residual, and that sum, which autograd records where nobody observes the call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: Any, plan: _ForwardPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, total, rstd = _forward(plan, x, residual, weight, None)
+        _keep(ctx, total, weight, None, rstd, plan.eps, plan.has_mean, plan.backward)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return *_gradients_of_sum(ctx, dy, dsum), None
 
 
-def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, _, weight, ctx.eps, _ = inputs
-    ctx.save_for_backward(output[1], weight, output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _sum_autograd(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _gradients_of_sum(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """-> the gradients of x, residual and weight."""
     needs_x, needs_residual, needs_dw, *_ = ctx.needs_input_grad
     dx, dw = dsum, None
     if dy is not None:
         total, weight, rstd = ctx.saved_tensors
         dw_dtype = weight.dtype if needs_dw else None
-        dx, dw, _ = _backward(dy, total, weight, rstd, dsum, ctx.eps, dw_dtype, None, False, "partials")
-    return dx if needs_x else None, dx if needs_residual else None, dw if needs_dw else None, None, None
+        dx, dw, _ = _differentiate(dy, total, weight, rstd, dsum, ctx.eps, dw_dtype, None, False, "partials")
+    return dx if needs_x else None, dx if needs_residual else None, dw if needs_dw else None
 
 
-# RMSNorm of x + residual: -> the normalized sum, and the sum.
-_norm_of_sum = launching.operator(
+def _differentiate(
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor, dsum: Any, *settings: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """What :func:`_backward` gives, by its operator where somebody observes, or wants a gradient of the gradients."""
+    if torch.is_grad_enabled() or observed(dy, x, weight, statistics, dsum):
+        _, dw_dtype, db_dtype, *_ = settings
+        dx, dw, db = _norm_backward(dy, x, weight, statistics, dsum, *settings)
+        return dx, None if dw_dtype is None else dw, None if db_dtype is None else db
+    return _backward(dy, x, weight, statistics, dsum, *settings)
+
+
+# --- where somebody observes: operators -----------------------------------------------------------------------------
+
+
+def _layer_norm_by_operators(x: torch.Tensor, weight: Any, bias: Any, eps: float, backward: str) -> torch.Tensor:
+    _check("layer_norm", x, None, weight, bias, eps, backward)
+    y: torch.Tensor
+    if wants_gradient(x, weight, bias):
+        y, _ = _norm(x, weight, bias, float(eps), _out_dtype(x), True, backward)
+    else:
+        y = _norm_inference(x, weight, bias, float(eps), _out_dtype(x), True)
+    return y
+
+
+def _rms_norm_by_operators(x: torch.Tensor, weight: Any, eps: float, residual: Any) -> list[torch.Tensor]:
+    """-> y, and with a residual x + residual."""
+    _check("rms_norm", x, residual, weight, None, eps, "partials")
+    if residual is not None:
+        y, total, _ = _norm_of_sum(x, residual, weight, float(eps), _out_dtype(x))
+        return [y, total]
+    if wants_gradient(x, weight):
+        y, _ = _norm(x, weight, None, float(eps), _out_dtype(x), False, "partials")
+        return [y]
+    return [_norm_inference(x, weight, None, float(eps), _out_dtype(x), False)]
+
+
+def _new_statistics(x: torch.Tensor, has_mean: bool) -> torch.Tensor:
+    return empty((1 + has_mean, math.prod(x.shape[:-1])), accumulator(x.dtype), x)
+
+
+def _run_norm(
+    x: torch.Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, backward: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    op = "layer_norm" if has_mean else "rms_norm"
+    y, _, statistics = _forward(
+        _forward_plan(op, x, None, weight, bias, eps, dtype, True, backward), x, None, weight, bias
+    )
+    return y, statistics
+
+
+def _run_norm_inference(
+    x: torch.Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool
+) -> torch.Tensor:
+    op = "layer_norm" if has_mean else "rms_norm"
+    plan = _forward_plan(op, x, None, weight, bias, eps, dtype, False, "partials")
+    return _forward(plan, x, None, weight, bias)[0]
+
+
+def _run_norm_of_sum(
+    x: torch.Tensor, residual: torch.Tensor, weight: Any, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    plan = _forward_plan("rms_norm", x, residual, weight, None, eps, dtype, True, "partials")
+    return _forward(plan, x, residual, weight, None)
+
+
+def _run_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`_backward` gives, with an empty tensor for what is not wanted."""
+    dx, dw, db = _backward(dy, x, *others)
+    nothing = [empty((0,), x.dtype, x) for gradient in (dw, db) if gradient is None]
+    return dx, nothing.pop() if dw is None else dw, nothing.pop() if db is None else db
+
+
+def _fake_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: Any, dsum: Any, eps: float, dw_dtype: Any, db_dtype: Any,
+    has_mean: bool, backward: str,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    n = x.shape[-1]
+    dw, db = (empty((n if dtype else 0,), dtype or x.dtype, x) for dtype in (dw_dtype, db_dtype))
+    return empty(x.shape, x.dtype, x), dw, db
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, bias, eps, _, has_mean, backward = inputs
+    _keep(ctx, x, weight, bias, output[1], eps, has_mean, backward)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _keep_norm_of_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, _, weight, eps, _ = inputs
+    _keep(ctx, output[1], weight, None, output[2], eps, False, "partials")
+    ctx.mark_non_differentiable(output[2])
+
+
+_norm = operator(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean, str backward) "
+    "-> (Tensor, Tensor)",
+    outputs=lambda x, weight, bias, eps, dtype, has_mean, _: (empty(x.shape, dtype, x), _new_statistics(x, has_mean)),
+    run=_run_norm,
+    setup_context=_keep_norm,
+    backward=lambda ctx, dy, _: (*_gradients(ctx, dy), None, None, None, None),
+    visible=True,
+)
+
+_norm_inference = operator(
+    "norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean) -> Tensor",
+    outputs=lambda x, weight, bias, eps, dtype, has_mean: empty(x.shape, dtype, x),
+    run=_run_norm_inference,
+    visible=True,
+)
+
+_norm_of_sum = operator(
     "norm_of_sum(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
-    outputs=lambda x, residual, w, eps, out_dtype: (
-        launching.empty(x.shape, out_dtype, x), launching.empty(x.shape, x.dtype, x), _statistics(x, False)
+    outputs=lambda x, residual, weight, eps, dtype: (
+        empty(x.shape, dtype, x), empty(x.shape, x.dtype, x), _new_statistics(x, False),
     ),
-    run=lambda results, x, residual, w, eps, _: _forward(
-        results[0], results[1], results[2], x, residual, w, None, eps, False
-    ),
-    setup_context=_keep_sum,
-    backward=_sum_autograd,
-    saved=1,
+    run=_run_norm_of_sum,
+    setup_context=_keep_norm_of_sum,
+    backward=lambda ctx, dy, dsum, _: (*_gradients_of_sum(ctx, dy, dsum), None, None),
     visible=True,
 )  # fmt: skip
+
+_norm_backward = operator(
+    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, Tensor? dsum, float eps, ScalarType? dw_dtype, "
+    "ScalarType? db_dtype, bool has_mean, str backward) -> (Tensor, Tensor, Tensor)",
+    outputs=_fake_norm_backward,
+    run=_run_norm_backward,
+    visible=True,
+)
+
+SOURCES = sources()
+_layer_norm_whole = composite(
+    "layer_norm_whole(Tensor x, Tensor? weight, Tensor? bias, float eps, str backward) -> Tensor",
+    _layer_norm_by_operators,
+)
+_rms_norm_whole = composite(
+    "rms_norm_whole(Tensor x, Tensor? weight, float eps, Tensor? residual) -> Tensor[]", _rms_norm_by_operators
+)

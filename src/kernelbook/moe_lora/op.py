@@ -82,7 +82,7 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
         TypeError: ``expert_ids`` is not a tensor of int64 or int32, or ``num_experts`` no integer.
         ValueError: a shape or (where they are checked) an id is not as above.
     """
-    _check_ids(expert_ids, num_experts)
+    num_experts = _check_ids(expert_ids, num_experts)
     return Routing(expert_ids, _route(expert_ids, num_experts), num_experts)
 
 
@@ -174,11 +174,7 @@ def _product(
     x, w, lora_a, lora_b, bias = arguments.in_autocast_dtype(x, w, lora_a, lora_b, bias)
     if not isinstance(routing, Routing):
         raise TypeError(f"{op}: routing must be a Routing, as route() returns it, got {type(routing).__name__}")
-    if type(scaling) is not float:
-        try:
-            scaling = float(scaling)
-        except (TypeError, ValueError):
-            raise TypeError(f"{op}: scaling must be a number, got {scaling!r}") from None
+    scaling = arguments.number(op, "scaling", scaling)
     packed: tuple[Any, ...] = (None, None, None, None, None)
     shape: tuple[Any, ...] = (None, None, None)
     block_size = 0
@@ -239,6 +235,7 @@ def lora_gradients(
     """
     w = x.new_empty(()).expand(routing.num_experts, x.shape[-1], lora_b.shape[1])
     ids, experts = routing.expert_ids, routing.num_experts
+    scaling = arguments.number("lora_gradients", "scaling", scaling)
     _check(
         "lora_gradients", x, w, None, None, None, lora_a, lora_b, None, None, ids, experts, "auto", False, False, False
     )
@@ -284,15 +281,13 @@ def thin_products(
 
 
 @arguments.once
-def _check_ids(expert_ids: torch.Tensor, num_experts: Any) -> None:
+def _check_ids(expert_ids: torch.Tensor, num_experts: Any) -> int:
+    """-> the number of experts."""
     op = "route"
     arguments.check_tensor(op, "expert_ids", expert_ids, dtypes=(torch.int64, torch.int32))
     if expert_ids.ndim != 2:
         raise ValueError(f"{op}: expert_ids must have two dimensions (T, k), got shape {tuple(expert_ids.shape)}")
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int | torch.SymInt):
-        raise TypeError(f"{op}: num_experts must be an integer, got {type(num_experts).__name__}")
-    if num_experts < 1:
-        raise ValueError(f"{op}: num_experts must be at least 1, got {num_experts}")
+    return arguments.integer(op, "num_experts", num_experts, least=1)
 
 
 @arguments.once

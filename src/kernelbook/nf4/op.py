@@ -1,7 +1,6 @@
 """The public functions, their operators, and the launches."""
 
 import functools
-import operator
 from typing import Any
 
 import torch
@@ -166,6 +165,7 @@ def nf4_quantize(
         ValueError: ``block_size`` is another number, or ``code`` has not 16 values.
     """
     arguments.check_tensor("nf4_quantize", "w", w, dtypes=DTYPES)
+    block_size = arguments.integer("nf4_quantize", "block_size", block_size)
     arguments.check_choice("nf4_quantize", "block_size", block_size, BLOCK_SIZES)
     if not isinstance(code, CodeBook):
         raise TypeError(f"nf4_quantize: code must be a CodeBook, got {type(code).__name__}")
@@ -278,12 +278,8 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
     experts, number = None, None
     if isinstance(expert, torch.Tensor):
         experts = expert if expert.ndim == 1 else expert.reshape(-1)
-    elif isinstance(expert, torch.SymInt):
-        number = expert
-    elif hasattr(expert, "__index__"):
-        number = operator.index(expert)
     else:
-        raise TypeError(f"nf4_matmul: expert must be an integer or a tensor of one, got {expert!r}")
+        number = arguments.integer("nf4_matmul", "expert", expert, "an integer or a tensor of one")
     _check_matmul(x, q.packed, experts, *q.shape)
     y: torch.Tensor = _matmul(x, *_parts(q), experts, number, q.shape, q.block_size)
     return y

@@ -60,9 +60,9 @@ def compact_sparse_linear(
         raise ValueError(f"{op}: mode must be one of 'sparse_dw', 'sparse_dw_dx', got {mode!r}")
     if weight.shape[0] % chunk_size:
         raise ValueError(f"{op}: chunk_size must divide the features ({weight.shape[0]}), got {chunk_size}")
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(kind))
+    dtype = arguments.autocast_dtype(x)
+    if dtype is not None and x.dtype != torch.float64:
+        x = x.to(dtype)
     else:
         arguments.check_same_dtype(op, x=x, weight=weight, bias=bias)
     # Autocast would cast the weight outside, and its gradient back to all rows.

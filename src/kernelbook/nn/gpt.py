@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kernelbook import arguments
 from kernelbook.attention import flash_attention
 from kernelbook.nn.layers import LayerNorm, SparseLinear
 
@@ -165,8 +166,7 @@ class GPT(nn.Module):
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(f"GPT: targets must have shape {tuple(tokens.shape)}, got {tuple(targets.shape)}")
         x = self.tokens(tokens) + self.positions.weight[:length]
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(arguments.autocast_dtype(x) or x.dtype)
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(_normed(self.norm, x))

@@ -116,8 +116,7 @@ class SparseLinear(torch.nn.Linear):
         mode: str = "sparse_dw",
         compact_gradient: bool = False,
     ) -> None:
-        if not isinstance(chunk_size, int) or chunk_size < 16:
-            raise ValueError(f"SparseLinear: chunk_size must be an integer of at least 16, got {chunk_size!r}")
+        chunk_size = arguments.integer("SparseLinear", "chunk_size", chunk_size, least=16)
         arguments.check_choice("SparseLinear", "mode", mode, ("dense", "sparse_dw", "sparse_dw_dx"))
         super().__init__(in_features, out_features, bias, device, dtype)
         if compact_gradient and out_features % chunk_size:

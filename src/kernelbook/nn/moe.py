@@ -340,6 +340,14 @@ def gated_experts(
             f"{op}: gate_up and down must take and give {x.shape[1]} features, got shapes {tuple(gate_up.shape)} and "
             f"{tuple(down.shape)}{' (transposed)' if transposed else ''}"
         )
+    for name, lora in (("gate_up_lora", gate_up_lora), ("down_lora", down_lora)):
+        if lora is not None and not isinstance(lora, LoRAPair):
+            raise TypeError(f"{op}: {name} must be a kernelbook.nn.LoRAPair or None, got {type(lora).__name__}")
+        for part, tensor in zip("ab", lora or (), strict=False):
+            arguments.check_tensor(op, f"{name}.{part}", tensor)
+    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+        if bias is not None:
+            arguments.check_tensor(op, name, bias)
     if isinstance(activation, str):
         arguments.check_choice(op, "activation", activation, tuple(ACTIVATIONS))
         if gate_up.shape[n_dim] != 2 * down.shape[k_dim]:
@@ -350,8 +358,7 @@ def gated_experts(
         activation = ACTIVATIONS[activation]
 
     num_experts = gate_up.shape[0]
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    dtype = arguments.autocast_dtype(x) or x.dtype
     compressed = not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor))
     if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
         arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
@@ -406,7 +413,7 @@ def _product(
         return moe_lora(rows, weight, a, b, routing, scaling=scaling, bias=bias, transposed=transposed, **how)
     if isinstance(weight, torch.Tensor):
         # Beside a compressed weight a dense one has to follow the same renaming.
-        w = chosen_of(weight).to(rows.dtype) if torch.is_autocast_enabled(rows.device.type) else chosen_of(weight)
+        w = chosen_of(weight) if arguments.autocast_dtype(rows) is None else chosen_of(weight).to(rows.dtype)
         context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     else:
         compressed = weight
@@ -502,14 +509,20 @@ def quantize_parameter(
         TypeError: it is not floating point.
         ValueError: it is parametrized already, for one because it is quantized.
     """
+    q = nf4_quantize(quantizable(module, name, block_size), block_size=block_size, double_quant=double_quant)
+    store_parameter(module, name, q)
+    return q
+
+
+def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Tensor:
+    """The dense ``module.name``; raises as :func:`quantize_parameter` does. Who quantizes several asks for all of them first."""
     if parametrize.is_parametrized(module, name):
         raise ValueError(f"quantize_parameter: {name} must not be parametrized, but it is")
     parameter = module._parameters.get(name)
     if parameter is None:
         raise AttributeError(f"quantize_parameter: {type(module).__name__} has no parameter {name!r}")
-    q = nf4_quantize(parameter.detach(), block_size=block_size, double_quant=double_quant)
-    store_parameter(module, name, q)
-    return q
+    nf4_quantize(torch.empty_like(parameter, device="meta"), block_size=block_size)
+    return parameter.detach()
 
 
 def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor) -> None:
@@ -554,13 +567,14 @@ class LoRAModule(torch.nn.Module):
     rank: int = 0
     scaling: float = 1.0
 
-    def _begin_lora(self, rank: int, alpha: float | None) -> None:
+    def _check_lora(self, rank: int, alpha: float | None, dtype: torch.dtype | None) -> tuple[int, float]:
+        """-> the rank and the scaling. Nothing is changed."""
         op = f"{type(self).__name__.removeprefix('Parametrized')}.add_lora"
-        if rank < 1:
-            raise ValueError(f"{op}: rank must be at least 1, got {rank}")
+        rank = arguments.integer(op, "rank", rank, least=1)
+        arguments.check_choice(op, "dtype", dtype, (None, *arguments.FLOATING))
         if self.rank:
             raise ValueError(f"{op}: the module must have no LoRA pairs yet, got one with pairs of rank {self.rank}")
-        self.rank, self.scaling = rank, 1.0 if alpha is None else alpha / rank
+        return rank, 1.0 if alpha is None else arguments.number(op, "alpha", alpha) / rank
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -617,8 +631,11 @@ class GatedExperts(LoRAModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        arguments.check_choice("GatedExperts", "activation", activation, tuple(ACTIVATIONS))
-        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        op = "GatedExperts"
+        arguments.check_choice(op, "activation", activation, tuple(ACTIVATIONS))
+        self.num_experts = arguments.integer(op, "num_experts", num_experts, least=1)
+        self.hidden_size = arguments.integer(op, "hidden_size", hidden_size, least=1)
+        self.intermediate_size = arguments.integer(op, "intermediate_size", intermediate_size, least=1)
         self.activation, self.active = activation, "auto"
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         for name, (n, k) in self._sizes().items():
@@ -645,23 +662,30 @@ class GatedExperts(LoRAModule):
 
         ``gate_up_a`` (E, r, H), ``gate_up_b`` (E, 2 I, r), ``down_a`` (E, r, I), ``down_b`` (E, H, r); b starts at zero.
 
-        Raises ``ValueError`` where there are pairs already, and for a rank below 1.
+        Raises ``TypeError`` for a rank or an alpha that is no number, and ``ValueError`` where there are pairs already, for a
+        rank below 1 and for another dtype.
         """
-        self._begin_lora(rank, alpha)
+        rank, scaling = self._check_lora(rank, alpha, dtype)
+        pairs: dict[str, torch.nn.Parameter] = {}
+        weights = {name: stored_weight(self, name) for name in self._sizes()}
         for name, (n, k) in self._sizes().items():
-            stored = stored_weight(self, name)
-            if isinstance(stored, torch.Tensor):
-                stored.requires_grad_(False)
-            where: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
+            where: dict[str, Any] = {"device": weights[name].device, "dtype": dtype or weights[name].dtype}
             for part, shape in (("a", (rank, k)), ("b", (n, rank))):
-                self.register_parameter(
-                    f"{name}_{part}", torch.nn.Parameter(torch.empty(self.num_experts, *shape, **where))
-                )
-            _draw_pair(getattr(self, f"{name}_a"), getattr(self, f"{name}_b"))
+                pairs[f"{name}_{part}"] = torch.nn.Parameter(torch.empty(self.num_experts, *shape, **where))
+            _draw_pair(pairs[f"{name}_a"], pairs[f"{name}_b"])
+        # From here on nothing raises.
+        for weight in weights.values():
+            if isinstance(weight, torch.Tensor):
+                weight.requires_grad_(False)
+        for name, parameter in pairs.items():
+            self.register_parameter(name, parameter)
+        self.rank, self.scaling = rank, scaling
         return self
 
     def quantize(self, *, block_size: int = 64, double_quant: bool = False) -> "GatedExperts":
         """Replaces both weights by their 4-bit form, frozen."""
+        for name in self._sizes():
+            quantizable(self, name, block_size)
         for name in self._sizes():
             quantize_parameter(self, name, block_size=block_size, double_quant=double_quant)
         return self
@@ -738,9 +762,12 @@ class MoELayer(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= slots <= num_experts:
-            raise ValueError(f"MoELayer: slots must be in [1, {num_experts}], got {slots}")
-        self.slots = slots
+        op = "MoELayer"
+        num_experts = arguments.integer(op, "num_experts", num_experts, least=1)
+        hidden_size = arguments.integer(op, "hidden_size", hidden_size, least=1)
+        self.slots = arguments.integer(op, "slots", slots)
+        if not 1 <= self.slots <= num_experts:
+            raise ValueError(f"{op}: slots must be in [1, {num_experts}], got {slots}")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = torch.nn.Linear(hidden_size, num_experts, bias=False, **where)
         self.experts = GatedExperts(num_experts, hidden_size, intermediate_size, activation=activation, **where)

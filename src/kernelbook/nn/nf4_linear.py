@@ -66,16 +66,18 @@ class NF4Linear(LoRAModule):
     def add_lora(self, rank: int, alpha: float | None = None, dtype: torch.dtype | None = None) -> "NF4Linear":
         """Freezes the bias and adds ``alpha / rank`` (default 1) times ``x a^T b^T``; b starts at zero.
 
-        Raises ``ValueError`` where there is a pair already, and for a rank below 1.
+        Raises ``TypeError`` for a rank or an alpha that is no number, and ``ValueError`` where there is a pair already, for a
+        rank below 1 and for another dtype.
         """
-        self._begin_lora(rank, alpha)
+        rank, scaling = self._check_lora(rank, alpha, dtype)
         stored = stored_weight(self, "weight")
         where: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
+        a = torch.nn.Parameter(torch.empty(rank, self.in_features, **where))
+        b = torch.nn.Parameter(torch.empty(self.out_features, rank, **where))
+        _draw_pair(a, b)
         if self.bias is not None:
             self.bias.requires_grad_(False)
-        self.lora_a = torch.nn.Parameter(torch.empty(rank, self.in_features, **where))
-        self.lora_b = torch.nn.Parameter(torch.empty(self.out_features, rank, **where))
-        _draw_pair(self.lora_a, self.lora_b)
+        self.lora_a, self.lora_b, self.rank, self.scaling = a, b, rank, scaling
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

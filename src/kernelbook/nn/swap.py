@@ -96,7 +96,7 @@ class Swap:
     def __exit__(self, *_: object) -> None:
         self.undo()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         kinds = list(self.changed.values())
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "nothing"
         lines = [f"swap: {type(self.model).__name__} runs {counts} on kernelbook"]
@@ -154,6 +154,18 @@ def swap(
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
     done = Swap(model)
+    try:
+        _swap(done, layer_norm, rms_norm, attention)
+    except BaseException:
+        done.undo()
+        raise
+    if not quiet:
+        print(done)
+    return done
+
+
+def _swap(done: Swap, layer_norm: bool, rms_norm: bool, attention: bool) -> None:
+    model = done.model
     kinds: list[tuple[bool, type[nn.Module], type[nn.Module], Any]] = [
         (layer_norm, nn.LayerNorm, LayerNorm, _norm_problem),
         (rms_norm, nn.RMSNorm, RMSNorm, _norm_problem),
@@ -190,9 +202,6 @@ def swap(
         for name, module, ours in list(rotary.attentions(model)):
             done._set(module, "__class__", ours)
             done.changed[name] = "rotary embedding"
-    if not quiet:
-        print(done)
-    return done
 
 
 def _swap_attention_interface(model: Any, done: Swap) -> None:

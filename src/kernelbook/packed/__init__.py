@@ -66,7 +66,7 @@ def _check_parts(block_size: int, n: int, *parts: Any) -> None:
     arguments.check_same_device("NF4Tensor", **given)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NF4Tensor:
     """A tensor of n elements in 4 bits each, cut into blocks of ``block_size`` elements in memory order.
 
@@ -106,6 +106,13 @@ class NF4Tensor:
         for name, part in parts.items():
             if part is not None and not part.is_contiguous():
                 object.__setattr__(self, name, part.contiguous())
+
+    def __repr__(self) -> str:
+        """What it is, in a line; its parts would fill pages."""
+        return (
+            f"NF4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, code_name={self.code_name!r}, "
+            f"block_size={self.block_size}, double_quant={self.double_quant}, device='{self.device}', nbytes={self.nbytes})"
+        )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in _PARTS if getattr(self, name) is not None}

@@ -34,8 +34,8 @@ def fp4_tensor(
     Args:
         packed: uint8, (..., K / 2) or, as gpt-oss' checkpoints have it, (..., K / 32, 16); the even element in the low half.
         scales: (..., K / 32) float8_e8m0fnu or uint8 for MXFP4, (..., K / 16) float8_e4m3fn for NVFP4.
-        tensor_scale: of NVFP4, float32: one number, or one for each entry of the first dimension, which then must have a
-            multiple of 4,096 elements each. ``None``: 1.
+        tensor_scale: of NVFP4, a tensor, floating point: one number, or one for each entry of the first dimension, which
+            then must have a multiple of 4,096 elements each. ``None``: 1.
         dtype: of the tensor that was quantized.
 
     Raises:
@@ -47,7 +47,15 @@ def fp4_tensor(
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
         arguments.check_dtype(op, name, value, dtypes)
+    if scales.ndim == 0:
+        raise ValueError(f"{op}: scales must have at least one dimension, got a scalar")
     block, kind = FORMATS["nvfp4" if scales.dtype == torch.float8_e4m3fn else "mxfp4"]
+    if tensor_scale is not None:
+        if kind != torch.float8_e4m3fn:
+            raise ValueError(f"{op}: tensor_scale must be None for MXFP4, whose scales are all there is, got one")
+        if not isinstance(tensor_scale, torch.Tensor):
+            raise TypeError(f"{op}: tensor_scale must be a torch.Tensor or None, got {type(tensor_scale).__name__}")
+        arguments.check_dtype(op, "tensor_scale", tensor_scale, arguments.FLOATING)
     *rest, groups = scales.shape
     flat = packed.flatten(-2) if packed.ndim == scales.ndim + 1 else packed
     arguments.check_shape(op, "packed", flat, (*rest, groups * block // 2))
@@ -72,13 +80,21 @@ def fp4_tensor(
         absmax=absmax,
         shape=(*rest, groups * block),
         block_size=block,
-        code=torch.tensor(E2M1.values, device=packed.device),
+        code=_values(packed.device),
         code_name=E2M1.name,
         dtype=dtype,
         nested_absmax=nested.contiguous(),
         nested_code=torch.arange(256, dtype=torch.uint8, device=packed.device).view(kind).float(),
         nested_offset=torch.zeros((), device=packed.device),
     )
+
+
+def _values(device: torch.device) -> torch.Tensor:
+    """``E2M1.values`` on the device, made there: the host would have to wait until they are copied."""
+    codes = torch.arange(8, device=device)
+    exponent, mantissa = codes >> 1, (codes & 1) / 2
+    magnitudes = torch.where(exponent > 0, torch.ldexp(1 + mantissa, exponent - 1), mantissa)
+    return torch.cat([magnitudes, -magnitudes])
 
 
 def fp4_parts(q: NF4Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -96,7 +112,7 @@ def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4") -> NF4Tensor:
 
     MXFP4's scale is the power of two that the OCP Microscaling specification gives (version 1.0, section 6.3): elements
     beyond 6 times it become 6 times it. NVFP4's makes the largest element of a block 6, and the largest of the tensor's
-    scales 448.
+    scales 448. A block that is not finite becomes NaN. The host does not wait for the device.
 
     Args:
         w: float32, float16 or bfloat16, any strides; K a multiple of 32 or 16.
@@ -123,13 +139,13 @@ def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4") -> NF4Tensor:
         step = torch.ldexp(torch.ones_like(largest), stored.int() - 127)
         scales = stored.view(kind)
     else:
-        if not bool(largest.isfinite().all()):
-            raise ValueError(f"{op}: w must be finite")
-        tensor_scale = (largest.amax() if largest.numel() else largest.new_zeros(())) / (6 * 448)
-        scales = (largest / 6 / tensor_scale).nan_to_num(0.0).to(kind)  # all zeros: 0 / 0
+        finite = largest.isfinite()
+        tensor_scale = (largest.where(finite, 0.0).amax() if largest.numel() else largest.new_zeros(())) / (6 * 448)
+        scales = (largest / 6 / tensor_scale).nan_to_num(0.0).where(finite, torch.nan).to(kind)  # all zeros: 0 / 0
         step = scales.float() * tensor_scale
     scaled = (values / step[..., None]).nan_to_num(0.0, 6.0, -6.0)
-    edges = (values.new_tensor(_MAGNITUDES[1:]) + values.new_tensor(_MAGNITUDES[:-1])) / 2
+    magnitudes = _values(w.device)[:8]
+    edges = (magnitudes[1:] + magnitudes[:-1]) / 2
     edges[1::2] = torch.nextafter(edges[1::2], torch.zeros_like(edges[1::2]))  # there the value above has the even code
     code = torch.bucketize(scaled.abs(), edges).to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
     code = code.flatten(-2)

@@ -54,7 +54,7 @@ def sparse_linear(
         ValueError: a shape, a device, ``chunk_size``, ``mode`` or (where they are checked) an id is not as above.
     """
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    _check("sparse_linear", "x weight bias", active_chunks, chunk_size, mode, x, weight, bias)
+    chunk_size = _check("sparse_linear", "x weight bias", active_chunks, chunk_size, mode, x, weight, bias)
     if active_chunks is None or mode == "dense":
         return F.linear(x, weight, bias)
     y: torch.Tensor = _linear(x, weight, bias, active_chunks, chunk_size, mode)
@@ -78,7 +78,7 @@ def sparse_forward(
     Raises: as :func:`sparse_linear`.
     """
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    _check("sparse_forward", "x weight bias", active_chunks, chunk_size, None, x, weight, bias)
+    chunk_size = _check("sparse_forward", "x weight bias", active_chunks, chunk_size, None, x, weight, bias)
     y: torch.Tensor = _forward(x, weight, bias, active_chunks, chunk_size, weight.shape[0], compact, False)
     return y
 
@@ -103,7 +103,7 @@ def sparse_dw(
     Raises: as :func:`sparse_linear`.
     """
     x, dy = arguments.in_autocast_dtype(x, dy)
-    _check("sparse_dw", "x dy", active_chunks, chunk_size, None, x, dy)
+    chunk_size = _check("sparse_dw", "x dy", active_chunks, chunk_size, None, x, dy)
     dw, db = _dw(x, dy, active_chunks, chunk_size, dy.shape[-1], compact, False, with_bias)
     return dw, db if with_bias else None
 
@@ -124,7 +124,7 @@ def sparse_dx(
     Raises: as :func:`sparse_linear`.
     """
     dy, weight = arguments.in_autocast_dtype(dy, weight)
-    _check("sparse_dx", "dy weight", active_chunks, chunk_size, None, dy, weight)
+    chunk_size = _check("sparse_dx", "dy weight", active_chunks, chunk_size, None, dy, weight)
     dx: torch.Tensor = _dx(dy, weight, active_chunks, chunk_size, weight.shape[0], False, False)
     return dx
 
@@ -147,7 +147,7 @@ def sparse_backward(
 
     Raises: as :func:`sparse_linear`.
     """
-    _check("sparse_backward", "x weight dy", active_chunks, chunk_size, None, x, weight, dy)
+    chunk_size = _check("sparse_backward", "x weight dy", active_chunks, chunk_size, None, x, weight, dy)
     dx, dw, db = _linear_backward(dy, x, weight, active_chunks, chunk_size, "sparse_dw_dx", compact, True, True, True)
     return dw, db, dx
 
@@ -156,8 +156,11 @@ def sparse_backward(
 
 
 @arguments.once
-def _check(op: str, names: str, ids: Any, chunk_size: Any, mode: str | None, *tensors: Any) -> None:
-    """Checks the tensors of these names, the first of which sets dtype and device. Ids may be missing if there is a mode."""
+def _check(op: str, names: str, ids: Any, chunk_size: Any, mode: str | None, *tensors: Any) -> int:
+    """Checks the tensors of these names, the first of which sets dtype and device. Ids may be missing if there is a mode.
+
+    -> the chunk size.
+    """
     given = {name: t for name, t in zip(names.split(), tensors, strict=True) if name != "bias" or t is not None}
     x, dy, weight = (given.get(name) for name in ("x", "dy", "weight"))
     if "x" in given and "weight" in given:
@@ -177,12 +180,12 @@ def _check(op: str, names: str, ids: Any, chunk_size: Any, mode: str | None, *te
         arguments.check_shape(op, "dy", dy, (*leading, dy.shape[-1] if weight is None else weight.shape[0]))
     if mode is not None:
         arguments.check_choice(op, "mode", mode, MODES)
-    if not isinstance(chunk_size, int) or chunk_size < 16:
-        raise ValueError(f"{op}: chunk_size must be an integer of at least 16, got {chunk_size!r}")
+    size = arguments.integer(op, "chunk_size", chunk_size, least=16)
     if ids is not None or mode is None:
         arguments.check_indices(op, "active_chunks", ids)
         given["active_chunks"] = ids
     arguments.check_same_device(op, **given)
+    return size
 
 
 def _check_ids(op: str, ids: torch.Tensor, d_out: int, chunk_size: int) -> None:

@@ -121,8 +121,7 @@ def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor |
     arguments.check_tensor(op, "grad", grad, dtypes=(torch.float16, torch.bfloat16, torch.float32))
     if grad.ndim not in (1, 2):
         raise ValueError(f"{op}: grad must have one or two dimensions, got shape {tuple(grad.shape)}")
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size must be a positive integer, got {chunk_size!r}")
+    chunk_size = arguments.integer(op, "chunk_size", chunk_size, least=1)
     grad = grad if grad.ndim == 2 else grad[:, None]
     rows, d = grad.shape
     chunks = cdiv(rows, chunk_size)

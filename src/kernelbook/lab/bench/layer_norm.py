@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from kernelbook import check, launching, runtime
+from kernelbook import check, memory, runtime
 from kernelbook.lab import baselines, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
@@ -370,7 +370,7 @@ def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8
     x, w, _, dy = _inputs(m, n, torch.float32)
     statistics = torch.stack([x.mean(1), torch.rsqrt(x.var(1, unbiased=False) + EPS)])
     _, dw, db = layer_norm_backward_reference(dy.double(), x.double(), w.double(), EPS)
-    constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": launching.tl_accumulator(torch.float32)}
+    constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": memory.tl_accumulator(torch.float32)}
     config = kernels.locks_config(n, x.element_size())
     assert config is not None
     tensors = (x, x.stride(0), dy, dy.stride(0), w, statistics, torch.empty_like(x), n)

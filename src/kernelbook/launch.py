@@ -1,0 +1,427 @@
+"""From a call to its kernel: who observes a call, the launcher, and the declaration of operators."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from kernelbook import interpreter, runtime  # before Triton, which it sets up
+from kernelbook.memory import PLAIN
+
+# isort: split
+import triton
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = [
+    "NAMESPACE",
+    "PLAIN",
+    "Descriptor",
+    "Launch",
+    "are_tensors",
+    "cdiv",
+    "composite",
+    "form",
+    "is_aligned",
+    "is_observed",
+    "is_transformed",
+    "launcher",
+    "observed",
+    "operator",
+    "sources",
+    "wants_gradient",
+]
+
+
+def cdiv(a: int, b: int) -> int:
+    """``triton.cdiv``, without the wrapper that lets kernels call it too: the host's time counts for small problems."""
+    return -(-a // b)
+
+
+# --- who observes a call --------------------------------------------------------------------------------------------
+
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiling = torch._C._autograd._profiler_enabled
+
+
+class _OfThread(threading.local):
+    tracing: Any = False  # whether the kernels that are launched become nodes of a graph
+
+
+_of_thread = _OfThread()
+
+
+def is_transformed() -> bool:
+    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
+
+
+def is_observed() -> bool:
+    """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
+    return (
+        torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
+        or forward_ad._current_level >= 0 or _transform() is not None or _dispatch_modes() > 0
+    )  # fmt: skip
+
+
+def observed(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call is left to its operator: somebody observes it, or an argument is no ordinary dense tensor with data.
+
+    PyTorch's dispatcher knows what to do for tensors of another class, on the meta device, and negated ones.
+    """
+    if is_observed():
+        return True
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg() or tensor.layout is not torch.strided
+        ):
+            return True
+    return False
+
+
+def are_tensors(*given: object) -> bool:
+    """Whether all are tensors or ``None``, so that an operator takes them."""
+    return all(isinstance(each, torch.Tensor) for each in given if each is not None)
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd is to record a call with these tensors."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def form(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What the key of a plan holds of a tensor."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def is_aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
+    if _of_thread.tracing is not True:
+        for tensor in tensors:
+            if tensor is not None and tensor.data_ptr() % 16:
+                return False
+    return True
+
+
+# --- the launcher ---------------------------------------------------------------------------------------------------
+
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_KNOWN_VERSIONS = ((3, 6), (3, 7))  # whose compiled kernels are called as below
+_RUN = JITFunction.run
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _calls_compiled(version: tuple[int, ...]) -> bool:
+    """Whether compiled kernels are called without ``kernel[grid]``: on NVIDIA's GPUs, with a Triton that is known here."""
+    if runtime.INTERPRET or not runtime.HAS_GPU or torch.version.hip is not None:
+        return False
+    if version not in _KNOWN_VERSIONS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_VERSIONS)
+        warnings.warn(
+            f"kernelbook: Triton {triton.__version__} is not one of {known}: kernels are launched by Triton itself, which "
+            "takes the host longer",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+_CALLS_COMPILED = _calls_compiled(_VERSION)
+
+
+def _is_watched() -> bool:
+    """Whether something in Triton wants to see, change or replace launches: hooks, profilers, recorders, debugging."""
+    watching = triton.knobs.runtime
+    return bool(
+        JITFunction.run is not _RUN
+        or getattr(watching.launch_enter_hook, "calls", watching.launch_enter_hook)
+        or getattr(watching.launch_exit_hook, "calls", watching.launch_exit_hook)
+        or watching.add_stages_inspection_hook is not None
+        or watching.debug
+        or triton.knobs.compilation.__dict__.get("instrumentation_mode")
+    )
+
+
+class _IntegerKinds(dict[int, int]):
+    """What Triton specializes an integer argument on: whether it is 1, a multiple of 16, and the type that holds it."""
+
+    def __missing__(self, value: int) -> int:
+        if len(self) >= 2**16:
+            self.clear()
+        wide = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
+        kind = self[value] = (value == 1) + 2 * (value % 16 == 0) + 4 * wide
+        return kind
+
+
+_integer_kinds = _IntegerKinds()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A tensor that a kernel reads or writes through a tensor descriptor (TMA), in blocks of ``block_shape``.
+
+    ``layout`` is the blocks' layout in shared memory, for Gluon's kernels.
+    """
+
+    tensor: torch.Tensor
+    block_shape: tuple[int, ...]
+    layout: Any = None
+
+
+def _for_triton(arg: Any) -> Any:
+    """An argument of a launch as Triton takes it: its own descriptor (without a layout) or Gluon's (with one)."""
+    if type(arg) is not Descriptor:
+        return arg
+    what = arg.tensor, [*arg.tensor.shape], [*arg.tensor.stride()], [*arg.block_shape]
+    if arg.layout is None:
+        return TensorDescriptor(*what)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(*what, arg.layout)
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel, how it is called, and what tells whether it is still the one that Triton would take."""
+
+    kernel: Any
+    key: str  # in Triton's own cache
+    run: Callable[..., None]
+    before: tuple[Any, ...]  # what its launcher takes before the arguments, after the stream
+    constants: tuple[Any, ...]  # what it takes after them, and does not look at
+    globals: tuple[tuple[dict[str, Any], str, Any], ...]
+
+    @staticmethod
+    def of(jit: Any, compiled: Any, device: int, constants: tuple[Any, ...]) -> "_Compiled":
+        key = next(key for key, value in jit.device_caches[device][0].items() if value is compiled)
+        run, hooks = compiled.run, (None, None, None)  # no metadata for hooks, and none on entry and exit
+        # Triton keeps copies of the values to compare with; whether the very object is still there is faster to ask.
+        values = tuple((scope, name, scope.get(name)) for (name, _), (_, scope) in jit.used_global_vals.items())
+        return _Compiled(compiled, key, run, (compiled.function, compiled.packed_metadata, *hooks), constants, values)
+
+    def is_current(self, jit: Any, device: int) -> bool:
+        current = jit.device_caches[device][0].get(self.key) is self.kernel
+        for scope, name, value in self.globals:
+            current = current and scope.get(name) is value
+        return current
+
+
+class Launch:
+    """A kernel with its constants and options, to be launched many times: ``Launch(kernel, BLOCK=64)(grid, x, n)``.
+
+    It launches what ``kernel[grid](*args, **constants)`` would, for half of the host's time or less: the compiled kernel is
+    kept under what Triton specializes on (dtypes, alignment of pointers, integers that are 1, multiples of 16 or wide, the
+    device; constants and options belong to this object). What was not seen before goes through Triton, which compiles it;
+    so does every launch while a hook, recorder or debugger watches, in the interpreter, on other vendors' GPUs and with a
+    Triton whose version is not known here. While a graph is traced, the kernel goes into the graph.
+
+    Args:
+        kernel: a function under ``triton.jit`` or ``gluon.jit``.
+        constants: its ``constexpr`` parameters, which come last in its signature, and options such as ``num_warps``.
+    """
+
+    def __init__(self, kernel: Any, /, **constants: Any) -> None:
+        parameters = getattr(kernel, "params", ())  # the interpreter's functions don't tell
+        wrong = [p.name for p in parameters if p.name in constants and not p.is_constexpr]
+        if wrong:
+            raise TypeError(
+                f"Launch: constants of {kernel.__name__} must be constexpr parameters, got {', '.join(wrong)}"
+            )
+        self.kernel, self.constants = kernel, constants
+        self._compiled: dict[tuple[Any, ...], _Compiled] = {}
+
+    def __repr__(self) -> str:
+        return f"Launch({self.kernel.__name__}, {self.constants})"
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        """Launches ``grid`` programs (one to three numbers) on the device of the tensors, on its current stream.
+
+        Args:
+            grid: numbers of programs.
+            args: the kernel's first parameters, in order: tensors, numbers, ``None``, and :class:`Descriptor`.
+        """
+        if not _CALLS_COMPILED or _of_thread.tracing or self.kernel.pre_run_hooks or _is_watched():
+            self._by_triton(grid, args)
+            return
+        device = _current_device()
+        key, values, tensor = self._key(device, args)
+        found = self._compiled.get(key)
+        if tensor.get_device() != device:
+            self._by_triton(grid, args)
+        elif found is None or not found.is_current(self.kernel, device):
+            compiled = self._by_triton(grid, args)
+            constants = tuple(self.constants.get(name) for name in self.kernel.arg_names[len(args) :])
+            with contextlib.suppress(AttributeError, KeyError, StopIteration):  # no kernel that is known here
+                self._compiled[key] = _Compiled.of(self.kernel, compiled, device, constants)
+        else:
+            x, y, z = (*grid, 1, 1)[:3]
+            found.run(x, y, z, _current_stream(device), *found.before, *values, *found.constants)
+
+    @staticmethod
+    def _key(device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], torch.Tensor]:
+        """The key of a launch, with which Triton takes the same compiled kernel; what that is given; and a tensor of it."""
+        key: list[Any] = [device]
+        values: list[Any] = []
+        tensor: Any = None
+        for arg in args:
+            kind = type(arg)
+            if kind is int:
+                key.append(_integer_kinds[arg])
+                values.append(arg)
+            elif arg is None:
+                key.append(None)
+                values.append(None)
+            elif kind in PLAIN or isinstance(arg, torch.Tensor):
+                tensor, address = arg, arg.data_ptr()
+                key += (arg.dtype, address % 16 == 0)
+                values.append(address)
+            elif kind is Descriptor:
+                tensor = arg.tensor
+                runtime.ensure_context(tensor.device)
+                key += (tensor.dtype, arg.block_shape, arg.layout)
+                values.append(_for_triton(arg))
+            elif kind is float or kind is bool:
+                key.append(kind)
+                values.append(arg)
+            else:
+                raise TypeError(f"Launch: arguments must be tensors, numbers, None or descriptors, got {kind.__name__}")
+        if tensor is None:
+            raise TypeError("Launch: arguments must have a tensor among them, got none")
+        return tuple(key), values, tensor
+
+    def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
+        """-> the compiled kernel, where there is one."""
+        if _of_thread.tracing:
+            return torch.library.wrap_triton(self.kernel)[grid](*args, **self.constants)
+        if runtime.INTERPRET:
+            with interpreter.widened(args) as wide:
+                return self.kernel[grid](*map(_for_triton, wide), **self.constants)
+        tensors = (getattr(arg, "tensor", arg) for arg in args)
+        with runtime.on_device_of(next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
+            return self.kernel[grid](*map(_for_triton, args), **self.constants)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def launcher(kernel: Any, /, **constants: Any) -> Launch:
+    """The one :class:`Launch` of a kernel with these constants, so that plans that agree in them share what it keeps."""
+    return Launch(kernel, **constants)
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+NAMESPACE = "kernelbook"
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def operator(
+    schema: str,
+    *,
+    outputs: Callable[..., Any],
+    run: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    visible: bool = False,
+) -> Any:
+    """Declares the operator ``kernelbook::<name>``, for whoever compiles, traces, transforms, profiles or brings other tensors.
+
+    A public function calls it where a call is :func:`observed`; where nobody observes, it does without.
+
+    Args:
+        schema: name, arguments and results, such as ``"scale(Tensor x, float factor) -> Tensor"``.
+        outputs: from fake arguments the results (a tensor, or a tuple of tensors), which it allocates.
+        run: from the arguments the results: it finds a plan, allocates and launches.
+        setup_context, backward: as for ``torch.library.register_autograd``; ``None``: to differentiate it is an error.
+        visible: where all sizes are known to the compiler, its graph holds the kernels instead of the operator. ``run`` is
+            then called with fake tensors: it does nothing but launch (:class:`Launch`, without descriptors) and allocate.
+    """
+    name, bracket, rest = schema.partition("(")
+    qualified = f"{NAMESPACE}::{name}"
+
+    def cannot(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(f"{qualified} cannot be differentiated")
+
+    @functools.cache
+    def untraced() -> Callable[..., Any]:
+        return torch.compiler.disable(run)
+
+    def dispatched(*args: Any) -> Any:
+        # Dynamo, where it is at work, would read this too; it does not read while a program that it has made runs.
+        return run(*args) if _dynamo_callback() is None else untraced()(*args)
+
+    torch.library.define(qualified, bracket + rest, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", dispatched)
+    torch.library.register_fake(qualified, outputs)
+    keep = setup_context or (lambda ctx, inputs, output: None)
+    torch.library.register_autograd(qualified, backward or cannot, setup_context=keep)
+    if visible and _CALLS_COMPILED:
+        _decompose(qualified, run)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _decompose(qualified: str, run: Callable[..., Any]) -> None:
+    """Has the compiler see the kernels that the operator launches, as ``torch.library.triton_op`` does."""
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+    from torch.utils._pytree import tree_leaves
+
+    def decomposed(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        from torch._subclasses import FakeTensor
+        from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+        # An exported program keeps operators. So does one in which PyTorch fills new memory with NaN: it has no way to do
+        # that between an allocation and a kernel that stand in one graph. And no plan is made for sizes that are not known.
+        deterministic: Any = torch.utils.deterministic
+        filled = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
+        leaves = tree_leaves((args, kwargs))
+        sizes = [n for leaf in leaves if isinstance(leaf, torch.Tensor) for n in (*leaf.shape, *leaf.stride())]
+        unknown = any(isinstance(n, torch.SymInt | torch.SymFloat) for n in (*sizes, *leaves))
+        if filled or unknown or custom_triton_ops_decomposition_disabled():
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        if any(not issubclass(t, FakeTensor) and t not in (torch.Tensor, FunctionalTensor) for t in types):
+            return NotImplemented
+        before, _of_thread.tracing = _of_thread.tracing, True
+        try:
+            with mode:
+                return run(*args, **kwargs)
+        finally:
+            _of_thread.tracing = before
+
+    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed)
+
+
+def composite(schema: str, function: Callable[..., Any]) -> Any:
+    """Declares a public function as one operator, made of those that it calls, with :func:`sources` as its last argument.
+
+    Dynamo reads Python, and a compiled call is checked against all that was read; it does not read operators. What this
+    one does the compiler sees where it takes operators apart.
+    """
+    name, bracket, rest = schema.partition("(")
+    qualified = f"{NAMESPACE}::{name}"
+    arguments, arrow, result = rest.rpartition(") ->")
+    torch.library.define(
+        qualified, f"{bracket}{arguments}, str sources{arrow}{result}", tags=(torch.Tag.pt2_compliant_tag,)
+    )
+    torch.library.impl(qualified, "CompositeImplicitAutograd", lambda *args: function(*args[:-1]))
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+@functools.cache
+def sources() -> str:
+    """Changes whenever a file of the package does: PyTorch keeps on disk what it made of a graph's operators."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in {".py", ".json"}:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]

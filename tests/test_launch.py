@@ -1,0 +1,427 @@
+"""One way from a call to its kernel: the launcher, plans, operators. Of what they compute the rooms' tests tell."""
+
+import dataclasses
+import functools
+import itertools
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+import kernelbook as kb
+from kernelbook import interpreter, launch, memory, plans, runtime
+from kernelbook.layer_norm import op
+
+# isort: split
+import triton.language as tl
+
+# --- the launcher ---------------------------------------------------------------------------------------------------
+
+
+def _arguments_kernel(x_ptr, y_ptr, n, stride, scale, flag, BLOCK: tl.constexpr):
+    pass
+
+
+def _specialization(args: tuple[Any, ...]) -> Any:
+    """What Triton itself derives from the arguments before it looks for a compiled kernel, for an H200."""
+    kernel = JITFunction(_arguments_kernel)
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    return [entry for entry in binder(*args, BLOCK=64)[1] if entry[0] != "constexpr" or entry[1] != 64]
+
+
+def _key(*args: Any) -> Any:
+    return launch.Launch._key(0, args)[0]
+
+
+_storage = torch.zeros(4096, dtype=torch.float32)
+_tensors = st.builds(
+    lambda dtype, offset: _storage.view(dtype)[offset:],
+    st.sampled_from((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8)),
+    st.integers(0, 40),
+)
+_integers = st.one_of(
+    st.sampled_from((0, 1, -1, 15, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40, 2**63 - 1)),
+    st.integers(-(2**63), 2**63 - 1),
+)
+_launches = st.tuples(
+    _tensors,
+    st.one_of(_tensors, st.none()),
+    _integers,
+    _integers,
+    st.floats(allow_nan=False, width=32),
+    st.booleans(),
+)
+
+
+@hypothesis.settings(max_examples=300)
+@given(_launches, _launches)
+def test_what_has_one_key_is_one_kernel_to_triton(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    # The same arguments, but for values within their kind, have to share a key now and then: else nothing is tested.
+    similar = tuple(
+        near if type(near) is type(mine) and not isinstance(mine, torch.Tensor) else mine
+        for mine, near in zip(one, other, strict=True)
+    )
+    for args in (other, similar):
+        if _key(*one) == _key(*args):
+            assert _specialization(one) == _specialization(args)
+
+
+def test_numbers_of_one_kind_share_a_key() -> None:
+    x = _storage
+    for kind in ((32, 48, 1024), (2, 17, 2**31 - 1), (2**31 + 1, 2**40 + 1), (2**31, 2**40)):
+        assert len({_key(x, x, n, 1, 0.5, True) for n in kind}) == 1
+    assert len({_key(x, x, n, 1, 0.5, True) for n in (1, 2, 16, 2**31, 2**31 + 1, 2**63)}) == 6
+
+
+def test_a_descriptor_has_the_key_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
+    x, y = (torch.zeros(rows, 8, dtype=torch.float16)[:, :4] for rows in (6, 9))
+    [made] = launch.Launch._key(0, (launch.Descriptor(x, (2, 4)),))[1]
+    assert made.base is x and made.block_shape == [2, 4] and made.shape == [6, 4] and made.strides == [8, 1]
+    assert _key(launch.Descriptor(x, (2, 4))) == _key(launch.Descriptor(y, (2, 4)))
+    assert _key(launch.Descriptor(x, (2, 4))) != _key(launch.Descriptor(x, (4, 4)))
+
+
+def test_what_no_kernel_takes_is_refused() -> None:
+    with pytest.raises(TypeError, match="Launch: arguments must be tensors, numbers, None or descriptors, got str"):
+        _key(_storage, "16")
+    with pytest.raises(TypeError, match="Launch: arguments must have a tensor among them, got none"):
+        _key(16)
+    with pytest.raises(TypeError, match="constants of _arguments_kernel must be constexpr parameters, got n"):
+        launch.Launch(JITFunction(_arguments_kernel), n=3, BLOCK=64)
+
+
+class _FakeKernel:
+    """Stands for a ``JITFunction`` on a GPU: compiles once for each dtype and alignment of its first argument."""
+
+    __name__ = "fake"
+    arg_names = ("x_ptr", "n", "BLOCK")
+    params = ()
+
+    def __init__(self) -> None:
+        self.pre_run_hooks: list[Any] = []
+        self.used_global_vals: dict[Any, Any] = {}
+        self.device_caches: dict[int, Any] = defaultdict(lambda: ({},))
+        self.by_triton: list[Any] = []
+        self.called: list[Any] = []  # what compiled kernels were called with
+        self.device = 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any, **constants: Any) -> Any:
+            self.by_triton.append((grid, args))
+            key = f"{args[0].dtype} {args[0].data_ptr() % 16} {launch._integer_kinds[args[1]]}"
+            cache = self.device_caches[self.device][0]
+            if key not in cache:
+                called = functools.partial(self._call, f"device {self.device}: {key}")
+                cache[key] = types.SimpleNamespace(run=called, function=len(cache), packed_metadata=(4, 1, 0))
+            return cache[key]
+
+        return run
+
+    def _call(self, name: str, *args: Any) -> None:
+        self.called.append((name, args[:4], args[9:]))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> _FakeKernel:
+    """A kernel that is launched as on a GPU, though there is none: all that touches CUDA is replaced."""
+    kernel = _FakeKernel()
+    monkeypatch.setattr(launch, "_CALLS_COMPILED", True)
+    monkeypatch.setattr(runtime, "INTERPRET", False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: kernel.device)
+    monkeypatch.setattr(launch, "_current_device", lambda: kernel.device)
+    monkeypatch.setattr(launch, "_current_stream", lambda device: 100 + device)
+    return kernel
+
+
+def test_the_second_launch_calls_the_compiled_kernel(fake: _FakeKernel) -> None:
+    launched, x = launch.Launch(fake, BLOCK=64), torch.zeros(64)
+    for _ in range(3):
+        launched((7,), x, 33)
+    assert len(fake.by_triton) == 1 and len(fake.called) == 2
+    name, grid_and_stream, values = fake.called[-1]
+    assert "float32" in name and grid_and_stream == (7, 1, 1, 100)
+    assert values == (x.data_ptr(), 33, 64)  # the constant at the end, though the compiled kernel won't look at it
+    launched((2, 3), x, 35)  # of the same kind
+    assert len(fake.by_triton) == 1 and fake.called[-1][1][:3] == (2, 3, 1)
+
+
+def test_what_triton_specializes_on_takes_another_kernel(fake: _FakeKernel) -> None:
+    launched, x = launch.Launch(fake, BLOCK=64), torch.zeros(64)
+    for args in ((x, 33), (x[1:], 33), (x, 32), (x, 1), (x, 2**40 + 1), (x.half(), 33)):
+        before = len(fake.by_triton)
+        launched((1,), *args)
+        launched((1,), *args)
+        assert len(fake.by_triton) == before + 1, args
+    assert len({name for name, *_ in fake.called}) == 6
+    fake.device = 1
+    launched((1,), x, 33)
+    launched((1,), x, 33)
+    assert fake.called[-1][0].startswith("device 1") and fake.called[-1][1][3] == 101
+
+
+def test_a_compiled_kernel_that_triton_has_dropped_is_not_called(fake: _FakeKernel) -> None:
+    launched, x = launch.Launch(fake, BLOCK=64), torch.zeros(64)
+    launched((1,), x, 33)
+    fake.device_caches.clear()  # the kernel was defined anew, or the device was reset
+    launched((1,), x, 33)
+    assert len(fake.by_triton) == 2 and not fake.called
+    launched((1,), x, 33)
+    assert len(fake.by_triton) == 2 and len(fake.called) == 1
+
+
+def test_a_changed_constant_of_the_module_is_left_to_triton_to_refuse(fake: _FakeKernel) -> None:
+    scope = {"SLOPE": 0.01}
+    fake.used_global_vals = {("SLOPE", id(scope)): (scope["SLOPE"], scope)}
+    launched, x = launch.Launch(fake, BLOCK=64), torch.zeros(64)
+    launched((1,), x, 33)
+    launched((1,), x, 33)
+    assert len(fake.called) == 1
+    scope["SLOPE"] = 0.02
+    launched((1,), x, 33)
+    assert len(fake.called) == 1 and len(fake.by_triton) == 2
+
+
+def _hook(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "who", ("enter", "exit", "stages", "debug", "instrumentation", "recorder", "pre_run", "version", "device")
+)
+def test_whoever_watches_sees_every_launch(fake: _FakeKernel, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, x = launch.Launch(fake, BLOCK=64), torch.zeros(64)
+    launched((1,), x, 33)
+    knobs = triton.knobs.runtime
+    if who == "enter":
+        monkeypatch.setattr(knobs.launch_enter_hook, "calls", [_hook])
+    elif who == "exit":
+        monkeypatch.setattr(knobs.launch_exit_hook, "calls", [_hook])
+    elif who == "stages":
+        monkeypatch.setattr(knobs, "add_stages_inspection_hook", _hook)
+    elif who == "debug":
+        monkeypatch.setattr(knobs, "debug", True)
+    elif who == "instrumentation":
+        monkeypatch.setitem(triton.knobs.compilation.__dict__, "instrumentation_mode", "fpsan")
+    elif who == "recorder":
+        monkeypatch.setattr(JITFunction, "run", _hook)
+    elif who == "pre_run":
+        fake.pre_run_hooks.append(_hook)
+    elif who == "version":
+        monkeypatch.setattr(launch, "_CALLS_COMPILED", False)
+    else:  # the tensor is not on the current one
+        monkeypatch.setattr(launch, "_current_device", lambda: 1)
+    launched((1,), x, 33)
+    assert len(fake.by_triton) == 2 and not fake.called
+
+
+def test_an_unknown_version_of_triton_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "INTERPRET", False)
+    monkeypatch.setattr(runtime, "HAS_GPU", True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.warns(UserWarning, match=r"is not one of 3\.6, 3\.7: kernels are launched by Triton itself"):
+        assert not launch._calls_compiled((9, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launch._calls_compiled((3, 6))
+        monkeypatch.setattr(runtime, "INTERPRET", True)
+        assert not launch._calls_compiled((9, 0))
+
+
+@pytest.mark.gpu
+def test_both_ways_choose_the_same_kernel() -> None:
+    """On a GPU: what is kept is what ``kernel[grid]`` returns, for arguments of every kind."""
+    kernel = JITFunction(_arguments_kernel)
+    launched = launch.Launch(kernel, BLOCK=64)
+    x = torch.zeros(256, device=runtime.DEVICE)
+    for n, stride, pointer in itertools.product((1, 16, 17, 2**31, 2**40 + 1), (1, 16, 3), (x, x[1:], x.half(), None)):
+        args = (x, pointer, n, stride, 0.5, True)
+        launched((1,), *args)
+        kept = launched._compiled[launched._key(x.get_device(), args)[0]]
+        assert kept.kernel is kernel[(1,)](*args, BLOCK=64) and kept.is_current(kernel, x.get_device())
+        launched((1,), *args)
+    torch.cuda.synchronize()
+
+
+def test_the_interpreter_computes_on_float32_in_the_place_of_bfloat16() -> None:
+    """Copies lie in memory as their tensors do; what a kernel wrote is rounded and put back, and nothing else is."""
+    x = torch.randn(4, 10).bfloat16()[:, ::2].requires_grad_()
+    y, row, n = torch.full((4, 5), torch.nan).bfloat16(), torch.ones(1, 5).bfloat16().expand(4, 5), 3
+    with interpreter.widened((x, y, row, n, x, None)) as (wide_x, wide_y, wide_row, number, again, nothing):
+        assert wide_x.dtype == wide_y.dtype == wide_row.dtype == torch.float32
+        assert wide_x.stride() == (10, 2) and wide_row.stride() == (0, 1) and again is wide_x
+        assert (number, nothing) == (3, None) and torch.equal(wide_x, x.detach().float())
+        wide_y.copy_(1 + 2**-12 * torch.ones(4, 5))
+    assert torch.equal(y, torch.ones(4, 5).bfloat16())
+    assert x._version == y._version == row._version == 0
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_plan_makes_place_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans.KeptPlans, "MOST", 3)
+    kept = plans.KeptPlans[str]()
+    for key in range(5):
+        kept.keep(key, str(key))
+    assert list(kept) == [2, 3, 4]
+    plans.forget()
+    assert not kept
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The forward plans that LayerNorm and RMSNorm make from here on."""
+    found: list[Any] = []
+    new = op._new_forward_plan
+    monkeypatch.setattr(op, "_new_forward_plan", lambda *args: found.append(new(*args)) or found[-1])
+    plans.forget()
+    return found
+
+
+def test_calls_of_one_kind_share_a_plan(made: list[Any]) -> None:
+    for _ in range(3):
+        x, w = torch.randn(4, 24, device=runtime.DEVICE), torch.randn(24, device=runtime.DEVICE)
+        torch.testing.assert_close(kb.layer_norm(x, w), F.layer_norm(x, (24,), w))
+    assert len(made) == 1
+    kb.layer_norm(x, w, eps=1e-5), kb.layer_norm(torch.nn.Parameter(x, requires_grad=False), w)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "what",
+    ("shape", "strides", "dtype", "weight", "weight's dtype", "eps", "gradients", "autocast", "norm", "residual"),
+)
+def test_what_decides_is_part_of_the_key(made: list[Any], what: str) -> None:
+    x, w = torch.randn(4, 24, device=runtime.DEVICE), torch.randn(24, device=runtime.DEVICE)
+    half = x.bfloat16()
+    kb.rms_norm(x, w), kb.rms_norm(half, w)
+    before = len(made)
+    assert before == 2
+    if what == "autocast":
+        with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
+            assert kb.rms_norm(half, w).dtype == torch.float32
+    other: dict[str, Callable[[], Any]] = {
+        "shape": lambda: kb.rms_norm(x[:3], w),
+        "strides": lambda: kb.rms_norm(x.t().contiguous().t(), w),
+        "dtype": lambda: kb.rms_norm(x.half(), w),
+        "weight": lambda: kb.rms_norm(x),
+        "weight's dtype": lambda: kb.rms_norm(x, w.double()),
+        "eps": lambda: kb.rms_norm(x, w, 1e-3),
+        "gradients": lambda: kb.rms_norm(x, torch.nn.Parameter(w)),
+        "autocast": lambda: None,
+        "norm": lambda: kb.layer_norm(x, w, eps=1e-6),
+        "residual": lambda: kb.rms_norm(x, w, residual=x),
+    }
+    other[what]()
+    assert len(made) == before + 1
+    if what == "gradients":
+        with torch.no_grad():
+            kb.rms_norm(x, torch.nn.Parameter(w))
+        assert len(made) == before + 1
+
+
+def test_a_number_has_one_type_in_the_key(made: list[Any]) -> None:
+    x = torch.randn(2, 8, device=runtime.DEVICE)
+    first = kb.layer_norm(x, eps=1)
+    assert torch.equal(kb.layer_norm(x, eps=1.0), first) and len(made) == 1 and type(made[0].eps) is float
+    np = pytest.importorskip("numpy")
+    assert torch.equal(kb.layer_norm(x, eps=np.float32(1)), first) and len(made) == 1
+    for wrong in (True, "1", [1], None, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="layer_norm: eps must be a number that is not negative, got"):
+            kb.layer_norm(x, eps=wrong)
+    with pytest.raises(ValueError, match="layer_norm: backward must be one of"):
+        kb.layer_norm(x, backward=["partials"])
+
+
+def test_arguments_are_checked_where_a_plan_is_made(made: list[Any]) -> None:
+    x, w = torch.randn(2, 8, device=runtime.DEVICE), torch.randn(8, device=runtime.DEVICE)
+    for _ in range(2):
+        kb.layer_norm(x, w)
+        with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(8,\), got \(7,\)"):
+            kb.layer_norm(x, w[:7])
+        with pytest.raises(TypeError, match=r"layer_norm: x must be a dense tensor, got layout torch.sparse_coo"):
+            kb.layer_norm(x.to_sparse(), w)
+    assert len(made) == 1
+
+
+def test_a_plan_holds_no_tensor() -> None:
+    x, w = (torch.randn(*s, device=runtime.DEVICE).requires_grad_() for s in ((2, 8), (8,)))
+    plans.forget()
+    kb.layer_norm(x, w).sum().backward()
+    for kept in (op._forward_plans, op._backward_plans):
+        assert len(kept) == 1
+        for plan in kept.values():
+            fields = [getattr(plan, field.name) for field in dataclasses.fields(plan)]
+            assert not any(isinstance(value, torch.Tensor) for value in fields)
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                plan.rows = 3
+
+
+def test_memory_that_is_to_be_filled_is_filled() -> None:
+    """After calls of the same kind as before: by PyTorch's switch, and by ours."""
+    x = torch.randn(3, 8, device=runtime.DEVICE)
+    expected = kb.layer_norm(x)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert memory.empty((3,), torch.float32, x).isnan().all()
+        assert torch.equal(kb.layer_norm(x), expected)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", (False, True))
+def test_the_meta_device_knows_shapes(leaf: bool) -> None:
+    x, w = torch.empty(2, 3, 8, device="meta", requires_grad=leaf), torch.empty(8, device="meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, total = kb.rms_norm(x, w, residual=x)
+    for found in (kb.layer_norm(x, w, w), kb.rms_norm(x, w), y, total):
+        assert found.is_meta and found.shape == x.shape and found.requires_grad == leaf
+    if leaf:
+        (y.sum() + total.sum()).backward()
+        assert x.grad.is_meta
+
+
+@pytest.mark.parametrize("norm", (lambda x: kb.layer_norm(x), lambda x: kb.rms_norm(x, residual=x)[0]))
+def test_a_gradient_of_a_gradient_is_an_error(norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(3, 8, device=runtime.DEVICE).requires_grad_()
+    (dx,) = torch.autograd.grad(norm(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="kernelbook::norm_backward cannot be differentiated"):
+        dx.sum().backward()
+
+
+def test_results_may_be_changed_in_place() -> None:
+    x, w = (torch.randn(*s, device=runtime.DEVICE).requires_grad_() for s in ((3, 8), (8,)))
+    grads = []
+    for norm in (kb.layer_norm, lambda x, w: F.layer_norm(x, (8,), w)):
+        y = norm(x, w)
+        y += 1
+        y *= 2
+        grads.append(torch.autograd.grad(y.sum(), (x, w)))
+    torch.testing.assert_close(*grads)
+
+
+def test_what_the_backward_pass_reads_may_not_be_changed() -> None:
+    x = torch.randn(3, 8, device=runtime.DEVICE)
+    w = torch.randn(8, device=runtime.DEVICE).requires_grad_()
+    y = kb.layer_norm(x, w)
+    x += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
