@@ -191,7 +191,7 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
     [cell] = [cell.source for cell in cells if "timing.run_cases(points" in cell.source]
     ceilings = record.load_ceilings()
-    names = {"pd": pd, "Path": Path, "plots": plots, "timing": timing, "bench": bench, "GPU": True}
+    names = {"pd": pd, "Path": Path, "plots": plots, "record": record, "timing": timing, "bench": bench, "GPU": True}
     names |= {"torch": torch, "ceilings": ceilings, "bf16_tflops": ceilings["bf16_tflops"].median()}
     names["results"] = record.results_dir() / record.BOOKS_GPU
     exec(cell, names)  # noqa: S102  a cell of the book
