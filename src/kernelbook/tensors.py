@@ -1,0 +1,72 @@
+"""What the rooms ask of tensors on the host: alignment, strides, shapes, and how float32 is multiplied."""
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+
+__all__ = ["allows_tf32", "has_aligned_rows", "precision", "reshaped", "strided", "without_autocast", "written"]
+
+_fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # what the switch itself asks
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch is set to multiply float32 matrices in tf32, by any of its switches.
+
+    ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
+    can be read either way.
+    """
+    return (
+        _fp32_precision("cuda", "matmul") if _fp32_precision else torch.backends.cuda.matmul.fp32_precision
+    ) == "tf32"
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How kernels multiply ``dtype`` (``input_precision`` of ``tl.dot``): only float32 has a choice, which is PyTorch's."""
+    return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
+
+
+def strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
+    """A tensor that may be missing, and its ``dims`` strides, as a kernel's arguments."""
+    return (None, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
+
+
+def reshaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An operator's result in another shape, on the same memory.
+
+    It is no view to autograd, which forbids ``y += residual`` on a view that an operator returned.
+    """
+    return torch.ops.aten._unsafe_view.default(result, shape)
+
+
+def has_aligned_rows(tensor: torch.Tensor) -> bool:
+    """Whether the last dimension is contiguous and all rows begin on 16 bytes, one after the other.
+
+    Then rows are loaded in pieces of 16 bytes, and a tensor descriptor can read them.
+    """
+    return tensor.data_ptr() % 16 == 0 and aligned_steps(tensor.stride(), tensor.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def aligned_steps(strides: tuple[int, ...], size: int) -> bool:
+    """:func:`has_aligned_rows`, of a tensor that begins on 16 bytes."""
+    *steps, within = strides
+    return within == 1 and all(step > 0 and step * size % 16 == 0 for step in steps)
+
+
+def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context without autocast on the tensor's device.
+
+    Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it.
+    """
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """Says that kernels have written into tensors that the caller has.
+
+    A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
+    """
+    torch._C._increment_version(tensors)
