@@ -187,7 +187,7 @@ def recorded(tmp_path, monkeypatch):
     host = dates.host_digest(bench.bench("layer_norm").library)
     cases = {f"layer_norm forward float16 M=1 N={x} N={x}": {"kernelbook": f"launches {x}"} for x in (1, 2)}
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    monkeypatch.setattr(older, "launch_digests", lambda properties: {"layer_norm": cases})
+    monkeypatch.setattr(older, "launch_digests", lambda properties, names: {"layer_norm": cases})
 
     def list_older(*rows: dict[str, str], stem: str = "layer_norm") -> list[tuple[str, str]]:
         rows = (row("kernelbook", 1, launches="launches 1", host=host), row("torch", 1, peer="torch 1"), *rows)

@@ -61,7 +61,9 @@ def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[
     Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it.
     """
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    if tensor.is_meta or not torch.is_autocast_enabled(kind):  # PyTorch knows no autocast for meta tensors
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def written(*tensors: torch.Tensor) -> None:

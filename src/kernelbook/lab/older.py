@@ -56,7 +56,9 @@ def properties_of(gpu: str) -> runtime.DeviceProperties | None:
     return GPUS.get(gpu)
 
 
-def launch_digests(properties: runtime.DeviceProperties, mode: str = "shipped") -> Digests:
+def launch_digests(
+    properties: runtime.DeviceProperties, mode: str = "shipped", names: Iterable[str] = bench.CASE_BY_CASE
+) -> Digests:
     """By bench, case and provider of ours the digest of what it launches on a GPU, found by a process that has none.
 
     ``mode`` is ``shipped`` or ``rules``, see :mod:`kernelbook.plans`. What was found is kept on disk for these sources.
@@ -64,26 +66,29 @@ def launch_digests(properties: runtime.DeviceProperties, mode: str = "shipped") 
     sources = hashlib.sha256(repr((dataclasses.astuple(properties), mode, sys.version_info)).encode())
     for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json")):
         sources.update(path.read_bytes())
-    kept = runtime.cache_dir() / "launches" / f"{sources.hexdigest()[:16]}.json"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with kept.with_suffix(".lock").open("w") as lock:
+    folder = runtime.cache_dir() / "launches" / sources.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: folder / f"{name}.json" for name in names}
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # chapters that are executed beside each other ask for the same
-        if not kept.exists():
-            record.replace_file(kept, _found_without_gpu(properties, mode))
-    return dict(json.loads(kept.read_text()))
+        missing = [name for name, path in kept.items() if not path.exists()]
+        if missing:
+            for name, found in _found_without_gpu(properties, mode, missing).items():
+                record.replace_file(kept[name], json.dumps(found))
+    return {name: json.loads(path.read_text()) for name, path in kept.items()}
 
 
-def _found_without_gpu(properties: runtime.DeviceProperties, mode: str) -> str:
+def _found_without_gpu(properties: runtime.DeviceProperties, mode: str, names: Sequence[str]) -> Digests:
     hidden = {
         "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1",
         "KERNELBOOK_PLANS": mode, "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "kernelbook.lab.older", "--launches"],
+        [sys.executable, "-m", "kernelbook.lab.older", "--launches", *names],
         input=json.dumps(dataclasses.asdict(properties)),
         env={**os.environ, **hidden}, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    return done.stdout.splitlines()[-1]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def digests_here(properties: Mapping[str, Any], names: Iterable[str] = bench.CASE_BY_CASE) -> Digests:
@@ -121,7 +126,7 @@ def dates_of(one: bench.Bench) -> Callable[[timing.Case, str], dict[str, str]]:
     """For a run on the GPU at hand: from a case and a provider to the columns :data:`record.DATES`."""
     properties, mode = runtime.properties(), runtime.plans_in_use()
     own = mode == "tuned" and plans.own_plans(properties.name).exists()  # nobody else has them
-    found = {} if own else launch_digests(properties, "rules" if mode == "rules" else "shipped")
+    found = {} if own else launch_digests(properties, "rules" if mode == "rules" else "shipped", [one.name])
     host = dates.host_digest(one.library)
 
     def of(case: timing.Case, provider: str) -> dict[str, str]:
@@ -167,10 +172,13 @@ def older(gpus: Iterable[str] | None = None, stem: str = "*") -> list[Older]:
     """
     folders = list(record.recorded_gpus(stem) if gpus is None else gpus)
     known = {gpu: properties for gpu in folders if (properties := properties_of(gpu)) is not None}
-    if stem in dates.DATED:  # no case has to be looked at
-        known = {}
+    # Of other files no case has to be looked at.
+    names: Sequence[str] = (
+        [stem] if stem in bench.CASE_BY_CASE else bench.CASE_BY_CASE if stem in ("*", "models") else ()
+    )
     with ThreadPoolExecutor() as pool:
-        digests = dict(zip(known, pool.map(launch_digests, known.values()), strict=True))
+        found = pool.map(lambda properties: launch_digests(properties, names=names), known.values())
+        digests = dict(zip(known, found, strict=True))
     return [found for gpu in folders for found in _older_on(gpu, stem, digests.get(gpu, {}))]
 
 
@@ -245,8 +253,9 @@ WORDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what is older, a line each."""
-    if list(sys.argv[1:] if arguments is None else arguments) == ["--launches"]:
-        print(json.dumps(digests_here(json.load(sys.stdin))))
+    asked = list(sys.argv[1:] if arguments is None else arguments)
+    if asked[:1] == ["--launches"]:
+        print(json.dumps(digests_here(json.load(sys.stdin), asked[1:])))
         return 0
     for found in older():
         print(found)
