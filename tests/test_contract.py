@@ -1,0 +1,526 @@
+"""What every public function owes its callers, over one table: strides, empty tensors, 64-bit offsets, bad input, compilers,
+autocast, gradients, meta tensors. What is particular to a function stands in the tests of its room.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensors import far_apart
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import kernelbook as kb
+from kernelbook import nn, runtime
+from kernelbook.train.chunks import chunk_norms
+
+Given = dict[str, Any]
+DEVICE = runtime.DEVICE
+
+
+def _draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def _ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+def _routing(top_k: int = 2) -> kb.Routing:
+    return kb.route(_ids(0, 1, 2, 0, 1, 1, 0, 2)[: 4 * top_k].view(4, top_k), 3)
+
+
+def _packed() -> kb.NF4Tensor:
+    return kb.nf4_quantize(_draw(3, 32, 64))
+
+
+def _given_experts() -> Given:
+    return {
+        "x": _draw(4, 64), "gate_up": _draw(3, 64, 64) / 8, "down": _draw(3, 64, 32) / 8,
+        "expert_ids": _routing().expert_ids, "gates": torch.rand(4, 2, device=DEVICE),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """A public function, arguments for it, and what it does not promise."""
+
+    function: Callable[..., Any]
+    given: Callable[[], Given]  # in float32
+    rows: str = "x"  # the argument whose first dimension may be empty
+    but: tuple[str, ...] = ()  # the properties that it has not, or that have a test of their own
+    op: str = ""  # what messages call it
+    grads: tuple[str, ...] | None = None  # the arguments that have gradients; by default all that are floating point
+
+    def call(self, given: Given) -> Any:
+        return self.function(**given)
+
+
+PROMISES = {
+    "layer_norm": Promise(kb.layer_norm, lambda: {"x": _draw(4, 32), "weight": _draw(32), "bias": _draw(32)}),
+    "rms_norm": Promise(kb.rms_norm, lambda: {"x": _draw(4, 32), "weight": _draw(32)}),
+    "rms_norm of a sum": Promise(
+        kb.rms_norm, lambda: {"x": _draw(4, 32), "weight": _draw(32), "residual": _draw(4, 32)}, but=("empty",)
+    ),
+    "sparse_linear": Promise(
+        kb.sparse_linear,
+        lambda: {
+            "x": _draw(4, 32), "weight": _draw(48, 32), "bias": _draw(48), "active_chunks": _ids(2, 0, 1), "chunk_size": 16,
+            "mode": "sparse_dw_dx",
+        },
+    ),
+    "sparse_forward": Promise(
+        kb.sparse_forward,
+        lambda: {
+            "x": _draw(4, 32), "weight": _draw(48, 32), "bias": _draw(48), "active_chunks": _ids(2, 0), "chunk_size": 16,
+        },
+    ),
+    "sparse_dw": Promise(
+        kb.sparse_dw,
+        lambda: {"x": _draw(4, 32), "dy": _draw(4, 48), "active_chunks": _ids(2, 0), "chunk_size": 16},
+        but=("empty",),
+    ),
+    "sparse_dx": Promise(
+        kb.sparse_dx,
+        lambda: {"dy": _draw(4, 48), "weight": _draw(48, 32), "active_chunks": _ids(2, 0), "chunk_size": 16},
+        rows="dy",
+    ),
+    "gather_matmul": Promise(
+        kb.gather_matmul, lambda: {"x": _draw(4, 32), "weight": _draw(9, 32), "rows": _ids(1, 7, 4), "activation": "silu"}
+    ),
+    "scatter_ffn": Promise(
+        kb.scatter_ffn,
+        lambda: {
+            "x": _draw(4, 32), "w_up": _draw(9, 32), "w_down": _draw(9, 24), "neurons": _ids(1, 7, 4),
+            "w_gate": _draw(9, 32), "activation": "silu",
+        },
+    ),
+    "flash_attention": Promise(
+        kb.flash_attention,
+        lambda: {"q": _draw(2, 4, 20, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16), "causal": True},
+        rows="", but=("in place",),
+    ),
+    "decoding": Promise(
+        kb.flash_attention, lambda: {"q": _draw(2, 4, 1, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16)},
+        rows="", but=("in place",), op="flash_attention",
+    ),
+    "paged_attention": Promise(
+        kb.paged_attention,
+        lambda: {
+            "q": _draw(1, 4, 1, 16), "k_pages": _draw(4, 2, 16, 16), "v_pages": _draw(4, 2, 16, 16),
+            "block_table": _ids(3, 1)[None], "lengths": _ids(20),
+        },
+        rows="", grads=(),
+    ),
+    "append_to_pages": Promise(
+        kb.append_to_pages,
+        lambda: {
+            "k": _draw(1, 2, 1, 16), "v": _draw(1, 2, 1, 16), "k_pages": _draw(4, 2, 16, 16),
+            "v_pages": _draw(4, 2, 16, 16), "block_table": _ids(3, 1)[None], "lengths": _ids(20),
+        },
+        rows="", grads=(),
+    ),
+    "nf4_quantize": Promise(lambda w: _parts(kb.nf4_quantize(w)), lambda: {"w": _draw(3, 64)}, rows="w", grads=()),
+    "fp4_quantize": Promise(lambda w: _parts(kb.fp4_quantize(w)), lambda: {"w": _draw(3, 64)}, rows="w", grads=(), but=("opcheck",)),
+    "nf4_dequantize": Promise(
+        kb.nf4_dequantize, lambda: {"q": _packed(), "experts": _ids(2, 0)}, rows="experts", grads=(), but=("strides",)
+    ),
+    "nf4_matmul": Promise(
+        kb.nf4_matmul, lambda: {"x": _draw(4, 64), "q": _packed(), "expert": 1}, but=("gradcheck",)  # no float64
+    ),
+    "route": Promise(
+        lambda expert_ids, num_experts: kb.route(expert_ids, num_experts).lists[:17],
+        lambda: {"expert_ids": _routing().expert_ids, "num_experts": 3}, rows="", grads=(),
+    ),
+    "sparse_dw, compact": Promise(
+        kb.sparse_dw,
+        lambda: {"x": _draw(4, 32), "dy": _draw(4, 48), "active_chunks": _ids(2, 0), "chunk_size": 16, "compact": True},
+        but=("empty",),
+    ),
+    "sparse_forward, compact": Promise(
+        kb.sparse_forward,
+        lambda: {
+            "x": _draw(4, 32), "weight": _draw(48, 32), "bias": None, "active_chunks": _ids(2, 0), "chunk_size": 16,
+            "compact": True,
+        },
+    ),
+    "scatter_ffn, plain": Promise(
+        kb.scatter_ffn,
+        lambda: {
+            "x": _draw(4, 32), "w_up": _draw(9, 32), "w_down": _draw(9, 24), "neurons": _ids(1, 7, 4), "b_up": _draw(9),
+            "b_down": _draw(24), "activation": "gelu",
+        },
+        but=("empty",),
+    ),
+    "moe_lora, in order of experts": Promise(
+        kb.moe_lora,
+        lambda: {
+            "x": _draw(8, 32), "w": _draw(3, 32, 24), "lora_a": _draw(3, 2, 32), "lora_b": _draw(3, 24, 2),
+            "routing": _routing(), "grouped_in": True, "grouped_out": True, "strategy": "fused", "scaling": 0.5,
+        },
+        rows="",
+    ),
+    "scatter2scatter": Promise(
+        kb.scatter2scatter, lambda: {"x": _draw(4, 32), "w": _draw(3, 32, 24), "routing": _routing()}, rows=""
+    ),
+    "moe_lora": Promise(
+        kb.moe_lora,
+        lambda: {
+            "x": _draw(4, 32), "w": _draw(3, 32, 24), "lora_a": _draw(3, 2, 32), "lora_b": _draw(3, 24, 2),
+            "routing": _routing(), "bias": _draw(3, 24), "gates": torch.rand(4, 2, device=DEVICE),
+        },
+        rows="",
+    ),
+    "moe_lora in 4 bits": Promise(
+        kb.moe_lora,
+        lambda: {
+            "x": _draw(4, 64), "w": _packed(), "lora_a": _draw(3, 2, 64), "lora_b": _draw(3, 32, 2), "routing": _routing(),
+        },
+        rows="",
+    ),
+    "gated_experts": Promise(nn.gated_experts, _given_experts, rows=""),
+}  # fmt: skip
+
+
+def _parts(q: kb.NF4Tensor) -> tuple[torch.Tensor, ...]:
+    return q.packed, q.absmax
+
+
+def _that(has: str, *, gradients: bool = False) -> Any:
+    """The functions that have a property."""
+    names = [n for n, p in PROMISES.items() if has not in p.but and not (gradients and p.grads == ())]
+    return pytest.mark.parametrize("name", names)
+
+
+def _floats(given: Given) -> list[str]:
+    """The arguments that are tensors of floating-point numbers."""
+    return [n for n, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _leaves(promise: Promise, given: Given) -> list[str]:
+    return [n for n in _floats(given) if promise.grads is None or n in promise.grads]
+
+
+def _copied(given: Given) -> Given:
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+
+
+def _tensors(result: Any, given: Given) -> list[torch.Tensor]:
+    """Results, or what was written where there are none."""
+    found = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return found or [given["k_pages"], given["v_pages"]]
+
+
+def _with_gradients(promise: Promise, given: Given) -> list[torch.Tensor]:
+    """Results and gradients."""
+    names = _leaves(promise, given)
+    given = given | {n: given[n].detach().requires_grad_() for n in names}
+    results = _tensors(promise.call(given), given)
+    if not names:
+        return results
+    wanted = [r for r in results if r.requires_grad]
+    weights = [torch.linspace(-1, 1, r.numel(), device=DEVICE).to(r).view(r.shape) for r in wanted]
+    grads = torch.autograd.grad(wanted, [given[n] for n in names], weights)
+    return [*(r.detach() for r in results), *grads]
+
+
+def _equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+# --- strides, sizes, offsets ----------------------------------------------------------------------------------------
+
+
+def _every_second(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _not_on_16_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat((tensor.reshape(-1)[:1], tensor.reshape(-1)))[1:].view(tensor.shape)
+
+
+@_that("strides")
+@pytest.mark.parametrize("lie", (_every_second, _transposed, _not_on_16_bytes))
+def test_strides_change_nothing(name: str, lie: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    promise = PROMISES[name]
+    given = promise.given()
+    expected = _with_gradients(promise, _copied(given))
+    other = {n: lie(v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+    _equal(_with_gradients(promise, other), expected)
+
+
+@_that("empty")
+def test_no_rows_give_no_rows(name: str) -> None:
+    promise = PROMISES[name]
+    if promise.rows:
+        given = promise.given()
+        found = _with_gradients(promise, given | {promise.rows: given[promise.rows][:0]})
+        assert found[0].numel() == 0
+        assert all(torch.equal(t, torch.zeros_like(t)) for t in found)
+
+
+@_that("strides")
+def test_offsets_are_64_bit(name: str, overflow_raises: Callable[[], None]) -> None:
+    """Rows of each argument lie so far apart that a 32-bit offset overflows. The memory between is not touched."""
+    promise = PROMISES[name]
+    given = promise.given()
+    copied = _copied(given)
+    expected = _tensors(promise.call(copied), copied)
+    overflow_raises()
+    for n in _floats(given):
+        if given[n].ndim > 1:
+            fresh = _copied(given)
+            rows, *_ = fresh[n].shape
+            fresh[n] = far_apart(fresh[n], 2**31 // max(1, rows - 1) + 16, *fresh[n].stride()[1:-1])
+            _equal(_tensors(promise.call(fresh), fresh), expected)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@_that("bad input")
+def test_what_is_no_such_tensor_is_named(name: str) -> None:
+    promise = PROMISES[name]
+    op = promise.op or name.split()[0].strip(",")
+    given = promise.given()
+    tensors = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
+    for n in tensors:
+        bad: list[Any] = ["a", 3.0, given[n].to(torch.complex64), given[n].to_sparse()]
+        if n in ("x", "dy", "w"):  # which may have any leading dimensions
+            bad += [given[n].reshape(-1)[0]] if n != "w" else []
+        else:
+            bad.append(given[n][None])
+        if n != tensors[0]:
+            bad.append(given[n].to("meta"))
+        for other in bad:
+            with pytest.raises((TypeError, ValueError), match=rf"{op}: .*\b{n}\b.*(got|must)"):
+                promise.call(promise.given() | {n: other})
+
+
+# --- compilers, modes, other tensors ----------------------------------------------------------------------------------
+
+
+class _Noted(TorchDispatchMode):
+    """Notes the operators of ours that are called, with what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "kernelbook":
+            given = args if torch.is_grad_enabled() else tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+            self.calls.append((func, given))
+        return func(*args, **(kwargs or {}))
+
+
+@_that("opcheck")
+def test_pytorch_accepts_each_operator(name: str) -> None:
+    promise = PROMISES[name]
+    with _Noted() as noted:
+        _with_gradients(promise, promise.given())
+    assert noted.calls
+    for operator, args in noted.calls:
+        # A routing's lists have room that nothing fills: two of them differ.
+        compared = () if operator is torch.ops.kernelbook.route.default else ("test_aot_dispatch_dynamic",)
+        tests = ("test_schema", "test_faketensor", *compared)
+        torch.library.opcheck(operator, args, test_utils=tests)
+
+
+@_that("compile")
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
+    promise = PROMISES[name]
+    given = promise.given()
+    names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
+
+    def step(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        """With an operation of PyTorch's before it, which the compiler may join to it."""
+        doubled = [
+            t * 2 if t.is_floating_point() and n not in ("k_pages", "v_pages") else t
+            for n, t in zip(names, tensors, strict=True)
+        ]
+        return function(**given | dict(zip(names, doubled, strict=True)))
+
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda *t: step(promise.function, *t),
+        fullgraph=True, dynamic=dynamic, backend="inductor" if DEVICE.type == "cuda" else "aot_eager",
+    )  # fmt: skip
+    ways = [
+        dataclasses.replace(promise, function=lambda call=call, **g: call(*(g[n] for n in names)))
+        for call in (compiled, lambda *t: step(promise.function, *t))
+    ]
+    more = {promise.rows: torch.cat((given[promise.rows],) * 2)} if promise.rows in ("x", "w") else {}
+    for shapes in ({}, more):
+        found, expected = (_with_gradients(way, _copied(given | shapes)) for way in ways)
+        _equal(found, expected, 1e-5)
+
+
+@_that("meta")
+def test_meta_tensors_have_the_shapes_of_results(name: str) -> None:
+    promise = PROMISES[name]
+    given = promise.given()
+
+    def without_data(value: Any) -> Any:
+        if isinstance(value, kb.Routing):
+            return value._replace(expert_ids=value.expert_ids.to("meta"), lists=value.lists.to("meta"))
+        return value.to("meta") if isinstance(value, torch.Tensor | kb.NF4Tensor) else value
+
+    found = _with_gradients(promise, {n: without_data(v) for n, v in given.items()})
+    expected = _with_gradients(promise, given)
+    for ours, real in zip(found, expected, strict=True):
+        assert ours.is_meta and ours.shape == real.shape and ours.dtype == real.dtype
+
+
+@_that("forward mode", gradients=True)
+def test_forward_mode_is_refused_not_left_out(name: str) -> None:
+    promise = PROMISES[name]
+    given = promise.given()
+    first = _leaves(promise, given)[0]
+    call = lambda x: _tensors(promise.call(given | {first: x}), given)[0]  # noqa: E731
+    x = given[first]
+    with pytest.raises(NotImplementedError, match=r"must be differentiated by torch\.autograd"):
+        torch.func.jvp(call, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
+        call(forward_ad.make_dual(x, torch.ones_like(x)))
+    with pytest.raises(NotImplementedError, match=r"got torch\.func"):
+        torch.func.grad(lambda t: call(t).sum())(x)
+    with forward_ad.dual_level():
+        call(x)  # the level alone is no obstacle
+
+
+@_that("autocast", gradients=True)
+def test_autocast_gives_gradients_in_the_dtype_of_their_tensors(name: str) -> None:
+    promise = PROMISES[name]
+    given = promise.given()
+    expected = _with_gradients(promise, given)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        found = _with_gradients(promise, given)
+    count = len(_leaves(promise, given))
+    for ours, real in zip(found[-count:], expected[-count:], strict=True):
+        assert ours.dtype == real.dtype
+        assert (ours - real).norm() <= 0.05 * real.norm() + 1e-3
+    assert all(t.dtype in (torch.bfloat16, torch.float32) for t in found[:-count])
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@_that("gradcheck", gradients=True)
+def test_gradients_are_those_of_differences(name: str) -> None:
+    promise = PROMISES[name]
+    given = promise.given()
+    names = _leaves(promise, given)
+    given |= {n: given[n].double() for n in _floats(given)}
+    leaves = [given[n].requires_grad_() for n in names]
+    torch.autograd.gradcheck(
+        lambda *t: tuple(_tensors(promise.call(given | dict(zip(names, t, strict=True))), given)),
+        leaves,
+        fast_mode=True,
+    )
+
+
+@_that("gradcheck", gradients=True)
+def test_a_gradient_of_gradients_is_right_or_refused(name: str) -> None:
+    promise = PROMISES[name]
+    given = promise.given()
+    names = _leaves(promise, given)
+    given |= {n: given[n].double() for n in _floats(given)}
+    leaves = [given[n].requires_grad_() for n in names]
+    y = _tensors(promise.call(given), given)[0]
+    first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+    try:
+        sum(g.square().sum() for g in first).backward()
+    except RuntimeError as error:
+        assert "cannot be differentiated" in str(error)
+    else:
+        torch.autograd.gradgradcheck(
+            lambda *t: _tensors(promise.call(given | dict(zip(names, t, strict=True))), given)[0],
+            leaves,
+            fast_mode=True,
+        )
+
+
+@_that("in place", gradients=True)
+def test_a_result_can_be_changed_in_place(name: str) -> None:
+    promise = PROMISES[name]
+    given = promise.given()
+    names = _leaves(promise, given)
+    given |= {n: given[n].requires_grad_() for n in names}
+    y = _tensors(promise.call(given), given)[0]
+    assert not y._is_view()
+    y += 1.0  # as models add their residual
+    y.sum().backward()
+    assert all(given[n].grad is not None and torch.isfinite(given[n].grad).all() for n in names)
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+Q = torch.randn(1, 1, 20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+PACKED = kb.nf4_quantize(_draw(2, 64, 64).to(DEVICE))
+ROUTING = kb.route(_ids(0, 1)[:, None], 2)
+IDENTITY = torch.eye(64, device=DEVICE)
+
+
+def _pages(scale: Any) -> torch.Tensor:
+    pages = Q.new_ones(2, 1, 16, 16)
+    return kb.paged_attention(Q[:, :, :1], pages, pages, _ids(0, 1)[None], _ids(20), scale=scale)
+
+
+def _scaled(scaling: Any) -> torch.Tensor:
+    lora = torch.ones(2, 1, 64, device=DEVICE)
+    return kb.moe_lora(IDENTITY[:2], IDENTITY.expand(2, 64, 64), lora, lora.mT, ROUTING, scaling=scaling)
+
+
+# A call for each argument that is a number, and a number for it.
+INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
+    "flash_attention window": (lambda n: kb.flash_attention(Q, Q, Q, causal=True, window=n), 3),
+    "route num_experts": (lambda n: kb.route(_ids(0, 1)[:, None], n).lists, 2),
+    "nf4_matmul expert": (lambda n: kb.nf4_matmul(IDENTITY[:2], PACKED, n), 1),
+    "nf4_quantize block_size": (lambda n: kb.nf4_quantize(IDENTITY, block_size=n).packed, 64),
+    "sparse_linear chunk_size": (lambda n: kb.sparse_linear(IDENTITY, IDENTITY, chunk_size=n), 32),
+    "sparse_forward chunk_size": (lambda n: kb.sparse_forward(IDENTITY, IDENTITY, None, _ids(1), chunk_size=n), 32),
+    "SparseLinear chunk_size": (lambda n: _ids(nn.SparseLinear(64, 64, chunk_size=n).num_chunks), 32),
+    "GatedExperts.add_lora rank": (lambda n: nn.GatedExperts(2, 32, 32).add_lora(n).gate_up_b, 2),
+    "chunk_norms chunk_size": (lambda n: chunk_norms(IDENTITY, chunk_size=n), 32),
+}  # fmt: skip
+NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
+    "flash_attention scale": (lambda n: kb.flash_attention(Q, Q, Q, scale=n), 2),
+    "paged_attention scale": (_pages, 2),
+    "GatedExperts.add_lora alpha": (lambda n: torch.tensor(nn.GatedExperts(2, 32, 32).add_lora(2, n).scaling), 2),
+    "moe_lora scaling": (_scaled, 2),
+}
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS])
+def test_what_a_number_is(name: str) -> None:
+    """One of Python's or NumPy's, or of a class made of those: never a bool, a string or a tensor."""
+    call, number = INTEGERS.get(name) or NUMBERS[name]
+    of_a_class = enum.IntEnum("Sizes", {"SIZE": number})["SIZE"]
+    others: list[Any] = [of_a_class, np.int64(number)]
+    if name in NUMBERS:
+        others += [float(number), np.float32(number)]
+    expected = call(number)
+    for _ in range(3):  # what a call has been seen to do is repeated from the third on
+        for other in others:
+            torch.testing.assert_close(call(other), expected, rtol=0, atol=0)
+    op, argument = name.split()
+    nothing: list[Any] = [True, str(number), np.bool_(True)]
+    if name in INTEGERS:
+        nothing.append(float(number))
+    if name != "nf4_matmul expert":  # which may be a tensor
+        nothing.append(torch.tensor(number))
+    for other in nothing:
+        with pytest.raises(TypeError, match=f"{op}: {argument} must be an? (int|num).*, got {type(other).__name__}"):
+            call(other)

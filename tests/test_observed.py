@@ -1,0 +1,382 @@
+"""Calls of public functions where somebody observes: compilers, modes, traces, profilers, graphs of the GPU."""
+
+import functools
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from tensors import compiled_graphs
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+import kernelbook as kb
+from kernelbook import launch, memory, nn, plans, runtime
+
+
+class _Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_observes() -> None:
+    assert not launch.is_observed()
+    with torch.no_grad(), torch.inference_mode():
+        assert not launch.is_observed()
+    for mode in (FakeTensorMode, _Passing, torch.autograd.forward_ad.dual_level, torch.profiler.profile):
+        with mode():
+            assert launch.is_observed()
+    assert not launch.is_observed()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_a_trace_observes() -> None:
+    found = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(not launch.is_observed())
+        return x + 1 if found[-1] else x - 1
+
+    x = torch.ones(2, 3)
+    assert torch.equal(torch.compile(look, backend="eager")(x), x - 1)
+    assert torch.equal(torch.vmap(look)(x), x - 1)
+    assert torch.equal(make_fx(look)(x)(x), x - 1)
+    assert torch.equal(torch.jit.trace(look, (x,), check_trace=False)(x), x - 1)
+    assert not any(found)
+
+
+FIRST_CALL = """
+import sys, torch
+import kernelbook as kb
+device = kb.runtime.DEVICE
+ids = torch.tensor([[0, 1], [2, 0]], device=device)
+x, a, b = (torch.randn(s, device=device, requires_grad=True) for s in ((2, 8), (3, 2, 8), (3, 6, 2)))
+kb.moe_lora(x, torch.randn(3, 8, 6, device=device), a, b, kb.route(ids, 3)).sum().backward()
+assert x.grad.any()
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_first_call_does_not_import_the_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False"]
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _operators() -> tuple[Any, Any, list[str]]:
+    """Operators of the tests, with a gradient and without one, and who called the first: PyTorch's dispatcher or a function."""
+    seen: list[str] = []
+
+    def run(x: torch.Tensor, factor: float) -> torch.Tensor:
+        seen.append("dispatcher" if "dispatched" in {frame.function for frame in inspect.stack()} else "function")
+        return x * factor
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    scaled = launch.operator(
+        "test_scaled(Tensor x, float factor) -> Tensor", outputs=lambda x, factor: torch.empty_like(x), run=run,
+        setup_context=keep, backward=lambda ctx, dy: (dy * ctx.factor, None),
+    )  # fmt: skip
+    once = launch.operator(
+        "test_scaled_once(Tensor x, float factor) -> Tensor", outputs=lambda x, factor: torch.empty_like(x), run=run
+    )
+    return scaled, once, seen
+
+
+def test_an_operator_is_one_of_pytorchs() -> None:
+    scaled, once, _ = _operators()
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.library.opcheck(scaled, (x, 3.0))
+    torch.library.opcheck(once, (x.detach(), 3.0))
+    [dx] = torch.autograd.grad(scaled(x, 3.0).sum(), x)
+    assert torch.equal(dx, torch.full_like(x, 3.0))
+    compiled = torch.compile(lambda x: scaled(x, 2.0) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), 2 * x + 1)
+    with pytest.raises(RuntimeError, match="kernelbook::test_scaled_once cannot be differentiated"):
+        once(x, 3.0).sum().backward()
+
+
+def test_pytorchs_dispatcher_is_asked_only_where_somebody_looks() -> None:
+    x, w = torch.ones(2, 4, device=runtime.DEVICE), torch.ones(4, device=runtime.DEVICE)
+
+    def operators(*given: torch.Tensor) -> list[str]:
+        with torch.profiler.profile() as profile:
+            kb.rms_norm(*given)
+        return [event.key for event in profile.key_averages() if event.key.startswith("kernelbook::")]
+
+    assert operators(x, w) == ["kernelbook::norm_inference"]
+    with FakeTensorMode() as mode:
+        assert kb.rms_norm(mode.from_tensor(x), mode.from_tensor(w)).shape == (2, 4)
+    seen = []
+    call = torch.ops.kernelbook.norm_inference.default
+    with pytest.MonkeyPatch.context() as patch:
+        from kernelbook.layer_norm import op
+
+        patch.setattr(op, "_norm_inference", lambda *args: seen.append(args) or call(*args))
+        for given in (x, torch.nn.Parameter(x, requires_grad=False), x.clone().requires_grad_()):
+            kb.rms_norm(given, w)
+        assert not seen
+        kb.rms_norm(torch._neg_view(x), w)
+        assert len(seen) == 1
+
+
+def test_what_is_to_be_negated_is_negated() -> None:
+    """A tensor of PyTorch's may say that its numbers have the other sign, as ``z.conj().imag`` does."""
+    x = torch._neg_view(torch.randn(4, 16, device=runtime.DEVICE))
+    for given_x in (x, x.detach().requires_grad_()):
+        assert given_x.is_neg()
+        assert torch.equal(kb.layer_norm(given_x), kb.layer_norm(x.resolve_neg()))
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter patches triton.language while a kernel runs")
+def test_threads_share_the_interpreter() -> None:
+    x = torch.randn(8, 16)
+    expected = kb.layer_norm(x)
+    with ThreadPoolExecutor(4) as pool:
+        for y in pool.map(lambda _: kb.layer_norm(x), range(12)):
+            assert torch.equal(y, expected)
+
+
+# --- public functions under the compiler ----------------------------------------------------------------------------
+
+
+def _whole_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """By operator: a public function, tensors, and its other arguments."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=runtime.DEVICE)
+
+    ids = torch.tensor([5, 0, 7], device=runtime.DEVICE)
+    q, k, v = (draw(1, 2, 20, 16) for _ in range(3))
+    pages, table = draw(4, 2, 16, 16), torch.tensor([[3, 1]], device=runtime.DEVICE)
+    x, weight, vector = draw(6, 32), draw(8, 32), draw(32)
+    return {
+        "layer_norm": (kb.layer_norm, (x, vector, vector), {"eps": 1e-3}),
+        "rms_norm": (kb.rms_norm, (x, vector), {"residual": draw(6, 32)}),
+        "flash_attention": (kb.flash_attention, (q, k, v), {"causal": True, "window": 7}),
+        "paged_attention": (kb.paged_attention, (q[:, :, :1], pages, pages * 2, table, ids[:1]), {}),
+        "gather_matmul": (kb.gather_matmul, (x, weight, ids), {"activation": "gelu"}),
+        "scatter_ffn": (kb.scatter_ffn, (x, weight, weight * 2, ids), {}),
+    }
+
+
+@pytest.mark.parametrize("name", _whole_calls())
+def test_to_dynamo_a_public_function_is_one_operator(name: str) -> None:
+    function, tensors, others = _whole_calls()[name]
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *t: function(*t, **others), fullgraph=True, backend=backend)
+    ours, plain = compiled(*tensors), function(*tensors, **others)
+    assert type(ours) is type(plain)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    assert graphs[0][0] == f"kernelbook.{name}_whole.default" and set(graphs[0][1:]) <= {"<built-in function getitem>"}
+
+
+@pytest.mark.parametrize("name", ("layer_norm", "rms_norm", "flash_attention", "scatter_ffn"))
+def test_opcheck_of_a_public_function(name: str) -> None:
+    function, tensors, others = _whole_calls()[name]
+    operator = getattr(torch.ops.kernelbook, f"{name}_whole").default
+    given = dict(zip(inspect.signature(function).parameters, tensors, strict=False)) | others
+    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
+    names = [argument.name for argument in operator._schema.arguments][:-1]
+    args = [given.get(each, defaults[each]) for each in names]
+    leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    for each in (args, leaves):
+        torch.library.opcheck(operator, (*each, ""))
+
+
+def test_a_compiled_call_is_guarded_by_little_more_than_its_tensors() -> None:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    (x, w, b), counts = _whole_calls()["layer_norm"][1], []
+    for norm in (
+        lambda x, w, b: torch.nn.functional.layer_norm(x, (32,), w, b),
+        lambda x, w, b: kb.layer_norm(x, w, b),
+    ):
+        torch.compile(norm, backend="eager")(x, w, b)
+        [entry] = _debug_get_cache_entry_list(norm.__code__)
+        counts.append(str(entry.guard_manager).count("\n"))
+    assert counts[1] <= counts[0] + 30
+
+
+def test_messages_reach_through_the_compiler() -> None:
+    x, w, _ = _whole_calls()["layer_norm"][1]
+    for error, message, call in (
+        (TypeError, r"a shape goes into normalized_shape=", lambda: kb.layer_norm(x, (32,))),
+        (Exception, r"layer_norm: weight must have shape \(32,\), got \(3,\)", lambda: kb.layer_norm(x, w[:3])),
+        (Exception, "layer_norm: backward must be one of", lambda: kb.layer_norm(x, backward="no")),
+        (Exception, "layer_norm: x must have dtype", lambda: kb.layer_norm(x.int())),
+    ):
+        with pytest.raises(error, match=message):
+            torch.compile(call, backend="eager")()
+
+
+def test_what_pytorch_keeps_of_a_graph_is_not_taken_after_a_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
+    seen = [launch.sources.__wrapped__()]
+    for name in ("kernels.py", "plan.json", "kernels.py"):
+        (tmp_path / name).write_text("#" * len(seen))
+        seen.append(launch.sources.__wrapped__())
+    assert len(set(seen)) == 4
+
+
+# --- graphs that torch.compile makes --------------------------------------------------------------------------------
+
+
+def _in_graphs() -> dict[str, Callable[[], tuple[Callable[..., torch.Tensor], Callable[[], tuple[torch.Tensor, ...]]]]]:
+    """By name: what makes a function, and arguments for it, other ones each time."""
+    how: dict[str, Any] = {"device": runtime.DEVICE, "dtype": torch.bfloat16}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, **how)
+
+    def listed(count: int, rows: int) -> torch.Tensor:
+        return torch.randperm(rows, device=runtime.DEVICE)[:count]
+
+    def decoding() -> Any:
+        def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return kb.flash_attention(2 * kb.flash_attention(q, k, v), k, v, lengths=lengths)
+
+        k, v = draw(2, 2, 3000, 128), draw(2, 2, 3000, 128)
+        return twice, lambda: (draw(2, 8, 1, 128), k, v, torch.randint(1, 3001, (2,), device=runtime.DEVICE))
+
+    def paged() -> Any:
+        k, v, table = draw(32, 2, 64, 128), draw(32, 2, 64, 128), torch.arange(32, device=runtime.DEVICE).view(2, 16)
+        lengths = functools.partial(torch.randint, 1, 1025, (2,), device=runtime.DEVICE)
+        return lambda q, n: 2 * kb.paged_attention(q, k, v, table, n), lambda: (draw(2, 8, 1, 128), lengths())
+
+    def experts() -> Any:
+        layer = nn.MoELayer(8, 256, 128, 2, **how)
+        layer.experts.quantize(double_quant=True)
+        return lambda x: layer(x) + x, lambda: (draw(3, 256),)
+
+    def neurons() -> Any:
+        up, down = draw(2048, 512), draw(2048, 512)
+        return lambda x, ids: 2 * kb.scatter_ffn(x, up, down, ids), lambda: (draw(4, 512), listed(200, 2048))
+
+    return {"decoding": decoding, "paged attention": paged, "experts in 4 bits": experts, "scatter_ffn": neurons}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _in_graphs())
+def test_a_first_call_may_be_one_of_a_compiled_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_counters", {})
+    function, draw = _in_graphs()[name]()
+    graphed = torch.compile(function, mode="reduce-overhead", fullgraph=True)
+    with compiled_graphs(), torch.no_grad():
+        for _ in range(6):
+            args = draw()
+            torch.compiler.cudagraph_mark_step_begin()
+            ours = graphed(*args).clone()
+            torch.testing.assert_close(ours, function(*args), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_step_of_training_in_compiled_graphs() -> None:
+    """Forward and backward, each a graph, of all that has gradients; other inputs and chunks each time."""
+    how: dict[str, Any] = {"device": runtime.DEVICE, "dtype": torch.float32}
+    torch.manual_seed(0)
+    norm, layer = nn.LayerNorm(256, **how), nn.MoELayer(8, 256, 128, 2, **how)
+    ffn, linear = nn.SparseFFN(256, 512, **how), torch.nn.Linear(256, 256, **how)
+    leaves = [p for module in (norm, layer, ffn, linear) for p in module.parameters()]
+
+    def loss(x: torch.Tensor, neurons: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
+        x = x + layer(norm(x))
+        heads = x.view(2, 64, 4, 64).transpose(1, 2)
+        x = x + kb.flash_attention(heads, heads, heads, causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + kb.scatter_ffn(x.flatten(0, 1), ffn.w_up, ffn.w_down, neurons).view(x.shape)
+        return kb.sparse_linear(x, linear.weight, linear.bias, chunks, chunk_size=32).square().sum()
+
+    graphed = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+    with compiled_graphs():
+        for _ in range(6):
+            x = torch.randn(2, 64, 256, **how)
+            ids = torch.randperm(512, device=runtime.DEVICE)[:100], torch.randperm(8, device=runtime.DEVICE)[:3]
+            outcomes = []
+            for each in (graphed, loss):
+                torch.compiler.cudagraph_mark_step_begin()
+                given = x.clone().requires_grad_()
+                value = each(given, *ids)
+                found = torch.autograd.grad(value, [given, *leaves])
+                outcomes.append([value.detach().clone(), *(g.clone() for g in found)])
+            for ours, plain in zip(*outcomes, strict=True):
+                assert (ours - plain).norm() <= 1e-4 * plain.norm()
+
+
+# --- plans on a GPU --------------------------------------------------------------------------------------------------
+
+
+def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]]:
+    """By name: what makes a function and arguments, other ones each time, whose calls do nothing but launch."""
+    how = {"device": runtime.DEVICE, "dtype": torch.bfloat16}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, **how)
+
+    def listed(count: int, rows: int) -> torch.Tensor:
+        return torch.randperm(rows, device=runtime.DEVICE)[:count]
+
+    def packed_attention() -> Any:  # three parts of one tensor
+        q, k, v = draw(2, 200, 12, 64).transpose(1, 2).split((8, 2, 2), 1)
+        return functools.partial(kb.flash_attention, causal=True), (q, k, v)
+
+    def pages() -> Any:
+        table = torch.arange(32, device=runtime.DEVICE).view(2, 16)
+        lengths = torch.tensor([1000, 37], device=runtime.DEVICE)
+        return kb.paged_attention, (draw(2, 8, 1, 128), draw(32, 2, 64, 128), draw(32, 2, 64, 128), table, lengths)
+
+    def routed(x: int, *others: tuple[int, ...]) -> Any:
+        ids = torch.rand(x, 16, device=runtime.DEVICE).argsort(1)[:, :2]
+        return lambda *tensors: kb.moe_lora(*tensors, kb.route(ids, 16)), (draw(x, 256), *(draw(*s) for s in others))
+
+    return {
+        "flash_attention": lambda: (kb.flash_attention, tuple(draw(2, 4, 256, 128) for _ in range(3))),
+        "packed attention": packed_attention,
+        "decoding": lambda: (kb.flash_attention, (draw(2, 8, 1, 128), draw(2, 2, 3000, 128), draw(2, 2, 3000, 128))),
+        "paged_attention": pages,
+        "moe_lora": lambda: routed(300, (16, 256, 512), (16, 16, 256), (16, 512, 16)),
+        "scatter_ffn": lambda: (kb.scatter_ffn, (draw(1, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048))),
+        "scatter_ffn, 16 rows": lambda: (
+            kb.scatter_ffn, (draw(16, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
+        ),
+        "scatter_ffn, packed": lambda: (
+            kb.scatter_ffn, (draw(300, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
+        ),
+        "gather_matmul": lambda: (kb.gather_matmul, (draw(1, 512), draw(2048, 512), listed(200, 2048))),
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("name", _public_calls())
+def test_calls_that_share_a_plan_compute_of_their_own_tensors(name: str, gradients: bool) -> None:
+    """On a GPU, bit for bit, other tensors each time: by the plans that are kept, and by plans and launches made anew."""
+    if gradients and name in ("decoding", "paged_attention"):
+        pytest.skip("no gradients")
+    for _ in range(4):
+        function, args = _public_calls()[name]()
+        leaves = [t.requires_grad_(gradients) for t in args if t.is_floating_point()]
+        outcomes = []
+        for anew in (False, True):
+            if anew:
+                plans.forget()
+                launch.launcher.cache_clear()
+            y = function(*args)
+            outcomes.append((y, *(torch.autograd.grad(y, leaves, torch.ones_like(y)) if gradients else ())))
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))

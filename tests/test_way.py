@@ -1,0 +1,122 @@
+"""From each public function "go to definition" leads to every kernel that it can launch, within eight functions of ours.
+
+jedi is the static reader, as in an editor: what a dictionary of functions, a string or ``getattr`` chooses it does not find.
+"""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jedi
+import pytest
+from test_compiles import SRC, _kernels_in
+
+import kernelbook as kb
+
+HOPS = 8  # functions of ours that are entered, kernels left out
+NOT_FOLLOWED = {
+    "launch.py",
+    "plans.py",
+    "runtime.py",
+    "arguments.py",
+    "memory.py",
+    "interpreter.py",
+    "tensors.py",
+    "tiles.py",
+}
+PROJECT = jedi.Project(SRC.parent, sys_path=[str(SRC.parent)], smart_sys_path=False)
+
+
+@functools.cache
+def _script(path: Path) -> jedi.Script:
+    return jedi.Script(path=path, project=PROJECT)
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _node_at(path: Path, line: int) -> Any:
+    """The function, class or statement at module level that stands at a line, innermost first."""
+    found: Any = None
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            if first <= line <= (node.end_lineno or line) and (found is None or node.lineno >= found.lineno):
+                found = node
+    return found
+
+
+@functools.cache
+def _definitions(path: Path, line: int, column: int) -> tuple[tuple[Path, int, str], ...]:
+    """Where a name is defined, in files of the package."""
+    places = _script(path).goto(line, column, follow_imports=True)
+    return tuple(
+        (d.module_path, d.line, d.name)
+        for d in places
+        if d.module_path is not None and SRC in d.module_path.parents and d.line is not None
+    )
+
+
+def _names(node: ast.AST) -> Iterator[tuple[str, int, int]]:
+    """The names that are read within a function or a statement, each where its last part stands."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
+            yield each.id, each.lineno, each.col_offset
+        elif isinstance(each, ast.Attribute) and each.end_col_offset is not None:
+            yield each.attr, each.end_lineno or each.lineno, each.end_col_offset - len(each.attr)
+
+
+@functools.cache
+def _next(path: Path, first: int) -> tuple[tuple[Path, int, str], ...]:
+    """The functions, classes and declarations that one of them names."""
+    node = _node_at(path, first)
+    found: dict[tuple[Path, int, str], None] = {}
+    for _, line, column in _names(node):
+        for place in _definitions(path, line, column):
+            target = _node_at(*place[:2])
+            inside = place[0] == path and node.lineno <= place[1] <= (node.end_lineno or 0) and target is node
+            if target is None or inside or place[0].name in NOT_FOLLOWED:
+                continue
+            if isinstance(target, ast.Assign | ast.AnnAssign) and target not in _tree(place[0]).body:
+                continue
+            found[place] = None
+    return tuple(found)
+
+
+def kernels_of(function: Any) -> dict[str, int]:
+    """By name the kernels to which definitions lead from a function, and how many functions of ours are entered on the way."""
+    code = function.__code__
+    place = Path(code.co_filename), code.co_firstlineno, function.__name__
+    reached, seen, border = dict[str, int](), {place}, [place]
+    for hops in range(1, HOPS + 2):
+        border = [p for each in border for p in _next(*each[:2]) if p not in seen and not seen.add(p)]  # type: ignore[func-returns-value]
+        for path, _, name in border:
+            if name.endswith("_kernel") and path.name.startswith("kernels"):
+                reached.setdefault(name, hops)
+        border = [p for p in border if not p[2].endswith("_kernel")]
+    return reached
+
+
+ROOMS = {
+    "layer_norm": (kb.layer_norm, kb.rms_norm),
+    "sparse_linear": (kb.sparse_linear, kb.sparse_forward, kb.sparse_dw, kb.sparse_dx, kb.sparse_backward),
+    "scatter_ffn": (kb.scatter_ffn, kb.gather_matmul),
+    "attention": (kb.flash_attention, kb.paged_attention, kb.append_to_pages),
+    "nf4": (kb.nf4_quantize, kb.nf4_dequantize, kb.nf4_matmul),
+    "moe_lora": (kb.route, kb.scatter2scatter, kb.moe_lora),
+}
+STUDIED = {"_moe_lora_bwd_recompute_kernel"}  # by a function of its own, which is not public
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_definitions_lead_to_every_kernel(room: str) -> None:
+    reached: dict[str, int] = {}
+    for function in ROOMS[room]:
+        for name, hops in kernels_of(function).items():
+            reached[name] = min(hops, reached.get(name, hops))
+    assert _kernels_in((SRC / room).glob("kernels*.py")) - STUDIED <= set(reached)
+    assert max(reached.values()) <= HOPS, {name: hops for name, hops in reached.items() if hops > HOPS}
