@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kernelbook
-from kernelbook import check, plans, runtime
+from kernelbook import check, runtime
 from kernelbook.lab.bench import nf4 as bench
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.nf4 import (
@@ -223,11 +223,7 @@ def config_that_prefetches(double_quant, properties):
 
 @pytest.fixture
 def prefetch_soon(monkeypatch):
-    plans.forget()
-    with monkeypatch.context() as patch:
-        patch.setattr(op.kernels, "words_config", config_that_prefetches)
-        yield
-    plans.forget()
+    monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="only the interpreter's loads can be watched")
@@ -717,6 +713,43 @@ def test_nan_stays_visible(n: int, double_quant: bool) -> None:
     if not double_quant:
         assert q.absmax.isnan().tolist() == [False, False, False, True]
         assert out[:192].isfinite().all()
+
+
+def test_calls_of_one_kind_share_a_plan() -> None:
+    q, other = (nf4_quantize(torch.randn(3, 16, 64, device=DEV)) for _ in range(2))
+    x, ids = torch.randn(2, 64, device=DEV), torch.tensor([2], device=DEV)
+    for expert in (0, 2, ids, ids - 1):
+        for given in (q, other):
+            nf4_matmul(x, given, expert), nf4_dequantize(given, experts=ids - 1)
+    assert len(op._matmul_plans) == 2 and len(op._dequantize_plans) == 1
+    x.requires_grad_()
+    nf4_matmul(x, q, 1).sum().backward()
+    assert len(op._matmul_plans) == 2 and len(op._dequantize_plans) == 2
+    torch.testing.assert_close(x.grad, nf4_dequantize(q, dtype=torch.float32)[1].sum(0).expand(2, 64))
+    for plan in (*op._matmul_plans.values(), *op._dequantize_plans.values()):
+        assert not any(isinstance(getattr(plan, field.name), torch.Tensor) for field in dataclasses.fields(plan))
+
+
+def test_what_decides_is_part_of_the_key() -> None:
+    q, double = (nf4_quantize(torch.randn(2, 3, 8, device=DEV), double_quant=double) for double in (False, True))
+    memory = torch.zeros(q.packed.numel() + 1, dtype=torch.uint8, device=DEV)
+    moved = dataclasses.replace(q, packed=memory[1:].copy_(q.packed))
+    flat = dataclasses.replace(q, shape=(6, 8))
+    ids = torch.tensor([1, 0], device=DEV)
+    seen = 0
+    for how in ({}, {"experts": ids}, {"experts": ids[:1]}, {"experts": ids.int()}, {"dtype": torch.float32}):
+        for given in (q, double, moved, flat):
+            out, seen = nf4_dequantize(given, **how), seen + 1
+            assert len(op._dequantize_plans) == seen
+            assert same_bits(out, reference(given, how.get("experts"), how.get("dtype", torch.bfloat16)))
+
+
+def test_what_the_backward_pass_reads_may_not_be_changed() -> None:
+    q, x = nf4_quantize(torch.randn(2, 16, 64, device=DEV)), torch.randn(2, 64, device=DEV).requires_grad_()
+    y = nf4_matmul(x, q, 1)
+    q.absmax.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("tokens", [3, 20])

@@ -42,19 +42,19 @@ def nf4_dequantize(
     """
     if not isinstance(q, NF4Tensor):
         raise TypeError(f"nf4_dequantize: q must be an NF4Tensor, got {type(q).__name__}")
+    arguments.check_choice("nf4_dequantize", "dtype", dtype, DTYPES)
     tensors = *_parts(q), experts
     if observed(*tensors):
-        _check_dequantize(q.packed, experts, len(q.shape), dtype)
+        _check_dequantize(q.packed, experts, len(q.shape))
         return _dequantize_operator(*tensors, None, q.shape, q.block_size, dtype)  # type: ignore[no-any-return]
     return _dequantize(*tensors, None, q.shape, q.block_size, dtype)
 
 
-def _parts(q: NF4Tensor) -> tuple[Any, ...]:
+def _parts(q: NF4Tensor) -> tuple[Any, Any, Any, Any, Any, Any]:
     return q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset
 
 
-def _check_dequantize(packed: torch.Tensor, experts: Any, dims: int, dtype: Any) -> None:
-    arguments.check_choice("nf4_dequantize", "dtype", dtype, DTYPES)
+def _check_dequantize(packed: torch.Tensor, experts: Any, dims: int) -> None:
     arguments.check_tensor("nf4_dequantize", "q.packed", packed, dtypes=(torch.uint8,))
     if experts is not None:
         arguments.check_indices("nf4_dequantize", "experts", experts)
@@ -88,7 +88,7 @@ def _dequantize_plan(
     plan = _dequantize_plans.get(key)
     if plan is not None:
         return plan
-    _check_dequantize(packed, experts, len(shape), dtype)
+    _check_dequantize(packed, experts, len(shape))
     whole = experts is None and not by_number
     available, chosen = 1 if whole else shape[0], 1 if experts is None else experts.shape[0]
     out = shape if whole else (chosen, *shape[1:])
@@ -365,9 +365,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    dequantize = _dequantize_operator if observed(dy, *tensors) else _dequantize
-    w = dequantize(*tensors, *ctx.settings, dy.dtype)
+    args = *ctx.saved_tensors, *ctx.settings, dy.dtype
+    w = _dequantize_operator(*args) if observed(dy, *ctx.saved_tensors) else _dequantize(*args)
     with without_autocast(dy):
         return (dy @ w[0], *[None] * 10)
 

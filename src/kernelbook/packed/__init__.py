@@ -208,7 +208,7 @@ torch.serialization.add_safe_globals([NF4Tensor])
 # --- double quantization ----------------------------------------------------------------------------------------------
 
 
-def quantized_scales(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
+def quantized_scales(absmax: torch.Tensor) -> dict[str, Any]:
     """float32 ``absmax`` of an ``NF4Tensor`` in 8 bits, with what belongs to it, by the names that they have there."""
     offset = absmax.mean() if absmax.numel() else absmax.new_zeros(())  # the mean of no blocks would be NaN
     code = dynamic_code().to(absmax.device)
