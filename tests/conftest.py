@@ -17,7 +17,7 @@ import pytest
 import remembered_types
 import torch
 
-from kernelbook import runtime
+from kernelbook import plans, runtime
 
 # isort: split
 import triton
@@ -56,7 +56,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _settled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A known seed, one thread for each worker, and a cache of its own."""
+    """A known seed, one thread for each worker, a cache of its own, and no plans: a test may change what they are made of."""
+    plans.forget()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -108,14 +108,14 @@ def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[produc
         for nobody in (shape[0], shape[0] + 3, -1):
             with check.poisoned_empty():
                 assert (kb.nf4_matmul(x / 0, q, torch.tensor([nobody])) == 0).all()
-    _were({"many" if m > 16 else "one" if q.block_size >= 64 else "few"}, launched)
+    _were({"gemm" if m > 16 else "gemv" if q.block_size >= 64 else "small_m"}, launched)
 
 
 def test_rows_far_apart(launched: list[products.Plan | None]) -> None:
     """Rows of x whose numbers need 64 bits."""
     q, x = _packed("64", 1, 40, 256), randn(13, 256, dtype=F16)
     assert torch.equal(kb.nf4_matmul(far_apart(x, 2**28), q, 0), kb.nf4_matmul(x, q, 0))
-    _were({"one"}, launched)
+    _were({"gemv"}, launched)
 
 
 def _ids(tokens: int, experts: int, skipped: bool = True) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_experts(problem: tuple[Any, ...], launched: list[products.Plan | None])
         inputs,
         backward,
     )
-    _were({"few" if tokens < 16 else "many"}, launched)
+    _were({"small_m" if tokens < 16 else "gemm"}, launched)
 
 
 @pytest.mark.parametrize("skipped", (False, True))
@@ -180,7 +180,7 @@ def test_one_expert(skipped: bool, launched: list[products.Plan | None]) -> None
         lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, **t),
         inputs,
     )
-    _were({"many"}, launched)
+    _were({"gemm"}, launched)
 
 
 @pytest.mark.parametrize("grouped_in", (False, True))
@@ -197,7 +197,7 @@ def test_experts_in_sorted_order(tokens: int, grouped_in: bool, launched: list[p
         {"x": randn(2 * tokens if grouped_in else tokens, k, dtype=F16)},
         True,
     )
-    _were({"few", "many"} if tokens == 9 else {"many"}, launched)
+    _were({"small_m", "gemm"} if tokens == 9 else {"gemm"}, launched)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid)")

@@ -20,7 +20,7 @@ DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
     "kernels.py": {"kernelbook": {"runtime", "plans", "packed", "tiles"}, "outside": {"torch", "triton"}},
     "op.py": {
-        "kernelbook": {"runtime", "arguments", "launch", "launching", "memory", "plans", "packed"},
+        "kernelbook": {"runtime", "arguments", "launch", "launching", "memory", "plans", "tensors", "packed"},
         "outside": {"torch", "triton"},
     },
     "__init__.py": {"kernelbook": set(), "outside": set()},

@@ -32,7 +32,7 @@ from kernelbook.nf4 import (
     nf4_quantize_reference,
     op,
 )
-from kernelbook.packed import products
+from kernelbook.packed import dynamic_code, products
 
 # isort: split
 import triton
@@ -69,7 +69,7 @@ def test_the_code_book_is_what_its_derivation_gives():
 
 
 def test_the_reference_has_the_codes_of_the_package():
-    assert torch.equal(op._dynamic_code(), dynamic_code_reference())
+    assert torch.equal(dynamic_code(), dynamic_code_reference())
     assert len(set(dynamic_code_reference().tolist())) == 256
 
 
@@ -221,18 +221,17 @@ def config_that_prefetches(double_quant, properties):
     return triton.Config(tile | {"AHEAD": 1, "SPAN": 2}, num_warps=4)
 
 
+@pytest.fixture
 def prefetch_soon(monkeypatch):
     monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
-    monkeypatch.setattr(op, "_dequantize_launch", op._dequantize_launch.__wrapped__)
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="only the interpreter's loads can be watched")
 @pytest.mark.parametrize("shape", [(3, 5, 8), (3, 7, 5), (1, 3), (4, 48, 32), (3, 119, 104)])
-def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
+def test_nothing_is_read_but_the_chosen_experts(shape, prefetch_soon, monkeypatch):
     """Every address that a kernel reads belongs to the last expert: nothing of the others, nothing beyond the end."""
     from triton.runtime import interpreter
 
-    prefetch_soon(monkeypatch)
     for double_quant in (False, True):
         q = quantized(shape, 32, double_quant)
         experts = torch.tensor([shape[0] - 1], device=DEV)
@@ -259,9 +258,8 @@ def test_nothing_is_read_but_the_chosen_experts(shape, monkeypatch):
 
 @pytest.mark.parametrize("block_size", [32, 64, 4096])
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_prefetching_changes_nothing(double_quant, block_size, monkeypatch):
+def test_prefetching_changes_nothing(double_quant, block_size, prefetch_soon, monkeypatch):
     """Experts of several tiles, the last one short; an id out of range among them."""
-    prefetch_soon(monkeypatch)
     monkeypatch.setattr(op.arguments, "check_index_values", lambda *args, **kwargs: None)
     q = quantized((4, 119, 104), block_size, double_quant)
     experts = torch.tensor([3, 0, 7, 3], device=DEV)
@@ -332,9 +330,9 @@ def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, d
 @pytest.mark.parametrize("sms", (16, 78, 114, 132))
 def test_rows_of_one_matrix_are_shared_evenly(sms):
     """Every row is one program's and no program has more groups than warps for them; multiprocessors work equally long."""
-    warps, rows = products.FEW_OF_ONE["WARPS"], products.FEW_OF_ONE["ROWS"]
+    warps, rows = products.GEMV["WARPS"], products.GEMV["ROWS"]
     for n in (8, 1000, 1024, 4096, 5120, 14336, 18432, 28672, 151936):
-        parts, groups = products.one_matrix_split(n, sms)
+        parts, groups = products.gemv_split(n, sms)
         tiles, programs = -(-n // rows), -(-n // (rows * groups))
         assert 1 <= groups <= warps // parts and warps % parts == 0
         assert (programs - 1) * groups < tiles <= programs * groups
@@ -715,6 +713,43 @@ def test_nan_stays_visible(n: int, double_quant: bool) -> None:
     if not double_quant:
         assert q.absmax.isnan().tolist() == [False, False, False, True]
         assert out[:192].isfinite().all()
+
+
+def test_calls_of_one_kind_share_a_plan() -> None:
+    q, other = (nf4_quantize(torch.randn(3, 16, 64, device=DEV)) for _ in range(2))
+    x, ids = torch.randn(2, 64, device=DEV), torch.tensor([2], device=DEV)
+    for expert in (0, 2, ids, ids - 1):
+        for given in (q, other):
+            nf4_matmul(x, given, expert), nf4_dequantize(given, experts=ids - 1)
+    assert len(op._matmul_plans) == 2 and len(op._dequantize_plans) == 1
+    x.requires_grad_()
+    nf4_matmul(x, q, 1).sum().backward()
+    assert len(op._matmul_plans) == 2 and len(op._dequantize_plans) == 2
+    torch.testing.assert_close(x.grad, nf4_dequantize(q, dtype=torch.float32)[1].sum(0).expand(2, 64))
+    for plan in (*op._matmul_plans.values(), *op._dequantize_plans.values()):
+        assert not any(isinstance(getattr(plan, field.name), torch.Tensor) for field in dataclasses.fields(plan))
+
+
+def test_what_decides_is_part_of_the_key() -> None:
+    q, double = (nf4_quantize(torch.randn(2, 3, 8, device=DEV), double_quant=double) for double in (False, True))
+    memory = torch.zeros(q.packed.numel() + 1, dtype=torch.uint8, device=DEV)
+    moved = dataclasses.replace(q, packed=memory[1:].copy_(q.packed))
+    flat = dataclasses.replace(q, shape=(6, 8))
+    ids = torch.tensor([1, 0], device=DEV)
+    seen = 0
+    for how in ({}, {"experts": ids}, {"experts": ids[:1]}, {"experts": ids.int()}, {"dtype": torch.float32}):
+        for given in (q, double, moved, flat):
+            out, seen = nf4_dequantize(given, **how), seen + 1
+            assert len(op._dequantize_plans) == seen
+            assert same_bits(out, reference(given, how.get("experts"), how.get("dtype", torch.bfloat16)))
+
+
+def test_what_the_backward_pass_reads_may_not_be_changed() -> None:
+    q, x = nf4_quantize(torch.randn(2, 16, 64, device=DEV)), torch.randn(2, 64, device=DEV).requires_grad_()
+    y = nf4_matmul(x, q, 1)
+    q.absmax.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("tokens", [3, 20])

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernelbook import launching, runtime  # before Triton, which it sets up
+from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.distributed import kernels
+from kernelbook.launch import Launch, cdiv, launcher
+from kernelbook.memory import tl_accumulator
 
 __all__ = ["all_gather", "exchange", "exchange_all", "reduce_scatter", "wait_for_counts"]
 
@@ -79,14 +81,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What kernels that copy are given: integers to the interpreter, which has no bfloat16; to a GPU all bytes are alike."""
+    """What kernels that copy are given: to the interpreter integers, since a launch would widen bfloat16 there."""
     return tensor.view(INTEGERS[tensor.element_size()]) if runtime.INTERPRET else tensor
-
-
-@functools.cache
-def _launch(kernel: str, **constants: Any) -> launching.Launch:
-    """By name: to hash a kernel costs the host more than to launch it."""
-    return launching.Launch(getattr(kernels, kernel), **constants, num_warps=kernels.WARPS)
 
 
 @functools.cache
@@ -98,6 +94,48 @@ def _block(hidden: int) -> int:
     return min(kernels.BLOCK_H, max(_power(hidden), 16))
 
 
+# The launches by what decides them: to hash a kernel costs the host more than to launch it.
+
+
+@functools.cache
+def _places_launch(shared: bool, slots: int) -> Launch:
+    block_k = _power(slots)
+    block_t = max(min(4096 // block_k, 1024), 16)
+    return launcher(
+        kernels._places_kernel, SHARED=shared, k=slots, BLOCK_T=block_t, BLOCK_K=block_k, num_warps=kernels.WARPS
+    )
+
+
+@functools.cache
+def _send_launch(slots: int, hidden: int) -> Launch:
+    return launcher(
+        kernels._send_kernel, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden), num_warps=kernels.WARPS
+    )
+
+
+@functools.cache
+def _arrive_launch(slots: int, hidden: int) -> Launch:
+    return launcher(kernels._arrive_kernel, k=slots, BLOCK_H=_block(hidden), num_warps=kernels.WARPS)
+
+
+@functools.cache
+def _collect_launch(has_weights: bool, has_ids: bool, dtype: torch.dtype, slots: int, hidden: int) -> Launch:
+    return launcher(
+        kernels._collect_kernel, HAS_WEIGHTS=has_weights, HAS_IDS=has_ids, ACC=tl_accumulator(dtype),
+        BLOCK_K=_power(slots), BLOCK_H=_block(hidden), num_warps=kernels.WARPS,
+    )  # fmt: skip
+
+
+@functools.cache
+def _spread_launch(hidden: int) -> Launch:
+    return launcher(kernels._spread_kernel, BLOCK_H=_block(hidden), num_warps=kernels.WARPS)
+
+
+@functools.cache
+def _own_launch(slots: int) -> Launch:
+    return launcher(kernels._own_kernel, k=slots, BLOCK=1024, num_warps=kernels.WARPS)
+
+
 def _place(
     ids: torch.Tensor, num_experts: int, share: int, ranks: int, counts: torch.Tensor | None = None,
     windows: torch.Tensor | None = None, own: int = 0, capacity: int = 0,
@@ -106,14 +144,7 @@ def _place(
     tokens, slots = ids.shape
     places = torch.empty(tokens, ranks, dtype=torch.int32, device=ids.device)
     firsts = None if counts is None else torch.empty_like(places)
-    block_k = _power(slots)
-    launch = _launch(
-        "_places_kernel",
-        SHARED=counts is None,
-        k=slots,
-        BLOCK_T=max(min(4096 // block_k, 1024), 16),
-        BLOCK_K=block_k,
-    )
+    launch = _places_launch(counts is None, slots)
     launch((ranks,), ids, places, firsts, counts, windows, tokens, num_experts, share, own, capacity)
     return places, firsts
 
@@ -127,7 +158,7 @@ def _send(
     of_message = torch.empty_like(places)
     if tokens == 0:
         return of_message
-    launch = _launch("_send_kernel", k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden))
+    launch = _send_launch(slots, hidden)
     rows, weights, local = _bits(message.rows), _bits(message.weights), message.ids
     launch(
         (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, of_message, rows, rows.stride(0), weights, weights.stride(0),
@@ -145,7 +176,7 @@ def _arrive(message: _Message, counts: torch.Tensor, pairs: int) -> tuple[torch.
     ids = torch.empty(pairs, 1, dtype=torch.int32, device=device)
     of_slots = torch.empty(count, slots, dtype=torch.int32, device=device)
     if count:
-        launch = _launch("_arrive_kernel", k=slots, BLOCK_H=_block(hidden))
+        launch = _arrive_launch(slots, hidden)
         rows, theirs, local = _bits(message.rows), _bits(message.weights), message.ids
         launch(
             (count,), rows, rows.stride(0), theirs, theirs.stride(0), local, local.stride(0), counts, _bits(out),
@@ -162,17 +193,8 @@ def _collect(
     (items, width), hidden = places.shape, rows.shape[1]
     if items == 0:
         return
-    dtype = runtime.kernel_dtype(rows.dtype)
-    if dtype != rows.dtype:  # in the interpreter
-        wide = torch.empty(items, hidden, dtype=dtype, device=out.device)
-        _collect(rows.to(dtype), places, wide, weights, out_weights, ids, share, num_experts)
-        out.copy_(wide)
-        return
     slots = width if out_weights is None else out_weights.shape[1]
-    launch = _launch(
-        "_collect_kernel", HAS_WEIGHTS=weights is not None, HAS_IDS=ids is not None,
-        ACC=launching.tl_accumulator(dtype), BLOCK_K=_power(slots), BLOCK_H=_block(hidden),
-    )  # fmt: skip
+    launch = _collect_launch(weights is not None, ids is not None, rows.dtype, slots, hidden)
     given: tuple[Any, ...] = (None, 0, None, None, 0)
     if weights is not None and out_weights is not None:
         given = _bits(weights), weights.stride(0), ids, _bits(out_weights), out_weights.stride(0)
@@ -185,7 +207,7 @@ def _spread(items: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> No
     """rows[places[i, j]] = items[i]."""
     (count, width), hidden = places.shape, items.shape[1]
     if count:
-        launch = _launch("_spread_kernel", BLOCK_H=_block(hidden))
+        launch = _spread_launch(hidden)
         launch((count,), _bits(items), items.stride(0), places, _bits(rows), rows.stride(0), width, hidden)
 
 
@@ -195,9 +217,9 @@ def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[tor
     weights = torch.empty(message.weights.shape, dtype=message.weights.dtype, device=theirs.device)
     local = torch.empty_like(weights, dtype=torch.int32)
     if local.numel():
-        launch = _launch("_own_kernel", k=slots, BLOCK=1024)
+        launch = _own_launch(slots)
         launch(
-            (launching.cdiv(local.numel(), 1024),), theirs, theirs.stride(0), message.ids, message.ids.stride(0),
+            (cdiv(local.numel(), 1024),), theirs, theirs.stride(0), message.ids, message.ids.stride(0),
             _bits(weights), local, local.numel(), first, own, num_experts,
         )  # fmt: skip
     return weights, local

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from kernelbook import arguments, launching
+from kernelbook import arguments
 from kernelbook.distributed.exchange import exchange, exchange_all
 from kernelbook.distributed.packed import by_expert
 from kernelbook.distributed.windows import exchange_shared, windows_of
 from kernelbook.nn.moe import GatedExperts, LoRAPair, NF4Parametrization
+from kernelbook.tensors import reshaped
 
 __all__ = ["ExpertParallel"]
 
@@ -202,4 +203,4 @@ def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor,
         else:
             way = exchange if share.waits else exchange_all
             out = way(experts, x, ids, weights, num_experts=num_experts, share=size, group=group)
-    return out if hidden_states.ndim == 2 else launching.reshaped(out, *hidden_states.shape)
+    return out if hidden_states.ndim == 2 else reshaped(out, *hidden_states.shape)

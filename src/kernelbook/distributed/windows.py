@@ -29,7 +29,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernelbook.distributed.exchange import _bits, _block, _collect, _launch, _place, _power
+from kernelbook.distributed import kernels
+from kernelbook.distributed.exchange import _bits, _block, _collect, _place, _power
+from kernelbook.launch import Launch, launcher
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
 
@@ -213,13 +215,29 @@ class _Way:
         return found
 
 
+@functools.cache
+def _put_launch(has_ids: bool, slots: int, hidden: int) -> Launch:
+    blocks = {"BLOCK_K": _power(slots), "BLOCK_H": _block(hidden)}
+    return launcher(kernels._put_kernel, HAS_IDS=has_ids, k=slots, **blocks, num_warps=kernels.WARPS)
+
+
+@functools.cache
+def _take_launch(has_ids: bool, slots: int, hidden: int) -> Launch:
+    blocks = {"BLOCK_K": _power(slots), "BLOCK_H": _block(hidden)}
+    return launcher(kernels._take_kernel, HAS_IDS=has_ids, k=slots, **blocks, num_warps=kernels.WARPS)
+
+
+@functools.cache
+def _give_launch(has_weights: bool, slots: int, hidden: int) -> Launch:
+    blocks = {"BLOCK_K": _power(slots), "BLOCK_H": _block(hidden)}
+    return launcher(kernels._give_kernel, HAS_WEIGHTS=has_weights, k=slots, **blocks, num_warps=kernels.WARPS)
+
+
 def _put(way: _Way, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None) -> None:
     """Rows, and with ``gates`` weights and ids, into window 0 of the ranks that they visit."""
     (tokens, slots), hidden, windows = way.ids.shape, x.shape[1], way.windows
     if tokens:
-        launch = _launch(
-            "_put_kernel", HAS_IDS=gates is not None, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden)
-        )
+        launch = _put_launch(gates is not None, slots, hidden)
         launch(
             (tokens,), _bits(x), None if gates is None else _bits(gates), way.ids, way.places, windows.addresses[0],
             windows.rank, layout.capacity, way.share, windows.ranks, way.num_experts, hidden, layout.rows, layout.weights,
@@ -242,9 +260,7 @@ def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | 
         way.counts = torch.empty(windows.ranks, dtype=torch.int32, device=like.device)
         counts = windows.view(0, 0, (windows.ranks,), torch.int32)
     if count:
-        launch = _launch(
-            "_take_kernel", HAS_IDS=gates is not None, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden)
-        )
+        launch = _take_launch(gates is not None, slots, hidden)
         given: tuple[Any, ...] = (None, None, None, None)
         if gates is not None and weights is not None:
             shape = (count, slots)
@@ -261,13 +277,7 @@ def _give(way: _Way, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor 
     """Rows (n C, H), and weights (n C, k), into window 1 of the ranks where their tokens came from."""
     slots, hidden, windows = way.ids.shape[1], rows.shape[1], way.windows
     if layout.capacity:
-        launch = _launch(
-            "_give_kernel",
-            HAS_WEIGHTS=weights is not None,
-            k=slots,
-            BLOCK_K=_power(slots),
-            BLOCK_H=_block(hidden),
-        )
+        launch = _give_launch(weights is not None, slots, hidden)
         launch(
             (windows.ranks * layout.capacity,), _bits(rows), None if weights is None else _bits(weights), way.counts,
             windows.addresses[1], windows.rank, layout.capacity, hidden, layout.rows, layout.weights,

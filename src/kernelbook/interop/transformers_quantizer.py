@@ -22,8 +22,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kernelbook import arguments, runtime
 from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
-from kernelbook.nf4.op import _dynamic_code, _quantize_absmax
 from kernelbook.nn.moe import store_parameter
+from kernelbook.packed import quantized_scales
 
 __all__ = ["METHOD", "NF4ExpertsConfig", "NF4ExpertsQuantizer"]
 
@@ -163,14 +163,7 @@ class _Filling:
         """The whole of it, with quantized scales where they are to be: bit for bit :func:`kernelbook.nf4_quantize`'s."""
         code = torch.tensor(NF4.values, dtype=torch.float32, device=self.packed.device)
         q = NF4Tensor(self.packed, self.absmax, self.shape, self.config.block_size, code, NF4.name, self.dtype)
-        if not self.config.double_quant:
-            return q
-        offset = q.absmax.mean() if q.absmax.numel() else q.absmax.new_zeros(())
-        nested_code = _dynamic_code().to(q.device)
-        absmax, nested = _quantize_absmax(q.absmax - offset, nested_code)
-        return dataclasses.replace(
-            q, absmax=absmax, nested_absmax=nested, nested_code=nested_code, nested_offset=offset
-        )
+        return dataclasses.replace(q, **quantized_scales(q.absmax)) if self.config.double_quant else q
 
 
 def _empty(weight: torch.Tensor, config: NF4ExpertsConfig) -> NF4Tensor:

@@ -1,19 +1,21 @@
-"""The public functions, their operators, and the launches."""
+"""The public functions in the order of a call: observed or not, plan, new memory, launch; their operators beside them."""
 
-import functools
+import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.launching import Launch, cdiv
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.launch import Launch, cdiv, form, launcher, observed, operator, wants_gradient
+from kernelbook.memory import empty
 from kernelbook.nf4 import kernels
-from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor, products
-from kernelbook.plans import derived
+from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor, products, quantized_scales
+from kernelbook.plans import KeptPlans
+from kernelbook.tensors import without_autocast
 
 __all__ = ["BLOCK_SIZES", "FP4", "NF4", "CodeBook", "NF4Tensor", "nf4_dequantize", "nf4_matmul", "nf4_quantize"]
-
-MAX_PROGRAMS = 2**31 - 1
 
 # --- dequantize -----------------------------------------------------------------------------------------------------
 
@@ -41,16 +43,17 @@ def nf4_dequantize(
     if not isinstance(q, NF4Tensor):
         raise TypeError(f"nf4_dequantize: q must be an NF4Tensor, got {type(q).__name__}")
     arguments.check_choice("nf4_dequantize", "dtype", dtype, DTYPES)
-    _check_dequantize(q.packed, experts, len(q.shape))
-    out: torch.Tensor = _dequantize(*_parts(q), experts, None, q.shape, q.block_size, dtype)
-    return out
+    tensors = *_parts(q), experts
+    if observed(*tensors):
+        _check_dequantize(q.packed, experts, len(q.shape))
+        return _dequantize_operator(*tensors, None, q.shape, q.block_size, dtype)  # type: ignore[no-any-return]
+    return _dequantize(*tensors, None, q.shape, q.block_size, dtype)
 
 
-def _parts(q: NF4Tensor) -> tuple[torch.Tensor | None, ...]:
+def _parts(q: NF4Tensor) -> tuple[Any, Any, Any, Any, Any, Any]:
     return q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset
 
 
-@arguments.once
 def _check_dequantize(packed: torch.Tensor, experts: Any, dims: int) -> None:
     arguments.check_tensor("nf4_dequantize", "q.packed", packed, dtypes=(torch.uint8,))
     if experts is not None:
@@ -60,84 +63,95 @@ def _check_dequantize(packed: torch.Tensor, experts: Any, dims: int) -> None:
         arguments.check_same_device("nf4_dequantize", q=packed, experts=experts)
 
 
-@derived
-def _dequantize_launch(
-    words: bool, has_experts: bool, nested: bool, block_size: int, properties: runtime.DeviceProperties
-) -> tuple[Launch, int]:
-    """-> the launch, and the words (or elements) of a program."""
-    if words:
-        kernel, config = kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(nested, properties)
-        # By PTX, which is NVIDIA's, or by loads in the interpreter, where there is none.
-        nvidia = properties.arch.startswith("sm_")
-        more = {"PREFETCH": "load" if runtime.INTERPRET else "instruction" if nvidia else "none"}
-        tile = config.kwargs["BLOCK_W"] * config.kwargs["UNROLL"]
-    else:
-        kernel, config, more = kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG, {}
-        tile = config.kwargs["BLOCK"]
-    launch = Launch(
-        kernel,
-        HAS_EXPERTS=has_experts, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK,
-        **config.kwargs, **more, num_warps=config.num_warps,
-        # A multiplication fused with the addition of the offset would round once, bitsandbytes rounds twice.
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return launch, tile
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _DequantizePlan:
+    """What is decided for a kind of call."""
+
+    shape: tuple[int, ...]  # of the result
+    experts: int  # to choose from; without a choice the whole tensor is one expert
+    length: int  # of an expert, in words or elements
+    tiles: int  # of an expert
+    launch: Launch | None  # None: there is nothing to decode
+    grid: tuple[int]
 
 
-def _run_dequantize(
-    out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, nested_absmax: Any,
-    nested_code: Any, nested_offset: Any, experts: torch.Tensor | None, expert: int | None, shape: Any, block_size: int,
-    *_settings: Any,
-) -> None:  # fmt: skip
-    """Fills out (A, *shape[1:]) with ``experts``, (1, *shape[1:]) with one ``expert``, or shape."""
+_dequantize_plans = KeptPlans[_DequantizePlan]()
+
+
+def _dequantize_plan(
+    packed: torch.Tensor, nested: bool, experts: torch.Tensor | None, by_number: bool, shape: Sequence[int],
+    block_size: int, dtype: torch.dtype,
+) -> _DequantizePlan:  # fmt: skip
+    """``by_number``: one expert is asked for, without a tensor of ids."""
+    shape, words = tuple(shape), packed.data_ptr() % 4 == 0
+    key = (packed.device, words, nested, form(experts), by_number, shape, block_size, dtype, runtime.compile_target)
+    plan = _dequantize_plans.get(key)
+    if plan is not None:
+        return plan
+    _check_dequantize(packed, experts, len(shape))
+    whole = experts is None and not by_number
+    available, chosen = 1 if whole else shape[0], 1 if experts is None else experts.shape[0]
+    out = shape if whole else (chosen, *shape[1:])
+    length, tiles, launch = 0, 0, None
+    if math.prod(out) and available:
+        size, properties = math.prod(out) // chosen, runtime.properties(packed.device)
+        if words and size % 8 == 0:
+            kernel, config = kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(nested, properties)
+            # By PTX, which is NVIDIA's, or by loads in the interpreter, where there is none.
+            nvidia = properties.arch.startswith("sm_")
+            more = {"PREFETCH": "load" if runtime.INTERPRET else "instruction" if nvidia else "none"}
+            length, tile = size // 8, config.kwargs["BLOCK_W"] * config.kwargs["UNROLL"]
+        else:
+            kernel, config, more = kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG, {}
+            length, tile = size, config.kwargs["BLOCK"]
+        tiles = cdiv(length, tile)
+        launch = launcher(
+            kernel,
+            HAS_EXPERTS=experts is not None, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK,
+            **config.kwargs, **more, num_warps=config.num_warps,
+            # A multiplication fused with the addition of the offset would round once, bitsandbytes rounds twice.
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    plan = _DequantizePlan(out, available, length, tiles, launch, (chosen * tiles,))
+    _dequantize_plans.keep(key, plan)
+    return plan
+
+
+def _dequantize(
+    packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, nested_absmax: Any, nested_code: Any,
+    nested_offset: Any, experts: torch.Tensor | None, expert: int | None, shape: Sequence[int], block_size: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """-> (A, *shape[1:]) with ``experts``, (1, *shape[1:]) with one ``expert``, or shape."""
+    plan = _dequantize_plan(packed, nested_absmax is not None, experts, expert is not None, shape, block_size, dtype)
     if experts is not None:
-        arguments.check_index_values("nf4_dequantize", "experts", experts, shape[0])
+        arguments.check_index_values("nf4_dequantize", "experts", experts, plan.experts)
         experts = experts.contiguous()
-    elements = out.numel()
-    if elements == 0:
-        return
-    # Without experts the whole tensor is one expert.
-    available = 1 if experts is None and expert is None else shape[0]
-    chosen = 1 if experts is None else experts.shape[0]
-    if available == 0:
-        out.zero_()
-        return
-    size = elements // chosen
-    words = size % 8 == 0 and packed.data_ptr() % 4 == 0
-    launch, tile = _dequantize_launch(
-        words, experts is not None, nested_absmax is not None, block_size, runtime.properties(packed.device)
-    )
-    length = size // 8 if words else size
-    tiles = cdiv(length, tile)
-    if chosen * tiles > MAX_PROGRAMS:
-        raise ValueError(f"nf4_dequantize: the output must have fewer than {MAX_PROGRAMS} tiles, got {chosen * tiles}")
+    out = empty(plan.shape, dtype, packed)
+    if plan.launch is None:
+        return out.zero_()
     nested = (code, code, code) if nested_absmax is None else (nested_absmax, nested_code, nested_offset)
-    launch(
-        (chosen * tiles,),
-        packed, absmax, *nested, code,
-        code if experts is None else experts, expert or 0,
-        out,
-        available, length, tiles,
-    )  # fmt: skip
+    listed = code if experts is None else experts
+    plan.launch(
+        plan.grid, packed, absmax, *nested, code, listed, expert or 0, out, plan.experts, plan.length, plan.tiles
+    )
+    return out
 
 
-def _dequantized(packed: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _empty_dequantized(packed: torch.Tensor, *rest: Any) -> torch.Tensor:
     *_, experts, expert, shape, _, dtype = rest
-    if experts is not None:
-        shape = (experts.shape[0], *shape[1:])
-    elif expert is not None:
-        shape = (1, *shape[1:])
-    return torch.empty(shape, dtype=dtype, device=packed.device)
+    if experts is not None or expert is not None:
+        shape = (1 if experts is None else experts.shape[0], *shape[1:])
+    return empty(shape, dtype, packed)
 
 
 _PARTS = "Tensor packed, Tensor absmax, Tensor code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset"
 
-_dequantize = launching.operator(
+_dequantize_operator = operator(
     f"nf4_dequantize({_PARTS}, Tensor? experts, SymInt? expert, SymInt[] shape, SymInt block_size, ScalarType dtype) "
     "-> Tensor",
-    outputs=_dequantized,
-    run=_run_dequantize,
-    repeated=launching.settings,
+    outputs=_empty_dequantized,
+    run=_dequantize,
 )
 
 
@@ -173,80 +187,39 @@ def nf4_quantize(
         raise ValueError(f"nf4_quantize: code must have 16 values, got {len(code.values)}")
     w = w.detach()  # codes have no gradient; with the mean of absmax autograd would keep one
     values = torch.tensor(code.values, dtype=torch.float32, device=w.device)
-    packed, absmax = _quantize(w, values, block_size)
-    nested = {}
-    if double_quant:
-        # The mean of no blocks would be NaN.
-        offset = absmax.mean() if absmax.numel() else absmax.new_zeros(())
-        nested_code = _dynamic_code().to(w.device)
-        absmax, nested_absmax = _quantize_absmax(absmax - offset, nested_code)
-        nested = {"nested_absmax": nested_absmax, "nested_code": nested_code, "nested_offset": offset}
+    packed, absmax = _quantize_operator(w, values, block_size) if observed(w) else _quantize(w, values, block_size)
+    scales = quantized_scales(absmax) if double_quant else {"absmax": absmax}
+    shape = tuple(w.shape)
     return NF4Tensor(
-        packed=packed,
-        absmax=absmax,
-        shape=tuple(w.shape),
-        block_size=block_size,
-        code=values,
-        code_name=code.name,
-        dtype=w.dtype,
-        **nested,
+        packed, shape=shape, block_size=block_size, code=values, code_name=code.name, dtype=w.dtype, **scales
     )
 
 
-@functools.cache
-def _quantize_launch(block_size: int) -> tuple[Launch, int]:
-    """-> the launch, and the blocks of a program."""
+def _quantize(w: torch.Tensor, code: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    packed, absmax = _quantized(w, code, block_size)
+    if absmax.numel() == 0:
+        return packed, absmax
+    values, order = code.sort(stable=True)  # stable: FP4 has two zeros, and the first one takes the values below
     config = kernels.quantize_config(block_size)
-    launch = Launch(
+    launch = launcher(
         kernels._nf4_quantize_fwd_kernel, BLOCK_SIZE=block_size, **config.kwargs, num_warps=config.num_warps
     )
-    return launch, config.kwargs["BLOCKS"]
+    launch(
+        (cdiv(absmax.numel(), config.kwargs["BLOCKS"]),),
+        w.contiguous(), (values[:-1] + values[1:]) / 2, order.to(torch.int32), packed, absmax, w.numel(),
+    )  # fmt: skip
+    return packed, absmax
 
 
 def _quantized(w: torch.Tensor, code: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """-> packed (ceil(n / 2),), absmax (ceil(n / block_size),)."""
     n = w.numel()
-    return w.new_empty(-(-n // 2), dtype=torch.uint8), w.new_empty(-(-n // block_size), dtype=torch.float32)
+    return empty((-(-n // 2),), torch.uint8, w), empty((-(-n // block_size),), torch.float32, w)
 
 
-def _run_quantize(
-    results: tuple[torch.Tensor, torch.Tensor], w: torch.Tensor, code: torch.Tensor, block_size: int
-) -> None:
-    packed, absmax = results
-    if absmax.numel() == 0:
-        return
-    values, order = code.sort(stable=True)  # stable: FP4 has two zeros, and the first one takes the values below
-    launch, blocks = _quantize_launch(block_size)
-    launch(
-        (cdiv(absmax.numel(), blocks),),
-        w.contiguous(), (values[:-1] + values[1:]) / 2, order.to(torch.int32), packed, absmax, w.numel(),
-    )  # fmt: skip
-
-
-_quantize = launching.operator(
-    "nf4_quantize(Tensor w, Tensor code, SymInt block_size) -> (Tensor, Tensor)", outputs=_quantized, run=_run_quantize
+_quantize_operator = operator(
+    "nf4_quantize(Tensor w, Tensor code, SymInt block_size) -> (Tensor, Tensor)", outputs=_quantized, run=_quantize
 )
-
-
-def _dynamic_code() -> torch.Tensor:
-    """(256,): seven decades with 2, 4, ..., 128 values, zero, and one (Dettmers 2015)."""
-    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are where a model is loaded
-    positive = []
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, **plain)
-        positive.append(10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2))
-    below_one = torch.cat(positive)
-    return torch.cat([below_one, -below_one, torch.tensor([0.0, 1.0], **plain)]).sort().values
-
-
-def _quantize_absmax(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> indices (blocks,) uint8 into ``code``, and scales (ceil(blocks / 256),). One value in 64 or fewer comes here."""
-    n, size = centered.numel(), kernels.NESTED_BLOCK
-    groups = torch.nn.functional.pad(centered, (0, -n % size)).view(-1, size)
-    scale = groups.abs().amax(1)
-    scaled = (groups * (1.0 / scale.clamp(min=1e-38))[:, None]).clamp(-1, 1)
-    index = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2).to(torch.uint8)
-    return index.view(-1)[:n].clone(), scale  # no view of the padding: it would be saved along
 
 
 # --- multiply -------------------------------------------------------------------------------------------------------
@@ -280,13 +253,16 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
         experts = expert if expert.ndim == 1 else expert.reshape(-1)
     else:
         number = arguments.integer("nf4_matmul", "expert", expert, "an integer or a tensor of one")
-    _check_matmul(x, q.packed, experts, *q.shape)
-    y: torch.Tensor = _matmul(x, *_parts(q), experts, number, q.shape, q.block_size)
-    return y
+    tensors, settings = (x, *_parts(q), experts), (number, q.shape, q.block_size)
+    if observed(*tensors):
+        _check_matmul(x, q.packed, experts, q.shape)
+        return _matmul_operator(*tensors, *settings)  # type: ignore[no-any-return]
+    if wants_gradient(x):
+        return _Matmul.apply(*tensors, *settings)  # type: ignore[no-any-return]
+    return _matmul(*tensors, *settings)
 
 
-@arguments.once
-def _check_matmul(x: torch.Tensor, packed: torch.Tensor, experts: Any, *shape: int) -> None:
+def _check_matmul(x: torch.Tensor, packed: torch.Tensor, experts: Any, shape: Sequence[int]) -> None:
     arguments.check_tensor("nf4_matmul", "x", x, dtypes=DTYPES)
     if len(shape) != 3:
         raise ValueError(f"nf4_matmul: q must have shape (E, N, K), got {shape}")
@@ -298,94 +274,118 @@ def _check_matmul(x: torch.Tensor, packed: torch.Tensor, experts: Any, *shape: i
     arguments.check_same_device("nf4_matmul", x=x, q=packed, expert=experts)
 
 
-@derived
-def _matmul_launch(
-    m: int, n: int, has_expert: bool, nested: bool, block_size: int, properties: runtime.DeviceProperties
-) -> tuple[Launch, tuple[int, int]]:
-    """-> the launch and its grid."""
-    tokens = min(1 << (m - 1).bit_length(), kernels.MATMUL_TOKENS)
-    config = kernels.matmul_config(tokens, n, properties)
-    launch = Launch(
-        kernels._nf4_matmul_fwd_kernel,
-        HAS_EXPERT=has_expert, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK, TOKENS=tokens,
-        **config.kwargs, num_warps=config.num_warps,
-    )  # fmt: skip
-    return launch, (cdiv(n, config.kwargs["ROWS"]), cdiv(m, tokens))
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _MatmulPlan:
+    """What is decided for a kind of product. Without a plan for tensor cores and without a launch W is made dense."""
+
+    shape: tuple[int, ...]  # of the result
+    m: int
+    n: int
+    k: int
+    experts: int
+    tensor_cores: products.Plan | None
+    launch: Launch | None
+    grid: tuple[int, int]
 
 
-def _run_matmul(
-    y: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, nested_absmax: Any,
-    nested_code: Any, nested_offset: Any, experts: torch.Tensor | None, expert: int | None, shape: Any, block_size: int,
-) -> None:  # fmt: skip
-    """Fills y (..., N) from x (..., K) and one expert, a tensor or a number."""
-    num_experts, n, k = shape
-    if experts is not None:
-        arguments.check_index_values("nf4_matmul", "expert", experts, num_experts)
-    elif expert is None or not 0 <= expert < num_experts:
-        raise ValueError(f"nf4_matmul: expert must lie in [0, {num_experts}), got {expert}")
-    if y.numel() == 0:
-        return
-    m = y.numel() // n
-    parts = (packed, absmax, code, nested_absmax, nested_code, nested_offset)
-    properties = runtime.properties(x.device)
-    if kernels.for_tensor_cores(m, n, k, block_size, properties) and _run_packed(
-        y.view(m, n), x.reshape(m, k), parts, experts, expert, shape, block_size
-    ):
-        return
-    if m > kernels.MAX_MATMUL_M or k % 8 or packed.data_ptr() % 4 or k == 0 or num_experts == 0:
-        w = x.new_empty((1, n, k))
-        _run_dequantize(w, *parts, experts, expert, shape, block_size)
-        torch.mm(x.reshape(m, k), w[0].t(), out=y.view(m, n))  # out=: autocast leaves it alone
-        return
-    launch, grid = _matmul_launch(m, n, experts is not None, nested_absmax is not None, block_size, properties)
-    nested = (code, code, code) if nested_absmax is None else parts[3:]
-    launch(
-        grid,
-        x.contiguous(), packed, absmax, *nested, code,
-        code if experts is None else experts, expert or 0,
-        y,
-        num_experts, m, n, k // 8,
-    )  # fmt: skip
+_matmul_plans = KeptPlans[_MatmulPlan]()
 
 
-def _run_packed(
-    y: torch.Tensor, x: torch.Tensor, parts: Any, experts: torch.Tensor | None, expert: int | None, shape: Any,
+def _matmul_plan(
+    x: torch.Tensor, packed: torch.Tensor, nested: bool, experts: torch.Tensor | None, shape: Sequence[int],
     block_size: int,
-) -> bool:  # fmt: skip
-    """By tensor cores, where there is a kernel for it -> whether there is."""
-    (packed, absmax, code, *nested), (num_experts, n, k), m = parts, shape, x.shape[0]
-    plan = products.plan(
-        m, (1, n, k), False, x.dtype, block_size, nested[0] is not None, 0, False, True, True, False,
-        runtime.properties(x.device),
-    )  # fmt: skip
-    if plan is None or packed.data_ptr() % 16 or num_experts == 0:
-        return False
-    # The kernel for one matrix finds a row of x, of sixteen at most, by 32 bits.
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or x.stride(0) >= 2**27:
-        x = x.clone(memory_format=torch.contiguous_format)
-    w = products.Matrices(packed, absmax, code, tuple(nested), block_size, (num_experts, k, n))
-    tiles = cdiv(m, plan.height)
-    products.launch(plan, None, 0, tiles, expert if experts is None else experts, x, w, None, None, None, y, 1)
-    return True
+) -> _MatmulPlan:  # fmt: skip
+    shape, alignment = tuple(shape), packed.data_ptr() % 16
+    key = (form(x), packed.device, alignment, nested, form(experts), shape, block_size, runtime.compile_target)
+    plan = _matmul_plans.get(key)
+    if plan is not None:
+        return plan
+    _check_matmul(x, packed, experts, shape)
+    (num_experts, n, k), m, properties = shape, math.prod(x.shape[:-1]), runtime.properties(x.device)
+    some = m > 0 and n > 0 and num_experts > 0
+    tensor_cores, launch, grid = None, None, (0, 0)
+    if some and alignment == 0 and kernels.for_tensor_cores(m, n, k, block_size, properties):
+        which = x.dtype, block_size, nested
+        tensor_cores = products.plan(m, (1, n, k), False, *which, 0, False, True, True, False, properties)
+    words = k > 0 and k % 8 == 0 and alignment % 4 == 0
+    if some and tensor_cores is None and words and m <= kernels.MAX_MATMUL_M:
+        tokens = min(1 << (m - 1).bit_length(), kernels.MATMUL_TOKENS)
+        config = kernels.matmul_config(tokens, n, properties)
+        launch = launcher(
+            kernels._nf4_matmul_fwd_kernel,
+            HAS_EXPERT=experts is not None, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK,
+            TOKENS=tokens, **config.kwargs, num_warps=config.num_warps,
+        )  # fmt: skip
+        grid = cdiv(n, config.kwargs["ROWS"]), cdiv(m, tokens)
+    plan = _MatmulPlan((*x.shape[:-1], n), m, n, k, num_experts, tensor_cores, launch, grid)
+    _matmul_plans.keep(key, plan)
+    return plan
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _matmul(
+    x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, nested_absmax: Any,
+    nested_code: Any, nested_offset: Any, experts: torch.Tensor | None, expert: int | None, shape: Sequence[int],
+    block_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """-> (..., N) from x (..., K) and one expert, a tensor or a number."""
+    plan = _matmul_plan(x, packed, nested_absmax is not None, experts, shape, block_size)
+    m, n, k = plan.m, plan.n, plan.k
+    if experts is not None:
+        arguments.check_index_values("nf4_matmul", "expert", experts, plan.experts)
+    elif expert is None or not 0 <= expert < plan.experts:
+        raise ValueError(f"nf4_matmul: expert must lie in [0, {plan.experts}), got {expert}")
+    y = empty(plan.shape, x.dtype, x)
+    if m * n == 0:
+        return y
+    nested = nested_absmax, nested_code, nested_offset
+    if plan.tensor_cores is not None:
+        x = x.reshape(m, k)
+        # The kernel for a gemv finds a row of x, of sixteen at most, by 32 bits.
+        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or x.stride(0) >= 2**27:
+            x = x.clone(memory_format=torch.contiguous_format)
+        w = products.Matrices(packed, absmax, code, nested, block_size, (plan.experts, k, n))
+        which, tiles = expert if experts is None else experts, cdiv(m, plan.tensor_cores.height)
+        products.launch(plan.tensor_cores, None, 0, tiles, which, x, w, None, None, None, y.view(m, n), 1)
+    elif plan.launch is not None:
+        nested = (code, code, code) if nested_absmax is None else nested
+        listed = code if experts is None else experts
+        plan.launch(
+            plan.grid, x.contiguous(), packed, absmax, *nested, code, listed, expert or 0, y, plan.experts, m, n, k // 8
+        )
+    else:
+        [dense] = _dequantize(packed, absmax, code, *nested, experts, expert, shape, block_size, x.dtype)
+        torch.mm(x.reshape(m, k), dense.t(), out=y.view(m, n))  # out=: autocast leaves it alone
+    return y
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, *tensors, expert, shape, block_size = inputs
     ctx.save_for_backward(*tensors)
     ctx.settings = expert, shape, block_size
 
 
-def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    w = _dequantize(*ctx.saved_tensors, *ctx.settings, dy.dtype)
-    with launching.without_autocast(dy):
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    args = *ctx.saved_tensors, *ctx.settings, dy.dtype
+    w = _dequantize_operator(*args) if observed(dy, *ctx.saved_tensors) else _dequantize(*args)
+    with without_autocast(dy):
         return (dy @ w[0], *[None] * 10)
 
 
-_matmul = launching.operator(
+class _Matmul(torch.autograd.Function):
+    """A product that autograd records, where nobody observes the call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        _keep(ctx, inputs, None)
+        return _matmul(*inputs)
+
+    backward = staticmethod(_gradients)
+
+
+_matmul_operator = operator(
     f"nf4_matmul(Tensor x, {_PARTS}, Tensor? experts, SymInt? expert, SymInt[] shape, SymInt block_size) -> Tensor",
-    outputs=lambda x, *rest: x.new_empty((*x.shape[:-1], rest[-2][1])),
-    run=_run_matmul,
-    repeated=launching.settings,
-    setup_context=_setup_context,
-    backward=_autograd,
+    outputs=lambda x, *rest: empty((*x.shape[:-1], rest[-2][1]), x.dtype, x),
+    run=_matmul,
+    setup_context=_keep,
+    backward=_gradients,
 )

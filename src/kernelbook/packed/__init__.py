@@ -8,7 +8,17 @@ import torch
 
 from kernelbook import arguments
 
-__all__ = ["BLOCK_SIZES", "DTYPES", "FP4", "NESTED_BLOCK", "NF4", "CodeBook", "NF4Tensor"]
+__all__ = [
+    "BLOCK_SIZES",
+    "DTYPES",
+    "FP4",
+    "NESTED_BLOCK",
+    "NF4",
+    "CodeBook",
+    "NF4Tensor",
+    "dynamic_code",
+    "quantized_scales",
+]
 
 NESTED_BLOCK = 256  # absmax values that share one nested absmax
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -193,3 +203,35 @@ class NF4Tensor:
 
 # What torch.save wrote is loaded under its default, weights_only=True, too: the class holds tensors and plain values.
 torch.serialization.add_safe_globals([NF4Tensor])
+
+
+# --- double quantization ----------------------------------------------------------------------------------------------
+
+
+def quantized_scales(absmax: torch.Tensor) -> dict[str, Any]:
+    """float32 ``absmax`` of an ``NF4Tensor`` in 8 bits, with what belongs to it, by the names that they have there."""
+    offset = absmax.mean() if absmax.numel() else absmax.new_zeros(())  # the mean of no blocks would be NaN
+    code = dynamic_code().to(absmax.device)
+    quantized, nested = _nearest(absmax - offset, code)
+    return {"absmax": quantized, "nested_absmax": nested, "nested_code": code, "nested_offset": offset}
+
+
+def dynamic_code() -> torch.Tensor:
+    """(256,): seven decades with 2, 4, ..., 128 values, zero, and one (Dettmers 2015)."""
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are where a model is loaded
+    positive = []
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, **plain)
+        positive.append(10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2))
+    below_one = torch.cat(positive)
+    return torch.cat([below_one, -below_one, torch.tensor([0.0, 1.0], **plain)]).sort().values
+
+
+def _nearest(centered: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> indices (blocks,) uint8 into ``code``, and scales (ceil(blocks / 256),). One value in 64 or fewer comes here."""
+    n = centered.numel()
+    groups = torch.nn.functional.pad(centered, (0, -n % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    scale = groups.abs().amax(1)
+    scaled = (groups * (1.0 / scale.clamp(min=1e-38))[:, None]).clamp(-1, 1)
+    index = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2).to(torch.uint8)
+    return index.view(-1)[:n].clone(), scale  # no view of the padding: it would be saved along

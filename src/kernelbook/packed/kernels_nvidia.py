@@ -1,9 +1,10 @@
 """Few rows times 4-bit matrices, in Gluon: each warp decodes what it multiplies with, and keeps it in registers.
 
-In both kernels W takes the part of the tensor cores' left operand, whose rows come in sixteens; the tokens are the right one, in eights. A
-lane reads 16 bytes, 32 elements of a row. The tensor cores may sum over K in any order, as long as both operands have
-it: so these 32 elements are just those that the instruction wants from this lane, and nothing goes through shared memory.
-The warps of a program share the sum over K. At the end they add up what they have, always in the same order.
+In both kernels W takes the part of the tensor cores' left operand, whose rows come in sixteens; the tokens are the right
+one, in eights. A lane reads one to four words of a row side by side, of eight elements each. The tensor cores may sum over
+K in any order, as long as both operands have it: so these elements are just those that the instruction wants from this
+lane, and nothing goes through shared memory. The warps of a program share the sum over K. At the end they add up what they
+have, always in the same order.
 
 The values are looked up in the dtype of x; the scale of a block multiplies, in float32, the sums over the block. (With
 blocks of 16 it multiplies elements, since the instruction sums over more than one block.)
@@ -81,6 +82,25 @@ def _load(
         else:
             xs += (gl.load(x_ptrs + at, mask=gl.expand_dims(k_x + at < K, 2) & some[None, None, :], other=0.0),)
     return words, scales, xs
+
+
+# How a warp holds W, with two words a lane. Lane 4 r + l has words of the rows r, r + 8, r + 16 and r + 24, and there the l-th
+# of four parts of a group (`_words_layout`). Two instructions take 32 elements of K, a word from each of the four lanes:
+#
+#     K in memory          0        8        16       24       32       40       48       56       64
+#     lane                 |     l = 0       |     l = 1       |     l = 2       |     l = 3       |
+#     its word             | i = 0  | i = 1  | i = 0  | i = 1  | i = 0  | i = 1  | i = 0  | i = 1  |
+#
+#     K of instructions    0        8        16       24       32       40       48       56       64
+#     word                 |               i = 0               |               i = 1               |
+#     of lane              | l = 0  | l = 1  | l = 2  | l = 3  | l = 0  | l = 1  | l = 2  | l = 3  |
+#
+# W is reordered by a permutation of names, which moves nothing (`assert_trivial`), and x by where it is read (`k_x`). Each warp
+# has a run of K for itself, in steps of GROUPS groups, and all rows of the program; the sums of the warps meet at the end:
+#
+#     K           0 ... steps STEP    | ... 2 steps STEP    | ...              | ... K
+#     row n0      |  warp 0           |  warp 1             |  warp 2          |  warp 3
+#     ...         |                   |                     |                  |
 
 
 @gluon.jit(do_not_specialize=["tiles_at", "expert", "E", "M", "slots"])

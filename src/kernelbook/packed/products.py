@@ -1,15 +1,17 @@
 """Products of rows with 4-bit matrices by the kernels in Gluon: which kernel takes which problem, and how it is launched."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.launching import Launch, cdiv
+from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.packed import NESTED_BLOCK
+from kernelbook.tensors import strided
 
-__all__ = ["FEW_TOKENS", "HEIGHTS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
+__all__ = ["GEMV_ROWS", "HEIGHTS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
 
 
 class Matrices(NamedTuple):
@@ -33,32 +35,39 @@ class Matrices(NamedTuple):
         return self.absmax, *(self.absmax if t is None else t for t in self.nested), self.code
 
 
-class Plan(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """What is decided for a kind of product."""
+
     launch: Launch
-    kind: str  # of kernel: for "many" rows, for "few" of many matrices, for a few of "one" matrix
+    kind: str  # of kernel: "gemm", "small_m" for few rows a matrix, "gemv" for few rows of a single matrix
     height: int  # rows of its tiles
     across: int  # programs beside each other
-    parts: int = 1  # and one below the other, for each tile; of "one": groups of rows in a program
+    parts: int = 1  # of a small_m's tile, one below the other; of a gemv: groups of rows of W in a program
 
 
 HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 
 # The rule, measured on an H200 (Qwen3-30B's two products at 1 to 2,048 tokens; 8 experts of 28672 x 4096; one matrix of
-# 14336 x 4096). With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
-FEW_ROWS = 6.0
-FEW = {"TOKENS": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
+# 14336 x 4096). TOKENS, OUT and DEPTH are a GEMM's BLOCK_M, BLOCK_N and BLOCK_K. AHEAD is by how many steps words are
+# prefetched before x is, and a gemv's DEPTH by how many they are.
+#
+# With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
+SMALL_M_ROWS = 6.0
+SMALL_M = {"TOKENS": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
 # A single matrix and up to so many rows: one program of sixteen warps a multiprocessor, each warp with 16 rows of W.
-FEW_TOKENS = 16
-FEW_OF_ONE = {"ROWS": 16, "WARPS": 16}
-FEW_AHEAD = {4: {"CHUNKS": 2, "DEPTH": 1}, 8: {"CHUNKS": 2, "DEPTH": 2}, 16: {"CHUNKS": 1, "DEPTH": 3}}  # by tokens
-# Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles.
-TILES = (
+GEMV_ROWS = 16
+GEMV = {"ROWS": 16, "WARPS": 16}
+GEMV_STEPS = {4: {"CHUNKS": 2, "DEPTH": 1}, 8: {"CHUNKS": 2, "DEPTH": 2}, 16: {"CHUNKS": 1, "DEPTH": 3}}  # by rows of x
+# Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles. HALVES is how many times a
+# tile may be halved where that is enough.
+GEMM = (
     (24.0, {"TOKENS": 32, "HALVES": 1, "OUT": 64, "DEPTH": 128, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
     (64.0, {"TOKENS": 128, "HALVES": 2, "OUT": 64, "DEPTH": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
     (float("inf"), {"TOKENS": 256, "HALVES": 2, "OUT": 128, "DEPTH": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 8}),
 )
 # A single matrix has few tiles: they are low, and narrow.
-ONE_MATRIX = {"HALVES": 0, "OUT": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}
+GEMM_OF_ONE = {"HALVES": 0, "OUT": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}
 # From so many rows a matrix on it is as fast to make W dense first, which costs its memory: the cores wait for decoding.
 DENSE_ROWS = {True: 512, False: 128}  # on Hopper, and by the plain kernels elsewhere
 
@@ -76,13 +85,13 @@ def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProper
     return rows <= DENSE_ROWS[hopper] * max(1, min(experts, rows))
 
 
-def one_matrix_split(n: int, sms: int) -> tuple[int, int]:
+def gemv_split(n: int, sms: int) -> tuple[int, int]:
     """-> the warps that share a group's rows, each with a part of K, and the groups of a program.
 
     As many warps a group as leave one program a multiprocessor; then as few groups a program as keep all of them busy for as
     long: 14,336 rows are 896 groups, seven for each of 128 programs.
     """
-    tiles, warps = cdiv(n, FEW_OF_ONE["ROWS"]), FEW_OF_ONE["WARPS"]
+    tiles, warps = cdiv(n, GEMV["ROWS"]), GEMV["WARPS"]
     parts = warps
     while parts > 1 and warps // parts * sms < tiles:
         parts //= 2
@@ -115,42 +124,44 @@ def plan(
         "X_GROUPED": x_grouped, "Y_GROUPED": y_grouped, "HAS_BIAS": has_bias, "BLOCK_SIZE": block_size,
         "SCALE": "nested" if nested else "float32", "NESTED_BLOCK": NESTED_BLOCK,
     }  # fmt: skip
-    if not routed and rows <= FEW_TOKENS and block_size >= 64 and not (by_row or rank or has_bias):
+    if not routed and rows <= GEMV_ROWS and block_size >= 64 and not (by_row or rank or has_bias):
         from kernelbook.packed import kernels_nvidia
 
         tokens = max(4, 1 << (rows - 1).bit_length())
-        parts, groups = one_matrix_split(n, properties.num_sms)
-        step = (128 if tokens == 4 else 64) * FEW_AHEAD[tokens]["CHUNKS"]
-        one = Launch(
+        parts, groups = gemv_split(n, properties.num_sms)
+        step = (128 if tokens == 4 else 64) * GEMV_STEPS[tokens]["CHUNKS"]
+        gemv = launcher(
             kernels_nvidia._one_matrix_kernel,
             EVEN=k % (step * parts) == 0, BLOCK_SIZE=block_size, SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK,
-            TOKENS=tokens, PARTS=parts, **FEW_OF_ONE, **FEW_AHEAD[tokens],
-            num_warps=FEW_OF_ONE["WARPS"], maxnreg=properties.registers_per_sm // (32 * FEW_OF_ONE["WARPS"]),
+            TOKENS=tokens, PARTS=parts, **GEMV, **GEMV_STEPS[tokens],
+            num_warps=GEMV["WARPS"], maxnreg=properties.registers_per_sm // (32 * GEMV["WARPS"]),
         )  # fmt: skip
-        return Plan(one, "one", tokens, cdiv(n, groups * FEW_OF_ONE["ROWS"]), groups)
-    if mean <= (FEW_ROWS if routed else FEW["TOKENS"]) and not by_row and not rank:
+        return Plan(gemv, "gemv", tokens, cdiv(n, groups * GEMV["ROWS"]), groups)
+    if mean <= (SMALL_M_ROWS if routed else SMALL_M["TOKENS"]) and not by_row and not rank:
         from kernelbook.packed import kernels_nvidia
 
-        step = (64 if block_size != 32 else 32) * FEW["GROUPS"] * FEW["WARPS"]
-        even = k % step == 0 and n % FEW["ROWS"] == 0
-        parts = HEIGHTS[0] // FEW["TOKENS"] if routed else 1
-        few = Launch(kernels_nvidia._few_rows_kernel, **common, **FEW, EVEN=even, PARTS=parts, num_warps=FEW["WARPS"])
-        return Plan(few, "few", parts * FEW["TOKENS"], cdiv(n, FEW["ROWS"]), parts)
+        step = (64 if block_size != 32 else 32) * SMALL_M["GROUPS"] * SMALL_M["WARPS"]
+        even = k % step == 0 and n % SMALL_M["ROWS"] == 0
+        parts = HEIGHTS[0] // SMALL_M["TOKENS"] if routed else 1
+        small_m = launcher(
+            kernels_nvidia._few_rows_kernel, **common, **SMALL_M, EVEN=even, PARTS=parts, num_warps=SMALL_M["WARPS"]
+        )
+        return Plan(small_m, "small_m", parts * SMALL_M["TOKENS"], cdiv(n, SMALL_M["ROWS"]), parts)
     from kernelbook.packed import kernels_hopper
 
     if routed:
-        tiles = next(found for limit, found in TILES if mean <= limit)
+        tiles = next(found for limit, found in GEMM if mean <= limit)
         if by_row and tiles["TOKENS"] == 256:
             tiles = tiles | {"AHEAD": 6}  # here a step has other rows, each half a line of the cache
     else:
         height = max(16, 1 << (min(rows, 64) - 1).bit_length())
-        tiles = ONE_MATRIX | {"TOKENS": height, "DEPTH": 128 if height < 64 else 64}
+        tiles = GEMM_OF_ONE | {"TOKENS": height, "DEPTH": 128 if height < 64 else 64}
     padded = max(16, 1 << (rank - 1).bit_length()) if rank else 0
-    many = Launch(
+    gemm = launcher(
         kernels_hopper._many_rows_kernel, **common, **tiles, BY_ROW=by_row, r=rank, RANK=padded, GROUP=8,
         num_warps=tiles["WARPS"],
     )  # fmt: skip
-    return Plan(many, "many", tiles["TOKENS"], cdiv(width, tiles["OUT"]))
+    return Plan(gemm, "gemm", tiles["TOKENS"], cdiv(width, tiles["OUT"]))
 
 
 def launch(
@@ -165,17 +176,12 @@ def launch(
     n, k = sizes if w.transposed else sizes[::-1]
     which = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert or 0)
     matrices = (x, x.stride(0), w.packed.view(torch.int32), *w.scales)
-    if plan.kind == "one":
+    if plan.kind == "gemv":
         plan.launch((plan.across,), *which, *matrices, y, experts, x.shape[0], n, k, plan.parts)
         return
     before = (lists, tiles_at, *which, *matrices)
     last = (*strided(bias, 2), y, experts, x.shape[0], n, k, slots)
-    if plan.kind == "few":
+    if plan.kind == "small_m":
         plan.launch((plan.across, num_m * plan.parts), *before, *last)
     else:
         plan.launch((num_m * plan.across,), *before, *strided(b, 3), u, *last, num_m)
-
-
-def strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
-    """A tensor that may be missing, and its strides, as a kernel's arguments."""
-    return (None, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
