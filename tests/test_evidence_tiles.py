@@ -15,7 +15,7 @@ from tensors import randn
 from triton.runtime import interpreter
 
 from kernelbook import arguments, check, plans, runtime
-from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
+from kernelbook.attention import flash_attention_reference, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
 from kernelbook.interop import rotary
@@ -258,7 +258,7 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
     blocks = {"BLOCK_M": height, "BLOCK_N": 16, "BLOCK_D": 64, "PIECES": pieces, "Q_LATE": late, "STAGES": 1}
     plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
     monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
-    op._decode_plan.cache_clear()
+    plans.forget()
     b, h_kv, group, s, page = 3, 2, 4, 90, 16
     q = randn(b, h_kv * group, n, 64).half()
     lengths = torch.tensor([90, 37, 0], device=q.device)
@@ -276,7 +276,7 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
         table[1, 1] = -3  # a page that is not there
         inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
         check.check_op(kb.paged_attention, paged_attention_reference, inputs)
-    op._decode_plan.cache_clear()
+    plans.forget()
 
 
 def _among_nan(tensor: torch.Tensor, rows: int = 0) -> torch.Tensor:
