@@ -24,6 +24,7 @@ from kernelbook.attention import (
     flash_attention_reference,
     kernels,
     kernels_decode,
+    launches,
     op,
 )
 from kernelbook.lab import compiled, timing
@@ -159,7 +160,7 @@ def test_every_way_to_cut_the_work(causal: bool, m: int, n: int, descriptors: bo
     monkeypatch.setattr(kernels, "config", lambda kernel, d, *_: _tiles(m, n, d))
     monkeypatch.setattr(kernels, "section", lambda *_: 2)
     monkeypatch.setattr(op, "HAS_GLUON", False)
-    monkeypatch.setattr(op, "_fit_descriptors", lambda *tensors: descriptors)
+    monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: descriptors)
     for problem in ((1, 3, 3, 50, 50, 16), (1, 2, 1, 30, 70, 40), (1, 1, 1, 70, 30, 16)):
         dtype = torch.float16
         if problem[-1] == 40 and descriptors and runtime.DEVICE.type == "cuda":
@@ -627,7 +628,7 @@ def test_offsets_are_64_bit(how: str, monkeypatch: pytest.MonkeyPatch, overflow_
     A stride that has 64 bits makes a product of 64 bits of any number; so there is one that has not, and a third row.
     """
     overflow_raises()
-    monkeypatch.setattr(op, "_fit_descriptors", lambda *tensors: how == "descriptors")
+    monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: how == "descriptors")
     if how != "decode":
         monkeypatch.setattr(kernels_decode, "MAX_QUERIES", 0)
     far = 2**31 + 8
@@ -853,7 +854,7 @@ def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch:
     if how != "hopper":
         monkeypatch.setattr(op, "HAS_GLUON", False)
     if how == "pointers":
-        monkeypatch.setattr(op, "_fit_descriptors", lambda *tensors: False)
+        monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: False)
     small = dtype == torch.float32
     q, k, v = _qkv(1, 4, 2, 512 if small else 2048, 512 if small else 2048, d, dtype=dtype)
     do = torch.randn_like(q)

@@ -12,42 +12,31 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.attention import kernels, kernels_decode
+from kernelbook.attention import kernels_decode, launches
 from kernelbook.launch import (
     NAMESPACE,
-    Descriptor,
     Launch,
     are_tensors,
     cdiv,
     composite,
     form,
     is_aligned,
-    launcher,
     observed,
     operator,
     sources,
     wants_gradient,
-)
-from kernelbook.memory import accumulator, counters, empty, tl_accumulator
-from kernelbook.plans import KeptPlans, derived
-from kernelbook.tensors import allows_tf32, has_aligned_rows, written
-
-try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from kernelbook.attention import kernels_hopper
-
-    HAS_GLUON = True
-except ImportError:
-    HAS_GLUON = False
+)  # fmt: skip
+from kernelbook.memory import accumulator, counters, empty
+from kernelbook.plans import KeptPlans
+from kernelbook.tensors import written
 
 __all__ = ["append_to_pages", "flash_attention", "paged_attention"]
 
 MAX_D = 256
 MAX_PAGE = 256
-LOG2_E = math.log2(math.e)
-# Kernels take the scale in base 2, in float32. What is smaller is zero.
-MAX_SCALE, MIN_SCALE = torch.finfo(torch.float32).max / LOG2_E, torch.finfo(torch.float32).tiny
+MAX_SCALE = torch.finfo(torch.float32).max / launches.LOG2_E
+
+HAS_GLUON = launches.HAS_GLUON  # and the kernels that are written in it may be used
 
 
 def flash_attention(
@@ -91,8 +80,7 @@ def flash_attention(
         q, k, v = arguments.in_autocast_dtype(q, k, v)
     if wants_gradient(q, k, v):
         return _Attention.apply(q, k, v, causal, scale, lengths, window)  # type: ignore[no-any-return]
-    plan = _flash_plan(q, k, v, causal, scale, lengths, window, with_lse=False)
-    return _forward(plan, q, k, v, lengths, None)[0]
+    return _flash(q, k, v, causal, scale, lengths, window, with_lse=False)[1]
 
 
 def paged_attention(
@@ -263,17 +251,26 @@ class _Plan:
 
     scale: float
     window: int | None
-    room: int  # keys that a sequence may have
-    debug: bool
-    readable: bool  # kernels can read the tensors as they lie
-    scaling: "_Scaling"
+    readable: bool  # kernels can read the tensors as they lie, and queries are not multiplied beforehand
+    scaling: launches.Scaling
     lse_shape: torch.Size | None
     sums_dtype: torch.dtype  # of lse, and of what splits leave
-    split: "_SplitKeys | None"  # few queries
-    tiles: "_Tiles | None"  # many; neither: there is nothing to see
+    split: launches.SplitKeys | None  # few queries
+    tiles: launches.Tiles | None  # many; neither: there is nothing to see
 
 
 _plans = KeptPlans[_Plan]()
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
+    *, with_lse: bool,
+) -> tuple[_Plan, Tensor, Tensor | None]:  # fmt: skip
+    """-> the plan, o like q, and lse (B, H, N) in base 2, which may be None where it is not asked for."""
+    plan = _flash_plan(q, k, v, causal, scale, lengths, window, with_lse)
+    if lengths is not None:
+        arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
+    return plan, *_forward(plan, q, k, v, lengths, None)
 
 
 def _flash_plan(
@@ -283,332 +280,86 @@ def _flash_plan(
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
     if type(causal) is not bool or type(scale) not in (NoneType, float) or type(window) not in (NoneType, int):
         causal, scale, window = _plain_arguments("flash_attention", causal, scale, window)
-    aligned, tf32 = is_aligned(q, k, v), _takes_tf32(q)
-    debug = lengths is not None and runtime.debug_enabled()
+    aligned, precision = is_aligned(q, k, v), launches.precision(q)
     tensors = form(q), form(k), form(v), form(lengths)
-    key = tensors, aligned, causal, scale, window, with_lse, tf32, debug, HAS_GLUON, runtime.compile_target
-    plan = _plans.get(key)
+    others = aligned, causal, scale, window, with_lse, precision, HAS_GLUON, runtime.compile_target
+    plan = _plans.get((tensors, others))
     if plan is None:
-        scale, window = _check_flash(q, k, v, causal, scale, lengths, window)
-        split, tiles = None, None
-        if q.numel() and k.numel() and q.shape[2] <= kernels_decode.MAX_QUERIES:
-            split = _split_keys(q, k, causal, lengths is not None, window, None, with_lse, tf32)
-        elif q.numel() and k.numel():
-            tiles = _forward_tiles(_problem((q, k, v), (q,), k, causal, lengths is not None, window, tf32))
-        plan = _Plan(
-            scale, window, k.shape[2], debug, aligned and all(map(_is_in_pieces, (q, k, v))), _scaling(q.dtype, scale),
-            q.shape[:3] if with_lse or tiles else None, accumulator(q.dtype), split, tiles,
-        )  # fmt: skip
-        _plans.keep(key, plan)
+        kind = _without_length(tensors, window), others
+        plan = _plans.get(kind)
+        if plan is None:
+            plan = _new_flash_plan(q, k, v, causal, scale, lengths, window, with_lse, aligned, precision)
+            _plans.keep(kind, plan)
+        _plans.keep((tensors, others), plan)
     return plan
+
+
+def _without_length(tensors: tuple[Any, ...], window: int | None) -> tuple[Any, ...]:
+    """Of few queries' tensors what decides, without the number of keys: a cache that grows by a key a call keeps its plan.
+
+    A plan is for room for a multiple of 64 keys.
+    """
+    q, k, v, lengths = tensors
+    if None in (q, k, v) or any(len(shape) != 4 for shape, *_ in (q, k, v)) or q[0][2] > kernels_decode.MAX_QUERIES:
+        return tensors
+    (shape, k_strides, *k_others), (v_shape, v_strides, *v_others) = k, v
+    b, h_kv, s, d = shape
+    readable = launches.are_in_pieces(k_strides), launches.are_in_pieces(v_strides)
+    seen = window is None or window >= s
+    return q, b, h_kv, cdiv(s, 64), d, shape == v_shape or v_shape, *k_others, *v_others, *readable, lengths, seen
+
+
+def _new_flash_plan(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
+    with_lse: bool, aligned: bool, precision: str,
+) -> _Plan:  # fmt: skip
+    scale, window = _check_flash(q, k, v, causal, scale, lengths, window)
+    problem, split, tiles = launches.problem(q, k, causal, lengths, window, precision), None, None
+    if q.numel() and k.numel() and problem.n <= kernels_decode.MAX_QUERIES:
+        split = launches.split_keys(problem, with_lse)
+    elif q.numel() and k.numel():
+        tiles = launches.forward(problem, launches.reach(problem, (q, k, v), (q,), HAS_GLUON))
+    scaling = launches.scaling(q.dtype, scale)
+    readable = aligned and scaling.queries == 1 and all(launches.are_in_pieces(t.stride()) for t in (q, k, v))
+    lse_shape = q.shape[:3] if with_lse or tiles else None
+    return _Plan(scale, window, readable, scaling, lse_shape, accumulator(q.dtype), split, tiles)
 
 
 def _forward(
     plan: _Plan, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, table: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """-> o like q, and lse (B, H, N) in base 2 where it is wanted. With a ``table`` k and v are pages."""
-    if lengths is not None:
-        op = "flash_attention" if table is None else "paged_attention"
-        arguments.check_index_values(op, "lengths", lengths, plan.room + 1)
-        if table is not None and plan.debug:
-            _check_table(op, table, torch.zeros_like(lengths), lengths, k)
+    """-> o and lse. With a ``table`` k and v are pages, which kernels read wherever they lie."""
     o = _like(q)
     lse = None if plan.lse_shape is None else empty(plan.lse_shape, plan.sums_dtype, q)
     if plan.split is None and plan.tiles is None:
         return o.zero_(), None if lse is None else lse.fill_(math.inf)
+    q, scale = plan.scaling.of_queries(q), plan.scaling.scores
     if not plan.readable:
-        q, k, v = _readable(q), k if table is not None else _readable(k), v if table is not None else _readable(v)
-    q = plan.scaling.of_queries(q)
+        q = launches.readable(q)
+        k, v = (k, v) if table is not None else (launches.readable(k), launches.readable(v))
     if plan.split is not None:
         split, partial, counted = plan.split, o, o
+        s = k.shape[2] if table is None else k.shape[2] * table.shape[1]
         if split.partial_shape is not None:
             partial = empty(split.partial_shape, plan.sums_dtype, q)
             counted = counters(split.grid[0], q.device)
         split.launch(
             split.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
-            *_strided_or(lengths, 1, o), *_strided_or(table, 2, o), partial, counted, *split.sizes, plan.scaling.scores,
+            *launches.strided_or(lengths, 1, o), *launches.strided_or(table, 2, o), partial, counted,
+            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale,
         )  # fmt: skip
     elif plan.tiles is not None:
         tiles = plan.tiles
         tiles.launch(
             tiles.grid, *tiles.queries.of(q), *tiles.keys.of(k), *tiles.keys.of(v), *tiles.results.of(o), lse,
-            *tiles.sizes, *tiles.seen(lengths, lse), plan.scaling.scores,
+            *tiles.sizes, *tiles.seen(lengths, lse), scale,
         )  # fmt: skip
     return o, lse
-
-
-# --- tensors as kernels take them -----------------------------------------------------------------------------------
 
 
 def _like(tensor: Tensor) -> Tensor:
     """New memory in the tensor's shape and, where it is dense, its strides."""
     return empty(tensor.shape, tensor.dtype, tensor) if tensor.is_contiguous() else torch.empty_like(tensor)
-
-
-def _is_in_pieces(tensor: Tensor) -> bool:
-    """Whether all rows begin on multiples of 16 elements, one after the other."""
-    b, h, n, within = tensor.stride()
-    return within == 1 and not (b | h | n) % 16 and min(b, h, n) > 0
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """The tensor with rows in aligned pieces of 16 elements; one that lies otherwise is copied.
-
-    That costs far less than reading it element by element for each tile.
-    """
-    if _is_in_pieces(tensor) and is_aligned(tensor):
-        return tensor
-    d = tensor.shape[3]
-    copy = tensor.new_empty(*tensor.shape[:3], cdiv(d, 16) * 16)[..., :d]
-    return copy.copy_(tensor)
-
-
-def _fit_descriptors(*tensors: Tensor) -> bool:
-    """Whether tensor descriptors can read the tensors: contiguous rows, everything on a multiple of 16 bytes."""
-    return all(
-        has_aligned_rows(t) and max(t.stride()) * t.element_size() < 2**40  # a descriptor has no room for more
-        for t in tensors
-    )
-
-
-def _strided_or(tensor: Tensor | None, dims: int, stand_in: Tensor) -> tuple[Any, ...]:
-    """A tensor and its strides; where it is missing another one, which the kernel does not touch.
-
-    For ``None`` Triton would compile a kernel of its own, with the same instructions, for which nothing is recorded.
-    """
-    return (stand_in, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Scaling:
-    """What scores and gradients are multiplied by.
-
-    Kernels find the largest score before they scale, so they are given a scale above zero; and they take it in float32, so
-    that for float64 it goes into the queries.
-    """
-
-    queries: float  # beforehand
-    scores: float  # in base 2
-    gradients: float
-    dq: float  # afterwards
-    dk: float
-
-    def of_queries(self, q: Tensor) -> Tensor:
-        return q if self.queries == 1 else q * self.queries
-
-
-def _scaling(dtype: torch.dtype, scale: float) -> _Scaling:
-    if dtype == torch.float64:
-        return _Scaling(scale * LOG2_E, 1.0, 1.0, scale, 1 / LOG2_E)
-    if scale * LOG2_E >= MIN_SCALE:
-        return _Scaling(1.0, scale * LOG2_E, scale, 1.0, 1.0)
-    sign, size = (-1.0, -scale) if -scale * LOG2_E >= MIN_SCALE else (0.0, 1.0)
-    return _Scaling(sign, size * LOG2_E, size, sign, 1.0)
-
-
-def _takes_tf32(q: Tensor | None) -> bool:
-    """PyTorch's switch, which decides for float32 only."""
-    return q is not None and q.dtype == torch.float32 and allows_tf32()
-
-
-def _precision(dtype: torch.dtype, tf32: bool, properties: runtime.DeviceProperties) -> str:
-    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
-    if dtype != torch.float32 or properties.arch.startswith("gfx"):
-        return "ieee"
-    return "tf32" if tf32 else "tf32x3"
-
-
-# --- few queries: the keys are split over programs ------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _SplitKeys:
-    """The kernel for few queries."""
-
-    launch: Launch
-    grid: tuple[int, int]
-    partial_shape: tuple[int] | None  # of what the programs of a tile leave for the last to merge; None: there is one
-    sizes: tuple[int, ...]
-
-
-def _split_keys(
-    q: Tensor, k: Tensor, causal: bool, lengths: bool, window: int | None, table: Tensor | None, with_lse: bool, tf32: bool
-) -> _SplitKeys:  # fmt: skip
-    (b, h, n, d), (pages, h_kv, s, _), properties = q.shape, k.shape, runtime.properties(q.device)
-    page = 0
-    if table is not None:
-        page, s = s, s * table.shape[1]
-    launch, plan = _decode_launch(
-        b, h, h_kv, n, cdiv(s, 64), d, q.dtype, causal and n > 1, lengths, window is not None, page, with_lse,
-        _precision(q.dtype, tf32, properties), properties,
-    )  # fmt: skip
-    partial_shape = (plan.programs * plan.rows * (d + 1),) if plan.splits > 1 else None
-    return _SplitKeys(launch, (plan.tiles, plan.splits), partial_shape, (h, n, s, pages, window or 0))
-
-
-@derived
-def _decode_launch(
-    b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool,
-    page: int, with_lse: bool, precision: str, properties: runtime.DeviceProperties,
-) -> tuple[Launch, kernels_decode.Plan]:  # fmt: skip
-    """For room for 64 keys a block, so that a cache that grows by a key a call takes its choices from the last call."""
-    group = h // h_kv
-    plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, properties, page)
-    return launcher(
-        kernels_decode._flash_attention_decode_kernel, D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window,
-        PAGE=page, LSE=with_lse, ACC=tl_accumulator(dtype), PRECISION=precision, **plan.config.kwargs,
-        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
-    ), plan  # fmt: skip
-
-
-# --- many queries: tiles of scores ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Rows:
-    """How a kernel is given rows: by pointer and strides, or by tensor descriptor, in blocks."""
-
-    block_shape: tuple[int, ...] | None = None
-    layout: Any = None  # of the blocks in shared memory, for Gluon's kernels, which take no strides
-
-    def of(self, tensor: Tensor) -> tuple[Any, ...]:
-        """The tensor as the kernel's arguments."""
-        if self.block_shape is None:
-            return (tensor, *tensor.stride())
-        if self.layout is None:
-            return Descriptor(tensor, self.block_shape), 0, 0, 0, 0
-        return (Descriptor(tensor, self.block_shape, self.layout),)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Tiles:
-    """A kernel of which each program owns a tile, and how it is given tensors."""
-
-    launch: Launch
-    grid: tuple[int]
-    queries: _Rows
-    keys: _Rows
-    results: _Rows
-    vectors: _Rows | None  # lse and delta; None: by pointer
-    sizes: tuple[int, ...]
-    window: int | None  # 0: none; None: the kernel takes neither lengths nor a window
-
-    def seen(self, lengths: Tensor | None, stand_in: Any) -> tuple[Any, ...]:
-        """Lengths and window as the kernel's arguments."""
-        return () if self.window is None else (*_strided_or(lengths, 1, stand_in), self.window)
-
-    def vector(self, tensor: Tensor) -> Any:
-        return tensor if self.vectors is None else self.vectors.of(tensor.view(-1))[0]
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Problem:
-    """What decides which kernels a call takes, and in which tiles."""
-
-    b: int
-    h: int
-    h_kv: int
-    n: int
-    s: int
-    d: int
-    dtype: torch.dtype
-    causal: bool
-    lengths: bool
-    window: int | None
-    descriptors: bool  # can read the arguments
-    results_fit: bool  # and write the results
-    precision: str
-    properties: runtime.DeviceProperties
-
-    def hopper_config(self, kernel: str) -> Any:
-        """The tiles of a kernel for Hopper GPUs; ``None`` where one that runs on every GPU is to be used."""
-        if not (HAS_GLUON and self.descriptors and self.results_fit) or self.window is not None:
-            return None
-        return kernels_hopper.config(kernel, self.d, self.dtype.itemsize, self.s, self.causal, self.properties)
-
-
-def _problem(
-    read: tuple[Tensor, ...], results_like: tuple[Tensor, ...], k: Tensor, causal: bool, lengths: bool,
-    window: int | None, tf32: bool,
-) -> _Problem:  # fmt: skip
-    """``read``: what kernels read, q first; ``results_like``: tensors that the results are like."""
-    q, properties = read[0], runtime.properties(k.device)
-    descriptors = kernels.has_descriptors(properties) and not lengths  # they would read what lies beyond a length
-    b, h, n, d = q.shape
-    return _Problem(
-        b, h, k.shape[1], n, k.shape[2], d, q.dtype, causal, lengths, window,
-        # What is copied fits.
-        descriptors and _fit_descriptors(*(t for t in read if _is_in_pieces(t) and is_aligned(t))),
-        descriptors and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like)),
-        _precision(q.dtype, tf32, properties), properties,
-    )  # fmt: skip
-
-
-def _forward_tiles(p: _Problem) -> _Tiles:
-    config = p.hopper_config("fwd")
-    if config is None:
-        return _plain_tiles("fwd", kernels._flash_attention_fwd_kernel, p, p.n, p.h, p.s)
-    rows = config.kwargs["ROWS"] * config.kwargs["WARPGROUPS"]
-    grid, in_pairs = kernels_hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, p.properties.num_sms)
-    kernel = kernels_hopper._flash_attention_fwd_hopper_kernel
-    return _hopper_tiles(kernel, config, p, grid, (_section(p, p.s, p.h), int(in_pairs)))
-
-
-def _dkdv_tiles(p: _Problem) -> tuple[_Tiles, int, int]:
-    """-> the kernel for dk and dv, to how many queries lse and delta are padded, and over how many programs the query heads
-    of one key head are split: each has dk and dv of its own, which are added up afterwards.
-    """
-    config = p.hopper_config("dkdv")
-    if config is None:
-        return _plain_tiles("dkdv", kernels._flash_attention_bwd_dkdv_kernel, p, p.s, p.h_kv, p.n, p.n), p.n, 1
-    splits = kernels_hopper.parts(p.b * p.h_kv, p.s, p.h // p.h_kv, p.d, p.properties.num_sms)
-    n_padded, heads = cdiv(p.n, kernels_hopper.PADDING) * kernels_hopper.PADDING, p.h_kv * splits
-    kernel, rows = kernels_hopper._flash_attention_bwd_dkdv_hopper_kernel, 2 * config.kwargs["ROWS"]
-    if config.kwargs["BLOCK_D"] > 128:
-        kernel, rows = kernels_hopper._flash_attention_bwd_dkdv_wide_hopper_kernel, config.kwargs["ROWS"]
-    grid, sizes = cdiv(p.s, rows) * p.b * heads, (n_padded, _section(p, p.n, heads))
-    return _hopper_tiles(kernel, config, p, grid, sizes, PARTS=splits), n_padded, splits
-
-
-def _dq_tiles(p: _Problem, n_padded: int) -> _Tiles:
-    config = p.hopper_config("dq")
-    if config is None:
-        return _plain_tiles("dq", kernels._flash_attention_bwd_dq_kernel, p, p.n, p.h, p.s, n_padded)
-    grid, sizes = cdiv(p.n, 2 * config.kwargs["ROWS"]) * p.b * p.h, (n_padded, _section(p, p.s, p.h))
-    return _hopper_tiles(kernels_hopper._flash_attention_bwd_dq_hopper_kernel, config, p, grid, sizes)
-
-
-def _section(p: _Problem, walked: int, heads: int) -> int:
-    return kernels.section(walked, p.b * heads, p.d, p.dtype.itemsize, p.causal, p.properties)
-
-
-def _plain_tiles(name: str, kernel: Any, p: _Problem, rows: int, heads: int, walked: int, *n_padded: int) -> _Tiles:
-    """A kernel that runs on every GPU: its programs own ``rows`` of ``heads`` and walk over ``walked`` others."""
-    config = kernels.config(name, p.d, p.dtype.itemsize, p.descriptors, p.properties)
-    block_m, block_n, width = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    launch = launcher(
-        kernel, GROUP=p.h // p.h_kv, CAUSAL=p.causal, LENGTHS=p.lengths, WINDOW=p.window is not None, D=p.d,
-        BOXES=p.descriptors, ACC=tl_accumulator(p.dtype), PRECISION=p.precision, **config.kwargs,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    queries, keys = (_Rows((1, 1, block, width) if p.descriptors else None) for block in (block_m, block_n))
-    grid = cdiv(rows, block_n if name == "dkdv" else block_m) * p.b * heads
-    sizes = p.b, p.h, p.n, p.s, *n_padded, _section(p, walked, heads)
-    return _Tiles(launch, (grid,), queries, keys, _Rows(), None, sizes, p.window or 0)
-
-
-def _hopper_tiles(kernel: Any, config: Any, p: _Problem, grid: int, sizes: tuple[int, ...], **constants: Any) -> _Tiles:
-    """A kernel for Hopper GPUs: ``sizes`` are those that not all of them take."""
-    blocks, width = config.kwargs, config.kwargs["BLOCK_D"]
-    launch = launcher(kernel, GROUP=p.h // p.h_kv, CAUSAL=p.causal, **constants, **blocks, num_warps=config.num_warps)
-    layout = NVMMASharedLayout(min(128, 2 * width), 16, rank=4)
-    own = _Rows((1, 1, blocks["ROWS"], width), layout)
-    if "BLOCK_M" in blocks:  # programs own keys
-        walked = _Rows((1, 1, blocks["BLOCK_M"], width), layout)
-        rows, vectors = (walked, own), _Rows((blocks["BLOCK_M"],), NVMMASharedLayout(0, 32, rank=1))
-    else:
-        rows, vectors = (own, _Rows((1, 1, blocks["BLOCK_N"], width), layout)), None
-    return _Tiles(launch, (grid,), *rows, own, vectors, (p.b, p.h, p.n, p.s, *sizes), None)
 
 
 @contextlib.contextmanager
@@ -632,8 +383,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Any, lengths: Any, window: Any
     ) -> Tensor:
-        plan = _flash_plan(q, k, v, causal, scale, lengths, window, with_lse=True)
-        o, lse = _forward(plan, q, k, v, lengths, None)
+        plan, o, lse = _flash(q, k, v, causal, scale, lengths, window, with_lse=True)
         _keep(ctx, (q, k, v, causal, plan.scale, lengths, plan.window), (o, lse))
         return o
 
@@ -665,12 +415,12 @@ class _BackwardPlan:
     """What is decided for a kind of backward pass."""
 
     readable: bool  # kernels can read the tensors as they lie
-    scaling: _Scaling
+    scaling: launches.Scaling
     launch_delta: Launch
     delta_grid: tuple[int]
     delta_shape: tuple[int, int, int]  # (B, H, N), N rounded up where kernels load whole blocks
-    of_keys: _Tiles
-    of_queries: _Tiles
+    of_keys: launches.Tiles
+    of_queries: launches.Tiles
     splits: int  # so many programs share the query heads of one key head
     partial_shape: tuple[int, ...]  # of their dk and dv
 
@@ -682,21 +432,19 @@ def _backward_plan(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, causal: bool, scale: float, lengths: Tensor | None,
     window: int | None,
 ) -> _BackwardPlan:  # fmt: skip
-    aligned, tf32 = is_aligned(do, q, k, v, o), _takes_tf32(q)
+    aligned, precision = is_aligned(do, q, k, v, o), launches.precision(q)
     tensors = form(do), form(q), form(k), form(v), form(o), form(lengths)
-    key = tensors, aligned, causal, scale, window, tf32, HAS_GLUON, runtime.compile_target
+    key = tensors, aligned, causal, scale, window, precision, HAS_GLUON, runtime.compile_target
     plan = _backward_plans.get(key)
     if plan is None:
-        p = _problem((q, k, v, do), (q, k, v), k, causal, lengths is not None, window, tf32)
-        (of_keys, n_padded, splits), config = _dkdv_tiles(p), kernels.DELTA_CONFIG
-        launch_delta = launcher(
-            kernels._flash_attention_bwd_delta_kernel, D=p.d, ACC=tl_accumulator(p.dtype),
-            PADDED=of_keys.vectors is not None, BLOCK_D=kernels.block_d(p.d), **config.kwargs, num_warps=config.num_warps,
-        )  # fmt: skip
+        p = launches.problem(q, k, causal, lengths, window, precision)
+        reach = launches.reach(p, (q, k, v, do), (q, k, v), HAS_GLUON)
+        (of_keys, n_padded, splits), scaling = launches.dkdv(p, reach), launches.scaling(p.dtype, scale)
+        in_pieces = all(launches.are_in_pieces(t.stride()) for t in (do, q, k, v, o))
         plan = _BackwardPlan(
-            aligned and all(map(_is_in_pieces, (do, q, k, v, o))), _scaling(p.dtype, scale), launch_delta,
-            (cdiv(n_padded, config.kwargs["BLOCK_M"]) * p.b * p.h,), (p.b, p.h, n_padded),
-            of_keys, _dq_tiles(p, n_padded), splits, (p.b, p.h_kv * splits, p.s, p.d),
+            aligned and in_pieces and scaling.queries == 1, scaling,
+            *launches.delta(p, n_padded, of_keys.vectors is not None), (p.b, p.h, n_padded),
+            of_keys, launches.dq(p, reach, n_padded), splits, (p.b, p.h_kv * splits, p.s, p.d),
         )  # fmt: skip
         _backward_plans.keep(key, plan)
     return plan
@@ -711,10 +459,10 @@ def _backward(
     if k.numel() == 0 or o.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     plan = _backward_plan(do, q, k, v, o, causal, scale, lengths, window)
-    if not plan.readable:
-        do, q, k, v, o = _readable(do), _readable(q), _readable(k), _readable(v), _readable(o)
     scaling, (_, h, n_padded), n = plan.scaling, plan.delta_shape, q.shape[2]
     q = scaling.of_queries(q)
+    if not plan.readable:
+        do, q, k, v, o = map(launches.readable, (do, q, k, v, o))
     delta = empty(plan.delta_shape, lse.dtype, q)
     padded = lse if plan.of_keys.vectors is None else empty(plan.delta_shape, lse.dtype, q)
     plan.launch_delta(plan.delta_grid, o, *o.stride(), do, *do.stride(), lse, delta, padded, h, n, n_padded)
@@ -745,19 +493,24 @@ def _paged(
 ) -> Tensor:
     if type(scale) not in (NoneType, float):
         _, scale, _ = _plain_arguments("paged_attention", True, scale, None)
-    aligned, tf32, debug = is_aligned(q), _takes_tf32(q), runtime.debug_enabled()
+    aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
     tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths)
-    key = tensors, aligned, scale, tf32, debug, runtime.compile_target
+    key = tensors, aligned, scale, precision, runtime.compile_target
     plan = _plans.get(key)
     if plan is None:
         scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
-        room, split = block_table.shape[1] * k_pages.shape[2], None
-        if q.numel() and room and k_pages.shape[0]:
-            split = _split_keys(q, k_pages, True, True, None, block_table, False, tf32)
-        readable = aligned and _is_in_pieces(q)  # pages are read wherever they lie
-        scaling, sums_dtype = _scaling(q.dtype, scale), accumulator(q.dtype)
-        plan = _Plan(scale, None, room, debug, readable, scaling, None, sums_dtype, split, None)
+        problem, split = launches.problem(q, k_pages, True, lengths, None, precision, block_table), None
+        if q.numel() and k_pages.numel() and problem.s:
+            split = launches.split_keys(problem, False)
+        scaling = launches.scaling(q.dtype, scale)
+        readable = aligned and scaling.queries == 1 and launches.are_in_pieces(q.stride())
+        plan = _Plan(scale, None, readable, scaling, None, accumulator(q.dtype), split, None)
         _plans.keep(key, plan)
+    if debug or not q.is_cuda:
+        room = block_table.shape[1] * k_pages.shape[2]
+        arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
+    if debug:
+        _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
     return _forward(plan, q, k_pages, v_pages, lengths, block_table)[0]
 
 
@@ -769,46 +522,22 @@ def _check_table(op: str, table: Tensor, first: Tensor, end: Tensor, k_pages: Te
     arguments.check_index_values(op, "block_table", pages[pages != -1], k_pages.shape[0])
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _AppendPlan:
-    """What is decided for a kind of keys and values that are written into pages."""
-
-    debug: bool
-    launch: Launch | None  # None: there is nothing to write
-    grid: tuple[int]
-    sizes: tuple[int, ...]
-
-
-_append_plans = KeptPlans[_AppendPlan]()
-
-
-def _append_plan(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor
-) -> _AppendPlan:
-    tensors = form(k), form(v), form(k_pages), form(v_pages), form(block_table), form(lengths)
-    key = tensors, runtime.debug_enabled(), runtime.compile_target
-    plan = _append_plans.get(key)
-    if plan is None:
-        _check_append(k, v, k_pages, v_pages, block_table, lengths)
-        (b, h_kv, n, d), (pages, _, page, _) = k.shape, k_pages.shape
-        config, launch = kernels_decode.APPEND_CONFIG, None
-        if k.numel() and block_table.numel() and pages:
-            launch = launcher(
-                kernels_decode._append_to_pages_kernel, PAGE=page, D=d, BLOCK_D=kernels.block_d(d), **config.kwargs,
-                num_warps=config.num_warps,
-            )  # fmt: skip
-        grid = (b * cdiv(h_kv * n, config.kwargs["BLOCK_R"]),)
-        plan = _AppendPlan(runtime.debug_enabled(), launch, grid, (h_kv, n, page * block_table.shape[1], pages))
-        _append_plans.keep(key, plan)
-    return plan
+_append_plans = KeptPlans[launches.Append]()
 
 
 def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor) -> None:
-    plan = _append_plan(k, v, k_pages, v_pages, block_table, lengths)
-    if plan.launch is None:
+    tensors = form(k), form(v), form(k_pages), form(v_pages), form(block_table), form(lengths)
+    key, debug = (tensors, runtime.compile_target), runtime.debug_enabled()
+    plan = _append_plans.get(key)
+    if plan is None:
+        _check_append(k, v, k_pages, v_pages, block_table, lengths)
+        plan = launches.append(k, k_pages, block_table)
+        _append_plans.keep(key, plan)
+    if plan.grid == (0,):
         return
-    arguments.check_index_values("append_to_pages", "lengths", lengths, None)
-    if plan.debug:
+    if debug or not k.is_cuda:
+        arguments.check_index_values("append_to_pages", "lengths", lengths, None)
+    if debug:
         _check_table("append_to_pages", block_table, lengths, lengths + k.shape[2], k_pages)
     plan.launch(
         plan.grid, k, *k.stride(), v, *v.stride(), k_pages, *k_pages.stride(), v_pages, *v_pages.stride(),
@@ -833,20 +562,6 @@ def _flash_by_operators(
     return o
 
 
-def _run_flash(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Tensor | None, window: int | None
-) -> tuple[Tensor, Tensor | None]:
-    plan = _flash_plan(q, k, v, causal, scale, lengths, window, with_lse=True)
-    return _forward(plan, q, k, v, lengths, None)
-
-
-def _run_inference(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Tensor | None, window: int | None
-) -> Tensor:
-    plan = _flash_plan(q, k, v, causal, scale, lengths, window, with_lse=False)
-    return _forward(plan, q, k, v, lengths, None)[0]
-
-
 def _keep_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _keep(ctx, inputs, output)
     ctx.mark_non_differentiable(output[1])
@@ -856,7 +571,7 @@ _flash_operator = operator(
     "flash_attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
     "-> (Tensor, Tensor)",
     outputs=lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))),
-    run=_run_flash,
+    run=lambda *args: _flash(*args, with_lse=True)[1:],
     setup_context=_keep_flash,
     backward=_gradients,
 )
@@ -865,7 +580,7 @@ _inference_operator = operator(
     "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
     "-> Tensor",
     outputs=lambda q, *_: torch.empty_like(q),
-    run=_run_inference,
+    run=lambda *args: _flash(*args, with_lse=False)[1],
 )
 
 _backward_operator = operator(
