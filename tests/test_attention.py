@@ -153,13 +153,15 @@ def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:
 @pytest.mark.parametrize("descriptors", (False, True))
 @pytest.mark.parametrize(("m", "n"), ((16, 16), (16, 64), (64, 16), (32, 32)))
 @pytest.mark.parametrize("causal", (False, True))
-def test_every_way_to_cut_the_work(causal: bool, m: int, n: int, descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_to_cut_the_work(
+    causal: bool, m: int, n: int, descriptors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many small tiles, so that each kind of loop runs several times."""
     if descriptors and not kernels.has_descriptors(runtime.properties()):
         pytest.skip("no tensor descriptors here")
     monkeypatch.setattr(kernels, "config", lambda kernel, d, *_: _tiles(m, n, d))
     monkeypatch.setattr(kernels, "section", lambda *_: 2)
-    monkeypatch.setattr(op, "HAS_GLUON", False)
+    monkeypatch.setattr(launches, "HAS_GLUON", False)
     monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: descriptors)
     for problem in ((1, 3, 3, 50, 50, 16), (1, 2, 1, 30, 70, 40), (1, 1, 1, 70, 30, 16)):
         dtype = torch.float16
@@ -181,7 +183,7 @@ def test_lengths_and_windows(
     monkeypatch.setattr(
         kernels, "config", lambda kernel, d, *_: _tiles(16, 32, d) if kernel != "dkdv" else _tiles(32, 16, d)
     )
-    monkeypatch.setattr(op, "HAS_GLUON", False)
+    monkeypatch.setattr(launches, "HAS_GLUON", False)
     for n in (20, 90):
         q, k, v = _qkv(2, 2, 1, n, 70, 16, dtype=torch.float16)
         given: dict[str, Any] = {"causal": causal, "window": window}
@@ -852,7 +854,7 @@ def test_float64_on_a_gpu() -> None:
 def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is added atomically; a race between copies and tensor cores would show too."""
     if how != "hopper":
-        monkeypatch.setattr(op, "HAS_GLUON", False)
+        monkeypatch.setattr(launches, "HAS_GLUON", False)
     if how == "pointers":
         monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: False)
     small = dtype == torch.float32

@@ -283,6 +283,25 @@ def test_generating_from_pages_is_generating_from_a_cache() -> None:
         torch.testing.assert_close(out, exact)
 
 
+@pytest.mark.parametrize("window", (None, 30))
+def test_a_cache_that_grows_keeps_its_plan(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each 64 keys that there is room for, and one from where the window holds all keys; checks stay what they are."""
+    plans.forget()
+    made, real = [], op._new_flash_plan
+    monkeypatch.setattr(op, "_new_flash_plan", lambda q, k, *others: made.append(k.shape[2]) or real(q, k, *others))
+    q, k, v = _qkv(1, 4, 2, 2, 140, 16, dtype=torch.float32)
+    given = {"causal": True, "window": window}
+    for s in (1, 2, 30, 31, 64, 65, 66, 128, 129, 140):
+        keys, values = k[:, :, :s].contiguous(), v[:, :, :s].contiguous()
+        ours, exact = (each(q, keys, values, **given) for each in (kb.flash_attention, flash_attention_reference))
+        torch.testing.assert_close(ours, exact)
+    assert made == [1, 65, 129] if window is None else [1, 31, 65, 129]
+    with pytest.raises(ValueError, match=r"v must have shape \(1, 2, 140, 16\), got \(1, 2, 139, 16\)"):
+        kb.flash_attention(q, k, v[:, :, :139], **given)
+    with pytest.raises(TypeError, match="v must have the dtype of q"):
+        kb.flash_attention(q, k, v.half(), **given)
+
+
 def test_what_is_measured_is_checked_first() -> None:
     decoded = [case for case in bench.cases() if case.x_name == "S"]
     assert {case.op for case in decoded} == {"flash_attention", "paged_attention"}

@@ -4,8 +4,10 @@ Few queries have a kernel that splits their keys over programs. Many are cut int
 own where these are faster and tensor descriptors can read everything, else by those that run on every GPU.
 """
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
 from kernelbook.launch import Descriptor, Launch, cdiv, is_aligned, launcher
 from kernelbook.memory import tl_accumulator
-from kernelbook.tensors import allows_tf32, has_aligned_rows
+from kernelbook.tensors import aligned_steps, allows_tf32
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -29,6 +31,17 @@ except ImportError:
 LOG2_E = math.log2(math.e)
 # Kernels take the scale in base 2, in float32. What is smaller is zero.
 MIN_SCALE = torch.finfo(torch.float32).tiny
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Within the context the kernels that run on every GPU are used on Hopper too, to compare the two."""
+    global HAS_GLUON
+    before, HAS_GLUON = HAS_GLUON, False
+    try:
+        yield
+    finally:
+        HAS_GLUON = before
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -202,21 +215,21 @@ class Reach:
 
     reads: bool  # the arguments
     writes: bool  # the results
-    gluon: bool  # and kernels for Hopper GPUs are allowed
 
 
-def reach(p: Problem, read: tuple[Tensor, ...], results_like: tuple[Tensor, ...], gluon: bool) -> Reach:
-    """``read``: what kernels read, or copies of it in pieces; ``results_like``: tensors that the results are like."""
+def reach(p: Problem, read: tuple[Tensor, ...], results_like: tuple[Tensor, ...]) -> Reach:
+    """``read``: what kernels read, or aligned copies of it in pieces; ``results_like``: tensors that the results are like."""
     there = kernels.has_descriptors(p.properties) and not p.lengths  # they would read what lies beyond a length
-    reads = there and _fit_descriptors(*(t for t in read if are_in_pieces(t.stride()) and is_aligned(t)))
+    reads = there and _fit_descriptors(*(t for t in read if are_in_pieces(t.stride())))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
-    return Reach(reads, writes, gluon)
+    return Reach(reads, writes)
 
 
 def _fit_descriptors(*tensors: Tensor) -> bool:
-    """Whether tensor descriptors can read the tensors: contiguous rows, everything on a multiple of 16 bytes."""
+    """Whether tensor descriptors can read tensors that begin on 16 bytes: contiguous rows, all on a multiple of 16 bytes."""
     return all(
-        has_aligned_rows(t) and max(t.stride()) * t.element_size() < 2**40  # a descriptor has no room for more
+        aligned_steps(t.stride(), t.element_size())
+        and max(t.stride()) * t.element_size() < 2**40  # a descriptor has no room for more
         for t in tensors
     )
 
@@ -275,7 +288,7 @@ def _section(p: Problem, walked: int, heads: int) -> int:
 
 def _hopper_config(kernel: str, p: Problem, reach: Reach) -> Any:
     """The tiles of a kernel for Hopper GPUs; ``None`` where one that runs on every GPU is to be used."""
-    if not (reach.gluon and reach.reads and reach.writes) or p.window is not None:
+    if not (HAS_GLUON and reach.reads and reach.writes) or p.window is not None:
         return None
     return kernels_hopper.config(kernel, p.d, p.dtype.itemsize, p.s, p.causal, p.properties)
 

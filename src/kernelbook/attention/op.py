@@ -1,9 +1,7 @@
 """The public functions in the order of a call: observed or not, plan, new memory, launch; then the gradients the same way."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from types import NoneType
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels_decode, launches
+from kernelbook.attention.launches import plain_kernels
 from kernelbook.launch import (
     NAMESPACE,
     Launch,
@@ -25,18 +24,16 @@ from kernelbook.launch import (
     operator,
     sources,
     wants_gradient,
-)  # fmt: skip
+)
 from kernelbook.memory import accumulator, counters, empty
 from kernelbook.plans import KeptPlans
 from kernelbook.tensors import written
 
-__all__ = ["append_to_pages", "flash_attention", "paged_attention"]
+__all__ = ["append_to_pages", "flash_attention", "paged_attention", "plain_kernels"]
 
 MAX_D = 256
 MAX_PAGE = 256
 MAX_SCALE = torch.finfo(torch.float32).max / launches.LOG2_E
-
-HAS_GLUON = launches.HAS_GLUON  # and the kernels that are written in it may be used
 
 
 def flash_attention(
@@ -282,7 +279,7 @@ def _flash_plan(
         causal, scale, window = _plain_arguments("flash_attention", causal, scale, window)
     aligned, precision = is_aligned(q, k, v), launches.precision(q)
     tensors = form(q), form(k), form(v), form(lengths)
-    others = aligned, causal, scale, window, with_lse, precision, HAS_GLUON, runtime.compile_target
+    others = aligned, causal, scale, window, with_lse, precision, launches.HAS_GLUON, runtime.compile_target
     plan = _plans.get((tensors, others))
     if plan is None:
         kind = _without_length(tensors, window), others
@@ -318,7 +315,7 @@ def _new_flash_plan(
     if q.numel() and k.numel() and problem.n <= kernels_decode.MAX_QUERIES:
         split = launches.split_keys(problem, with_lse)
     elif q.numel() and k.numel():
-        tiles = launches.forward(problem, launches.reach(problem, (q, k, v), (q,), HAS_GLUON))
+        tiles = launches.forward(problem, launches.reach(problem, (q, k, v), (q,)))
     scaling = launches.scaling(q.dtype, scale)
     readable = aligned and scaling.queries == 1 and all(launches.are_in_pieces(t.stride()) for t in (q, k, v))
     lse_shape = q.shape[:3] if with_lse or tiles else None
@@ -360,17 +357,6 @@ def _forward(
 def _like(tensor: Tensor) -> Tensor:
     """New memory in the tensor's shape and, where it is dense, its strides."""
     return empty(tensor.shape, tensor.dtype, tensor) if tensor.is_contiguous() else torch.empty_like(tensor)
-
-
-@contextlib.contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Within the context the kernels that run on every GPU are used on Hopper too, to compare the two."""
-    global HAS_GLUON
-    before, HAS_GLUON = HAS_GLUON, False
-    try:
-        yield
-    finally:
-        HAS_GLUON = before
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------
@@ -434,11 +420,11 @@ def _backward_plan(
 ) -> _BackwardPlan:  # fmt: skip
     aligned, precision = is_aligned(do, q, k, v, o), launches.precision(q)
     tensors = form(do), form(q), form(k), form(v), form(o), form(lengths)
-    key = tensors, aligned, causal, scale, window, precision, HAS_GLUON, runtime.compile_target
+    key = tensors, aligned, causal, scale, window, precision, launches.HAS_GLUON, runtime.compile_target
     plan = _backward_plans.get(key)
     if plan is None:
         p = launches.problem(q, k, causal, lengths, window, precision)
-        reach = launches.reach(p, (q, k, v, do), (q, k, v), HAS_GLUON)
+        reach = launches.reach(p, (q, k, v, do), (q, k, v))
         (of_keys, n_padded, splits), scaling = launches.dkdv(p, reach), launches.scaling(p.dtype, scale)
         in_pieces = all(launches.are_in_pieces(t.stride()) for t in (do, q, k, v, o))
         plan = _BackwardPlan(
