@@ -24,6 +24,7 @@ from kernelbook.attention import (
     flash_attention_reference,
     kernels,
     kernels_decode,
+    launches,
     op,
 )
 from kernelbook.lab import compiled, timing
@@ -149,20 +150,22 @@ def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:
 
 
 @pytest.mark.usefixtures("fresh_plans")
-@pytest.mark.parametrize("boxes", (False, True))
+@pytest.mark.parametrize("descriptors", (False, True))
 @pytest.mark.parametrize(("m", "n"), ((16, 16), (16, 64), (64, 16), (32, 32)))
 @pytest.mark.parametrize("causal", (False, True))
-def test_every_way_to_cut_the_work(causal: bool, m: int, n: int, boxes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_to_cut_the_work(
+    causal: bool, m: int, n: int, descriptors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many small tiles, so that each kind of loop runs several times."""
-    if boxes and not kernels.has_boxes(runtime.properties()):
+    if descriptors and not kernels.has_descriptors(runtime.properties()):
         pytest.skip("no tensor descriptors here")
     monkeypatch.setattr(kernels, "config", lambda kernel, d, *_: _tiles(m, n, d))
     monkeypatch.setattr(kernels, "section", lambda *_: 2)
-    monkeypatch.setattr(op, "HAS_GLUON", False)
-    monkeypatch.setattr(op, "_in_boxes", lambda *tensors: boxes)
+    monkeypatch.setattr(launches, "HAS_GLUON", False)
+    monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: descriptors)
     for problem in ((1, 3, 3, 50, 50, 16), (1, 2, 1, 30, 70, 40), (1, 1, 1, 70, 30, 16)):
         dtype = torch.float16
-        if problem[-1] == 40 and boxes and runtime.DEVICE.type == "cuda":
+        if problem[-1] == 40 and descriptors and runtime.DEVICE.type == "cuda":
             continue
         _check(*_qkv(*problem, dtype=dtype), causal)
 
@@ -180,7 +183,7 @@ def test_lengths_and_windows(
     monkeypatch.setattr(
         kernels, "config", lambda kernel, d, *_: _tiles(16, 32, d) if kernel != "dkdv" else _tiles(32, 16, d)
     )
-    monkeypatch.setattr(op, "HAS_GLUON", False)
+    monkeypatch.setattr(launches, "HAS_GLUON", False)
     for n in (20, 90):
         q, k, v = _qkv(2, 2, 1, n, 70, 16, dtype=torch.float16)
         given: dict[str, Any] = {"causal": causal, "window": window}
@@ -619,14 +622,15 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-@pytest.mark.parametrize("how", ("decode", "pointers", "boxes"))
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.parametrize("how", ("decode", "pointers", "descriptors"))
 def test_offsets_are_64_bit(how: str, monkeypatch: pytest.MonkeyPatch, overflow_raises: Callable[[], None]) -> None:
     """Rows, heads and batches lie 2^31 elements and more apart (the memory is reserved, not touched).
 
     A stride that has 64 bits makes a product of 64 bits of any number; so there is one that has not, and a third row.
     """
     overflow_raises()
-    monkeypatch.setattr(op, "_in_boxes", lambda *tensors: how == "boxes")
+    monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: how == "descriptors")
     if how != "decode":
         monkeypatch.setattr(kernels_decode, "MAX_QUERIES", 0)
     far = 2**31 + 8
@@ -651,8 +655,8 @@ def test_every_head_size_has_tiles_that_fit(target: str) -> None:
     for kernel in kernels.KERNELS:
         for itemsize in (2, 4, 8):
             for d in range(1, 257):
-                for boxes in {False, kernels.has_boxes(properties)}:
-                    config = kernels.config(kernel, d, itemsize, boxes, properties)
+                for descriptors in {False, kernels.has_descriptors(properties)}:
+                    config = kernels.config(kernel, d, itemsize, descriptors, properties)
                     kw = config.kwargs
                     assert kw["BLOCK_D"] >= d and min(kw["BLOCK_M"], kw["BLOCK_N"]) >= 16
                     tiles = kernels._Tiles(kw["BLOCK_M"], kw["BLOCK_N"], config.num_warps, config.num_stages)
@@ -843,15 +847,16 @@ def test_float64_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
-@pytest.mark.parametrize("how", ("hopper", "boxes", "pointers"))
+@pytest.mark.parametrize("how", ("hopper", "descriptors", "pointers"))
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is added atomically; a race between copies and tensor cores would show too."""
     if how != "hopper":
-        monkeypatch.setattr(op, "HAS_GLUON", False)
+        monkeypatch.setattr(launches, "HAS_GLUON", False)
     if how == "pointers":
-        monkeypatch.setattr(op, "_in_boxes", lambda *tensors: False)
+        monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: False)
     small = dtype == torch.float32
     q, k, v = _qkv(1, 4, 2, 512 if small else 2048, 512 if small else 2048, d, dtype=dtype)
     do = torch.randn_like(q)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, launching, plans, runtime
+from kernelbook import arguments, check, launch, plans, runtime
 from kernelbook.attention import (
     append_to_pages_reference,
     flash_attention_reference,
     kernels_decode,
+    op,
     paged_attention_reference,
 )
 from kernelbook.lab import timing
@@ -82,7 +83,7 @@ def test_however_the_keys_are_split(
 def test_counters_end_at_zero(split_into: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     split_into(4)
     counters = torch.zeros(64, dtype=torch.int32, device=runtime.DEVICE)
-    monkeypatch.setattr(launching, "tickets", lambda count, like: counters)
+    monkeypatch.setattr(op, "counters", lambda count, device: counters)
     q, k, v = _qkv(2, 4, 2, 2, 70, 16, dtype=torch.float32)
     first = kb.flash_attention(q, k, v, lengths=_integers(70, 20))
     assert torch.equal(kb.flash_attention(q, k, v, lengths=_integers(70, 20)), first)
@@ -259,7 +260,7 @@ def test_pages_that_are_used_are_checked_on_request(monkeypatch: pytest.MonkeyPa
 def test_a_backward_pass_over_pages_that_were_written_is_noticed(dtype: torch.dtype) -> None:
     k, v = (randn(1, 1, 1, 16, dtype=dtype) for _ in range(2))
     pages, x = [randn(1, 1, 16, 16, dtype=dtype) for _ in range(2)], randn(16, dtype=dtype).requires_grad_()
-    for page in pages * 3:  # the third call of a kind is repeated
+    for page in pages * 2:  # by a new plan, and by one that is kept
         kept = (x * page).sum()
         kb.append_to_pages(k, v, *pages, _integers([0]), _integers(3))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -280,6 +281,25 @@ def test_generating_from_pages_is_generating_from_a_cache() -> None:
         out = kb.paged_attention(queries[:, :, i : i + 4], pages[0], pages[1], table, lengths)
         exact = kb.flash_attention(queries[:, :, i : i + 4], keys[:, :, : i + 4], values[:, :, : i + 4], causal=True)
         torch.testing.assert_close(out, exact)
+
+
+@pytest.mark.parametrize("window", (None, 30))
+def test_a_cache_that_grows_keeps_its_plan(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each 64 keys that there is room for, and one from where the window holds all keys; checks stay what they are."""
+    plans.forget()
+    made, real = [], op._new_flash_plan
+    monkeypatch.setattr(op, "_new_flash_plan", lambda q, k, *others: made.append(k.shape[2]) or real(q, k, *others))
+    q, k, v = _qkv(1, 4, 2, 2, 140, 16, dtype=torch.float32)
+    given = {"causal": True, "window": window}
+    for s in (1, 2, 30, 31, 64, 65, 66, 128, 129, 140):
+        keys, values = k[:, :, :s].contiguous(), v[:, :, :s].contiguous()
+        ours, exact = (each(q, keys, values, **given) for each in (kb.flash_attention, flash_attention_reference))
+        torch.testing.assert_close(ours, exact)
+    assert made == [1, 65, 129] if window is None else [1, 31, 65, 129]
+    with pytest.raises(ValueError, match=r"v must have shape \(1, 2, 140, 16\), got \(1, 2, 139, 16\)"):
+        kb.flash_attention(q, k, v[:, :, :139], **given)
+    with pytest.raises(TypeError, match="v must have the dtype of q"):
+        kb.flash_attention(q, k, v.half(), **given)
 
 
 def test_what_is_measured_is_checked_first() -> None:
@@ -466,19 +486,18 @@ def test_bitwise_reproducible() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", (1, 40))
-def test_what_a_call_launched_is_launched_again(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For other tensors of its kind; and not where they begin elsewhere, somebody looks on, or an argument is wrong."""
+def test_each_call_launches_once(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a plan that was made for other tensors of its kind too; where tensors begin elsewhere, and where somebody looks on."""
     plans.forget()
-    launched, real = [], launching.Launch.__call__
-    monkeypatch.setattr(launching.Launch, "__call__", lambda *args: launched.append(args) or real(*args))
-    for i in range(5):
+    launched, real = [], launch.Launch.__call__
+    monkeypatch.setattr(launch.Launch, "__call__", lambda *args: launched.append(args) or real(*args))
+    for _ in range(5):
         q, k, v = _qkv(2, 8, 2, n, 3000, 128, dtype=torch.bfloat16)
         first, before = kb.flash_attention(q, k, v), len(launched)
-        # Where new memory is filled, nothing is repeated.
         check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v})
-        assert len(launched) == before + 1
         assert torch.equal(kb.flash_attention(q, k, v), first)
-        assert i == 0 or len(launched) == before + 1
+        assert len(launched) == before + 2
+    assert len(op._plans) == 1
     launched.clear()
     check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": k})
     assert len(launched) == 1
@@ -494,10 +513,6 @@ def test_what_a_call_launched_is_launched_again(n: int, monkeypatch: pytest.Monk
     torch.autograd.grad(kb.flash_attention(q, k, v).sum(), q)
     with torch.no_grad():
         assert torch.equal(kb.flash_attention(q, k, v), first)
-    plans.forget()
-    before = len(launched)
-    kb.flash_attention(q.detach(), k, v)
-    assert len(launched) == before + 1
 
 
 @pytest.mark.gpu

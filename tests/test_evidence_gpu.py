@@ -17,7 +17,7 @@ import pytest
 import torch
 from tensors import guarded_memory, randn
 
-from kernelbook import check, launching, runtime
+from kernelbook import check, memory, runtime
 from kernelbook.attention import flash_attention_reference
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference
 from kernelbook.nf4 import kernels as nf4_kernels
@@ -250,7 +250,7 @@ def test_packed_experts_at_the_edges(tokens: int, k: int, monkeypatch: pytest.Mo
     call = functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), scaling=0.5)
     check.check_op(call, lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t), inputs)
     first = call(**inputs)
-    with monkeypatch.context() as patch, launching.poisonable():
+    with monkeypatch.context() as patch, memory.poisonable():
         untouched = guarded_memory(patch)
         again = call(**inputs)
     assert untouched() and torch.equal(again, first)

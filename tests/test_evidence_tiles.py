@@ -15,7 +15,7 @@ from tensors import randn
 from triton.runtime import interpreter
 
 from kernelbook import arguments, check, plans, runtime
-from kernelbook.attention import flash_attention_reference, op, paged_attention_reference
+from kernelbook.attention import flash_attention_reference, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
 from kernelbook.interop import rotary
@@ -257,8 +257,8 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
     pieces = pieces if n == 1 else 1  # only few rows are cut
     blocks = {"BLOCK_M": height, "BLOCK_N": 16, "BLOCK_D": 64, "PIECES": pieces, "Q_LATE": late, "STAGES": 1}
     plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
-    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
-    op._decode_plan.cache_clear()
+    monkeypatch.setattr(decode_kernels, "tiles_and_splits", lambda *_: plan)
+    plans.forget()
     b, h_kv, group, s, page = 3, 2, 4, 90, 16
     q = randn(b, h_kv * group, n, 64).half()
     lengths = torch.tensor([90, 37, 0], device=q.device)
@@ -276,7 +276,7 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
         table[1, 1] = -3  # a page that is not there
         inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
         check.check_op(kb.paged_attention, paged_attention_reference, inputs)
-    op._decode_plan.cache_clear()
+    plans.forget()
 
 
 def _among_nan(tensor: torch.Tensor, rows: int = 0) -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_decoding_among_nan(
     """
     blocks = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_D": 32, "PIECES": 1, "Q_LATE": False, "STAGES": 1}
     plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
-    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
+    monkeypatch.setattr(decode_kernels, "tiles_and_splits", lambda *_: plan)
     monkeypatch.setattr(decode_kernels, "_merged_at_a_time", lambda *_: merged)
     monkeypatch.setattr(decode_kernels, "MAX_LISTED", listed)
     q = _among_nan(randn(3, 4, n, 24))
@@ -327,7 +327,7 @@ def test_no_share_of_nothing_is_divided_by(monkeypatch: pytest.MonkeyPatch) -> N
     """What an integer divided by zero is, no GPU says."""
     blocks = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": 16, "PIECES": 1, "Q_LATE": False, "STAGES": 1}
     plan = triton.Config(blocks, num_warps=4, num_stages=1), 3
-    monkeypatch.setattr(decode_kernels, "tiles_and_shares", lambda *_: plan)
+    monkeypatch.setattr(decode_kernels, "tiles_and_splits", lambda *_: plan)
     lengths = torch.tensor([40, 0], device=runtime.DEVICE)
     divide = interpreter.interpreter_builder.create_idiv
 

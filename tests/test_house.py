@@ -25,8 +25,11 @@ DOORS = {
     },
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
-# A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py.
-DOORS_THAT_MAY_BE = {"kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"]}
+# A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py; where
+# it has kernels of several kinds, which of them a call launches stands beside op.py.
+DOORS_THAT_MAY_BE = {
+    "kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"], "launches.py": DOORS["op.py"],
+}  # fmt: skip
 # A room is measured by lab/bench/<room>.py.
 BENCH = {"runtime", "check", "arguments", "launching", "memory", "packed", "lab"}
 # What kernels of several rooms call, and the kernels that only read, which benches measure.
@@ -36,7 +39,8 @@ OWN_MODULES = {
     "kernels.py": set(),
     "kernels_hopper.py": set(),
     "kernels_decode.py": {"kernels"},
-    "op.py": {"kernels", "kernels_hopper", "kernels_decode"},
+    "launches.py": {"kernels", "kernels_hopper", "kernels_decode"},
+    "op.py": {"kernels", "kernels_hopper", "kernels_decode", "launches"},
     "__init__.py": {"op", "reference", "kernels"},
 }
 

@@ -444,7 +444,7 @@ def _problems(properties: runtime.DeviceProperties) -> dict[str, tuple[Any, ...]
         "moe_lora.thin": (16384, 128, 2048, 16, 2),
         "moe_lora.gram": (16384, 128, 16, 2),
         "moe_lora.strategy": (64, 128, 2048, 1536, 16),
-        "attention.plain": ("dkdv", 128, 2, attention_kernels.has_boxes(properties)),
+        "attention.plain": ("dkdv", 128, 2, attention_kernels.has_descriptors(properties)),
         "attention.decode": (32, 8, 8192, 128, 2, 0),
     }
     if properties.arch == "sm_90":

@@ -584,7 +584,7 @@ TILES = {
 }
 
 
-def has_boxes(properties: runtime.DeviceProperties) -> bool:
+def has_descriptors(properties: runtime.DeviceProperties) -> bool:
     """Whether tiles are copied by tensor descriptor: on Hopper and later, and in the interpreter.
 
     GeForce's Blackwell (sm_120) has descriptors too, but multiplies from registers and has less than half the shared

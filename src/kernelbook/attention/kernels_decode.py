@@ -1,21 +1,21 @@
-"""Attention for a few queries: the keys of one head are split over programs, which merge what they found.
+"""Attention for a few queries: the keys of one head are split over programs (split-K), which merge what they found.
 
 One query does 4 S D operations on 4 S D bytes of keys and values (16 bits): memory decides. A program owns a tile of
-rows, the N queries of all GROUP heads that share one key head, so that each key is read once, and walks over its share of
-the keys as the forward pass in ``kernels.py`` does. There are as many shares as fill the GPU's multiprocessors once.
+rows, the N queries of all GROUP heads that share one key head, so that each key is read once, and walks over its split of
+the keys as the forward pass in ``kernels.py`` does. There are as many splits as fill the GPU's multiprocessors once.
 
-Each program leaves o and lse of its share in a float32 workspace and takes a ticket. The last one of a tile merges all
-shares in their order, so that results are bitwise reproducible, writes the tile, and puts the counter back to zero for the
-next launch. Shares are equal parts of the keys that a sequence has (``lengths``, read by the kernel), not of those that it
-has room for: a share without keys ends at once and is not waited for.
+Each program leaves o and lse of its split in a float32 workspace and adds one to the tile's counter, a semaphore. The last
+program of a tile merges all splits in their order, so that results are bitwise reproducible, writes the tile, and puts the
+counter back to zero for the next launch. Splits are equal parts of the keys that a sequence has (``lengths``, read by the
+kernel), not of those that it has room for: one without keys ends at once and is not waited for.
 
 With PAGE, keys and values lie in pages of PAGE slots anywhere in a pool, and a table names each sequence's pages. Pages
 that are not in the pool count as keys that nobody sees; they are never read.
 
-Bytes: the visible keys and values once; q, o, and twice 4 (D + 1) a row and share.
+Bytes: the visible keys and values once; q, o, and twice 4 (D + 1) a row and split.
 
-Where that leaves multiprocessors idle, or much to merge, two or four programs share a share: each takes all of its scores, and
-its part of the values' columns.
+Where that leaves multiprocessors idle, or much to merge, two or four programs have the same split: each takes all of its
+scores, and its own columns of the values.
 
 Not handled: more rows than fit one tile read the keys again (from the L2 cache, if all goes well); no gradients.
 """
@@ -234,9 +234,14 @@ def _flash_attention_decode_kernel(
     tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
     H, N, S, P, window,
     scale,  # with log2(e)
+    # What is computed.
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    Q_LATE: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    # Whether queries are asked for with the keys; in how many pieces the columns are computed; of the split: whether there
+    # is one, and the rows that it keeps; the pages that are listed at a time, and whether these are all; how many splits
+    # there are, rounded up, and how many are merged at a time.
+    Q_LATE: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCK_V: tl.constexpr = BLOCK_D // PIECES
@@ -373,12 +378,14 @@ def _append_to_pages_kernel(
 
 MAX_QUERIES = 16
 APPEND_CONFIG = triton.Config({"BLOCK_R": 16}, num_warps=4)
-# Microseconds on an H200: the time in which all multiprocessors read 32 kB each, and in which one alone does, for one program
-# or for two; a program's start; a merge, and what it costs more for 64 kB of shares, in registers and in a pipeline. Ratios
-# decide, much the same on other GPUs.
-ALL_READ, ONE_READS, START, MERGE, HELD, PIPED = 1.0, 0.8, 1.5, 2.0, 3.5, 1.0
 MAX_LISTED = 512  # pages whose numbers are held at a time
-MERGE_REGISTERS = 128  # of a thread, for shares on their way
+MERGE_REGISTERS = 128  # of a thread, for splits on their way
+# What a launch takes, in microseconds on an H200. Ratios decide, which are much the same on other GPUs.
+ALL_READ = 1.0  # until every multiprocessor has read 32 kB
+ONE_READS = 0.8  # until one of them has, alone, for each of its programs
+START = 1.5  # of a program
+MERGE = 2.0  # of a tile's splits, and for each 64 kB of them:
+HELD, PIPED = 3.5, 1.0  # where they are merged in registers, and in a pipeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,29 +438,39 @@ def _tiles(
     return triton.Config(blocks, num_warps=warps, num_stages=stages), per_sm
 
 
-@functools.lru_cache(maxsize=4096)
-def _splits(
-    tiles: int, steps: int, step_bytes: int, share_bytes: int, in_registers: bool, per_sm: int, num_sms: int
-) -> tuple[float, int]:
-    """-> microseconds, and the number of shares that ends first; they are merged in registers or in a pipeline."""
-    slots = num_sms * per_sm
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """Tiles of queries, each with so many steps of keys; what a step reads, and a split leaves; how splits are merged."""
 
-    def time(splits: int) -> float:
-        waves, rest = divmod(tiles * splits, slots)
-        each = -(-steps // splits) * step_bytes / 32768
-        spent = waves * (each * per_sm * ALL_READ + START)
+    tiles: int
+    steps: int
+    step_bytes: int
+    split_bytes: int
+    in_registers: bool
+
+    def microseconds(self, splits: int, per_sm: int, num_sms: int) -> float:
+        """Programs come in waves, ``per_sm`` to a multiprocessor; in the last wave some multiprocessors may have fewer."""
+        waves, rest = divmod(self.tiles * splits, num_sms * per_sm)
+        reads = -(-self.steps // splits) * self.step_bytes / 32768  # of each program
+        spent = waves * (reads * per_sm * ALL_READ + START)
         if rest:
-            spent += each * max(-(-rest // num_sms) * ONE_READS, rest / num_sms * ALL_READ) + START
+            # Few programs read as fast as a multiprocessor can, many as fast as the memory gives.
+            spent += reads * max(-(-rest // num_sms) * ONE_READS, rest / num_sms * ALL_READ) + START
         if splits == 1:
             return spent
-        merged = triton.next_power_of_2(splits) * HELD if in_registers else splits * PIPED
-        return spent + MERGE + merged * share_bytes / 65536
+        merged = triton.next_power_of_2(splits) * HELD if self.in_registers else splits * PIPED
+        return spent + MERGE + merged * self.split_bytes / 65536
 
-    return min((time(splits), splits) for splits in range(1, max(1, min(steps, slots)) + 1))
+
+@functools.lru_cache(maxsize=4096)
+def _splits(work: _Work, per_sm: int, num_sms: int) -> tuple[float, int]:
+    """-> microseconds, and the number of splits that ends first."""
+    most = max(1, min(work.steps, num_sms * per_sm))
+    return min((work.microseconds(splits, per_sm, num_sms), splits) for splits in range(1, most + 1))
 
 
 def _merged_at_a_time(rows: int, config: triton.Config) -> int:
-    """How many shares of few rows there are registers for; 1 where there are many rows."""
+    """How many splits of few rows there are registers for; 1 where there are many rows."""
     stored = min(config.kwargs["BLOCK_M"], triton.next_power_of_2(rows))
     width = config.kwargs["BLOCK_D"] // config.kwargs["PIECES"]
     return max(1, MERGE_REGISTERS * 32 * config.num_warps // (stored * width)) if stored <= 8 else 1
@@ -470,7 +487,7 @@ def _pieces(tiles: int, stored: int, width: int, d: int, num_sms: int) -> list[i
     return [1, *(pieces for pieces in (2, 4) if pieces <= most)]
 
 
-def _tiles_and_shares(
+def _tiles_and_splits(
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:
     config, per_sm = _tiles(heads, rows, d, itemsize, page > 0, properties)
@@ -479,10 +496,11 @@ def _tiles_and_shares(
     found = []
     for pieces in _pieces(tiles, stored, width, d, properties.num_sms):
         divided = triton.Config({**config.kwargs, "PIECES": pieces}, config.num_warps, config.num_stages)
-        step_bytes, share_bytes = (1 + pieces) * block_n * width * itemsize // pieces, stored * width * max(4, itemsize)
-        time, splits = _splits(
-            tiles * pieces, -(-keys // block_n), step_bytes, share_bytes // pieces, stored <= 8, per_sm, properties.num_sms
+        work = _Work(
+            tiles * pieces, -(-keys // block_n), (1 + pieces) * block_n * width * itemsize // pieces,
+            stored * width * max(4, itemsize) // pieces, stored <= 8,
         )  # fmt: skip
+        time, splits = _splits(work, per_sm, properties.num_sms)
         found.append((time, pieces, divided, splits))
     _, _, divided, splits = min(found, key=lambda choice: choice[:2])
     return divided, splits
@@ -492,7 +510,7 @@ def _allowed(
     plan: tuple[triton.Config, int],
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties,
 ) -> bool:  # fmt: skip
-    """The rule's tiles with other widths and stages that fit, and another split, into no more shares than there are tiles."""
+    """The rule's tiles with other widths and stages that fit, and another split, into no more parts than there are tiles."""
     config, splits = plan
     block_n, stages, pieces = (config.kwargs[name] for name in ("BLOCK_N", "STAGES", "PIECES"))
     rule, _ = _tiles(heads, rows, d, itemsize, page > 0, properties)
@@ -509,22 +527,22 @@ def _allowed(
 
 
 @planner("attention.decode", _allowed, buckets=("keys",))
-def tiles_and_shares(
+def tiles_and_splits(
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:
     """The tiles, and over how many programs the keys of one are split."""
-    return _tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
+    return _tiles_and_splits(heads, rows, keys, d, itemsize, page, properties)
 
 
 def plan(
     heads: int, rows: int, keys: int, d: int, itemsize: int, properties: runtime.DeviceProperties, page: int = 0
 ) -> Plan:
     """For ``heads`` key heads over all sequences with room for ``keys`` keys, each read by ``rows`` queries."""
-    config, splits = tiles_and_shares(heads, rows, keys, d, itemsize, page, properties)
+    config, splits = tiles_and_splits(heads, rows, keys, d, itemsize, page, properties)
     block_m, pieces = config.kwargs["BLOCK_M"], config.kwargs["PIECES"]
     tiles, stored = heads * -(-rows // block_m) * pieces, min(block_m, triton.next_power_of_2(rows))
     listed, pages = 1, -(-keys // page) if page else 0
-    if page:  # all pages of a sequence, or a share's at a time, if there are not too many
+    if page:  # all pages of a sequence, or a split's at a time, if there are not too many
         listed = max(128, triton.next_power_of_2(pages))
         if listed > MAX_LISTED:
             listed = min(MAX_LISTED, max(128, triton.next_power_of_2(-(-pages // splits))))

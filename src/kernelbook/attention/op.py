@@ -1,46 +1,45 @@
-"""The public functions, their operators, and the launches."""
+"""The public functions in the order of a call: observed or not, plan, new memory, launch; then the gradients the same way."""
 
-import contextlib
-import functools
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from types import NoneType
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.attention import kernels, kernels_decode
-from kernelbook.launching import Launch, accumulator, box_form, cdiv, has_aligned_rows, strided, tl_accumulator
-from kernelbook.plans import derived
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.attention import kernels_decode, launches
+from kernelbook.attention.launches import plain_kernels
+from kernelbook.launch import (
+    NAMESPACE,
+    Launch,
+    are_tensors,
+    cdiv,
+    composite,
+    form,
+    is_aligned,
+    observed,
+    operator,
+    sources,
+    wants_gradient,
+)
+from kernelbook.memory import accumulator, counters, empty
+from kernelbook.plans import KeptPlans
+from kernelbook.tensors import written
 
-try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from kernelbook.attention import kernels_hopper
-
-    HAS_GLUON = True
-except ImportError:
-    HAS_GLUON = False
-
-__all__ = ["append_to_pages", "flash_attention", "paged_attention"]
+__all__ = ["append_to_pages", "flash_attention", "paged_attention", "plain_kernels"]
 
 MAX_D = 256
 MAX_PAGE = 256
-LOG2_E = math.log2(math.e)
-# Kernels take the scale in base 2, in float32. What is smaller is zero.
-MAX_SCALE, MIN_SCALE = torch.finfo(torch.float32).max / LOG2_E, torch.finfo(torch.float32).tiny
+MAX_SCALE = torch.finfo(torch.float32).max / launches.LOG2_E
 
 
-def _settings() -> tuple[bool, ...]:
-    """What decides what a call launches beside its arguments."""
-    return HAS_GLUON, *launching.settings()
-
-
-@launching.repeated(_settings)
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-    lengths: torch.Tensor | None = None, window: int | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
+    lengths: Tensor | None = None, window: int | None = None,
+) -> Tensor:  # fmt: skip
     """``softmax(scale q k^T) v`` without the score matrix; differentiable in q, k and v, bitwise reproducible.
 
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), sections 2 and 3; up to
@@ -70,17 +69,20 @@ def flash_attention(
             a number, or ``window`` not an integer.
         ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
     """
-    q, k, v = arguments.in_autocast_dtype(q, k, v)
-    scale, window = _check_flash(q, k, v, causal, scale, lengths, window)
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return cast(torch.Tensor, (_flash if wanted else _inference)(q, k, v, causal, scale, lengths, window))
+    if is_dynamo_compiling() and are_tensors(q, k, v, lengths):
+        return _flash_whole(q, k, v, causal, scale, lengths, window, SOURCES)  # type: ignore[no-any-return]
+    if observed(q, k, v, lengths):
+        return _flash_by_operators(q, k, v, causal, scale, lengths, window)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = arguments.in_autocast_dtype(q, k, v)
+    if wants_gradient(q, k, v):
+        return _Attention.apply(q, k, v, causal, scale, lengths, window)  # type: ignore[no-any-return]
+    return _flash(q, k, v, causal, scale, lengths, window, with_lse=False)[1]
 
 
-@launching.repeated(_settings)
 def paged_attention(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, *,
-    scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float | None = None
+) -> Tensor:
     """Attention of up to 16 new queries a sequence, to keys and values in pages; no gradients.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
@@ -107,16 +109,18 @@ def paged_attention(
         ValueError: a shape, a device or ``scale`` is not as above, or, where they are checked, an entry of ``lengths`` or
             ``block_table``.
     """
-    q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
-    return cast(torch.Tensor, _paged(q, k_pages, v_pages, block_table, lengths, scale))
+    if is_dynamo_compiling() and are_tensors(q, k_pages, v_pages, block_table, lengths):
+        return _paged_whole(q, k_pages, v_pages, block_table, lengths, scale, SOURCES)  # type: ignore[no-any-return]
+    if observed(q, k_pages, v_pages, block_table, lengths) or wants_gradient(q, k_pages, v_pages):
+        return _paged_by_operator(q, k_pages, v_pages, block_table, lengths, scale)
+    if torch._C._is_any_autocast_enabled():
+        q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
+    return _paged(q, k_pages, v_pages, block_table, lengths, scale)
 
 
-@launching.repeated(_settings)
 def append_to_pages(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
-    lengths: torch.Tensor,
-) -> None:  # fmt: skip
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor
+) -> None:
     """Writes new keys and values into their pages, in place, from position ``lengths[b]`` of each sequence on.
 
     Args:
@@ -133,17 +137,17 @@ def append_to_pages(
         ValueError: a shape or a device is not as above, or, where they are checked, an entry of ``lengths`` or
             ``block_table``.
     """
-    _check_append(k, v, k_pages, v_pages, block_table, lengths)
-    if runtime.INTERPRET and k.dtype == torch.bfloat16:  # whose loads are not to be trusted there; bits are moved
-        k, v, k_pages, v_pages = (t.view(torch.int16) for t in (k, v, k_pages, v_pages))
-    append = _run_append if launching.is_recorded() else torch.ops.kernelbook.append_to_pages
-    append(k, v, k_pages, v_pages, block_table, lengths)
+    if observed(k, v, k_pages, v_pages, block_table, lengths) or wants_gradient(k, v, k_pages, v_pages):
+        _check_append(k, v, k_pages, v_pages, block_table, lengths)
+        _append_operator(k, v, k_pages, v_pages, block_table, lengths)
+    else:
+        _append(k, v, k_pages, v_pages, block_table, lengths)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_tensors(op: str, **tensors: torch.Tensor) -> None:
+def _check_tensors(op: str, **tensors: Tensor) -> None:
     for name, value in tensors.items():
         arguments.check_tensor(op, name, value)
         if value.ndim != 4:
@@ -160,18 +164,23 @@ def _check_heads(op: str, names: str, h: int, h_kv: int) -> None:
         raise ValueError(f"{op}: the heads of {names} must divide those of q ({h}), got {h_kv}")
 
 
+def _plain_arguments(op: str, causal: Any, scale: Any, window: Any) -> tuple[bool, float | None, int | None]:
+    """What is no tensor, in Python's own types, as a plan's key holds it."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal must be a bool, got {type(causal).__name__}")
+    scale = scale if scale is None else arguments.number(op, "scale", scale, "a number or None")
+    return causal, scale, window if window is None else arguments.integer(op, "window", window, "an int or None")
+
+
 def _checked_scale(op: str, scale: Any, d: int) -> float:
-    if scale is None:
-        return 1 / math.sqrt(d)
-    found = arguments.number(op, "scale", scale, "a number or None")
+    found: float = 1 / math.sqrt(d) if scale is None else scale
     if not -MAX_SCALE <= found <= MAX_SCALE:
         raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {found!r}")
     return found
 
 
-@arguments.once
 def _check_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Any, scale: Any, lengths: Any, window: Any
+    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, lengths: Any, window: Any
 ) -> tuple[float, int | None]:
     """-> the scale and the window: None where it holds all keys, since kernels add to it in 32 bits."""
     op = "flash_attention"
@@ -180,14 +189,12 @@ def _check_flash(
     arguments.check_shape(op, "k", k, (b, *k.shape[1:3], d))
     arguments.check_shape(op, "v", v, (b, *k.shape[1:3], d))
     _check_heads(op, "k and v", h, k.shape[1])
-    if not isinstance(causal, bool):
-        raise TypeError(f"{op}: causal must be a bool, got {type(causal).__name__}")
+    causal, scale, window = _plain_arguments(op, causal, scale, window)
     if lengths is not None:
         arguments.check_indices(op, "lengths", lengths)
         arguments.check_shape(op, "lengths", lengths, (b,))
         arguments.check_same_device(op, q=q, lengths=lengths)
     if window is not None:
-        window = arguments.integer(op, "window", window, "an int or None")
         if window < 1 or not causal:
             raise ValueError(
                 f"{op}: window must be at least 1 and come with causal=True, got {window} and causal={causal}; for other "
@@ -213,7 +220,6 @@ def _check_pages(op: str, k_pages: Any, v_pages: Any, block_table: Any, lengths:
     arguments.check_same_device(op, **{name: new}, block_table=block_table, lengths=lengths)
 
 
-@arguments.once
 def _check_paged(q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, scale: Any) -> float:
     """-> the scale."""
     op = "paged_attention"
@@ -222,10 +228,9 @@ def _check_paged(q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: 
         raise ValueError(f"{op}: q must have at most {kernels_decode.MAX_QUERIES} queries, got shape {tuple(q.shape)}")
     _check_pages(op, k_pages, v_pages, block_table, lengths, "q", q)
     _check_heads(op, "k_pages and v_pages", q.shape[1], k_pages.shape[1])
-    return _checked_scale(op, scale, q.shape[3])
+    return _checked_scale(op, _plain_arguments(op, True, scale, None)[1], q.shape[3])
 
 
-@arguments.once
 def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any) -> None:
     op = "append_to_pages"
     _check_tensors(op, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
@@ -234,322 +239,268 @@ def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, 
     _check_pages(op, k_pages, v_pages, block_table, lengths, "k", k)
 
 
-# --- tensors as kernels take them -----------------------------------------------------------------------------------
-
-
-def _launchable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with rows in pieces of 16 elements; one that lies otherwise is copied.
-
-    That costs far less than reading it element by element for each tile.
-    """
-    b, h, n, within = tensor.stride()
-    if within == 1 and not (b | h | n) % 16 and min(b, h, n) > 0 and not tensor.data_ptr() % 16:
-        return tensor
-    d = tensor.shape[3]
-    copy = tensor.new_empty(*tensor.shape[:3], cdiv(d, 16) * 16)[..., :d]
-    return copy.copy_(tensor)
-
-
-def _scaled(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float, float, float]:
-    """-> q, the scale of the scores in base 2, that of the gradients, and what dq and dk are multiplied by afterwards.
-
-    Kernels find the largest score before they scale, so they are given a scale above zero; and they take it in float32,
-    so that for float64 it goes into ``q``.
-    """
-    if q.dtype == torch.float64:
-        return q * (scale * LOG2_E), 1.0, 1.0, scale, 1 / LOG2_E
-    if scale * LOG2_E >= MIN_SCALE:
-        return q, scale * LOG2_E, scale, 1.0, 1.0
-    sign, size = (-1.0, -scale) if -scale * LOG2_E >= MIN_SCALE else (0.0, 1.0)
-    return q * sign, size * LOG2_E, size, sign, 1.0
-
-
-def _precision(dtype: torch.dtype, properties: runtime.DeviceProperties) -> str:
-    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
-    if dtype != torch.float32 or properties.arch.startswith("gfx"):
-        return "ieee"
-    return "tf32" if launching.allows_tf32() else "tf32x3"
-
-
-def _in_boxes(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can read the tensors: contiguous rows, everything on a multiple of 16 bytes."""
-    if not kernels.has_boxes(runtime.properties(tensors[0].device)):
-        return False
-    return all(
-        has_aligned_rows(t) and max(t.stride()) * t.element_size() < 2**40  # a descriptor has no room for more
-        for t in tensors
-    )
-
-
-def _strided(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor, *tensor.stride())
-
-
-@contextlib.contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Within the context the kernels that run on every GPU are used on Hopper too, to compare the two."""
-    global HAS_GLUON
-    before, HAS_GLUON = HAS_GLUON, False
-    try:
-        yield
-    finally:
-        HAS_GLUON = before
-
-
-# --- plans: which kernel, in which tiles ----------------------------------------------------------------------------
-
-
-# One for all plans that differ in nothing that is compiled.
-_launch = functools.cache(Launch)
-
-
-class _Plan(NamedTuple):
-    """A launch, how many rows a program of it owns, and tensors as it takes them: rows of queries, of keys, results, vectors.
-
-    ``parts``: so many programs share the query heads of one key head; each has dk and dv of its own.
-    """
-
-    launch: Launch
-    owned: int
-    queries: Callable[[torch.Tensor], tuple[Any, ...]]
-    keys: Callable[[torch.Tensor], tuple[Any, ...]]
-    results: Callable[[torch.Tensor], tuple[Any, ...]]
-    vectors: Callable[[torch.Tensor], Any]
-    hopper: bool
-    parts: int = 1
-
-
-@derived
-def _plan(
-    kernel: str, d: int, group: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool, s: int,
-    boxes: bool, boxed_results: bool, gluon: bool, precision: str, properties: runtime.DeviceProperties, parts: int = 1,
-) -> _Plan:  # fmt: skip
-    """``boxes``: descriptors can read the arguments; ``boxed_results``: and write the results. ``parts``: see _Plan."""
-    name, config = f"_flash_attention_{kernel if kernel == 'fwd' else f'bwd_{kernel}'}", None
-    kind: dict[str, Any] = {"GROUP": group, "CAUSAL": causal}
-    boxes = boxes and not lengths  # boxes would hold what lies beyond a length
-    if gluon and boxes and boxed_results and not window:
-        config = kernels_hopper.config(kernel, d, dtype.itemsize, s, causal, properties)
-    if config is not None:
-        blocks = config.kwargs
-        walked = "BLOCK_M" if kernel == "dkdv" else "BLOCK_N"
-        wide = kernel == "dkdv" and blocks["BLOCK_D"] > 128
-        function = getattr(kernels_hopper, f"{name}{'_wide' if wide else ''}_hopper_kernel")
-        divided = {"PARTS": parts} if kernel == "dkdv" else {}
-        launch = _launch(function, **kind, **divided, **blocks, num_warps=config.num_warps)
-        forms = [
-            box_form(
-                1, 1, rows, blocks["BLOCK_D"], layout=NVMMASharedLayout(min(128, 2 * blocks["BLOCK_D"]), 16, rank=4)
-            )
-            for rows in (blocks["ROWS"], blocks[walked])
-        ]
-        own, others = (lambda t, form=form: (form(t),) for form in forms)
-        owned = blocks["ROWS"] * blocks.get("WARPGROUPS", 1 if wide else 2)
-        if kernel != "dkdv":
-            return _Plan(launch, owned, own, others, own, lambda t: t, True)
-        vector = box_form(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1))
-        return _Plan(launch, owned, others, own, own, lambda t: vector(t.view(-1)), True, parts)
-    config = kernels.config(kernel, d, dtype.itemsize, boxes, properties)
-    launch = _launch(
-        getattr(kernels, f"{name}_kernel"), **kind, LENGTHS=lengths, WINDOW=window, D=d, BOXES=boxes, ACC=tl_accumulator(dtype), PRECISION=precision, **config.kwargs,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    block_m, block_n, block_d = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    queries, keys = _strided, _strided
-    if boxes:
-        forms = [box_form(1, 1, rows, block_d) for rows in (block_m, block_n)]
-        queries, keys = (lambda t, form=form: (form(t), 0, 0, 0, 0) for form in forms)
-    return _Plan(launch, block_n if kernel == "dkdv" else block_m, queries, keys, _strided, lambda t: t, False)
-
-
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-def _outputs(q: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> o like q, and lse (B, H, N) in base 2."""
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Plan:
+    """What is decided for a kind of forward pass, to keys that lie together or in pages."""
+
+    scale: float
+    window: int | None
+    readable: bool  # kernels can read the tensors as they lie, and queries are not multiplied beforehand
+    scaling: launches.Scaling
+    lse_shape: torch.Size | None
+    sums_dtype: torch.dtype  # of lse, and of what splits leave
+    split: launches.SplitKeys | None  # few queries
+    tiles: launches.Tiles | None  # many; neither: there is nothing to see
 
 
-def _run(
-    results: tuple[torch.Tensor, torch.Tensor | None], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    causal: bool, scale: float, lengths: torch.Tensor | None, window: int | None,
-) -> None:  # fmt: skip
-    o, lse = results
+_plans = KeptPlans[_Plan]()
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
+    *, with_lse: bool,
+) -> tuple[_Plan, Tensor, Tensor | None]:  # fmt: skip
+    """-> the plan, o like q, and lse (B, H, N) in base 2, which may be None where it is not asked for."""
+    plan = _flash_plan(q, k, v, causal, scale, lengths, window, with_lse)
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
-    if k.numel() == 0 or o.numel() == 0:
-        o.zero_(), None if lse is None else lse.fill_(math.inf)
-        return
-    q, k, v = _launchable(q), _launchable(k), _launchable(v)
-    q, scale2, _, _, _ = _scaled(q, scale)
-    if q.shape[2] <= kernels_decode.MAX_QUERIES:
-        _decode(q, k, v, o, lse, causal, scale2, lengths, window, None)
-        return
-    (b, h, n, d), s, properties = q.shape, k.shape[2], runtime.properties(q.device)
-    plan = _plan(
-        "fwd", d, h // k.shape[1], q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v),
-        _in_boxes(o), HAS_GLUON, _precision(q.dtype, properties), properties,
-    )  # fmt: skip
-    grid: tuple[int, ...] = (cdiv(n, plan.owned) * b * h,)
-    paired: tuple[int, ...] = ()
-    if plan.hopper:
-        programs, pairs = kernels_hopper.forward_grid(cdiv(n, plan.owned), b * h, d, causal, properties.num_sms)
-        grid, paired = (programs,), (int(pairs),)
-    lse = launching.empty(q.shape[:3], accumulator(q.dtype), q) if lse is None else lse
-    section = kernels.section(s, b * h, d, q.element_size(), causal, properties)
-    plan.launch(
-        grid,
-        *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.results(o), lse, b, h, n, s, section, *paired,
-        *(() if plan.hopper else (*strided(lengths, 1, lse), window or 0)), scale2,
-    )  # fmt: skip
+    return plan, *_forward(plan, q, k, v, lengths, None)
 
 
-# --- backward -------------------------------------------------------------------------------------------------------
+def _flash_plan(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
+    with_lse: bool,
+) -> _Plan:  # fmt: skip
+    """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
+    if type(causal) is not bool or type(scale) not in (NoneType, float) or type(window) not in (NoneType, int):
+        causal, scale, window = _plain_arguments("flash_attention", causal, scale, window)
+    aligned, precision = is_aligned(q, k, v), launches.precision(q)
+    tensors = form(q), form(k), form(v), form(lengths)
+    others = aligned, causal, scale, window, with_lse, precision, launches.HAS_GLUON, runtime.compile_target
+    plan = _plans.get((tensors, others))
+    if plan is None:
+        kind = _without_length(tensors, window), others
+        plan = _plans.get(kind)
+        if plan is None:
+            plan = _new_flash_plan(q, k, v, causal, scale, lengths, window, with_lse, aligned, precision)
+            _plans.keep(kind, plan)
+        _plans.keep((tensors, others), plan)
+    return plan
 
 
-def _gradients(do: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _without_length(tensors: tuple[Any, ...], window: int | None) -> tuple[Any, ...]:
+    """Of few queries' tensors what decides, without the number of keys: a cache that grows by a key a call keeps its plan.
+
+    A plan is for room for a multiple of 64 keys.
+    """
+    q, k, v, lengths = tensors
+    if None in (q, k, v) or any(len(shape) != 4 for shape, *_ in (q, k, v)) or q[0][2] > kernels_decode.MAX_QUERIES:
+        return tensors
+    (shape, k_strides, *k_others), (v_shape, v_strides, *v_others) = k, v
+    b, h_kv, s, d = shape
+    readable = launches.are_in_pieces(k_strides), launches.are_in_pieces(v_strides)
+    seen = window is None or window >= s
+    return q, b, h_kv, cdiv(s, 64), d, shape == v_shape or v_shape, *k_others, *v_others, *readable, lengths, seen
 
 
-def _run_backward(
-    results: tuple[torch.Tensor, ...], do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    o: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, lengths: torch.Tensor | None, window: int | None,
-) -> None:  # fmt: skip
-    dq, dk, dv = results
-    if k.numel() == 0 or o.numel() == 0:
-        dq.zero_(), dk.zero_(), dv.zero_()
-        return
-    do, q, k, v, o = (_launchable(t) for t in (do, q, k, v, o))
-    q, scale2, scale, dq_factor, dk_factor = _scaled(q, scale)
-    (b, h, n, d), h_kv, s = q.shape, k.shape[1], k.shape[2]
-    itemsize, properties = q.element_size(), runtime.properties(q.device)
-    kind = (
-        d, h // h_kv, q.dtype, causal, lengths is not None, window is not None, s, _in_boxes(q, k, v, do),
-        _in_boxes(dq, dk, dv), HAS_GLUON, _precision(q.dtype, properties), properties,
-    )  # fmt: skip
-    wanted = kernels_hopper.parts(b * h_kv, s, h // h_kv, d, properties.num_sms) if HAS_GLUON else 1
-    of_keys, of_queries = _plan("dkdv", *kind, wanted), _plan("dq", *kind)
-    parts = of_keys.parts
-    lse, delta = _delta(o, do, lse, kernels_hopper.PADDING if of_keys.hopper else 1)
-    seen = (*strided(lengths, 1, lse), window or 0)
-    of_parts = (dk, dv) if parts == 1 else tuple(k.new_empty(b, h_kv * parts, s, d) for _ in range(2))
-    for plan, rows, heads, walked, found in (
-        (of_keys, s, h_kv * parts, n, of_parts), (of_queries, n, h, s, (dq,)),
-    ):  # fmt: skip
-        section = kernels.section(walked, b * heads, d, itemsize, causal, properties)
-        plan.launch(
-            (cdiv(rows, plan.owned) * b * heads,),
-            *plan.queries(q), *plan.keys(k), *plan.keys(v), *plan.queries(do), plan.vectors(lse), plan.vectors(delta),
-            *(part for result in found for part in plan.results(result)), b, h, n, s, lse.shape[2], section,
-            *(() if plan.hopper else seen), scale2, scale,
+def _new_flash_plan(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
+    with_lse: bool, aligned: bool, precision: str,
+) -> _Plan:  # fmt: skip
+    scale, window = _check_flash(q, k, v, causal, scale, lengths, window)
+    problem, split, tiles = launches.problem(q, k, causal, lengths, window, precision), None, None
+    if q.numel() and k.numel() and problem.n <= kernels_decode.MAX_QUERIES:
+        split = launches.split_keys(problem, with_lse)
+    elif q.numel() and k.numel():
+        tiles = launches.forward(problem, launches.reach(problem, (q, k, v), (q,)))
+    scaling = launches.scaling(q.dtype, scale)
+    readable = aligned and scaling.queries == 1 and all(launches.are_in_pieces(t.stride()) for t in (q, k, v))
+    lse_shape = q.shape[:3] if with_lse or tiles else None
+    return _Plan(scale, window, readable, scaling, lse_shape, accumulator(q.dtype), split, tiles)
+
+
+def _forward(
+    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, table: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """-> o and lse. With a ``table`` k and v are pages, which kernels read wherever they lie."""
+    o = _like(q)
+    lse = None if plan.lse_shape is None else empty(plan.lse_shape, plan.sums_dtype, q)
+    if plan.split is None and plan.tiles is None:
+        return o.zero_(), None if lse is None else lse.fill_(math.inf)
+    q, scale = plan.scaling.of_queries(q), plan.scaling.scores
+    if not plan.readable:
+        q = launches.readable(q)
+        k, v = (k, v) if table is not None else (launches.readable(k), launches.readable(v))
+    if plan.split is not None:
+        split, partial, counted = plan.split, o, o
+        s = k.shape[2] if table is None else k.shape[2] * table.shape[1]
+        if split.partial_shape is not None:
+            partial = empty(split.partial_shape, plan.sums_dtype, q)
+            counted = counters(split.grid[0], q.device)
+        split.launch(
+            split.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
+            *launches.strided_or(lengths, 1, o), *launches.strided_or(table, 2, o), partial, counted,
+            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale,
         )  # fmt: skip
-    if parts > 1:
-        for result, shares in zip((dk, dv), of_parts, strict=True):
-            torch.sum(shares.unflatten(1, (h_kv, parts)), 2, out=result)
-    if dq_factor != 1:
-        dq *= dq_factor
-    if dk_factor != 1:
-        dk *= dk_factor
+    elif plan.tiles is not None:
+        tiles = plan.tiles
+        tiles.launch(
+            tiles.grid, *tiles.queries.of(q), *tiles.keys.of(k), *tiles.keys.of(v), *tiles.results.of(o), lse,
+            *tiles.sizes, *tiles.seen(lengths, lse), scale,
+        )  # fmt: skip
+    return o, lse
 
 
-def _delta(o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> lse and rowsum(o * do), both (B, H, N rounded up to a multiple)."""
-    b, h, n, d = o.shape
-    n_padded = cdiv(n, multiple) * multiple
-    delta = lse.new_empty(b, h, n_padded)
-    padded, config = torch.empty_like(delta) if multiple > 1 else lse, kernels.DELTA_CONFIG
-    launch = _launch(
-        kernels._flash_attention_bwd_delta_kernel, D=d, ACC=tl_accumulator(lse.dtype), PADDED=multiple > 1,
-        BLOCK_D=kernels.block_d(d), **config.kwargs, num_warps=config.num_warps,
-    )  # fmt: skip
-    grid = (cdiv(n_padded, config.kwargs["BLOCK_M"]) * b * h,)
-    launch(grid, *_strided(o), *_strided(do), lse, delta, padded, h, n, n_padded)
-    return padded, delta
+def _like(tensor: Tensor) -> Tensor:
+    """New memory in the tensor's shape and, where it is dense, its strides."""
+    return empty(tensor.shape, tensor.dtype, tensor) if tensor.is_contiguous() else torch.empty_like(tensor)
 
 
-_backward = launching.operator(
-    "flash_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal, float scale, "
-    "Tensor? lengths, int? window) -> (Tensor, Tensor, Tensor)",
-    outputs=_gradients,
-    run=_run_backward,
-    repeated=_settings,
-)
+# --- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+class _Attention(torch.autograd.Function):
+    """Attention that autograd records, where nobody observes the call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Any, lengths: Any, window: Any
+    ) -> Tensor:
+        plan, o, lse = _flash(q, k, v, causal, scale, lengths, window, with_lse=True)
+        _keep(ctx, (q, k, v, causal, plan.scale, lengths, plan.window), (o, lse))
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, do)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, ctx.causal, ctx.scale, lengths, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, lengths)
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx: Any, do: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Any, do: Tensor | None, _lse: None = None) -> tuple[Tensor | None, ...]:
+    """-> the gradients of all arguments."""
     if do is None:
         return (None,) * 7
     *saved, lengths = ctx.saved_tensors
-    return *_backward(do, *saved, ctx.causal, ctx.scale, lengths, ctx.window), None, None, None, None
+    if torch.is_grad_enabled() or observed(do, *saved, lengths):
+        found = _backward_operator(do, *saved, ctx.causal, ctx.scale, lengths, ctx.window)
+    else:
+        found = _backward(do, *saved, ctx.causal, ctx.scale, lengths, ctx.window)
+    return *found, None, None, None, None
 
 
-_flash = launching.operator(
-    "flash_attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
-    "-> (Tensor, Tensor)",
-    outputs=_outputs,
-    run=_run,
-    setup_context=_setup_context,
-    backward=_autograd,
-    saved=1,
-    repeated=_settings,
-)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _BackwardPlan:
+    """What is decided for a kind of backward pass."""
 
-_inference = launching.operator(
-    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
-    "-> Tensor",
-    outputs=lambda q, *_others: torch.empty_like(q),
-    run=lambda o, *args: _run((o, None), *args),
-)
+    readable: bool  # kernels can read the tensors as they lie
+    scaling: launches.Scaling
+    launch_delta: Launch
+    delta_grid: tuple[int]
+    delta_shape: tuple[int, int, int]  # (B, H, N), N rounded up where kernels load whole blocks
+    of_keys: launches.Tiles
+    of_queries: launches.Tiles
+    splits: int  # so many programs share the query heads of one key head
+    partial_shape: tuple[int, ...]  # of their dk and dv
 
 
-# --- few queries ----------------------------------------------------------------------------------------------------
+_backward_plans = KeptPlans[_BackwardPlan]()
 
 
-@derived
-def _decode_plan(
-    b: int, h: int, h_kv: int, n: int, blocks: int, d: int, dtype: torch.dtype, causal: bool, lengths: bool, window: bool,
-    page: int, with_lse: bool, precision: str, properties: runtime.DeviceProperties,
-) -> tuple[Launch, kernels_decode.Plan]:  # fmt: skip
-    """For room for ``blocks`` x 64 keys: each new token would need a plan of its own if it were for an exact number."""
-    group = h // h_kv
-    plan = kernels_decode.plan(b * h_kv, group * n, 64 * blocks, d, dtype.itemsize, properties, page)
-    return _launch(
-        kernels_decode._flash_attention_decode_kernel, D=d, GROUP=group, CAUSAL=causal, LENGTHS=lengths, WINDOW=window, PAGE=page, LSE=with_lse,
-        ACC=tl_accumulator(dtype), PRECISION=precision, **plan.config.kwargs,
-        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
-    ), plan  # fmt: skip
+def _backward_plan(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, causal: bool, scale: float, lengths: Tensor | None,
+    window: int | None,
+) -> _BackwardPlan:  # fmt: skip
+    aligned, precision = is_aligned(do, q, k, v, o), launches.precision(q)
+    tensors = form(do), form(q), form(k), form(v), form(o), form(lengths)
+    key = tensors, aligned, causal, scale, window, precision, launches.HAS_GLUON, runtime.compile_target
+    plan = _backward_plans.get(key)
+    if plan is None:
+        p = launches.problem(q, k, causal, lengths, window, precision)
+        reach = launches.reach(p, (q, k, v, do), (q, k, v))
+        (of_keys, n_padded, splits), scaling = launches.dkdv(p, reach), launches.scaling(p.dtype, scale)
+        in_pieces = all(launches.are_in_pieces(t.stride()) for t in (do, q, k, v, o))
+        plan = _BackwardPlan(
+            aligned and in_pieces and scaling.queries == 1, scaling,
+            *launches.delta(p, n_padded, of_keys.vectors is not None), (p.b, p.h, n_padded),
+            of_keys, launches.dq(p, reach, n_padded), splits, (p.b, p.h_kv * splits, p.s, p.d),
+        )  # fmt: skip
+        _backward_plans.keep(key, plan)
+    return plan
 
 
-def _decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor | None,
-    causal: bool, scale2: float, lengths: torch.Tensor | None, window: int | None, table: torch.Tensor | None,
-) -> None:  # fmt: skip
-    (b, h, n, d), (pages, h_kv, s, _), properties = q.shape, k.shape, runtime.properties(q.device)
-    page = 0
-    if table is not None:
-        page, s = s, s * table.shape[1]
-    launch, plan = _decode_plan(
-        b, h, h_kv, n, cdiv(s, 64), d, q.dtype, causal and n > 1, lengths is not None, window is not None, page,
-        lse is not None, _precision(q.dtype, properties), properties,
-    )  # fmt: skip
-    partial, tickets = o, o
+def _backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
+    lengths: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> dq, dk, dv, like q, k, v."""
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    if k.numel() == 0 or o.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    plan = _backward_plan(do, q, k, v, o, causal, scale, lengths, window)
+    scaling, (_, h, n_padded), n = plan.scaling, plan.delta_shape, q.shape[2]
+    q = scaling.of_queries(q)
+    if not plan.readable:
+        do, q, k, v, o = map(launches.readable, (do, q, k, v, o))
+    delta = empty(plan.delta_shape, lse.dtype, q)
+    padded = lse if plan.of_keys.vectors is None else empty(plan.delta_shape, lse.dtype, q)
+    plan.launch_delta(plan.delta_grid, o, *o.stride(), do, *do.stride(), lse, delta, padded, h, n, n_padded)
+    sums = dk, dv
     if plan.splits > 1:
-        partial = launching.empty((plan.programs * plan.rows * (d + 1),), accumulator(q.dtype), q)
-        tickets = launching.tickets(plan.tiles, q.device)
-    launch(
-        (plan.tiles, plan.splits),
-        *_strided(q), *_strided(k), *_strided(v), *_strided(o), o if lse is None else lse, *strided(lengths, 1, o),
-        *strided(table, 2, o), partial, tickets, h, n, s, pages, window or 0, scale2,
-    )  # fmt: skip
+        sums = empty(plan.partial_shape, k.dtype, k), empty(plan.partial_shape, v.dtype, v)
+    for tiles, results in ((plan.of_keys, sums), (plan.of_queries, (dq,))):
+        tiles.launch(
+            tiles.grid, *tiles.queries.of(q), *tiles.keys.of(k), *tiles.keys.of(v), *tiles.queries.of(do),
+            tiles.vector(padded), tiles.vector(delta), *(part for result in results for part in tiles.results.of(result)),
+            *tiles.sizes, *tiles.seen(lengths, padded), scaling.scores, scaling.gradients,
+        )  # fmt: skip
+    if plan.splits > 1:
+        for result, partial in zip((dk, dv), sums, strict=True):
+            torch.sum(partial.unflatten(1, (k.shape[1], plan.splits)), 2, out=result)
+    if scaling.dq != 1:
+        dq *= scaling.dq
+    if scaling.dk != 1:
+        dk *= scaling.dk
+    return dq, dk, dv
 
 
-def _check_table(op: str, table: torch.Tensor, first: torch.Tensor, end: torch.Tensor, k_pages: torch.Tensor) -> None:
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def _paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None
+) -> Tensor:
+    if type(scale) not in (NoneType, float):
+        _, scale, _ = _plain_arguments("paged_attention", True, scale, None)
+    aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
+    tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths)
+    key = tensors, aligned, scale, precision, runtime.compile_target
+    plan = _plans.get(key)
+    if plan is None:
+        scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
+        problem, split = launches.problem(q, k_pages, True, lengths, None, precision, block_table), None
+        if q.numel() and k_pages.numel() and problem.s:
+            split = launches.split_keys(problem, False)
+        scaling = launches.scaling(q.dtype, scale)
+        readable = aligned and scaling.queries == 1 and launches.are_in_pieces(q.stride())
+        plan = _Plan(scale, None, readable, scaling, None, accumulator(q.dtype), split, None)
+        _plans.keep(key, plan)
+    if debug or not q.is_cuda:
+        room = block_table.shape[1] * k_pages.shape[2]
+        arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
+    if debug:
+        _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
+    return _forward(plan, q, k_pages, v_pages, lengths, block_table)[0]
+
+
+def _check_table(op: str, table: Tensor, first: Tensor, end: Tensor, k_pages: Tensor) -> None:
     """Raises unless the pages of positions ``[first, end)`` are in the pool, or -1; for ``KERNELBOOK_DEBUG=1``: it waits."""
     page = k_pages.shape[2]
     begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
@@ -557,57 +508,107 @@ def _check_table(op: str, table: torch.Tensor, first: torch.Tensor, end: torch.T
     arguments.check_index_values(op, "block_table", pages[pages != -1], k_pages.shape[0])
 
 
-def _run_paged(
-    o: torch.Tensor, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
-    lengths: torch.Tensor, scale: float,
-) -> None:  # fmt: skip
-    room = block_table.shape[1] * k_pages.shape[2]
-    arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
-    if runtime.debug_enabled():
-        _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
-    if o.numel() == 0 or room == 0 or k_pages.shape[0] == 0:
-        o.zero_()
+_append_plans = KeptPlans[launches.Append]()
+
+
+def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor) -> None:
+    tensors = form(k), form(v), form(k_pages), form(v_pages), form(block_table), form(lengths)
+    key, debug = (tensors, runtime.compile_target), runtime.debug_enabled()
+    plan = _append_plans.get(key)
+    if plan is None:
+        _check_append(k, v, k_pages, v_pages, block_table, lengths)
+        plan = launches.append(k, k_pages, block_table)
+        _append_plans.keep(key, plan)
+    if plan.grid == (0,):
         return
-    q, scale2, _, _, _ = _scaled(_launchable(q), scale)
-    _decode(q, k_pages, v_pages, o, None, True, scale2, lengths, None, block_table)
+    if debug or not k.is_cuda:
+        arguments.check_index_values("append_to_pages", "lengths", lengths, None)
+    if debug:
+        _check_table("append_to_pages", block_table, lengths, lengths + k.shape[2], k_pages)
+    plan.launch(
+        plan.grid, k, *k.stride(), v, *v.stride(), k_pages, *k_pages.stride(), v_pages, *v_pages.stride(),
+        block_table, *block_table.stride(), lengths, *lengths.stride(), *plan.sizes,
+    )  # fmt: skip
+    written(k_pages, v_pages)
 
 
-_paged = launching.operator(
-    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float scale) -> Tensor",
-    outputs=lambda q, *_others: torch.empty_like(q),
-    run=_run_paged,
+# --- where somebody observes: operators -----------------------------------------------------------------------------
+
+
+def _flash_by_operators(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None
+) -> Tensor:
+    q, k, v = arguments.in_autocast_dtype(q, k, v)
+    scale, window = _check_flash(q, k, v, causal, scale, lengths, window)
+    o: Tensor
+    if wants_gradient(q, k, v):
+        o, _ = _flash_operator(q, k, v, causal, scale, lengths, window)
+    else:
+        o = _inference_operator(q, k, v, causal, scale, lengths, window)
+    return o
+
+
+def _keep_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _keep(ctx, inputs, output)
+    ctx.mark_non_differentiable(output[1])
+
+
+_flash_operator = operator(
+    "flash_attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
+    "-> (Tensor, Tensor)",
+    outputs=lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))),
+    run=lambda *args: _flash(*args, with_lse=True)[1:],
+    setup_context=_keep_flash,
+    backward=_gradients,
+)
+
+_inference_operator = operator(
+    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
+    "-> Tensor",
+    outputs=lambda q, *_: torch.empty_like(q),
+    run=lambda *args: _flash(*args, with_lse=False)[1],
+)
+
+_backward_operator = operator(
+    "flash_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal, float scale, "
+    "Tensor? lengths, int? window) -> (Tensor, Tensor, Tensor)",
+    outputs=lambda do, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+    run=_backward,
 )
 
 
-def _run_append(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, block_table: torch.Tensor,
-    lengths: torch.Tensor,
-) -> None:  # fmt: skip
-    b, h_kv, n, d = k.shape
-    pages, _, page, _ = k_pages.shape
-    if k.numel() == 0 or block_table.numel() == 0 or pages == 0:
-        return
-    arguments.check_index_values("append_to_pages", "lengths", lengths, None)
-    if runtime.debug_enabled():
-        _check_table("append_to_pages", block_table, lengths, lengths + n, k_pages)
-    config = kernels_decode.APPEND_CONFIG
-    launch = _launch(
-        kernels_decode._append_to_pages_kernel, PAGE=page, D=d, BLOCK_D=kernels.block_d(d), **config.kwargs,
-        num_warps=config.num_warps,
-    )  # fmt: skip
-    launch(
-        (b * cdiv(h_kv * n, config.kwargs["BLOCK_R"]),),
-        *_strided(k), *_strided(v), *_strided(k_pages), *_strided(v_pages), *_strided(block_table), *_strided(lengths),
-        h_kv, n, page * block_table.shape[1], pages,
-    )  # fmt: skip
-    launching.written(k_pages, v_pages)
+def _paged_by_operator(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None
+) -> Tensor:
+    q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
+    scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
+    return _paged_operator(q, k_pages, v_pages, block_table, lengths, scale)  # type: ignore[no-any-return]
 
 
-# launching.operator() is for operators that return what they compute; this one writes into its arguments.
+_paged_operator = operator(
+    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float scale) -> Tensor",
+    outputs=lambda q, *_: torch.empty_like(q),
+    run=_paged,
+)
+
+# launch.operator() is for operators that return what they compute; this one writes into its arguments.
 torch.library.define(
-    f"{launching.NAMESPACE}::append_to_pages",
+    f"{NAMESPACE}::append_to_pages",
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.impl(f"{launching.NAMESPACE}::append_to_pages", "default", _run_append)
-torch.library.register_fake(f"{launching.NAMESPACE}::append_to_pages", lambda *_tensors: None)
+torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append)
+torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None)
+_append_operator = torch.ops.kernelbook.append_to_pages.default
+
+SOURCES = sources()
+_flash_whole = composite(
+    "flash_attention_whole(Tensor q, Tensor k, Tensor v, bool causal, float? scale, Tensor? lengths, SymInt? window) "
+    "-> Tensor",
+    _flash_by_operators,
+)
+_paged_whole = composite(
+    "paged_attention_whole(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float? scale) "
+    "-> Tensor",
+    _paged_by_operator,
+)

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from kernelbook import launching  # before Triton, which it sets up
 from kernelbook.interop import transformers_attention
-from kernelbook.launching import Launch, cdiv
+from kernelbook.launch import cdiv, is_transformed, launcher, observed, operator, wants_gradient
 from kernelbook.nn import kernels
 
 # isort: split
@@ -27,22 +26,31 @@ __all__ = ["attentions", "rotate"]
 FUNCTION = "apply_rotary_pos_emb"
 
 
-_launch = functools.cache(Launch)
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, HQ, N, D) and k (B, HK, N, D) turned by cos and sin, (B or 1, N, D), in their own dtype (not float64)."""
+    return _rotate(q, k, cos, sin, False)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if observed(q, k, cos, sin):
+        return _operator(q, k, cos, sin, back)  # type: ignore[no-any-return]
+    if wants_gradient(q, k, cos, sin):
+        return _Rotation.apply(q, k, cos, sin, back)  # type: ignore[no-any-return]
+    return _run(q, k, cos, sin, back)
 
 
-def _run(results: tuple[torch.Tensor, ...], q: Any, k: Any, cos: Any, sin: Any, back: bool) -> None:
-    q_out, k_out = results
+def _run(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, cos, sin = map(_rows, (q, k, cos, sin))
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, heads, n, size = q.shape
     cos, sin = (table.expand(batch, n, size) for table in (cos, sin))
-    half = size // 2
-    launch = _launch(
-        kernels._rotate_kernel, HALF=half, BLOCK_D=triton.next_power_of_2(half), BLOCK_H=kernels.HEADS, BACK=back,
-        num_warps=kernels.WARPS,
+    launch = launcher(
+        kernels._rotate_kernel, HALF=size // 2, BLOCK_D=triton.next_power_of_2(size // 2), BLOCK_H=kernels.HEADS,
+        BACK=back, num_warps=kernels.WARPS,
     )  # fmt: skip
     if batch * n:
         launch(
@@ -51,42 +59,50 @@ def _run(results: tuple[torch.Tensor, ...], q: Any, k: Any, cos: Any, sin: Any, 
             q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
             n, heads, k.shape[1],
         )  # fmt: skip
+    return q_out, k_out
 
 
-def _outputs(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the order of dimensions that q and k have in memory, with contiguous features."""
-    return tuple(torch.empty_like(_rows(x)) for x in (q, k))  # type: ignore[return-value]
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+class _Rotation(torch.autograd.Function):
+    """A rotation that autograd records, where nobody observes the call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        _keep(ctx, inputs, None)
+        return _run(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(ctx, dq, dk)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, cos, sin, ctx.back = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return *_rotate(dq, dk, *ctx.saved_tensors, not ctx.back), None, None, None
 
 
-_rotate = launching.operator(
+_operator = operator(
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
-    outputs=_outputs,
+    # In the order of dimensions that q and k have in memory, with contiguous features.
+    outputs=lambda q, k, *_: (torch.empty_like(_rows(q)), torch.empty_like(_rows(k))),
     run=_run,
-    setup_context=_setup,
-    backward=_backward,
+    setup_context=_keep,
+    backward=_gradients,
 )
-
-
-def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, HQ, N, D) and k (B, HK, N, D) turned by cos and sin, (B or 1, N, D), in their own dtype (not float64)."""
-    q, k = _rotate(q, k, cos, sin, False)
-    return q, k
 
 
 def _or(theirs: Any) -> Any:
     """:func:`rotate`, or ``theirs`` where a model turns a part of the features, computes in float64, or is transformed."""
 
     def either(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        if launching.is_transformed() and not torch.compiler.is_compiling():  # forward-mode differentiation, torch.func
+        if is_transformed() and not torch.compiler.is_compiling():  # forward-mode differentiation, torch.func
             return theirs(q, k, cos, sin)
         whole = q.ndim == 4 and q.shape[-1] == cos.shape[-1] and q.shape[-1] % 2 == 0 and cos.ndim == 3
         return (rotate if whole and q.dtype != torch.float64 else theirs)(q, k, cos, sin)
