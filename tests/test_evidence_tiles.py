@@ -135,14 +135,9 @@ def test_sparse_linear_to_the_last_bit(
 def test_packed_chunks_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs for a few rows and a few columns each; a chunk is no power of two."""
     config = triton.Config({"BLOCK_M": 4, "BLOCK_N": 16, "ROWS": 8}, num_warps=4)
-    launches = sparse_op._pack_launch, sparse_op._place_launch
-    for launch in launches:
-        launch.cache_clear()
     monkeypatch.setattr(sparse_kernels, "PACK_CONFIG", config)
     monkeypatch.setattr(sparse_kernels, "PLACE_BLOCK_M", 16)
     _assert_exact(22, 24, 4 * 20 - 8, [3, 0, 2], 20)
-    for launch in launches:
-        launch.cache_clear()
 
 
 def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:

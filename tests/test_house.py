@@ -20,7 +20,7 @@ DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
     "kernels.py": {"kernelbook": {"runtime", "plans", "packed", "tiles"}, "outside": {"torch", "triton"}},
     "op.py": {
-        "kernelbook": {"runtime", "arguments", "launch", "launching", "memory", "plans", "packed"},
+        "kernelbook": {"runtime", "arguments", "launch", "launching", "memory", "plans", "packed", "tensors"},
         "outside": {"torch", "triton"},
     },
     "__init__.py": {"kernelbook": set(), "outside": set()},
@@ -28,7 +28,7 @@ DOORS = {
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py.
 DOORS_THAT_MAY_BE = {"kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"]}
 # A room is measured by lab/bench/<room>.py.
-BENCH = {"runtime", "check", "arguments", "launching", "memory", "packed", "lab"}
+BENCH = {"runtime", "check", "arguments", "launch", "launching", "memory", "packed", "tensors", "lab"}
 # What kernels of several rooms call, and the kernels that only read, which benches measure.
 SHARED_BY_KERNELS = {"tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
