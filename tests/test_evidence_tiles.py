@@ -494,9 +494,6 @@ def test_chunks_are_updated_in_pieces(inactive: str, monkeypatch: pytest.MonkeyP
     """Pieces of 32 elements, ids in steps of two, and a gradient that is scaled."""
     monkeypatch.setattr(train_kernels, "ADAMW_CONFIG", triton.Config({"BLOCK": 32}, num_warps=1))
     monkeypatch.setattr(train_kernels, "BLOCK_A", 2)
-    from kernelbook.train import optimizer
-
-    optimizer._launch.cache_clear()
     start, chunk, d = randn(32, 7), 8, 7
     given = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
     ours = torch.nn.Parameter(start.clone())
@@ -512,7 +509,6 @@ def test_chunks_are_updated_in_pieces(inactive: str, monkeypatch: pytest.MonkeyP
             part.grad = grads[c] * scale if c in grads else (torch.zeros_like(part) if inactive == "decay" else None)
             step.step()
     torch.testing.assert_close(ours.detach(), torch.cat([p.detach() for p in theirs]), rtol=1e-5, atol=1e-6)
-    optimizer._launch.cache_clear()
 
 
 def test_columns_above_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:

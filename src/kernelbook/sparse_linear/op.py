@@ -36,7 +36,6 @@ import triton
 __all__ = ["sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
-BLOCK = 64  # features that one tensor descriptor's load takes from a chunk
 PRECISION = "ieee"  # of float32, which only the interpreter multiplies here: on a GPU it is left to cuBLAS
 
 
@@ -234,20 +233,19 @@ def _checked(op: str, chunks: _Chunks, ids: Any, mode: Any, **tensors: Any) -> _
     -> the chunks with their size and ``d_out``.
     """
     given = {name: tensors[name] for name in TENSORS[op] if name != "bias" or tensors[name] is not None}
-    x, dy, weight = (given.get(name) for name in ("x", "dy", "weight"))
-    if "x" in given and "weight" in given:
-        arguments.check_linear(op, x, "weight", weight)
     for name, tensor in given.items():
         arguments.check_tensor(op, name, tensor)
-    arguments.check_same_dtype(op, **given)
-    for name in ("x", "dy"):
-        if name in given and given[name].ndim == 0:
+        if name in ("x", "dy") and tensor.ndim == 0:
             raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
-    if weight is not None and weight.ndim != 2:
-        raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(weight.shape)}")
-    if weight is not None and "bias" in given:
-        arguments.check_shape(op, "bias", given["bias"], weight.shape[:1])
+        if name == "weight" and tensor.ndim != 2:
+            raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(tensor.shape)}")
+    arguments.check_same_dtype(op, **given)
+    x, weight, dy = (given.get(name) for name in ("x", "weight", "dy"))
     d_out = given["dy"].shape[-1] if weight is None else weight.shape[0]
+    if x is not None and weight is not None:
+        arguments.check_shape(op, "weight", weight, (d_out, x.shape[-1]))
+    if "bias" in given:
+        arguments.check_shape(op, "bias", given["bias"], (d_out,))
     if dy is not None:
         arguments.check_shape(op, "dy", dy, (*(dy if x is None else x).shape[:-1], d_out))
     if op == "sparse_linear":
@@ -313,29 +311,12 @@ def _plan(
     return plan
 
 
-def _strategy(
-    chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], in_rows: bool, *, by_chunk: bool = False
-) -> str:
-    """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place.
-
-    ``in_rows``: all operands have aligned rows. ``by_chunk``: an operand's contiguous dimension is that of the chunks, so that no load is longer than a chunk.
-    """
+def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], *, by_chunk: bool = False) -> str:
+    """``"dense"``: cuBLAS on everything; else what :func:`kernels.strategy` says of ``d_in`` inputs."""
     if chunks.listed == chunks.total and not (chunks.y_compact or chunks.w_compact or chunks.dw_compact):
         return "dense"
-    dtype = operands[0].dtype
-    # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow.
-    # What is no product (d_in = 0, or a sum for db) comes with packing too.
-    if dtype in (torch.float32, torch.float64) or d_in == 0:
-        return "packed"
-    # Rows or columns are contiguous and all begin on 16 bytes.
-    wide = in_rows or all(has_aligned_rows(t) or has_aligned_rows(t.t()) for t in operands)
-    most = math.inf
-    if by_chunk and chunks.size % BLOCK:
-        wide = wide and kernels.alignment(chunks.size) * dtype.itemsize % 16 == 0
-        most = kernels.UNBOXED_FLOP
-    if not wide:
-        most = kernels.SMALL_FLOP
-    return "packed" if 2.0 * m * d_in * chunks.active > most else "tiles"
+    aligned = all(has_aligned_rows(t) or has_aligned_rows(t.t()) for t in operands)
+    return kernels.strategy(m, d_in, chunks.active, chunks.size, operands[0].element_size(), aligned, by_chunk)
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -344,17 +325,14 @@ def _strategy(
 
 def _forward_plan(op: str, chunks: _Chunks, x: torch.Tensor, weight: torch.Tensor, bias: Any, mode: Any) -> _Plan:
     shape = (*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out)
-    if mode is not None:
-        return _Plan(op, mode, chunks, (shape,), "dense", None)
-    if chunks.listed == 0 or math.prod(shape) == 0:
-        return _Plan(op, mode, chunks, (shape,), "zeros", None)
-    x = matrix(x)
-    strategy = _strategy(chunks, *x.shape, (x, weight), False)
-    if strategy != "tiles":
-        return _Plan(op, mode, chunks, (shape,), strategy, None)
-    properties = runtime.properties(x.device)
-    cut = kernels.plan_forward(*x.shape, chunks.active, x.element_size(), properties)
-    return _Plan(op, mode, chunks, (shape,), strategy, _forward_tiles(cut, chunks, x, bias is not None))
+    x, strategy, tiles = matrix(x), "dense", None
+    if mode is None:
+        empty_sums = chunks.listed == 0 or math.prod(shape) == 0
+        strategy = "zeros" if empty_sums else _strategy(chunks, *x.shape, (x, weight))
+    if strategy == "tiles":
+        cut = kernels.plan_forward(*x.shape, chunks.active, x.element_size(), runtime.properties(x.device))
+        tiles = _forward_tiles(cut, chunks, x, bias is not None)
+    return _Plan(op, mode, chunks, (shape,), strategy, tiles)
 
 
 def _forward_tiles(cut: kernels.Plan, chunks: _Chunks, x: torch.Tensor, has_bias: bool) -> _Tiles:
@@ -414,15 +392,14 @@ def _backward_plan(
         return _Plan(op, mode, chunks, shapes, "zeros", None)
     operands = [matrix(dy), *([matrix(x)] if with_dw else []), *([weight] if with_dx else [])]
     m, d_in = operands[0].shape[0], operands[-1].shape[1] if len(operands) > 1 else 0
-    in_rows = all(map(has_aligned_rows, operands))
-    strategy, tiles = _strategy(chunks, m, d_in, operands, in_rows, by_chunk=not chunks.y_compact), None
+    strategy, tiles = _strategy(chunks, m, d_in, operands, by_chunk=not chunks.y_compact), None
     if strategy == "tiles":
         properties, size = runtime.properties(dy.device), dy.element_size()
         # Tensor descriptors read matrices with contiguous rows that start on 16 bytes, in chunks of whole blocks.
-        whole = not (chunks.size % BLOCK or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
-        by_descriptor = in_rows and whole and kernels.has_boxes(properties)
+        whole = not (chunks.size % kernels.BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
+        by_descriptor = whole and kernels.has_boxes(properties) and all(map(has_aligned_rows, operands))
         cut = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
-        tiles = _backward_tiles(cut, chunks, m, d_in, dy.dtype, with_dx, with_dw, with_dw and with_db)
+        tiles = _backward_tiles(cut, chunks, m, d_in, dy.dtype, (with_dx, with_dw, with_dw and with_db))
     return _Plan(op, mode, chunks, shapes, strategy, tiles)
 
 
@@ -437,15 +414,9 @@ def _gradient_shapes(
 
 
 def _backward_tiles(
-    cut: kernels.Plan,
-    chunks: _Chunks,
-    m: int,
-    d_in: int,
-    dtype: torch.dtype,
-    with_dx: bool,
-    with_dw: bool,
-    with_db: bool,
+    cut: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: tuple[bool, bool, bool]
 ) -> _Tiles:
+    with_dx, with_dw, with_db = wanted
     blocks, split = cut.config.kwargs, cut.split if with_dw else 1
     r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
     columns = cdiv(d_in, d)
@@ -455,20 +426,20 @@ def _backward_tiles(
     num_zero = chunks.total * cdiv(chunks.size * d_in, kernels.ZERO_PIECE) if with_zero else 0
     dx_first = num_dw > 0 and num_dx > 0 and chunks.active > cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
-    dw_by_descriptor = cut.boxes and with_dw and r % BLOCK == 0
+    dw_by_descriptor = cut.boxes and with_dw and r % kernels.BOX == 0
     dx_by_descriptor = cut.boxes and with_dx and chunks.size % k == 0
     launch = launcher(
         kernels._sparse_linear_bwd_tiles_kernel,
         CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
         DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=chunks.dw_compact,
         WITH_DW=with_dw, WITH_DB=with_db, WITH_DX=with_dx, WITH_ZERO=with_zero,
-        DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_by_descriptor, DX_BOXES=dx_by_descriptor, BOX=BLOCK,
+        DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_by_descriptor, DX_BOXES=dx_by_descriptor, BOX=kernels.BOX,
         ACC=tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO, ZERO_PIECE=kernels.ZERO_PIECE,
         num_warps=cut.config.num_warps, num_stages=cut.config.num_stages,
     )  # fmt: skip
     counts = num_dw, num_dx, num_zero, (num_later + num_zero) // max(num_zero, 1)
-    for_dw = ((k, d), (k, BLOCK)) if dw_by_descriptor else (None, None)
+    for_dw = ((k, d), (k, kernels.BOX)) if dw_by_descriptor else (None, None)
     for_dx = ((r, k), (k, d)) if dx_by_descriptor else (None, None)
     return _Tiles(launch, (num_dw + num_dx + num_zero,), counts, split, (*for_dw, *for_dx))
 
