@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernelbook import runtime
-from kernelbook.launching import Launch
+from kernelbook import launch, launching, runtime
 
 
 def label(value: Any) -> str:
@@ -67,9 +66,14 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 def launches(call: Callable[[], object]) -> int:
     """How many kernels of ours ``call`` launches."""
-    grids, launch = [], Launch.__call__
+    grids = []
+
+    def counted(real: Callable[..., object]) -> Callable[..., object]:
+        return lambda self, grid, *args: (grids.append(grid), real(self, grid, *args))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "__call__", lambda self, grid, *args: (grids.append(grid), launch(self, grid, *args)))
+        for kind in (launch.Launch, launching.Launch):
+            patch.setattr(kind, "__call__", counted(kind.__call__))
         call()
     return len(grids)
 

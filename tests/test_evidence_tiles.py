@@ -135,14 +135,9 @@ def test_sparse_linear_to_the_last_bit(
 def test_packed_chunks_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs for a few rows and a few columns each; a chunk is no power of two."""
     config = triton.Config({"BLOCK_M": 4, "BLOCK_N": 16, "ROWS": 8}, num_warps=4)
-    launches = sparse_op._pack_launch, sparse_op._place_launch
-    for launch in launches:
-        launch.cache_clear()
     monkeypatch.setattr(sparse_kernels, "PACK_CONFIG", config)
     monkeypatch.setattr(sparse_kernels, "PLACE_BLOCK_M", 16)
     _assert_exact(22, 24, 4 * 20 - 8, [3, 0, 2], 20)
-    for launch in launches:
-        launch.cache_clear()
 
 
 def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,9 +494,6 @@ def test_chunks_are_updated_in_pieces(inactive: str, monkeypatch: pytest.MonkeyP
     """Pieces of 32 elements, ids in steps of two, and a gradient that is scaled."""
     monkeypatch.setattr(train_kernels, "ADAMW_CONFIG", triton.Config({"BLOCK": 32}, num_warps=1))
     monkeypatch.setattr(train_kernels, "BLOCK_A", 2)
-    from kernelbook.train import optimizer
-
-    optimizer._launch.cache_clear()
     start, chunk, d = randn(32, 7), 8, 7
     given = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
     ours = torch.nn.Parameter(start.clone())
@@ -517,7 +509,6 @@ def test_chunks_are_updated_in_pieces(inactive: str, monkeypatch: pytest.MonkeyP
             part.grad = grads[c] * scale if c in grads else (torch.zeros_like(part) if inactive == "decay" else None)
             step.step()
     torch.testing.assert_close(ours.detach(), torch.cat([p.detach() for p in theirs]), rtol=1e-5, atol=1e-6)
-    optimizer._launch.cache_clear()
 
 
 def test_columns_above_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:

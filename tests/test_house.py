@@ -31,7 +31,7 @@ DOORS_THAT_MAY_BE = {
     "kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"], "launches.py": DOORS["op.py"],
 }  # fmt: skip
 # A room is measured by lab/bench/<room>.py.
-BENCH = {"runtime", "check", "arguments", "launching", "memory", "packed", "lab"}
+BENCH = {"runtime", "check", "arguments", "launch", "launching", "memory", "packed", "tensors", "lab"}
 # What kernels of several rooms call, and the kernels that only read, which benches measure.
 SHARED_BY_KERNELS = {"tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {

@@ -3,7 +3,7 @@
 import functools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, launches, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, runtime
+from kernelbook import arguments, check, plans, runtime
 from kernelbook.lab import timing
 from kernelbook.nn import SparseLinear
 from kernelbook.sparse_linear import (
@@ -30,6 +30,15 @@ from kernelbook.sparse_linear import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("sparse_dw", "sparse_dw_dx")
+
+
+@pytest.fixture
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No plan of before, and none that outlives the test."""
+    plans.forget()
+    yield
+    monkeypatch.undo()
+    plans.forget()
 
 
 def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
@@ -157,10 +166,9 @@ def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wante
     with check.poisoned_empty():
         dx = torch.empty_like(x) if with_dx else None
         dw, db = (x.new_empty(rows, d_in), x.new_empty(rows)) if with_dw else (None, None)
-        chunks = op._Chunks(3, chunk, d_out, dw_compact=compact)
-        op._launch_tiles(
-            plan, chunks, ids, dy, x if with_dw else None, weight if with_dx else None, dx, dw, db
-        )  # fmt: skip
+        chunks = op._Chunks(chunk, d_out, dw_compact=compact, listed=3)
+        tiles = op._backward_tiles(plan, chunks, m, d_in, dtype, (with_dx, with_dw, with_dw))
+        op._run_tiles(tiles, chunks, ids, dy, x, weight, dx, dw, db)
     tolerance = 2e-3 if dtype == torch.float16 else 1e-13
     if with_dw:
         exact = sparse_dw_reference(x.double(), dy.double(), ids, chunk_size=chunk, compact=compact)
@@ -369,16 +377,16 @@ def test_opcheck(dtype: torch.dtype) -> None:
     ops = torch.ops.kernelbook
     x, weight, bias, dy = (t.to(dtype).requires_grad_() for t in (randn(5, 24), randn(70, 24), randn(70), randn(5, 70)))
     ids = _chunks(70, 16, 2)
-    torch.library.opcheck(ops.sparse_linear.default, (x, weight, bias, ids, 16, "sparse_dw_dx"))
-    torch.library.opcheck(ops.sparse_linear.default, (x, weight, None, ids, 16, "sparse_dw"))
+    sizes = (16, 70, False, False)
+    torch.library.opcheck(ops.sparse_linear.default, (x, weight, bias, ids, *sizes, False, "sparse_dw_dx"))
+    torch.library.opcheck(ops.sparse_linear.default, (x, weight, None, ids, *sizes, False, "sparse_dw"))
+    backward = ops.sparse_linear_backward.default
     for compact in (False, True):
-        torch.library.opcheck(ops.sparse_forward.default, (x, weight, bias, ids, 16, 70, compact, False))
-        torch.library.opcheck(ops.sparse_dw.default, (x, dy, ids, 16, 70, compact, False, True))
-        torch.library.opcheck(
-            ops.sparse_linear_backward.default,
-            (dy.detach(), x.detach(), weight.detach(), ids, 16, "sparse_dw_dx", compact, True, True, True),
-        )
-    torch.library.opcheck(ops.sparse_dx.default, (dy, weight, ids, 16, 70, False, False))
+        torch.library.opcheck(ops.sparse_linear.default, (x, weight, bias, ids, 16, 70, compact, False, False, None))
+        torch.library.opcheck(backward, (dy, x, None, ids, *sizes, compact, None, False, True, True))
+        tensors = dy.detach(), x.detach(), weight.detach()
+        torch.library.opcheck(backward, (*tensors, ids, *sizes, compact, "sparse_dw_dx", True, True, True))
+    torch.library.opcheck(backward, (dy, None, weight, ids, *sizes, False, None, True, False, False))
 
 
 def test_one_launch_a_call() -> None:
@@ -558,6 +566,7 @@ def test_plans_cover_every_shape(target: str) -> None:
     assert long.split > 1  # one tile of dW, so the rows are shared
 
 
+@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("m", (1, 40))
 def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such rows are copied together for cuBLAS; here a problem counts as large from the first operation on."""
@@ -573,6 +582,7 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
     assert not packed
 
 
+@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize(("limit", "chunk"), (("UNBOXED_FLOP", 16), ("UNBOXED_FLOP", 40), ("SMALL_FLOP", 17)))
 def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of dY end with their chunk; a product that takes no part of dY from a chunk is left as it is."""
@@ -583,6 +593,7 @@ def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, mo
     kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
     assert not packed
     monkeypatch.setattr(kernels, limit, 0.0)
+    plans.forget()
     kb.sparse_backward(x, weight, dy, _chunks(136, 64, 2), chunk_size=64)
     kb.sparse_forward(x, weight, None, ids, chunk_size=chunk)
     assert not packed
@@ -643,6 +654,7 @@ def test_bitwise_reproducible(shape: tuple[int, ...]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, kb.sparse_backward(x, weight, dy, ids), strict=True))
 
 
+@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("chunk", (64, 128, 48))

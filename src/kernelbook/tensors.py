@@ -2,11 +2,21 @@
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
 
-__all__ = ["allows_tf32", "has_aligned_rows", "precision", "reshaped", "strided", "without_autocast", "written"]
+__all__ = [
+    "allows_tf32",
+    "has_aligned_rows",
+    "matrix",
+    "precision",
+    "reshaped",
+    "strided",
+    "without_autocast",
+    "written",
+]
 
 _fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # what the switch itself asks
 
@@ -27,9 +37,12 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
 
 
-def strided(tensor: torch.Tensor | None, dims: int) -> tuple[Any, ...]:
-    """A tensor that may be missing, and its ``dims`` strides, as a kernel's arguments."""
-    return (None, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
+def strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """A tensor that may be missing, and its ``dims`` strides, as a kernel's arguments.
+
+    Without one it is ``stand_in`` and zeros, for a kernel that wants a pointer which it won't touch.
+    """
+    return (stand_in, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
 
 
 def reshaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -72,3 +85,8 @@ def written(*tensors: torch.Tensor) -> None:
     A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
     """
     torch._C._increment_version(tensors)
+
+
+def matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """(M, N) for (..., N): a view where the strides allow it, else a copy."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

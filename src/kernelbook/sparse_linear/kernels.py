@@ -571,6 +571,7 @@ def _sparse_linear_place_kernel(
 
 PACK_CONFIG = triton.Config({"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}, num_warps=4)
 PLACE_BLOCK_M = 128
+BOX = 64  # features that one tensor descriptor's load takes from a chunk
 BLOCK_A = 256  # ids looked at in a step
 BLOCK_ZERO = 8192  # zeros written in a step
 ZERO_PIECE = 262144  # zeros that one program writes: they take about as long as a tile
@@ -618,6 +619,24 @@ POINTER_TILES = (
     _Tiles(60e9, 128, 128, 64, 8, 3, 8),
     _Tiles(math.inf, 256, 128, 64, 8, 3, 8),
 )
+
+
+def strategy(m: int, d_in: int, active: int, chunk: int, itemsize: int, aligned: bool, by_chunk: bool) -> str:
+    """``"packed"``: by cuBLAS on the active features, copied together. ``"tiles"``: by the kernels above, in place.
+
+    Args:
+        m, d_in, active: the sizes of a product, 0 inputs where there is only a sum over rows. chunk: features in a chunk.
+        aligned: rows or columns of all operands are contiguous and begin on 16 bytes.
+        by_chunk: an operand's contiguous dimension is that of the chunks, so that no load is longer than a chunk.
+    """
+    # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow.
+    if itemsize != 2 or d_in == 0:
+        return "packed"
+    most = math.inf
+    if by_chunk and chunk % BOX:
+        aligned = aligned and alignment(chunk) * itemsize % 16 == 0
+        most = UNBOXED_FLOP
+    return "packed" if 2.0 * m * d_in * active > (most if aligned else SMALL_FLOP) else "tiles"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a plan is a key of caches, by which object it is

@@ -1,16 +1,34 @@
-"""The public functions, their operators, and the launches."""
+"""The public functions in the order of a call: observed or not, plan, new memory, launch; then the gradients the same way."""
 
-import functools
+import dataclasses
 import math
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.launching import Launch, cdiv
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.launch import (
+    Descriptor,
+    Launch,
+    are_tensors,
+    cdiv,
+    composite,
+    form,
+    is_aligned,
+    launcher,
+    observed,
+    operator,
+    sources,
+    wants_gradient,
+)
+from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.plans import KeptPlans
 from kernelbook.sparse_linear import kernels
+from kernelbook.tensors import has_aligned_rows, matrix, strided
 
 # isort: split
 import triton
@@ -18,7 +36,6 @@ import triton
 __all__ = ["sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
-BOX = 64  # features that one tensor descriptor's load takes from a chunk
 PRECISION = "ieee"  # of float32, which only the interpreter multiplies here: on a GPU it is left to cuBLAS
 
 
@@ -53,12 +70,7 @@ def sparse_linear(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device, ``chunk_size``, ``mode`` or (where they are checked) an id is not as above.
     """
-    x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    chunk_size = _check("sparse_linear", "x weight bias", active_chunks, chunk_size, mode, x, weight, bias)
-    if active_chunks is None or mode == "dense":
-        return F.linear(x, weight, bias)
-    y: torch.Tensor = _linear(x, weight, bias, active_chunks, chunk_size, mode)
-    return y
+    return _linear("sparse_linear", x, weight, bias, active_chunks, chunk_size, False, mode)
 
 
 def sparse_forward(
@@ -77,10 +89,7 @@ def sparse_forward(
 
     Raises: as :func:`sparse_linear`.
     """
-    x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    chunk_size = _check("sparse_forward", "x weight bias", active_chunks, chunk_size, None, x, weight, bias)
-    y: torch.Tensor = _forward(x, weight, bias, active_chunks, chunk_size, weight.shape[0], compact, False)
-    return y
+    return _linear("sparse_forward", x, weight, bias, active_chunks, chunk_size, compact, None)
 
 
 def sparse_dw(
@@ -102,9 +111,8 @@ def sparse_dw(
 
     Raises: as :func:`sparse_linear`.
     """
-    x, dy = arguments.in_autocast_dtype(x, dy)
-    chunk_size = _check("sparse_dw", "x dy", active_chunks, chunk_size, None, x, dy)
-    dw, db = _dw(x, dy, active_chunks, chunk_size, dy.shape[-1], compact, False, with_bias)
+    wanted = False, True, bool(with_bias)
+    _, dw, db = _products("sparse_dw", dy, x, None, active_chunks, chunk_size, compact, *wanted)
     return dw, db if with_bias else None
 
 
@@ -123,9 +131,8 @@ def sparse_dx(
 
     Raises: as :func:`sparse_linear`.
     """
-    dy, weight = arguments.in_autocast_dtype(dy, weight)
-    chunk_size = _check("sparse_dx", "dy weight", active_chunks, chunk_size, None, dy, weight)
-    dx: torch.Tensor = _dx(dy, weight, active_chunks, chunk_size, weight.shape[0], False, False)
+    dx: torch.Tensor
+    dx, _, _ = _products("sparse_dx", dy, None, weight, active_chunks, chunk_size, False, True, False, False)
     return dx
 
 
@@ -147,201 +154,68 @@ def sparse_backward(
 
     Raises: as :func:`sparse_linear`.
     """
-    chunk_size = _check("sparse_backward", "x weight dy", active_chunks, chunk_size, None, x, weight, dy)
-    dx, dw, db = _linear_backward(dy, x, weight, active_chunks, chunk_size, "sparse_dw_dx", compact, True, True, True)
+    dx, dw, db = _products("sparse_backward", dy, x, weight, active_chunks, chunk_size, compact, True, True, True)
     return dw, db, dx
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
+# --- what a call does -----------------------------------------------------------------------------------------------
 
 
-@arguments.once
-def _check(op: str, names: str, ids: Any, chunk_size: Any, mode: str | None, *tensors: Any) -> int:
-    """Checks the tensors of these names, the first of which sets dtype and device. Ids may be missing if there is a mode.
-
-    -> the chunk size.
-    """
-    given = {name: t for name, t in zip(names.split(), tensors, strict=True) if name != "bias" or t is not None}
-    x, dy, weight = (given.get(name) for name in ("x", "dy", "weight"))
-    if "x" in given and "weight" in given:
-        arguments.check_linear(op, x, "weight", weight)
-    for name, tensor in given.items():
-        arguments.check_tensor(op, name, tensor)
-    arguments.check_same_dtype(op, **given)
-    for name in ("x", "dy"):
-        if name in given and given[name].ndim == 0:
-            raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
-    if weight is not None and weight.ndim != 2:
-        raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(weight.shape)}")
-    if weight is not None and "bias" in given:
-        arguments.check_shape(op, "bias", given["bias"], weight.shape[:1])
-    if dy is not None:
-        leading = (dy if x is None else x).shape[:-1]
-        arguments.check_shape(op, "dy", dy, (*leading, dy.shape[-1] if weight is None else weight.shape[0]))
-    if mode is not None:
-        arguments.check_choice(op, "mode", mode, MODES)
-    size = arguments.integer(op, "chunk_size", chunk_size, least=16)
-    if ids is not None or mode is None:
-        arguments.check_indices(op, "active_chunks", ids)
-        given["active_chunks"] = ids
-    arguments.check_same_device(op, **given)
-    return size
+def _linear(
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: Any, chunk_size: int, compact: bool, mode: Any
+) -> torch.Tensor:
+    """Y, of :func:`sparse_linear` and, without a mode, of :func:`sparse_forward`."""
+    if is_dynamo_compiling() and are_tensors(x, weight, bias, ids):
+        return _linear_whole(op, x, weight, bias, ids, chunk_size, compact, mode, SOURCES)  # type: ignore[no-any-return]
+    x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
+    chunks = _Chunks(chunk_size, y_compact=bool(compact))
+    if observed(x, weight, bias, ids):
+        chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, bias=bias)
+        if ids is not None and mode != "dense":
+            return _linear_operator(x, weight, bias, ids, *chunks[:5], mode)  # type: ignore[no-any-return]
+    else:
+        plan = _plan(op, chunks, ids, x=x, weight=weight, bias=bias, mode=mode)
+        if ids is not None and mode != "dense":
+            recorded = wants_gradient(x, weight, bias)
+            return _Linear.apply(x, weight, bias, ids, plan) if recorded else _forward(plan, x, weight, bias, ids)  # type: ignore[no-any-return]
+    return F.linear(x, weight, bias)
 
 
-def _check_ids(op: str, ids: torch.Tensor, d_out: int, chunk_size: int) -> None:
-    arguments.check_index_values(op, "active_chunks", ids, cdiv(d_out, chunk_size), unique=True)
+def _products(
+    op: str, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, chunk_size: int, compact: bool,
+    with_dx: bool, with_dw: bool, with_db: bool,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """dX (of weight), dW (of x) and db, those of a public function; the others are ``None`` or empty."""
+    wanted = with_dx, with_dw, with_db
+    if is_dynamo_compiling() and are_tensors(dy, x, weight, ids):
+        return _backward_whole(op, dy, x, weight, ids, chunk_size, compact, *wanted, SOURCES)  # type: ignore[no-any-return]
+    if op != "sparse_backward":
+        dy, x, weight = arguments.in_autocast_dtype(dy, x, weight)
+    chunks, mode = _Chunks(chunk_size, dw_compact=bool(compact)), "sparse_dw_dx" if op == "sparse_backward" else None
+    if observed(dy, x, weight, ids) or wants_gradient(dy, x, weight):
+        chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, dy=dy)
+        return _backward_operator(dy, x, weight, ids, *chunks[:5], mode, *wanted)  # type: ignore[no-any-return]
+    return _backward(_plan(op, chunks, ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode), dy, x, weight, ids)
 
 
-# --- operators ------------------------------------------------------------------------------------------------------
-# The products are linear in each tensor, so that the gradient of each operator is made of the other two. ``d_out`` is
-# given where compact tensors do not tell it.
+# --- plans ----------------------------------------------------------------------------------------------------------
 
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keeps both factors of the product and the ids; a bias is not needed."""
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    ctx.save_for_backward(*tensors[:2], tensors[-1])
-    ctx.settings = [value for value in inputs if value is not None and not isinstance(value, torch.Tensor)]
-
-
-def _gradients(
-    dy: torch.Tensor, dx_shape: Sequence[int], rows: int, d_in: int, needs_dx: bool, needs_dw: bool, needs_db: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> dx, dw, db; empty where not needed."""
-    dx = dy.new_empty(tuple(dx_shape) if needs_dx else (0,))
-    return dx, dy.new_empty((rows, d_in) if needs_dw else (0,)), dy.new_empty((rows if needs_db else 0,))
-
-
-def _run_linear_backward(
-    results: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor,
-    chunk_size: int, mode: str, compact: bool, *needs: bool,
-) -> None:  # fmt: skip
-    dx, dw, db = (result if needed else None for result, needed in zip(results, needs, strict=True))
-    if dx is not None and mode != "sparse_dw_dx":
-        torch.mm(launching.matrix(dy), weight, out=launching.matrix(dx))
-        dx = None
-    chunks = _Chunks(ids.shape[0], chunk_size, weight.shape[0], dw_compact=compact)
-    _run_backward("sparse_backward", chunks, ids, dy, x, weight, dx, dw, db)
-
-
-_linear_backward = launching.operator(
-    "sparse_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor active_chunks, SymInt chunk_size, str mode, "
-    "bool compact, bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor)",
-    outputs=lambda dy, x, weight, ids, chunk_size, mode, compact, *needs: _gradients(
-        dy, x.shape, ids.shape[0] * chunk_size if compact else weight.shape[0], x.shape[-1], *needs
-    ),
-    run=_run_linear_backward,
-)
-
-
-def _run_linear(
-    y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, chunk_size: int, mode: str
-) -> None:
-    _check_ids("sparse_linear", ids, weight.shape[0], chunk_size)
-    _dense(y, x, weight, bias)
-
-
-def _linear_autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    needs = ctx.needs_input_grad[:3]
-    gradients = _linear_backward(dy, *ctx.saved_tensors, *ctx.settings, False, *needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
-
-
-_linear = launching.operator(
-    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, str mode) -> Tensor",
-    outputs=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
-    run=_run_linear,
-    setup_context=_keep,
-    backward=_linear_autograd,
-)
-
-
-def _forward_autograd(ctx: Any, gy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, weight, ids = ctx.saved_tensors
-    chunk_size, d_out, compact, weight_compact = ctx.settings
-    needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-    dx = _dx(gy, weight, ids, chunk_size, d_out, compact, weight_compact) if needs_dx else None
-    dw, db = None, None
-    if needs_dw or needs_db:
-        dw, db = _dw(x, gy, ids, chunk_size, d_out, weight_compact, compact, needs_db)
-    return dx, dw if needs_dw else None, db if needs_db else None, None, None, None, None, None
-
-
-# -> Y (..., d_out) or (..., A * chunk_size); weight and bias have A * chunk_size rows if ``weight_compact``.
-_forward = launching.operator(
-    "sparse_forward(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, SymInt d_out, "
-    "bool compact, bool weight_compact) -> Tensor",
-    outputs=lambda x, weight, bias, ids, chunk_size, d_out, compact, weight_compact: x.new_empty(
-        (*x.shape[:-1], ids.shape[0] * chunk_size if compact else d_out)
-    ),
-    run=lambda y, x, weight, bias, ids, chunk_size, *settings: _run_forward(
-        _Chunks(ids.shape[0], chunk_size, *settings), ids, x, weight, bias, y
-    ),
-    setup_context=_keep,
-    backward=_forward_autograd,
-)
-
-
-def _dw_autograd(ctx: Any, gw: torch.Tensor, gb: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, dy, ids = ctx.saved_tensors
-    chunk_size, d_out, compact, dy_compact, with_bias = ctx.settings
-    sizes = (ids, chunk_size, d_out, dy_compact, compact)
-    gx = _dx(dy, gw, *sizes) if ctx.needs_input_grad[0] else None
-    gdy = _forward(x, gw, gb if with_bias else None, *sizes) if ctx.needs_input_grad[1] else None
-    return gx, gdy, None, None, None, None, None, None
-
-
-# -> dW, and db or an empty tensor.
-_dw = launching.operator(
-    "sparse_dw(Tensor x, Tensor dy, Tensor active_chunks, SymInt chunk_size, SymInt d_out, bool compact, bool dy_compact, "
-    "bool with_bias) -> (Tensor, Tensor)",
-    outputs=lambda x, dy, ids, chunk_size, d_out, compact, dy_compact, with_bias: _gradients(
-        dy, (), ids.shape[0] * chunk_size if compact else d_out, x.shape[-1], False, True, with_bias
-    )[1:],
-    run=lambda results, x, dy, ids, chunk_size, d_out, compact, dy_compact, with_bias: _run_backward(
-        "sparse_dw", _Chunks(ids.shape[0], chunk_size, d_out, dy_compact, dw_compact=compact),
-        ids, dy, x, None, None, results[0], results[1] if with_bias else None,
-    ),
-    setup_context=_keep,
-    backward=_dw_autograd,
-)  # fmt: skip
-
-
-def _dx_autograd(ctx: Any, gx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dy, weight, ids = ctx.saved_tensors
-    chunk_size, d_out, dy_compact, weight_compact = ctx.settings
-    sizes, needs = (ids, chunk_size, d_out), ctx.needs_input_grad
-    gdy = _forward(gx, weight, None, *sizes, dy_compact, weight_compact) if needs[0] else None
-    gw = _dw(gx, dy, *sizes, weight_compact, dy_compact, False)[0] if needs[1] else None
-    return gdy, gw, None, None, None, None, None
-
-
-_dx = launching.operator(
-    "sparse_dx(Tensor dy, Tensor weight, Tensor active_chunks, SymInt chunk_size, SymInt d_out, bool dy_compact, "
-    "bool weight_compact) -> Tensor",
-    outputs=lambda dy, weight, *_: dy.new_empty((*dy.shape[:-1], weight.shape[1])),
-    run=lambda dx, dy, weight, ids, chunk_size, *settings: _run_backward(
-        "sparse_dx", _Chunks(ids.shape[0], chunk_size, *settings), ids, dy, None, weight, dx, None, None
-    ),
-    setup_context=_keep,
-    backward=_dx_autograd,
-)
-
-
-# --- launches -------------------------------------------------------------------------------------------------------
-# A small backward pass is over in 15 microseconds, so what the host does here counts: all that a launch needs but its
-# tensors is worked out once for each size. What PyTorch computes goes to ``out=``, which autocast leaves alone.
+# The tensors of each public function, the first of which sets dtype and device.
+TENSORS = {
+    "sparse_linear": ("x", "weight", "bias"), "sparse_forward": ("x", "weight", "bias"), "sparse_dw": ("x", "dy"),
+    "sparse_dx": ("dy", "weight"), "sparse_backward": ("x", "weight", "dy"),
+}  # fmt: skip
 
 
 class _Chunks(NamedTuple):
-    """The active chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are compact."""
+    """The chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are the active ones only."""
 
-    listed: int  # A
     size: int
-    d_out: int
+    d_out: Any = None  # None: a public function's, which its arguments say once they are checked
     y_compact: bool = False
     w_compact: bool = False
     dw_compact: bool = False
+    listed: int = 0  # A, once a plan is made
 
     @property
     def total(self) -> int:
@@ -353,85 +227,197 @@ class _Chunks(NamedTuple):
         return self.listed * self.size
 
 
-_launch = functools.cache(Launch)
+def _checked(op: str, chunks: _Chunks, ids: Any, mode: Any, **tensors: Any) -> _Chunks:
+    """Checks what a public function was given; only :func:`sparse_linear` has a mode, and does without ids.
 
-
-def _strategy(
-    chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], in_rows: bool, *, by_chunk: bool = False
-) -> str:
-    """``"dense"``: cuBLAS on everything. ``"packed"``: on packed operands. ``"tiles"``: our kernels, in place.
-
-    ``in_rows``: all operands have aligned rows. ``by_chunk``: an operand's contiguous dimension is that of the chunks, so that no load is longer than a chunk.
+    -> the chunks with their size and ``d_out``.
     """
+    given = {name: tensors[name] for name in TENSORS[op] if name != "bias" or tensors[name] is not None}
+    for name, tensor in given.items():
+        arguments.check_tensor(op, name, tensor)
+        if name in ("x", "dy") and tensor.ndim == 0:
+            raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
+        if name == "weight" and tensor.ndim != 2:
+            raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(tensor.shape)}")
+    arguments.check_same_dtype(op, **given)
+    x, weight, dy = (given.get(name) for name in ("x", "weight", "dy"))
+    d_out = given["dy"].shape[-1] if weight is None else weight.shape[0]
+    if x is not None and weight is not None:
+        arguments.check_shape(op, "weight", weight, (d_out, x.shape[-1]))
+    if "bias" in given:
+        arguments.check_shape(op, "bias", given["bias"], (d_out,))
+    if dy is not None:
+        arguments.check_shape(op, "dy", dy, (*(dy if x is None else x).shape[:-1], d_out))
+    if op == "sparse_linear":
+        arguments.check_choice(op, "mode", mode, MODES)
+    size = arguments.integer(op, "chunk_size", chunks.size, least=16)
+    if ids is not None or op != "sparse_linear":
+        arguments.check_indices(op, "active_chunks", ids)
+        given["active_chunks"] = ids
+    arguments.check_same_device(op, **given)
+    return chunks._replace(size=size, d_out=d_out)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Tiles:
+    """A launch of tiles, and of the zeros in inactive chunks."""
+
+    launch: Launch
+    grid: tuple[int]
+    counts: tuple[int, ...]  # of tiles and of zeros, the kernel's last arguments
+    split: int = 1  # partial sums of each of dW's
+    # Of the tensor descriptors of x, dY (for dW and for dX) and W, where there are any.
+    block_shapes: tuple[tuple[int, int] | None, ...] = (None, None, None, None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Plan:
+    """What is decided for a kind of call."""
+
+    op: str
+    mode: str | None
+    chunks: _Chunks
+    shapes: tuple[tuple[int, ...] | None, ...]  # of Y, or of dX, dW and db; None: not wanted
+    strategy: str  # "zeros", or of :func:`_strategy`
+    tiles: _Tiles | None
+
+
+_plans = KeptPlans[_Plan]()
+
+
+def _plan(
+    op: str, chunks: _Chunks, ids: Any, *, x: Any = None, weight: Any = None, bias: Any = None, dy: Any = None,
+    wanted: tuple[bool, bool, bool] | None = None, mode: Any = None,
+) -> _Plan:  # fmt: skip
+    """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked.
+
+    ``wanted`` says of a backward pass which of dX (of weight), dW (of x) and db.
+    """
+    if type(chunks.size) is not int or type(mode) not in (str, NoneType):
+        chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, bias=bias, dy=dy)
+    tensors = form(ids), form(x), form(weight), form(bias), form(dy)
+    aligned = is_aligned(x), is_aligned(weight), is_aligned(dy)
+    key = (op, chunks, tensors, aligned, wanted, mode, runtime.compile_target)
+    plan = _plans.get(key)
+    if plan is None:
+        if chunks.d_out is None:
+            chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, bias=bias, dy=dy)
+        chunks = chunks._replace(listed=0 if ids is None else ids.shape[0])
+        if wanted is None:
+            plan = _forward_plan(op, chunks, x, weight, bias, mode)
+        else:
+            plan = _backward_plan(op, chunks, dy, x, weight, wanted, mode)
+        _plans.keep(key, plan)
+    return plan
+
+
+def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], *, by_chunk: bool = False) -> str:
+    """``"dense"``: cuBLAS on everything; else what :func:`kernels.strategy` says of ``d_in`` inputs."""
     if chunks.listed == chunks.total and not (chunks.y_compact or chunks.w_compact or chunks.dw_compact):
         return "dense"
-    dtype = operands[0].dtype
-    # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow.
-    # What is no product (d_in = 0, or a sum for db) comes with packing too.
-    if dtype in (torch.float32, torch.float64) or d_in == 0:
-        return "packed"
-    # Rows or columns are contiguous and all begin on 16 bytes.
-    wide = in_rows or all(launching.has_aligned_rows(t) or launching.has_aligned_rows(t.t()) for t in operands)
-    most = math.inf
-    if by_chunk and chunks.size % BOX:
-        wide = wide and kernels.alignment(chunks.size) * dtype.itemsize % 16 == 0
-        most = kernels.UNBOXED_FLOP
-    if not wide:
-        most = kernels.SMALL_FLOP
-    return "packed" if 2.0 * m * d_in * chunks.active > most else "tiles"
+    aligned = all(has_aligned_rows(t) or has_aligned_rows(t.t()) for t in operands)
+    return kernels.strategy(m, d_in, chunks.active, chunks.size, operands[0].element_size(), aligned, by_chunk)
 
 
-def _dense(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    x, y = launching.matrix(x), launching.matrix(y)
+# --- forward --------------------------------------------------------------------------------------------------------
+# What PyTorch computes, here and below, goes to ``out=``, which autocast leaves alone.
+
+
+def _forward_plan(op: str, chunks: _Chunks, x: torch.Tensor, weight: torch.Tensor, bias: Any, mode: Any) -> _Plan:
+    shape = (*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out)
+    x, strategy, tiles = matrix(x), "dense", None
+    if mode is None:
+        empty_sums = chunks.listed == 0 or math.prod(shape) == 0
+        strategy = "zeros" if empty_sums else _strategy(chunks, *x.shape, (x, weight))
+    if strategy == "tiles":
+        cut = kernels.plan_forward(*x.shape, chunks.active, x.element_size(), runtime.properties(x.device))
+        tiles = _forward_tiles(cut, chunks, x, bias is not None)
+    return _Plan(op, mode, chunks, (shape,), strategy, tiles)
+
+
+def _forward_tiles(cut: kernels.Plan, chunks: _Chunks, x: torch.Tensor, has_bias: bool) -> _Tiles:
+    (m, d_in), blocks = x.shape, cut.config.kwargs
+    num_tiles = cdiv(m, blocks["BLOCK_R"]) * cdiv(chunks.active, blocks["BLOCK_D"])
+    num_zero = 0 if chunks.y_compact else chunks.total * cdiv(m, kernels.ZERO_ROWS)
+    launch = launcher(
+        kernels._sparse_linear_fwd_tiles_kernel,
+        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
+        Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, HAS_BIAS=has_bias,
+        ACC=tl_accumulator(x.dtype), PRECISION=PRECISION, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
+        **blocks, BLOCK_A=kernels.BLOCK_A, ZERO_ROWS=kernels.ZERO_ROWS,
+        num_warps=cut.config.num_warps, num_stages=cut.config.num_stages,
+    )  # fmt: skip
+    return _Tiles(launch, (num_tiles + num_zero,), (num_tiles, (num_tiles + num_zero) // max(num_zero, 1)))
+
+
+def _forward(plan: _Plan, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor) -> torch.Tensor:
+    chunks, [shape] = plan.chunks, plan.shapes
+    _check_ids(plan.op, ids, chunks)
+    result = empty(shape, x.dtype, x)
+    if plan.strategy == "zeros":
+        return result.zero_()
+    x, y, ids = matrix(x), matrix(result), ids.contiguous()
+    if plan.strategy == "dense":
+        _multiply(y, x, weight, bias)
+    elif plan.tiles is not None:
+        tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1, x), y, y.stride(0))
+        plan.tiles.launch(plan.tiles.grid, ids, *tensors, *x.shape, chunks.d_out, chunks.listed, *plan.tiles.counts)
+    else:
+        packed_w, _ = _pack(chunks, ids, weight, 0, chunks.w_compact)
+        packed_b = None if bias is None else _pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
+        packed_y = y if chunks.y_compact else empty((y.shape[0], chunks.active), y.dtype, y)
+        _multiply(packed_y, x, packed_w, packed_b)
+        if not chunks.y_compact:
+            _place(chunks, ids, packed_y.t()[None], y.t(), None, None)
+    return result
+
+
+def _multiply(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)
 
 
-def _run_backward(
-    op: str, chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
-) -> None:
-    """Fills dx (from weight), dw (from x) and db, those that are there."""
-    _check_ids(op, ids, chunks.d_out, chunks.size)
-    if chunks.listed == 0 or dy.numel() == 0:
-        for result in (dx, dw, db):
-            if result is not None:
-                result.zero_()
-        return
-    dy = launching.matrix(dy)
-    x, weight = None if dw is None else launching.matrix(x), None if dx is None else weight
-    operands = [t for t in (dy, x, weight) if t is not None]
-    m, d_in = dy.shape[0], operands[-1].shape[1] if len(operands) > 1 else 0
-    in_rows = all(map(launching.has_aligned_rows, operands))
-    strategy = _strategy(chunks, m, d_in, operands, in_rows, by_chunk=not chunks.y_compact)
-    if strategy == "dense":
-        if dx is not None:
-            torch.mm(dy, weight, out=launching.matrix(dx))
-        if dw is not None:
-            torch.mm(dy.t(), x, out=dw)
-        if db is not None:
-            torch.sum(dy, 0, out=db)
-        return
-    ids = ids.contiguous()
-    if strategy == "packed":
-        _run_packed(chunks, ids, dy, x, weight, dx, dw, db)
-        return
-    if db is not None and dw is None:
-        _run_packed(chunks, ids, dy, None, None, None, None, db)
-        db = None
-    properties = runtime.properties(dy.device)
-    # Tensor descriptors read matrices with contiguous rows that start on 16 bytes, in chunks of whole boxes.
-    whole = not (chunks.size % BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
-    boxes = in_rows and whole and kernels.has_boxes(properties)
-    itemsize, with_dw, with_dx = dy.element_size(), dw is not None, dx is not None
-    plan = kernels.plan_backward(m, d_in, chunks.active, itemsize, with_dw, with_dx, boxes, properties)
-    _launch_tiles(plan, chunks, ids, dy, x, weight, dx, dw, db)
+def _check_ids(op: str, ids: torch.Tensor, chunks: _Chunks) -> None:
+    arguments.check_index_values(op, "active_chunks", ids, chunks.total, unique=True)
 
 
-@functools.lru_cache(maxsize=4096)
-def _tiles(
-    plan: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, with_dx: bool, with_dw: bool, with_db: bool
-) -> tuple[Launch, tuple[int], int, tuple[Any, ...], tuple[int, ...]]:  # fmt: skip
-    """-> the launch, its grid, its split, the boxes of x, dy (for dW and for dX) and weight, and its arguments from M on."""
-    blocks, split = plan.config.kwargs, plan.split if with_dw else 1
+# --- backward -------------------------------------------------------------------------------------------------------
+
+
+def _backward_plan(
+    op: str, chunks: _Chunks, dy: torch.Tensor, x: Any, weight: Any, wanted: tuple[bool, bool, bool], mode: str | None
+) -> _Plan:
+    shapes, (with_dx, with_dw, with_db) = _gradient_shapes(chunks, dy, x, weight, wanted), wanted
+    with_dx = with_dx and mode != "sparse_dw"
+    if chunks.listed == 0 or dy.numel() == 0 or not (with_dx or with_dw or with_db):
+        return _Plan(op, mode, chunks, shapes, "zeros", None)
+    operands = [matrix(dy), *([matrix(x)] if with_dw else []), *([weight] if with_dx else [])]
+    m, d_in = operands[0].shape[0], operands[-1].shape[1] if len(operands) > 1 else 0
+    strategy, tiles = _strategy(chunks, m, d_in, operands, by_chunk=not chunks.y_compact), None
+    if strategy == "tiles":
+        properties, size = runtime.properties(dy.device), dy.element_size()
+        # Tensor descriptors read matrices with contiguous rows that start on 16 bytes, in chunks of whole blocks.
+        whole = not (chunks.size % kernels.BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
+        by_descriptor = whole and kernels.has_boxes(properties) and all(map(has_aligned_rows, operands))
+        cut = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
+        tiles = _backward_tiles(cut, chunks, m, d_in, dy.dtype, (with_dx, with_dw, with_dw and with_db))
+    return _Plan(op, mode, chunks, shapes, strategy, tiles)
+
+
+def _gradient_shapes(
+    chunks: _Chunks, dy: torch.Tensor, x: Any, weight: Any, wanted: Sequence[bool]
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Of dX, dW and db; ``None`` where not wanted."""
+    with_dx, with_dw, with_db = wanted
+    rows = chunks.active if chunks.dw_compact else chunks.d_out
+    dx_shape = (*dy.shape[:-1], weight.shape[1]) if with_dx else None
+    return dx_shape, (rows, x.shape[-1]) if with_dw else None, (rows,) if with_db else None
+
+
+def _backward_tiles(
+    cut: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: tuple[bool, bool, bool]
+) -> _Tiles:
+    with_dx, with_dw, with_db = wanted
+    blocks, split = cut.config.kwargs, cut.split if with_dw else 1
     r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
     columns = cdiv(d_in, d)
     num_dw = cdiv(chunks.active, r) * columns * split if with_dw else 0
@@ -440,66 +426,88 @@ def _tiles(
     num_zero = chunks.total * cdiv(chunks.size * d_in, kernels.ZERO_PIECE) if with_zero else 0
     dx_first = num_dw > 0 and num_dx > 0 and chunks.active > cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
-    dw_boxes = plan.boxes and with_dw and r % BOX == 0
-    dx_boxes = plan.boxes and with_dx and chunks.size % k == 0
-    launch = _launch(
+    dw_by_descriptor = cut.boxes and with_dw and r % kernels.BOX == 0
+    dx_by_descriptor = cut.boxes and with_dx and chunks.size % k == 0
+    launch = launcher(
         kernels._sparse_linear_bwd_tiles_kernel,
         CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
         DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=chunks.dw_compact,
         WITH_DW=with_dw, WITH_DB=with_db, WITH_DX=with_dx, WITH_ZERO=with_zero,
-        DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_boxes, DX_BOXES=dx_boxes, BOX=BOX,
-        ACC=launching.tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
-        **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO,
-        ZERO_PIECE=kernels.ZERO_PIECE,
-        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
+        DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_by_descriptor, DX_BOXES=dx_by_descriptor, BOX=kernels.BOX,
+        ACC=tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
+        **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO, ZERO_PIECE=kernels.ZERO_PIECE,
+        num_warps=cut.config.num_warps, num_stages=cut.config.num_stages,
     )  # fmt: skip
-    boxes = (
-        *((launching.box_form(k, d), launching.box_form(k, BOX)) if dw_boxes else (None, None)),
-        *((launching.box_form(r, k), launching.box_form(k, d)) if dx_boxes else (None, None)),
-    )
-    zero_every = (num_later + num_zero) // max(num_zero, 1)
-    numbers = (m, d_in, chunks.d_out, chunks.listed, num_dw, num_dx, num_zero, zero_every)
-    return launch, (num_dw + num_dx + num_zero,), split, boxes, numbers
+    counts = num_dw, num_dx, num_zero, (num_later + num_zero) // max(num_zero, 1)
+    for_dw = ((k, d), (k, kernels.BOX)) if dw_by_descriptor else (None, None)
+    for_dx = ((r, k), (k, d)) if dx_by_descriptor else (None, None)
+    return _Tiles(launch, (num_dw + num_dx + num_zero,), counts, split, (*for_dw, *for_dx))
 
 
-def _launch_tiles(
-    plan: kernels.Plan, chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor,
-    x: Any, weight: Any, dx: Any, dw: Any, db: Any,
-) -> None:  # fmt: skip
-    """Fills dx, dw and, with it, db with one launch, or two if dW's reduction is split."""
+def _backward(plan: _Plan, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor) -> tuple[Any, Any, Any]:
+    """-> dX (of weight), dW (of x) and db, ``None`` where not wanted."""
+    _check_ids(plan.op, ids, plan.chunks)
+    results = dx, dw, db = [None if shape is None else empty(shape, dy.dtype, dy) for shape in plan.shapes]
+    dy, x, dx, ids = matrix(dy), None if dw is None else matrix(x), None if dx is None else matrix(dx), ids.contiguous()
+    if dx is not None and (plan.mode == "sparse_dw" or plan.strategy == "dense"):
+        torch.mm(dy, weight, out=dx)
+        dx = None
+    if plan.strategy == "zeros":
+        for result in (dx, dw, db):
+            if result is not None:
+                result.zero_()
+    elif plan.strategy == "dense":
+        if dw is not None:
+            torch.mm(dy.t(), x, out=dw)
+        if db is not None:
+            torch.sum(dy, 0, out=db)
+    elif plan.tiles is None:
+        _run_packed(plan.chunks, ids, dy, x, weight, dx, dw, db)
+    else:
+        if db is not None and dw is None:  # the kernel sums dY where it multiplies it for dW
+            _run_packed(plan.chunks, ids, dy, None, None, None, None, db)
+        _run_tiles(plan.tiles, plan.chunks, ids, dy, x, weight, dx, dw, None if dw is None else db)
+    return results[0], dw, db
+
+
+def _run_tiles(
+    tiles: _Tiles, chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
+) -> None:
+    """Fills dx, dw and, with it, db with one launch, or two if the sums of dW are split."""
+    x, weight = None if dw is None else x, None if dx is None else weight
     m, d_in = dy.shape[0], (weight if x is None else x).shape[1]
-    launch, grid, split, (x_box, dy_dw_box, dy_dx_box, w_box), numbers = _tiles(
-        plan, chunks, m, d_in, dy.dtype, dx is not None, dw is not None, db is not None
-    )
     to_dw, to_db = dw, db
-    if split > 1:
-        acc = launching.accumulator(dy.dtype)
-        to_dw = dy.new_empty((split, chunks.active, d_in), dtype=acc)
-        to_db = None if db is None else dy.new_empty((split, chunks.active), dtype=acc)
-    launch(
-        grid,
+    if tiles.split > 1:
+        to_dw = empty((tiles.split, chunks.active, d_in), accumulator(dy.dtype), dy)
+        to_db = None if db is None else empty((tiles.split, chunks.active), accumulator(dy.dtype), dy)
+    read = zip((x, dy, dy, weight), tiles.block_shapes, strict=True)
+    tiles.launch(
+        tiles.grid,
         ids,
-        *launching.strided(x, 2, dy),
-        dy, *dy.stride(),
-        *launching.strided(weight, 2, dy),
-        dy if dx is None else dx,
-        dy if to_dw is None else to_dw, dy if to_db is None else to_db,
-        None if x_box is None else x_box(x), None if dy_dw_box is None else dy_dw_box(dy),
-        None if dy_dx_box is None else dy_dx_box(dy), None if w_box is None else w_box(weight),
-        *numbers,
+        *strided(x, 2, dy), dy, *dy.stride(), *strided(weight, 2, dy),
+        *(dy if target is None else target for target in (dx, to_dw, to_db)),
+        *(None if shape is None else Descriptor(tensor, shape) for tensor, shape in read),
+        m, d_in, chunks.d_out, chunks.listed, *tiles.counts,
     )  # fmt: skip
-    if split > 1:
+    if tiles.split > 1:
         _place(chunks, ids, to_dw, dw, to_db, db, compact=chunks.dw_compact)
 
 
-@functools.cache
-def _pack_launch(chunk: int, compact: bool, copy: bool, sums: bool, dtype: torch.dtype) -> Launch:
-    config = kernels.PACK_CONFIG
-    return _launch(
-        kernels._sparse_linear_pack_kernel,
-        CHUNK=chunk, ALIGN=kernels.alignment(chunk), SRC_COMPACT=compact, WITH_COPY=copy, WITH_SUMS=sums,
-        ACC=launching.tl_accumulator(dtype), **config.kwargs, num_warps=config.num_warps,
-    )  # fmt: skip
+def _run_packed(
+    chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
+) -> None:
+    """As :func:`_run_tiles`: packs the active columns of dY (summing them for db) and rows of W, and multiplies."""
+    packed_dy, sums = _pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
+    if dx is not None:
+        packed_w, _ = _pack(chunks, ids, weight, 0, chunks.w_compact)
+        torch.mm(packed_dy, packed_w, out=dx)
+    if dw is not None and chunks.dw_compact:
+        torch.mm(packed_dy.t(), x, out=dw)
+    elif dw is not None:
+        product = torch.mm(packed_dy.t(), x, out=empty((chunks.active, x.shape[1]), x.dtype, x))
+        _place(chunks, ids, product[None], dw, sums, db)
+    if db is not None and (dw is None or chunks.dw_compact):
+        _place(chunks, ids, None, None, sums, db, compact=chunks.dw_compact)
 
 
 def _pack(
@@ -509,18 +517,22 @@ def _pack(
 
     A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.
     """
-    shape, strides, active = list(source.shape), source.stride(), chunks.active
-    m, shape[axis] = shape[1 - axis], active
+    shape, strides, config = list(source.shape), source.stride(), kernels.PACK_CONFIG
+    m, shape[axis] = shape[1 - axis], chunks.active
     packed = source
     if copy:
         turned = strides[0] == 1 and strides[1] != 1
-        packed = source.new_empty(shape[::-1]).t() if turned else source.new_empty(shape)
+        packed = empty(shape[::-1], source.dtype, source).t() if turned else empty(shape, source.dtype, source)
     to = packed.stride()
-    blocks = kernels.PACK_CONFIG.kwargs
-    programs = cdiv(m, blocks["ROWS"])
-    partial = source.new_empty((programs, active), dtype=launching.accumulator(source.dtype)) if sums else None
-    _pack_launch(chunks.size, compact, copy, sums, source.dtype)(
-        (cdiv(active, blocks["BLOCK_N"]), programs),
+    grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
+    partial = empty((grid[1], chunks.active), accumulator(source.dtype), source) if sums else None
+    launch = launcher(
+        kernels._sparse_linear_pack_kernel,
+        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size), SRC_COMPACT=compact, WITH_COPY=copy, WITH_SUMS=sums,
+        ACC=tl_accumulator(source.dtype), **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    launch(
+        grid,
         ids,
         source, strides[1 - axis], strides[axis],
         packed, to[1 - axis], to[axis],
@@ -530,91 +542,142 @@ def _pack(
     return packed, partial
 
 
-@functools.cache
-def _place_launch(chunk: int, compact: bool, split: int, copy: bool, sums: bool, dtype: torch.dtype) -> Launch:
-    return _launch(
-        kernels._sparse_linear_place_kernel,
-        CHUNK=chunk, COMPACT=compact, SPLIT=split, WITH_COPY=copy, WITH_SUMS=sums,
-        ACC=launching.tl_accumulator(dtype),
-        BLOCK_N=triton.next_power_of_2(chunk), BLOCK_M=kernels.PLACE_BLOCK_M, BLOCK_A=kernels.BLOCK_A, num_warps=8,
-    )  # fmt: skip
-
-
 def _place(
     chunks: _Chunks, ids: torch.Tensor, source: Any, target: Any, sums: Any, total: Any, *, compact: bool = False
 ) -> None:
     """(SPLIT, A * chunk, M) summed into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
-    copy, dtype = source is not None, (total if target is None else target).dtype
-    m, split = (target.shape[1], source.shape[0]) if copy else (0, 1)
-    _place_launch(chunks.size, compact, split, copy, sums is not None, dtype)(
+    m, split = (0, 1) if source is None else (target.shape[1], source.shape[0])
+    launch = launcher(
+        kernels._sparse_linear_place_kernel,
+        CHUNK=chunks.size, COMPACT=compact, SPLIT=split, WITH_COPY=source is not None, WITH_SUMS=sums is not None,
+        ACC=tl_accumulator((total if target is None else target).dtype),
+        BLOCK_N=triton.next_power_of_2(chunks.size), BLOCK_M=kernels.PLACE_BLOCK_M, BLOCK_A=kernels.BLOCK_A, num_warps=8,
+    )  # fmt: skip
+    launch(
         (chunks.listed if compact else chunks.total, max(1, cdiv(m, kernels.PLACE_BLOCK_M))),
         ids,
-        *launching.strided(source, 3, ids),
-        *launching.strided(target, 2, ids),
-        *((ids, ids) if sums is None else (sums, total)),
+        *strided(source, 3, ids), *strided(target, 2, ids), *((ids, ids) if sums is None else (sums, total)),
         m, chunks.d_out, chunks.listed, 0 if sums is None else sums.shape[0],
     )  # fmt: skip
 
 
-def _run_packed(
-    chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
-) -> None:
-    """As :func:`_run_backward`: packs the active columns of dY (summing them for db) and rows of W, and multiplies."""
-    packed_dy, sums = _pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
-    if dx is not None:
-        packed_w, _ = _pack(chunks, ids, weight, 0, chunks.w_compact)
-        torch.mm(packed_dy, packed_w, out=launching.matrix(dx))
-    if dw is not None and chunks.dw_compact:
-        torch.mm(packed_dy.t(), x, out=dw)
-    elif dw is not None:
-        product = torch.mm(packed_dy.t(), x, out=x.new_empty((chunks.active, x.shape[1])))
-        _place(chunks, ids, product[None], dw, sums, db)
-    if db is not None and (dw is None or chunks.dw_compact):
-        _place(chunks, ids, None, None, sums, db, compact=chunks.dw_compact)
+# --- gradients ------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=4096)
-def _forward_tiles(
-    plan: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, has_bias: bool
-) -> tuple[Launch, tuple[int], tuple[int, ...]]:
-    """-> the launch, its grid, and its arguments from M on."""
-    blocks = plan.config.kwargs
-    num_tiles = cdiv(m, blocks["BLOCK_R"]) * cdiv(chunks.active, blocks["BLOCK_D"])
-    num_zero = 0 if chunks.y_compact else chunks.total * cdiv(m, kernels.ZERO_ROWS)
-    launch = _launch(
-        kernels._sparse_linear_fwd_tiles_kernel,
-        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
-        Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, HAS_BIAS=has_bias,
-        ACC=launching.tl_accumulator(dtype), PRECISION=PRECISION, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
-        **blocks, BLOCK_A=kernels.BLOCK_A, ZERO_ROWS=kernels.ZERO_ROWS,
-        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
-    )  # fmt: skip
-    numbers = (m, d_in, chunks.d_out, chunks.listed, num_tiles, (num_tiles + num_zero) // max(num_zero, 1))
-    return launch, (num_tiles + num_zero,), numbers
+class _Linear(torch.autograd.Function):
+    """:func:`sparse_linear` and :func:`sparse_forward` that autograd records, where nobody observes the call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, plan: _Plan
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, ids)
+        ctx.settings = (*plan.chunks[:5], plan.mode)
+        return _forward(plan, x, weight, bias, ids)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_gradients(ctx, dy), None, None
 
 
-def _run_forward(
-    chunks: _Chunks, ids: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, y: torch.Tensor
-) -> None:
-    """Fills Y (..., d_out), or (..., A * chunk) if ``chunks.y_compact``."""
-    _check_ids("sparse_forward", ids, chunks.d_out, chunks.size)
-    if y.numel() == 0 or chunks.listed == 0:
-        y.zero_()
-        return
-    x, y, ids = launching.matrix(x), launching.matrix(y), ids.contiguous()
-    m, d_in = x.shape
-    strategy = _strategy(chunks, m, d_in, (x, weight), False)
-    if strategy == "dense":
-        _dense(y, x, weight, bias)
-    elif strategy == "tiles":
-        plan = kernels.plan_forward(m, d_in, chunks.active, x.element_size(), runtime.properties(x.device))
-        launch, grid, numbers = _forward_tiles(plan, chunks, m, d_in, x.dtype, bias is not None)
-        tensors = (x, *x.stride(), weight, *weight.stride(), *launching.strided(bias, 1, x), y, y.stride(0))
-        launch(grid, ids, *tensors, *numbers)
-    else:
-        packed_w, _ = _pack(chunks, ids, weight, 0, chunks.w_compact)
-        packed_b = None if bias is None else _pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
-        packed_y = y if chunks.y_compact else y.new_empty((m, chunks.active))
-        _dense(packed_y, x, packed_w, packed_b)
-        if not chunks.y_compact:
-            _place(chunks, ids, packed_y.t()[None], y.t(), None, None)
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """-> the gradients of x, weight and bias."""
+    (x, weight, ids), wanted, (*sizes, mode) = ctx.saved_tensors, ctx.needs_input_grad[:3], ctx.settings
+    if torch.is_grad_enabled() or observed(dy, x, weight, ids):
+        with_dx, with_dw, with_db = wanted
+        with_dw = with_dw or (with_db and mode is None)  # whose gradients say those of db's too
+        found = _backward_operator(dy, x, weight, ids, *ctx.settings, with_dx, with_dw, with_db)
+        return tuple(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True))
+    plan = _plan("sparse_backward", _Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
+    return _backward(plan, dy, x, weight, ids)
+
+
+def _gradients_of_gradients(ctx: Any, gx: torch.Tensor, gw: torch.Tensor, gb: torch.Tensor) -> tuple[Any, ...]:
+    """-> those of dy, x and weight: the products are linear in each tensor, so that each is made of the others."""
+    dy, x, weight, ids = ctx.saved_tensors
+    *sizes, w_compact, dw_compact, mode, with_dx, with_dw, with_db = ctx.settings
+    if mode is not None:
+        raise RuntimeError("kernelbook::sparse_linear_backward cannot be differentiated")
+    needs_dy, needs_x, needs_weight, *_ = ctx.needs_input_grad
+    of_dy = []
+    if needs_dy and with_dx:
+        of_dy += [_linear_operator(gx, weight, None, ids, *sizes, w_compact, w_compact, None)]
+    if needs_dy and with_dw:
+        of_dy += [_linear_operator(x, gw, gb if with_db else None, ids, *sizes, dw_compact, dw_compact, None)]
+    of_x, of_weight = None, None
+    if needs_x and with_dw:
+        of_x = _backward_operator(dy, None, gw, ids, *sizes, dw_compact, False, None, True, False, False)[0]
+    if needs_weight and with_dx:
+        of_weight = _backward_operator(dy, gx, None, ids, *sizes, False, w_compact, None, False, True, False)[1]
+    return sum(of_dy[1:], of_dy[0]) if of_dy else None, of_x, of_weight
+
+
+# --- where somebody observes: operators -----------------------------------------------------------------------------
+# Their numbers are those of _Chunks, and a mode; without one they are the products of active chunks alone.
+
+
+def _run_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *settings: Any) -> torch.Tensor:
+    *sizes, mode = settings
+    op = "sparse_forward" if mode is None else "sparse_linear"
+    return _forward(_plan(op, _Chunks(*sizes), ids, x=x, weight=weight, bias=bias, mode=mode), x, weight, bias, ids)
+
+
+def _run_backward(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, ...]:
+    *sizes, mode, with_dx, with_dw, with_db = settings
+    wanted = with_dx, with_dw, with_db
+    plan = _plan("sparse_backward", _Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
+    return _present(_backward(plan, dy, x, weight, ids), dy)
+
+
+def _present(gradients: Sequence[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients, with an empty tensor for what is not wanted."""
+    return tuple(empty((0,), like.dtype, like) if gradient is None else gradient for gradient in gradients)
+
+
+def _fake_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *settings: Any) -> torch.Tensor:
+    chunks = _Chunks(*settings[:5], ids.shape[0])
+    return x.new_empty((*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out))
+
+
+def _fake_backward(
+    dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, ...]:
+    shapes = _gradient_shapes(_Chunks(*settings[:5], ids.shape[0]), dy, x, weight, settings[6:])
+    return tuple(dy.new_empty((0,) if shape is None else shape) for shape in shapes)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keeps what :func:`_gradients` and :func:`_gradients_of_gradients` take; a bias is not needed."""
+    ctx.settings = inputs[4:]
+    ctx.save_for_backward(*(inputs[:4] if len(inputs) > 10 else (*inputs[:2], inputs[3])))
+
+
+_linear_operator = operator(
+    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, SymInt d_out, "
+    "bool compact, bool weight_compact, bool dw_compact, str? mode) -> Tensor",
+    outputs=_fake_linear,
+    run=_run_linear,
+    setup_context=_keep,
+    backward=lambda ctx, dy: (*_gradients(ctx, dy), *(None,) * 7),
+)
+_backward_operator = operator(
+    "sparse_linear_backward(Tensor dy, Tensor? x, Tensor? weight, Tensor active_chunks, SymInt chunk_size, SymInt d_out, "
+    "bool dy_compact, bool weight_compact, bool dw_compact, str? mode, bool needs_dx, bool needs_dw, bool needs_db) "
+    "-> (Tensor, Tensor, Tensor)",
+    outputs=_fake_backward,
+    run=_run_backward,
+    setup_context=_keep,
+    backward=lambda ctx, *gradients: (*_gradients_of_gradients(ctx, *gradients), *(None,) * 10),
+)
+
+SOURCES = sources()
+_linear_whole = composite(
+    "sparse_linear_whole(str op, Tensor x, Tensor weight, Tensor? bias, Tensor? active_chunks, SymInt chunk_size, "
+    "bool compact, str? mode) -> Tensor",
+    _linear,
+)
+_backward_whole = composite(
+    "sparse_linear_backward_whole(str op, Tensor dy, Tensor? x, Tensor? weight, Tensor active_chunks, SymInt chunk_size, "
+    "bool compact, bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor)",
+    lambda op, dy, *args: _present(_products(op, dy, *args), dy),
+)

@@ -5,14 +5,14 @@ plain PyTorch by the function of the same name with ``_reference``.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 
 import torch
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.launching import Launch, cdiv
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.launch import cdiv, launcher
+from kernelbook.tensors import written
 from kernelbook.train import kernels
 
 # isort: split
@@ -27,8 +27,6 @@ __all__ = [
     "top_chunks",
     "top_chunks_reference",
 ]
-
-_launch = functools.cache(Launch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +132,7 @@ def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor |
     config = kernels.NORMS_CONFIG
     parts = cdiv(d, config.kwargs["BLOCK_D"])
     partial = torch.empty((chunks, parts), dtype=torch.float32, device=grad.device)
-    launch = _launch(kernels._chunk_norms_kernel, CHUNK=chunk_size, **config.kwargs, num_warps=config.num_warps)
+    launch = launcher(kernels._chunk_norms_kernel, CHUNK=chunk_size, **config.kwargs, num_warps=config.num_warps)
     launch((chunks, parts), grad, grad.stride(0), partial, rows, d)
     return torch.linalg.vector_norm(partial, dim=1, out=out)
 
@@ -192,13 +190,13 @@ def knn_scores(
     scores = torch.empty(n, device=norms.device, dtype=torch.float32) if out is None else out
     block_c = max(16, triton.next_power_of_2(longest))
     block_q = max(1, min(16, kernels.KNN_TILE // block_c))
-    launch = _launch(kernels._knn_scores_kernel, K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4)
+    launch = launcher(kernels._knn_scores_kernel, K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4)
     launch(
         (cdiv(longest, block_q), starts.shape[0] - 1),
         features.contiguous(), norms.contiguous(), seen.contiguous(), step, scores, starts.contiguous(),
         n, features.shape[0], window,
     )  # fmt: skip
-    launching.written(scores)
+    written(scores)
     return scores
 
 
@@ -273,7 +271,7 @@ def top_chunks(
     if taken is chosen:
         raise ValueError(f"{op}: chosen must be another tensor than taken, got the same")
     block = kernels.TOP_BLOCK
-    launch = _launch(
+    launch = launcher(
         kernels._top_chunks_kernel, RANDOM=scores is None, HAS_TAKEN=taken is not None, BLOCK=block, num_warps=4
     )
     launch(
@@ -284,7 +282,7 @@ def top_chunks(
         step if step is not None else starts,
         seed, n, longest,
     )  # fmt: skip
-    launching.written(ids, chosen)
+    written(ids, chosen)
     return chosen
 
 

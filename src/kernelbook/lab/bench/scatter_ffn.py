@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernelbook import check, launching, runtime
+from kernelbook import check, runtime
 from kernelbook.lab import floor, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
+from kernelbook.launch import cdiv, launcher
+from kernelbook.memory import accumulator, tl_accumulator
 from kernelbook.scatter_ffn import kernels, op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
+from kernelbook.tensors import precision
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -317,20 +320,19 @@ def fused_ffn(
         block_l: neurons of one program, a power of two of at least 16.
         add: ``False`` stores without adding: a wrong result, to measure what the additions cost.
     """
-    dtype, (x, w_up, w_down) = x.dtype, launching.in_kernel_dtype(x, w_up, w_down)
     (m, k), k_out, count = x.shape, w_down.shape[1], neurons.shape[0]
-    config, acc = kernels.fused_config(block_l), launching.accumulator(x.dtype)
+    config, acc = kernels.fused_config(block_l), accumulator(x.dtype)
     total = x.new_zeros((m, k_out), dtype=acc)
     if total.numel() and count:
-        launch = op._launch(
+        launch = launcher(
             kernels._scatter_ffn_fwd_fused_kernel,
-            ACTIVATION=activation, ADD=add, ACC=launching.tl_accumulator(acc), PRECISION=launching.precision(),
+            ACTIVATION=activation, ADD=add, ACC=tl_accumulator(acc), PRECISION=precision(x.dtype),
             **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         operands = (neurons.contiguous(), x, *x.stride(), w_up, *w_up.stride(), w_down, *w_down.stride(), total)
-        grid = (launching.cdiv(count, block_l), launching.cdiv(m, config.kwargs["BLOCK_M"]))
+        grid = (cdiv(count, block_l), cdiv(m, config.kwargs["BLOCK_M"]))
         launch(grid, *operands, m, w_up.shape[0], k, k_out, count)
-    return total.to(dtype)
+    return total.to(x.dtype)
 
 
 def atomics_experiment() -> pd.DataFrame:

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from kernelbook import check, runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.lab import record, timing
 from kernelbook.lab.bench import Bench
-from kernelbook.launching import Launch
+from kernelbook.launch import launcher
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn import GPT, SparseFFN
 from kernelbook.train import kernels
@@ -52,7 +51,6 @@ SOURCES = (
     *(record.PACKAGE / "train" / f"{name}.py" for name in ("kernels", "loop", "text")),
     *(record.PACKAGE / name for name in ("nn", "scatter_ffn", "attention", "layer_norm")),
 )
-_launch = functools.cache(Launch)
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
 SHARES = (0.05, 0.1, 0.25)
 CONTEXT = 512
@@ -89,7 +87,7 @@ class Predictor(torch.nn.Module):
         scores = self.scores(x).flatten(0, -2)
         (rows, neurons), ids = scores.shape, x.new_empty(self.count, dtype=torch.int64)
         block = min(triton.next_power_of_2(neurons), kernels.ABOVE_BLOCK)
-        launch = _launch(kernels._columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 512))
+        launch = launcher(kernels._columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 512))
         launch((1,), scores, scores.stride(0), self.threshold, ids, rows, neurons, self.count)
         return ids if ids.is_cuda else ids[ids < neurons]  # on the CPU an id that is no neuron's is an error
 
