@@ -22,7 +22,6 @@ from kernelbook.interop import rotary
 from kernelbook.lab.bench.sparse_inference import Predictor
 from kernelbook.moe_lora import kernels as moe_kernels
 from kernelbook.moe_lora import moe_lora_reference
-from kernelbook.moe_lora import op as moe_op
 from kernelbook.nn import kernels as nn_kernels
 from kernelbook.nn import moe
 from kernelbook.scatter_ffn import kernels as ffn_kernels
@@ -370,18 +369,12 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_kernels, "ROUTE_BLOCK", 16)
 
 
-def _forget_launches() -> None:
-    for found in vars(moe_op).values():
-        if hasattr(found, "cache_clear"):
-            found.cache_clear()
-
-
 @pytest.mark.usefixtures("_small_moe_tiles")
 @pytest.mark.parametrize("strategy", ("fused", "split"))
 @pytest.mark.parametrize("packed", (False, True))
 def test_moe_lora(strategy: str, packed: bool) -> None:
     """Two tiles of rows of an expert, of columns, of sums and of the rank; slots to skip; programs that route together."""
-    _forget_launches()
+    plans.forget()
     tokens, experts, slots, k, n, rank = 45, 5, 3, 64, 40, 20
     ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
     ids[::4, 1] = experts
@@ -411,7 +404,7 @@ def test_moe_lora(strategy: str, packed: bool) -> None:
                 given,
                 grads=tuple(given),
             )
-    _forget_launches()
+    plans.forget()
 
 
 def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
