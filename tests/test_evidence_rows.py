@@ -20,6 +20,7 @@ from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
 
+
 @contextlib.contextmanager
 def _tiles(of: Any = ffn_kernels, **configs: Any) -> Iterator[None]:
     """Within the context a room's kernels are cut so; a function's name is that of a rule, which says so for every call."""

@@ -26,7 +26,11 @@ DOORS = {
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py.
-DOORS_THAT_MAY_BE = {"kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"], "routing.py": DOORS["op.py"]}
+DOORS_THAT_MAY_BE = {
+    "kernels_hopper.py": DOORS["kernels.py"],
+    "kernels_decode.py": DOORS["kernels.py"],
+    "routing.py": DOORS["op.py"],
+}
 # A room is measured by lab/bench/<room>.py.
 BENCH = {"runtime", "check", "arguments", "launching", "memory", "packed", "lab"}
 # What kernels of several rooms call, and the kernels that only read, which benches measure.

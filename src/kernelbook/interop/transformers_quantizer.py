@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from kernelbook import arguments, runtime
 from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
 from kernelbook.nf4.op import _dynamic_code, _quantize_absmax
-from kernelbook.nn.moe import store_parameter
+from kernelbook.nn.parameters import store_parameter
 
 __all__ = ["METHOD", "NF4ExpertsConfig", "NF4ExpertsQuantizer"]
 

@@ -391,7 +391,12 @@ def _gemm_plan(
 
 
 def _chosen_strategy(
-    strategy: str, rows: int, shape: tuple[int, ...], rank: int, dtype: torch.dtype, properties: runtime.DeviceProperties
+    strategy: str,
+    rows: int,
+    shape: tuple[int, ...],
+    rank: int,
+    dtype: torch.dtype,
+    properties: runtime.DeviceProperties,
 ) -> str:
     """How the low-rank product is added: "none", "fused" or "split"."""
     if rank == 0:
@@ -813,15 +818,20 @@ def _keep(ctx: Any, u: torch.Tensor | None, flat: tuple[Any, ...]) -> None:
 
 
 def _gradients(ctx: Any, dy: torch.Tensor | None) -> Gradients:
-    needs = tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])
     if dy is None:
         return (None,) * _DIFFERENTIABLE
     u, *tensors = ctx.saved_tensors
-    if torch.is_grad_enabled() or observed(dy, u, *tensors):
-        u = empty((0,), dy.dtype, dy) if u is None else u
-        found = _moe_lora_backward(dy, u, *tensors, *ctx.settings, *needs)
+    return _differentiate(dy, u, (*tensors, *ctx.settings), tuple(ctx.needs_input_grad[:_DIFFERENTIABLE]))
+
+
+def _differentiate(
+    dy: torch.Tensor, u: torch.Tensor | None, flat: tuple[Any, ...], needs: tuple[bool, ...]
+) -> Gradients:
+    """What :func:`_backward` gives, by its operator where somebody observes, or wants a gradient of the gradients."""
+    if torch.is_grad_enabled() or observed(dy, u, *flat[:_TENSORS]):
+        found = _moe_lora_backward(dy, empty((0,), dy.dtype, dy) if u is None else u, *flat, *needs)
         return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
-    return _backward(dy, u, _unflat(*tensors, *ctx.settings), needs)
+    return _backward(dy, u, _unflat(*flat), needs)
 
 
 # --- where somebody observes: operators -----------------------------------------------------------------------------
