@@ -15,7 +15,7 @@ import triton
 from tensors import randn
 
 from kernelbook import arguments, check, plans, runtime
-from kernelbook.moe_lora import kernels, lora_gradients, moe_lora_reference, op, thin_products
+from kernelbook.moe_lora import grouped, kernels, lora_gradients, moe_lora_reference, op, thin_products
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
@@ -78,8 +78,8 @@ def test_products_of_rows_in_small_and_large_tiles(rank: int, lora: str, block_n
     chosen = torch.cat([a, a.new_zeros(1, rank, 48)])[ids[:, 0]].double()
     exact_u = (chosen @ x.double()[:, :, None])[routing.order.long(), :, 0]
     for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
-        for rows, grouped in ((x, False), (x[routing.order.long()], True)):
-            given = op._Given(rows, weight, a, b, None, None, routing, 1.0, lora, grouped, False)
+        for rows, in_order in ((x, False), (x[routing.order.long()], True)):
+            given = op._Given(rows, weight, a, b, None, None, routing, 1.0, lora, in_order, False)
             with _tiles(of=kernels, rows_tiles=tiles), check.poisoned_empty():
                 y, u = op._forward(op._forward_plan("moe_lora", given), given, with_u=True)
             assert check.relative_error(y, exact) < 2e-3
@@ -131,8 +131,8 @@ def test_a_token_with_many_slots() -> None:
     """More than are unrolled."""
     values, gates, x = randn(3 * 20, 10), randn(3, 20), randn(3, 10)
     out, dgates = torch.empty_like(x), torch.empty_like(gates)
-    plan = op._combine_plan(60, 20, 10, values.dtype, has_gates=True, with_dgates=True)
-    op._combine(plan, values, out, gates, None, x, dgates)
+    step = grouped.combine_step(60, 20, 10, values.dtype, has_gates=True, with_dgates=True)
+    grouped.combine(step, values, out, gates, None, x, dgates)
     by_slot = values.view(3, 20, 10)
     torch.testing.assert_close(out, (by_slot * gates[..., None]).sum(1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dgates, (by_slot * x[:, None]).sum(2), rtol=1e-5, atol=1e-5)
