@@ -20,16 +20,16 @@ DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
     "kernels.py": {"kernelbook": {"runtime", "plans", "packed", "tiles"}, "outside": {"torch", "triton"}},
     "op.py": {
-        "kernelbook": {"runtime", "arguments", "launch", "launching", "memory", "plans", "packed"},
+        "kernelbook": {"runtime", "arguments", "launch", "launching", "memory", "plans", "packed", "tensors"},
         "outside": {"torch", "triton"},
     },
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
-# A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py.
+# A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py, and more
+# of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
-    "kernels_hopper.py": DOORS["kernels.py"],
-    "kernels_decode.py": DOORS["kernels.py"],
-    "routing.py": DOORS["op.py"],
+    **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py"), DOORS["kernels.py"]),
+    **dict.fromkeys(("routing.py", "grouped.py"), DOORS["op.py"]),
 }
 # A room is measured by lab/bench/<room>.py.
 BENCH = {"runtime", "check", "arguments", "launching", "memory", "packed", "lab"}
@@ -40,7 +40,9 @@ OWN_MODULES = {
     "kernels.py": set(),
     "kernels_hopper.py": set(),
     "kernels_decode.py": {"kernels"},
-    "op.py": {"kernels", "kernels_hopper", "kernels_decode"},
+    "op.py": {"kernels", "kernels_hopper", "kernels_decode", "routing", "grouped"},
+    "routing.py": {"kernels"},
+    "grouped.py": {"kernels", "routing"},
     "__init__.py": {"op", "reference", "kernels"},
 }
 

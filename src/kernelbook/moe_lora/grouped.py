@@ -197,13 +197,8 @@ def gemm_plan(
 
 
 def _chosen_strategy(
-    strategy: str,
-    rows: int,
-    shape: tuple[int, ...],
-    rank: int,
-    dtype: torch.dtype,
-    properties: runtime.DeviceProperties,
-) -> str:
+    strategy: str, rows: int, shape: tuple[int, ...], rank: int, dtype: torch.dtype, properties: runtime.DeviceProperties
+) -> str:  # fmt: skip
     """How the low-rank product is added: "none", "fused" or "split"."""
     if rank == 0:
         return "none"
