@@ -197,13 +197,14 @@ def gemm_plan(
 
 
 def _chosen_strategy(
-    strategy: str, rows: int, shape: tuple[int, ...], rank: int, dtype: torch.dtype, properties: runtime.DeviceProperties
+    strategy: str, rows: int, shape: Any, rank: int, dtype: torch.dtype, properties: runtime.DeviceProperties
 ) -> str:  # fmt: skip
     """How the low-rank product is added: "none", "fused" or "split"."""
     if rank == 0:
         return "none"
     if strategy == "auto":
-        strategy = kernels.choose_strategy(rows, *shape, rank, properties)
+        experts, k, n = shape
+        strategy = kernels.choose_strategy(rows, experts, k, n, rank, properties)
     return "split" if rank > kernels.FUSED_RANK or dtype == torch.float64 else strategy
 
 
@@ -273,7 +274,7 @@ def gemm(
         products.launch(kernel, routing.lists, plan.tiles_at, plan.num_m, None, x, w, b, u, bias, y, plan.slots)
         return
     if isinstance(w, Matrices):
-        of_w = (w.packed.view(torch.int32) if kernel.in_words else w.packed, 0, 0, 0, None, *w.scales)
+        of_w: tuple[Any, ...] = (w.packed.view(torch.int32) if kernel.in_words else w.packed, 0, 0, 0, None, *w.scales)
     else:
         read = w if kernel.w_by_row else w.transpose(1, 2)
         descriptor = None if kernel.w_block is None else Descriptor(read, kernel.w_block)

@@ -52,8 +52,9 @@ def scatter2scatter(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    given = _Given(x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
-    return _product("scatter2scatter", given, transposed)
+    weight = _weight("scatter2scatter", w, transposed)
+    given = _Given(x, weight, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
+    return _product("scatter2scatter", given)
 
 
 def moe_lora(
@@ -100,8 +101,9 @@ def moe_lora(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device or ``strategy`` is not as above, or ``gates`` come with ``grouped_out``.
     """
-    given = _Given(x, w, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out)
-    return _product("moe_lora", given, transposed)
+    weight = _weight("moe_lora", w, transposed)
+    given = _Given(x, weight, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out)
+    return _product("moe_lora", given)
 
 
 class _Given(NamedTuple):
@@ -120,8 +122,24 @@ class _Given(NamedTuple):
     grouped_out: bool
 
 
-def _product(op: str, given: _Given, transposed: bool) -> torch.Tensor:
-    given = _settled(op, given, transposed)
+def _weight(op: str, w: Any, transposed: bool) -> torch.Tensor | Matrices:
+    """W (E, K, N), as it goes down to the kernels."""
+    if isinstance(w, NF4Tensor):
+        if len(w.shape) != 3:
+            raise ValueError(f"{op}: w must have three dimensions, got shape {w.shape}")
+        e, first, second = w.shape
+        nested = (w.nested_absmax, w.nested_code, w.nested_offset)
+        shape = (e, first, second) if transposed else (e, second, first)
+        return Matrices(w.packed, w.absmax, w.code, nested, w.block_size, shape, bool(transposed))
+    if transposed:
+        raise ValueError(f"{op}: transposed must be False for a dense w, whose strides say it, got {transposed!r}")
+    if not isinstance(w, torch.Tensor):
+        arguments.check_tensor(op, "w", w)
+    return w  # type: ignore[no-any-return]
+
+
+def _product(op: str, given: _Given) -> torch.Tensor:
+    given = _settled(op, given)
     flat = _flat(given)
     y: torch.Tensor
     if is_dynamo_compiling() and are_tensors(*flat[:_TENSORS]):
@@ -129,34 +147,22 @@ def _product(op: str, given: _Given, transposed: bool) -> torch.Tensor:
     elif observed(*flat[:_TENSORS]):
         y = _by_operators(op, given)
     elif wants_gradient(*flat[:_DIFFERENTIABLE]):
-        y = _MoeLora.apply(*flat[:_DIFFERENTIABLE], given, _forward_plan(op, given))
+        y = _MoeLora.apply(*flat[:_DIFFERENTIABLE], _forward_plan(op, given), given, flat)
     else:
         y, _ = _forward(_forward_plan(op, given), given, with_u=False)
     return y
 
 
-def _settled(op: str, given: _Given, transposed: bool) -> _Given:
-    """A call's arguments in autocast's dtype, with plain ones of their types, and W (E, K, N)."""
-    x, w, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out = given
-    x, w, lora_a, lora_b, bias = arguments.in_autocast_dtype(x, w, lora_a, lora_b, bias)
+def _settled(op: str, given: _Given) -> _Given:
+    """Tensors in autocast's dtype, and plain arguments of their types."""
+    *tensors, gates, routing, scaling, strategy, grouped_in, grouped_out = given
     if not isinstance(routing, Routing):
         raise TypeError(f"{op}: routing must be a Routing, as route() returns it, got {type(routing).__name__}")
-    if isinstance(w, NF4Tensor):
-        if len(w.shape) != 3:
-            raise ValueError(f"{op}: w must have three dimensions, got shape {w.shape}")
-        shape = (w.shape[0], *w.shape[1:]) if transposed else (w.shape[0], w.shape[2], w.shape[1])
-        nested = (w.nested_absmax, w.nested_code, w.nested_offset)
-        w = Matrices(w.packed, w.absmax, w.code, nested, w.block_size, shape, bool(transposed))
-    elif transposed:
-        raise ValueError(f"{op}: transposed must be False for a dense w, whose strides say it, got {transposed!r}")
-    elif not isinstance(w, torch.Tensor):
-        arguments.check_tensor(op, "w", w)
     scaling = arguments.number(op, "scaling", scaling)
     if type(strategy) is not str:
         arguments.check_choice(op, "strategy", strategy, STRATEGIES)
-    return _Given(
-        x, w, lora_a, lora_b, bias, gates, routing, scaling, strategy, bool(grouped_in), bool(grouped_out)
-    )  # fmt: skip
+    tensors = arguments.in_autocast_dtype(*tensors)
+    return _Given(*tensors, gates, routing, scaling, strategy, bool(grouped_in), bool(grouped_out))
 
 
 def _check(op: str, given: _Given) -> None:
@@ -209,14 +215,13 @@ def _check(op: str, given: _Given) -> None:
 
 def _key(given: _Given) -> tuple[Any, ...]:
     """What the plans of a call depend on."""
-    x, w, lora_a, lora_b, bias, gates, routing, _, strategy, grouped_in, grouped_out = given
-    ids, _, experts = routing
+    w: Any
+    x, w, lora_a, lora_b, bias, gates, (ids, _, experts), _, strategy, grouped_in, grouped_out = given
+    stored, packing = w, None
     if isinstance(w, Matrices):
-        weight = (w.shape, w.transposed, w.block_size, w.nested[0] is None, w.packed.device)
-        aligned = x.data_ptr() % 16 == 0, w.packed.data_ptr() % 16 == 0
-    else:
-        weight, aligned = form(w), (x.data_ptr() % 16 == 0, w.data_ptr() % 16 == 0)
-    tensors = form(x), weight, form(lora_a), form(lora_b), form(bias), form(gates)
+        stored, packing = w.packed, (w.shape, w.transposed, w.block_size, w.nested[0] is None)
+    aligned = x.data_ptr() % 16 == 0, stored.data_ptr() % 16 == 0
+    tensors = form(x), form(stored), packing, form(lora_a), form(lora_b), form(bias), form(gates)
     plain = ids.shape, ids.device, experts, strategy, grouped_in, grouped_out
     return tensors, aligned, plain, precision(x.dtype), runtime.compile_target
 
@@ -320,10 +325,13 @@ def _new_backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...])
     needs_dx, needs_dw, needs_da, needs_db, needs_dbias, needs_dgates = needs
     x_layout, dy_layout = _layouts(given)
     rank = 0 if a is None else a.shape[1]
-    turned: Any = [None if t is None else t.transpose(1, 2) for t in (b, a)]  # what are A and B to dY
+    turned: Any = [None if t is None else t.transpose(1, 2) for t in (b, a)]
+    turned_a, turned_b = turned  # what A and B are to dY
     gemm = combine = None
     if needs_dx or needs_dgates:
-        gemm = grouped.gemm_plan(routing, dy, dy_layout, w.transpose(1, 2), *turned, False, grouped_in, strategy)
+        gemm = grouped.gemm_plan(
+            routing, dy, dy_layout, w.transpose(1, 2), turned_a, turned_b, False, grouped_in, strategy
+        )
         if gated or not (grouped_in or slots == 1):
             combine = grouped.combine_step(
                 rows, 1 if grouped_in else slots, k, x.dtype, grouped=grouped_in, has_gates=gated, with_out=needs_dx,
@@ -333,7 +341,7 @@ def _new_backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...])
     return _BackwardPlan(
         gemm=gemm,
         combine=combine,
-        shrink=grouped.shrink_plan(routing, dy, dy_layout, turned[0]) if needs_da and gemm is None else None,
+        shrink=grouped.shrink_plan(routing, dy, dy_layout, turned_a) if needs_da and gemm is None else None,
         factors=grouped.factors_step(routing, x, x_layout, dy_layout, rank, n, gated) if both else None,
         da=grouped.wgrad_step(routing, SORTED, x_layout, x, rank, k, gated) if needs_da and not both else None,
         db=grouped.wgrad_step(routing, SORTED, dy_layout, x, rank, n, gated) if needs_db and not both else None,
@@ -342,15 +350,16 @@ def _new_backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...])
     )
 
 
-def _backward(dy: torch.Tensor, u: torch.Tensor | None, given: _Given, needs: tuple[bool, ...]) -> Gradients:
+def _backward(dy: torch.Tensor, u: Any, given: _Given, needs: tuple[bool, ...]) -> Gradients:
     """-> the gradients that are needed, each contiguous; ``None`` for the others."""
     x, w, lora_a, lora_b, bias, gates, routing, scaling, *_ = given
     plan = _backward_plan(dy, given, needs)
     like: Any = zip((x, w, lora_a, lora_b, bias, gates), needs, strict=True)
-    dx, dw, da, db, dbias, dgates = found = [empty(t.shape, t.dtype, x) if needed else None for t, needed in like]
+    found: list[Any] = [empty(t.shape, t.dtype, x) if needed else None for t, needed in like]
+    dx, dw, da, db, dbias, dgates = found
     if routing.rows == 0 or w.shape[2] == 0:
         return tuple(None if gradient is None else gradient.zero_() for gradient in found)
-    d: Any = _empty_u(given) if needs[2] else None
+    d: Any = None if da is None else _empty_u(given)
     lora: Any = None
     if lora_a is not None and lora_b is not None:
         lora = Lora(lora_b.transpose(1, 2), lora_a.transpose(1, 2), d, scaling)
@@ -437,14 +446,14 @@ class _MoeLora(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        given, plan = args[_DIFFERENTIABLE:]
+        plan, given, flat = args[_DIFFERENTIABLE:]
         y, u = _forward(plan, given, with_u=True)
-        _keep(ctx, u, _flat(given))
+        _keep(ctx, u, flat)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return *_gradients(ctx, dy), None, None
+        return *_gradients(ctx, dy), None, None, None
 
 
 def _keep(ctx: Any, u: torch.Tensor | None, flat: tuple[Any, ...]) -> None:

@@ -31,17 +31,17 @@ class Routing(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """k, the experts of a token."""
+        """k, the experts of a token (top_k)."""
         return self.expert_ids.shape[1]
 
     @property
     def rows(self) -> int:
-        """R."""
+        """R, the routed tokens."""
         return self.expert_ids.numel()
 
     @property
     def order(self) -> torch.Tensor:
-        """(R,) int32, the pair t*k + j at each sorted position; stable, slots to skip at the end."""
+        """(R,) int32, the permutation: the pair t*k + j at each sorted position; stable, slots to skip at the end."""
         return self.lists[: self.rows]
 
     @property

@@ -111,7 +111,8 @@ def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor) -> None:
     packed, parametrization = torch.nn.Parameter(q.packed, requires_grad=False), NF4Parametrization(q)
     setattr(module, name, packed)
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
-    module.parametrizations[name] = _Stack([parametrization], packed, unsafe=True)  # type: ignore[index, operator]
+    stacks: Any = module.parametrizations
+    stacks[name] = _Stack([parametrization], packed, unsafe=True)
     type(module).__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
 
 
