@@ -43,8 +43,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[products.Plan | N
     monkeypatch.setattr(products, "plan", planned)
     for name in ("PACKED_ROWS", "PACKED_ELEMENTS"):
         monkeypatch.setattr(nf4_kernels, name, 0)
+    plans.forget()
     with interpreted():
         yield made
+    plans.forget()
 
 
 def _packed(kind: str, *shape: int) -> kb.NF4Tensor:

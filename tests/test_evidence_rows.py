@@ -4,6 +4,7 @@ in their kernels. Sizes end within tiles, and what must not count is NaN or lies
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import kernelbook as kb
 
@@ -14,9 +15,22 @@ import triton
 from tensors import randn
 
 from kernelbook import arguments, check, plans, runtime
-from kernelbook.moe_lora import kernels, lora_gradients, moe_lora_reference, op, thin_products
+from kernelbook.moe_lora import grouped, kernels, lora_gradients, moe_lora_reference, op, thin_products
+from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
+
+
+@contextlib.contextmanager
+def _tiles(of: Any = ffn_kernels, **configs: Any) -> Iterator[None]:
+    """Within the context a room's kernels are cut so; a function's name is that of a rule, which says so for every call."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, config in configs.items():
+            patch.setattr(of, name, (lambda *_, c=config: c) if callable(getattr(of, name)) else config)
+        plans.forget()
+        yield
+    plans.forget()
+
 
 # --- moe_lora -------------------------------------------------------------------------------------------------------
 
@@ -28,7 +42,7 @@ def test_tiles_that_no_rows_need_say_so(rows: int, experts: int) -> None:
         routing = kb.route(torch.full((rows, 1), 5, device=runtime.DEVICE), experts)
     assert routing.offsets.tolist() == [0] * 6 + [rows] * (experts - 5)
     for height in kernels.HEIGHTS:
-        begin, count = op._section(rows, experts, height)
+        begin, count = tiles_of_height(rows, experts, height)
         groups = routing.lists[begin : begin + 3 * count : 3].tolist()
         used = -(-rows // height)
         assert groups == [5] * used + [-1] * (count - used)
@@ -64,10 +78,10 @@ def test_products_of_rows_in_small_and_large_tiles(rank: int, lora: str, block_n
     chosen = torch.cat([a, a.new_zeros(1, rank, 48)])[ids[:, 0]].double()
     exact_u = (chosen @ x.double()[:, :, None])[routing.order.long(), :, 0]
     for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
-        for rows in (op._Rows(x, False, 1), op._Rows(x[routing.order.long()], True, 1)):
-            with check.poisoned_empty():
-                u, y = x.new_empty(48, kernels.padded_rank(rank)), x.new_empty(48, 40)
-                op._launch_rows(routing, rows, weight, op._Lora.of(a, b, u, 1.0), None, y, False, lora, tiles)
+        for rows, in_order in ((x, False), (x[routing.order.long()], True)):
+            given = op._Given(rows, weight, a, b, None, None, routing, 1.0, lora, in_order, False)
+            with _tiles(of=kernels, rows_tiles=tiles), check.poisoned_empty():
+                y, u = op._forward(op._forward_plan("moe_lora", given), given, with_u=True)
             assert check.relative_error(y, exact) < 2e-3
             assert check.relative_error(u[:, :rank], exact_u) < 2e-3
             assert (u[:, rank:] == 0).all() and (u[-7:] == 0).all() and (y[ids[:, 0] == 3] == 0).all()
@@ -76,10 +90,10 @@ def test_products_of_rows_in_small_and_large_tiles(rank: int, lora: str, block_n
 def test_shares_that_do_not_divide_a_long_sum() -> None:
     """Three steps for two programs, and the last token's row ends where memory ends."""
     ids, routing = _routed(5, 4)
-    x, a = randn(9, 96), randn(2, 3, 96)
-    u = x.new_empty(9, 16)
+    x, a, dy, b = randn(9, 96), randn(2, 3, 96), randn(9, 32), randn(2, 32, 3)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=2)
-    op._launch_thin(routing, op._Rows(x, False, 1), op._Lora(a, a, u, 1.0), tiles)
+    with _tiles(of=kernels, thin_tiles=tiles):
+        u, _ = thin_products(x, dy, a, b, routing)
     exact = (a.double()[ids[:, 0]] @ x.double()[:, :, None])[routing.order.long(), :, 0]
     assert check.relative_error(u[:, :3], exact) < 1e-6
 
@@ -96,9 +110,9 @@ def test_a_nan_stays_with_its_expert(dtype: torch.dtype) -> None:
             assert grad[0].isnan().any() and grad[1:].isfinite().all()
     gates = torch.ones(9, 1, dtype=dtype, device=x.device)
     gates[0] = torch.nan
-    dw = x.new_empty(3, 20, 24)
-    clean_x, clean_dy = (op._Rows(t.nan_to_num(), False, 1) for t in (x, dy))
-    op._launch_gram(routing, clean_x, clean_dy, gates, dw)
+    w = randn(3, 20, 24, dtype=dtype).requires_grad_()
+    y = kb.moe_lora(x.nan_to_num(), w, None, None, routing, gates=gates)
+    [dw] = torch.autograd.grad(y, w, dy.nan_to_num())
     assert dw[0].isnan().any() and dw[1:].isfinite().all()
 
 
@@ -117,7 +131,8 @@ def test_a_token_with_many_slots() -> None:
     """More than are unrolled."""
     values, gates, x = randn(3 * 20, 10), randn(3, 20), randn(3, 10)
     out, dgates = torch.empty_like(x), torch.empty_like(gates)
-    op._sum_slots(values, 20, out, gates=gates, x=x, dgates=dgates)
+    step = grouped.combine_step(60, 20, 10, values.dtype, has_gates=True, with_dgates=True)
+    grouped.combine(step, values, out, gates, None, x, dgates)
     by_slot = values.view(3, 20, 10)
     torch.testing.assert_close(out, (by_slot * gates[..., None]).sum(1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dgates, (by_slot * x[:, None]).sum(2), rtol=1e-5, atol=1e-5)
@@ -128,17 +143,6 @@ def test_a_token_with_many_slots() -> None:
 
 def _config(**blocks: int) -> triton.Config:
     return triton.Config(blocks, num_warps=4)
-
-
-@contextlib.contextmanager
-def _tiles(**configs: triton.Config | ffn_kernels.Plan) -> Iterator[None]:
-    """Within the context the room's kernels are cut so; ``plan`` is that of every call."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, config in configs.items():
-            patch.setattr(ffn_kernels, name, (lambda *_, c=config: c) if name == "plan" else config)
-        plans.forget()  # a call of another plan is not repeated
-        yield
-    plans.forget()
 
 
 def _check_ffn(

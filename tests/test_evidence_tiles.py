@@ -22,9 +22,8 @@ from kernelbook.interop import rotary
 from kernelbook.lab.bench.sparse_inference import Predictor
 from kernelbook.moe_lora import kernels as moe_kernels
 from kernelbook.moe_lora import moe_lora_reference
-from kernelbook.moe_lora import op as moe_op
+from kernelbook.nn import experts as nn_experts
 from kernelbook.nn import kernels as nn_kernels
-from kernelbook.nn import moe
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
@@ -365,18 +364,12 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_kernels, "ROUTE_BLOCK", 16)
 
 
-def _forget_launches() -> None:
-    for found in vars(moe_op).values():
-        if hasattr(found, "cache_clear"):
-            found.cache_clear()
-
-
 @pytest.mark.usefixtures("_small_moe_tiles")
 @pytest.mark.parametrize("strategy", ("fused", "split"))
 @pytest.mark.parametrize("packed", (False, True))
 def test_moe_lora(strategy: str, packed: bool) -> None:
     """Two tiles of rows of an expert, of columns, of sums and of the rank; slots to skip; programs that route together."""
-    _forget_launches()
+    plans.forget()
     tokens, experts, slots, k, n, rank = 45, 5, 3, 64, 40, 20
     ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
     ids[::4, 1] = experts
@@ -406,16 +399,16 @@ def test_moe_lora(strategy: str, packed: bool) -> None:
                 given,
                 grads=tuple(given),
             )
-    _forget_launches()
+    plans.forget()
 
 
 def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn_kernels, "BLOCK_I", 16)
     monkeypatch.setattr(nn_kernels, "ROWS", 2)
     monkeypatch.setattr(nn_kernels, "HEADS", 4)
-    moe._swiglu_launch.cache_clear()
+    plans.forget()
     h = randn(5, 74)
-    check.check_op(moe._swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
+    check.check_op(nn_experts._swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
 
     def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         halves = torch.cat([-x[..., 6:], x[..., :6]], -1)
@@ -430,7 +423,7 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             {"q": q, "k": k},
             grads=("q", "k"),
         )
-    moe._swiglu_launch.cache_clear()
+    plans.forget()
 
 
 # --- training -------------------------------------------------------------------------------------------------------

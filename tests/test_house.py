@@ -20,16 +20,17 @@ DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
     "kernels.py": {"kernelbook": {"runtime", "plans", "packed", "tiles"}, "outside": {"torch", "triton"}},
     "op.py": {
-        "kernelbook": {"runtime", "arguments", "launch", "launching", "memory", "plans", "tensors", "packed"},
+        "kernelbook": {"runtime", "arguments", "launch", "memory", "plans", "tensors", "packed"},
         "outside": {"torch", "triton"},
     },
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
-# A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py; where
-# it has kernels of several kinds, which of them a call launches stands beside op.py.
+# A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py, and more
+# of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
-    "kernels_hopper.py": DOORS["kernels.py"], "kernels_decode.py": DOORS["kernels.py"], "launches.py": DOORS["op.py"],
-}  # fmt: skip
+    **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py"), DOORS["kernels.py"]),
+    **dict.fromkeys(("launches.py", "routing.py", "grouped.py"), DOORS["op.py"]),
+}
 # A room is measured by lab/bench/<room>.py.
 BENCH = {"runtime", "check", "arguments", "launch", "launching", "memory", "packed", "tensors", "lab"}
 # What kernels of several rooms call, and the kernels that only read, which benches measure.
@@ -40,7 +41,9 @@ OWN_MODULES = {
     "kernels_hopper.py": set(),
     "kernels_decode.py": {"kernels"},
     "launches.py": {"kernels", "kernels_hopper", "kernels_decode"},
-    "op.py": {"kernels", "kernels_hopper", "kernels_decode", "launches"},
+    "routing.py": {"kernels"},
+    "grouped.py": {"kernels", "routing"},
+    "op.py": {"kernels", "kernels_hopper", "kernels_decode", "launches", "routing", "grouped"},
     "__init__.py": {"op", "reference", "kernels"},
 }
 

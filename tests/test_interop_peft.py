@@ -20,7 +20,7 @@ from tiny_models import MODELS, assert_as_eager, dequantized, losses, tiny_model
 from kernelbook import runtime
 from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
-from kernelbook.nn import moe
+from kernelbook.nn import experts as nn_experts
 
 
 def _config(model: Any, rank: int = 3, **changes: Any) -> peft.LoraConfig:
@@ -56,13 +56,13 @@ def test_logits_and_gradients_are_pefts(name: str) -> None:
 def test_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = interop.use_kernels(_with_lora("qwen3_moe"))
     given = []
-    real = moe.moe_lora
+    real = nn_experts.moe_lora
 
     def spy(x: Any, w: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         given.append((w.data_ptr(), None if a is None else tuple(a.shape)))
         return real(x, w, a, b, *args, **kwargs)
 
-    monkeypatch.setattr(moe, "moe_lora", spy)
+    monkeypatch.setattr(nn_experts, "moe_lora", spy)
     experts = next(interop.expert_modules(model))[1]
     model(tokens())
     assert given == [

@@ -17,6 +17,7 @@ from transformers.integrations import moe as hf_moe
 from kernelbook import check, runtime
 from kernelbook.interop import transformers as interop
 from kernelbook.nf4 import NF4Tensor
+from kernelbook.nn import experts as nn_experts
 from kernelbook.nn import moe
 
 
@@ -62,8 +63,8 @@ def test_a_saved_model_is_loaded_onto_the_kernels(tmp_path: Path) -> None:
 def test_the_kernels_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = interop.use_kernels(tiny_model("mixtral"))
     calls = []
-    real = moe.moe_lora
-    monkeypatch.setattr(moe, "moe_lora", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    real = nn_experts.moe_lora
+    monkeypatch.setattr(nn_experts, "moe_lora", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
     with torch.no_grad():
         model(tokens())
     assert len(calls) == 2 * model.config.num_hidden_layers

@@ -16,6 +16,7 @@ from kernelbook.lab import timing
 from kernelbook.lab.bench import moe_block
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import GatedExperts, MoELayer, NF4Linear, load_balancing_loss, moe
+from kernelbook.nn import experts as nn_experts
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, choose_experts, gated_experts
 
 DEVICE = runtime.DEVICE
@@ -176,7 +177,7 @@ def test_autocast() -> None:
 
 def test_swiglu_gradient() -> None:
     h = torch.randn(5, 12, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    assert torch.autograd.gradcheck(moe._swiglu, (h,))
+    assert torch.autograd.gradcheck(nn_experts._swiglu, (h,))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
@@ -186,7 +187,7 @@ def test_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
     if rows > 1:
         h[0] = 200.0  # exp(-200) and exp(200) leave the range of float32
         h[1] = -200.0
-    check.check_op(moe._swiglu, lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], {"h": h}, grads=("h",))
+    check.check_op(nn_experts._swiglu, lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], {"h": h}, grads=("h",))
 
 
 def test_swiglu_is_an_operator() -> None:
@@ -198,7 +199,7 @@ def test_swiglu_is_an_operator() -> None:
 def test_swiglu_of_rows_that_are_not_contiguous() -> None:
     h = torch.randn(12, 7, device=DEVICE).t()
     gate, up = h.chunk(2, -1)
-    torch.testing.assert_close(moe._swiglu(h), F.silu(gate) * up)
+    torch.testing.assert_close(nn_experts._swiglu(h), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("kind", ("dense", "nf4"))
@@ -338,14 +339,14 @@ def dequantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, Any
     import weakref
 
     calls: list[tuple[int, Any]] = []
-    real = moe._dequantize
+    real = nn_experts._dequantize
 
     def spy(*args: Any) -> torch.Tensor:
         out = real(*args)
         calls.append((out.shape[0], weakref.ref(out.untyped_storage())))
         return out
 
-    monkeypatch.setattr(moe, "_dequantize", spy)
+    monkeypatch.setattr(nn_experts, "_dequantize", spy)
     yield calls
 
 

@@ -1,8 +1,9 @@
 """The room moe_lora: every output and gradient by the rule of check.py, and everything around it."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, label, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, runtime
+from kernelbook import arguments, check, plans, runtime
 from kernelbook.lab import timing
 from kernelbook.lab.bench import moe_lora as bench
 from kernelbook.lab.compiled import compile_calls
@@ -26,6 +27,7 @@ from kernelbook.moe_lora import (
     scatter2scatter_reference,
     thin_products,
 )
+from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.nf4 import kernels as nf4_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,7 +89,7 @@ def _check_routing(ids: torch.Tensor, experts: int) -> kb.Routing:
     assert routing.num_experts == experts and routing.slots == ids.shape[1]
     group_of = ids.reshape(-1).long()[order].tolist()
     for height in kernels.HEIGHTS:
-        begin, count = op._section(ids.numel(), experts, height)
+        begin, count = tiles_of_height(ids.numel(), experts, height)
         covered = []
         for group, first, rows in routing.lists[begin : begin + 3 * count].view(-1, 3).tolist():
             if group >= 0:
@@ -222,27 +224,36 @@ TILES = {
 }
 
 
+@contextlib.contextmanager
+def _cut(**tiles: kernels.Tiles) -> Iterator[None]:
+    """Within the context the room's rules say so."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, found in tiles.items():
+            patch.setattr(kernels, name, lambda *_, found=found: found)
+        plans.forget()
+        yield
+    plans.forget()
+
+
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("lora", ("none", "fused", "split"))
 def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
-    """Also transposed weights, and rows that are read in boxes."""
+    """Also transposed weights, and rows that are read by tensor descriptors."""
     ids = _experts(60, 3, 2, 0.1)
     routing = kb.route(ids, 3)
     inputs = _inputs(ids, 3, 72, 80, 16, torch.float16)
     w, lora_a, lora_b = inputs["w"], inputs["lora_a"], inputs["lora_b"]
-    factors = (lora_a, lora_b) if lora != "none" else (None, None)
+    factors, strategy = ((None, None), "split") if lora == "none" else ((lora_a, lora_b), lora)
     exact = moe_lora_reference(*(None if t is None else t.double() for t in (inputs["x"], w, *factors)), ids)
     scattered = inputs["x"]
     grouped = scattered[(routing.order // 2).long()]
     for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
-        for rows in (op._Rows(scattered, False, 2), op._Rows(grouped, True, 2)):
-            with check.poisoned_empty():
-                u = scattered.new_empty(120, 16)
-                y = scattered.new_empty(120, 80)
-                pair = op._Lora.of(*factors, u, 1.0)
-                op._launch_rows(routing, rows, weight, pair, None, y, False, lora, TILES[name])
+        for x in (scattered, grouped):
+            given = op._Given(x, weight, *factors, None, None, routing, 1.0, strategy, x is grouped, False)
+            with _cut(rows_tiles=TILES[name]), check.poisoned_empty():
+                y, u = op._forward(op._forward_plan("moe_lora", given), given, with_u=True)
             assert check.relative_error(y, exact) < 2e-3
-            assert lora == "none" or bool(torch.isfinite(u).all())
+            assert lora == "none" or (u is not None and bool(torch.isfinite(u).all()))
 
 
 @pytest.mark.parametrize("split", (1, 3, 8))
@@ -253,10 +264,10 @@ def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
     ids = _experts(40, 3, 2, 0.1)
     routing = kb.route(ids, 3)
     x, lora_a = randn(40, 200, dtype=dtype), randn(3, 5, 200, dtype=dtype)
+    dy, lora_b = randn(80, 24, dtype=dtype), randn(3, 24, 5, dtype=dtype)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
-    with check.poisoned_empty():
-        u = x.new_empty(80, 16)
-        op._launch_thin(routing, op._Rows(x, False, 2), op._Lora(lora_a, lora_a, u, 0.3), tiles)
+    with _cut(thin_tiles=tiles), check.poisoned_empty():
+        u, _ = thin_products(x, dy, lora_a, lora_b, routing, scaling=0.3)
     exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
     for position, pair in enumerate(routing.order.tolist()):
         expert = int(ids.reshape(-1)[pair])
@@ -627,7 +638,7 @@ def test_packed_experts_in_pytorchs_machinery() -> None:
     routing = kb.route(ids, 3)
     q = kb.nf4_quantize(randn(3, 16, 32), double_quant=True)
     x = randn(5, 32).requires_grad_()
-    parts = (q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset, 3, 16, 64)
+    parts = (q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset, 3, (3, 32, 16), 64)
     given = (x, q.packed, *(None,) * 4, ids, routing.lists, *parts, 1.0, "auto", False, False, False)
     torch.library.opcheck(torch.ops.kernelbook.moe_lora.default, given)
     compiled = torch.compile(lambda x: kb.scatter2scatter(x * 2, q, routing), fullgraph=True, backend="aot_eager")
@@ -720,7 +731,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     ops = torch.ops.kernelbook
     ids = _experts(5, 3, 2, 0.2)
     torch.library.opcheck(ops.route.default, (ids, 3))
-    rest = (ids, kb.route(ids, 3).lists, *(None,) * 5, 3, 16, 0)
+    rest = (ids, kb.route(ids, 3).lists, *(None,) * 5, 3, (3, 24, 16), 0)
     inputs = _inputs(ids, 3, 24, 16, 4, dtype, with_bias=True, gates=torch.float32)
     leaves = [t.requires_grad_() for t in inputs.values()]
     given = [t.detach() for t in leaves]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from kernelbook.nf4 import NF4Tensor
-from kernelbook.nn.moe import NF4Parametrization
+from kernelbook.nn.parameters import NF4Parametrization
 
 __all__ = ["ExpertBytes", "by_expert"]
 

@@ -17,7 +17,7 @@ import torch
 from peft.tuners.lora import layer
 
 from kernelbook.interop.transformers import HANDED, NAME, _stored, _weight_names, expert_modules
-from kernelbook.nn.moe import LoRAPair
+from kernelbook.nn.experts import LoRAPair
 
 __all__ = ["check_wrappers", "lora_pair", "use_factors"]
 

@@ -28,15 +28,8 @@ from torch.nn.utils import parametrize
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor
-from kernelbook.nn.moe import (
-    Float8Tensor,
-    LoRAPair,
-    Weight,
-    gated_experts,
-    quantizable,
-    quantize_parameter,
-    stored_weight,
-)
+from kernelbook.nn.experts import Float8Tensor, LoRAPair, Weight, gated_experts
+from kernelbook.nn.parameters import quantizable, quantize_parameter, stored_weight
 
 __all__ = [
     "NAME",

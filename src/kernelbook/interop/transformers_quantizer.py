@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kernelbook import arguments, runtime
 from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
-from kernelbook.nn.moe import store_parameter
+from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import quantized_scales
 
 __all__ = ["METHOD", "NF4ExpertsConfig", "NF4ExpertsQuantizer"]

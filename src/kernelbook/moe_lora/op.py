@@ -1,89 +1,28 @@
-"""The public functions, their operators, and the launches."""
+"""The public functions in the order of a call: observed or not, plan, new memory, launches; then the gradients the same way."""
 
-import functools
-from collections.abc import Callable
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from kernelbook import arguments, launching, runtime  # before Triton, which it sets up
-from kernelbook.launching import Launch, cdiv
-from kernelbook.moe_lora import kernels
-from kernelbook.packed import NESTED_BLOCK, NF4Tensor, products
-from kernelbook.packed.products import Matrices, strided
-from kernelbook.plans import derived
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.launch import are_tensors, composite, form, observed, operator, sources, wants_gradient
+from kernelbook.memory import accumulator, empty
+from kernelbook.moe_lora import grouped, kernels
+from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Layout, Lora, ShrinkPlan, Step
+from kernelbook.moe_lora.routing import Routing, route
+from kernelbook.packed import NF4Tensor
+from kernelbook.packed.products import Matrices
+from kernelbook.plans import KeptPlans
+from kernelbook.tensors import precision, without_autocast
 
 __all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
 
 STRATEGIES = ("auto", "fused", "split")
-MAX_ROWS = 2**30
-
-
-class Routing(NamedTuple):
-    """Which token goes to which expert, sorted by expert. Made by :func:`route`; R = T k.
-
-    Attributes:
-        expert_ids: (T, k), as given.
-        lists: int32, the four lists below one behind the other; as one tensor they cost the host one allocation.
-        num_experts: E.
-    """
-
-    expert_ids: torch.Tensor
-    lists: torch.Tensor
-    num_experts: int
-
-    @property
-    def slots(self) -> int:
-        """k, the experts of a token."""
-        return self.expert_ids.shape[1]
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return self.expert_ids.numel()
-
-    @property
-    def order(self) -> torch.Tensor:
-        """(R,) int32, the pair t*k + j at each sorted position; stable, slots to skip at the end."""
-        return self.lists[: self.rows]
-
-    @property
-    def inverse(self) -> torch.Tensor:
-        """(R,) int32, the sorted position of each pair."""
-        return self.lists[self.rows : 2 * self.rows]
-
-    @property
-    def offsets(self) -> torch.Tensor:
-        """(E + 1,) int32, the first sorted position of each expert; the last entry counts the rows not skipped."""
-        return self.lists[2 * self.rows : 2 * self.rows + self.num_experts + 1]
-
-    @property
-    def tiles(self) -> torch.Tensor:
-        """(n, 3) int32, what the kernels' programs work on: runs of positions of one expert, see ``kernels.py``."""
-        return self.lists[2 * self.rows + self.num_experts + 1 :].view(-1, 3)
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
-
-
-def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
-    """Sorts the (token, slot) pairs by expert; without a host synchronisation.
-
-    Args:
-        expert_ids: (T, k) int64 or int32, any strides, entries in [0, E]; E marks a slot to skip, whose output row is
-            zero. On the CPU and under ``KERNELBOOK_DEBUG=1`` the ids are checked; on a GPU without it an id out of range
-            counts as a slot to skip.
-        num_experts: E.
-
-    Returns:
-        The routing that :func:`scatter2scatter` and :func:`moe_lora` take; it can be used many times.
-
-    Raises:
-        TypeError: ``expert_ids`` is not a tensor of int64 or int32, or ``num_experts`` no integer.
-        ValueError: a shape or (where they are checked) an id is not as above.
-    """
-    num_experts = _check_ids(expert_ids, num_experts)
-    return Routing(expert_ids, _route(expert_ids, num_experts), num_experts)
 
 
 def scatter2scatter(
@@ -113,9 +52,9 @@ def scatter2scatter(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    return _product(
-        "scatter2scatter", x, w, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out, transposed
-    )
+    weight = _weight("scatter2scatter", w, transposed)
+    given = _Given(x, weight, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
+    return _product("scatter2scatter", given)
 
 
 def moe_lora(
@@ -162,158 +101,89 @@ def moe_lora(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device or ``strategy`` is not as above, or ``gates`` come with ``grouped_out``.
     """
-    return _product(
-        "moe_lora", x, w, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out, transposed
-    )
+    weight = _weight("moe_lora", w, transposed)
+    given = _Given(x, weight, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out)
+    return _product("moe_lora", given)
 
 
-def _product(
-    op: str, x: torch.Tensor, w: Any, lora_a: Any, lora_b: Any, bias: Any, gates: Any,
-    routing: Routing, scaling: Any, strategy: str, grouped_in: bool, grouped_out: bool, transposed: bool,
-) -> torch.Tensor:  # fmt: skip
-    x, w, lora_a, lora_b, bias = arguments.in_autocast_dtype(x, w, lora_a, lora_b, bias)
-    if not isinstance(routing, Routing):
-        raise TypeError(f"{op}: routing must be a Routing, as route() returns it, got {type(routing).__name__}")
-    scaling = arguments.number(op, "scaling", scaling)
-    packed: tuple[Any, ...] = (None, None, None, None, None)
-    shape: tuple[Any, ...] = (None, None, None)
-    block_size = 0
+class _Given(NamedTuple):
+    """A call's arguments, see :func:`moe_lora`."""
+
+    x: torch.Tensor
+    w: torch.Tensor | Matrices  # (E, K, N), either of them
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    bias: torch.Tensor | None
+    gates: torch.Tensor | None
+    routing: Routing
+    scaling: float
+    strategy: str
+    grouped_in: bool
+    grouped_out: bool
+
+
+def _weight(op: str, w: Any, transposed: bool) -> torch.Tensor | Matrices:
+    """W (E, K, N), as it goes down to the kernels."""
     if isinstance(w, NF4Tensor):
         if len(w.shape) != 3:
             raise ValueError(f"{op}: w must have three dimensions, got shape {w.shape}")
-        packed = (w.absmax, w.code, w.nested_absmax, w.nested_code, w.nested_offset)
-        shape, block_size, w = w.shape, w.block_size, w.packed
-    elif transposed:
+        e, first, second = w.shape
+        nested = (w.nested_absmax, w.nested_code, w.nested_offset)
+        shape = (e, first, second) if transposed else (e, second, first)
+        return Matrices(w.packed, w.absmax, w.code, nested, w.block_size, shape, bool(transposed))
+    if transposed:
         raise ValueError(f"{op}: transposed must be False for a dense w, whose strides say it, got {transposed!r}")
-    expert_ids, lists, experts = routing
-    n = _check(
-        op,
-        x,
-        w,
-        *shape,
-        lora_a,
-        lora_b,
-        bias,
-        gates,
-        expert_ids,
-        experts,
-        strategy,
-        grouped_in,
-        grouped_out,
-        transposed,
-    )
-    given = (
-        x, w, lora_a, lora_b, bias, gates, expert_ids, lists, *packed,
-        experts, n, block_size, scaling, strategy, grouped_in, grouped_out, transposed,
-    )  # fmt: skip
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given[:6]):
-        y: torch.Tensor = _forward(*given)[0]
+    if not isinstance(w, torch.Tensor):
+        arguments.check_tensor(op, "w", w)
+    return w  # type: ignore[no-any-return]
+
+
+def _product(op: str, given: _Given) -> torch.Tensor:
+    given = _settled(op, given)
+    flat = _flat(given)
+    y: torch.Tensor
+    if is_dynamo_compiling() and are_tensors(*flat[:_TENSORS]):
+        y = _moe_lora_whole(op, *flat, SOURCES)
+    elif observed(*flat[:_TENSORS]):
+        y = _by_operators(op, given)
+    elif wants_gradient(*flat[:_DIFFERENTIABLE]):
+        y = _MoeLora.apply(*flat[:_DIFFERENTIABLE], _forward_plan(op, given), given, flat)
     else:
-        y = _inference(*given)
+        y, _ = _forward(_forward_plan(op, given), given, with_u=False)
     return y
 
 
-def lora_gradients(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    routing: Routing,
-    *,
-    scaling: float = 1.0,
-    saved: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dA (E, r, K) and dB (E, N, r) of :func:`moe_lora` alone, in either of the two ways; not differentiable.
-
-    Args:
-        x: (T, K). dy: (T*k, N), row t*k + j for slot j of token t. lora_a: (E, r, K). lora_b: (E, N, r).
-        routing, scaling: as in :func:`moe_lora`.
-        saved: U = scaling x A^T and D = scaling dy B as :func:`thin_products` gives them, which is how the backward pass
-            does it; ``None``: every program computes anew what it needs of them, which is slower and needs no memory.
-
-    Raises: as :func:`moe_lora`.
-    """
-    w = x.new_empty(()).expand(routing.num_experts, x.shape[-1], lora_b.shape[1])
-    ids, experts = routing.expert_ids, routing.num_experts
-    scaling = arguments.number("lora_gradients", "scaling", scaling)
-    _check(
-        "lora_gradients", x, w, None, None, None, lora_a, lora_b, None, None, ids, experts, "auto", False, False, False
-    )
-    arguments.check_shape("lora_gradients", "dy", dy, (routing.rows, lora_b.shape[1]))
-    arguments.check_same_dtype("lora_gradients", x=x, dy=dy, lora_a=lora_a, lora_b=lora_b)
-    dtype = x.dtype
-    x, dy, lora_a, lora_b = launching.in_kernel_dtype(x, dy, lora_a, lora_b)
-    da, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (lora_a, lora_b))
-    x_rows, dy_rows = _Rows(x, False, routing.slots), _Rows(dy, False, 1)
-    if saved is None:
-        _launch_recompute(routing, dy_rows, lora_b, x_rows, scaling, da)
-        _launch_recompute(routing, x_rows, lora_a.transpose(1, 2), dy_rows, scaling, db.transpose(1, 2))
-    else:
-        u, d = launching.in_kernel_dtype(*saved)
-        _launch_factors(routing, d, u, x_rows, dy_rows, None, da, db)
-    return da.to(dtype), db.to(dtype)
+def _settled(op: str, given: _Given) -> _Given:
+    """Tensors in autocast's dtype, and plain arguments of their types."""
+    *tensors, gates, routing, scaling, strategy, grouped_in, grouped_out = given
+    if not isinstance(routing, Routing):
+        raise TypeError(f"{op}: routing must be a Routing, as route() returns it, got {type(routing).__name__}")
+    scaling = arguments.number(op, "scaling", scaling)
+    if type(strategy) is not str:
+        arguments.check_choice(op, "strategy", strategy, STRATEGIES)
+    tensors = arguments.in_autocast_dtype(*tensors)
+    return _Given(*tensors, gates, routing, scaling, strategy, bool(grouped_in), bool(grouped_out))
 
 
-def thin_products(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    routing: Routing,
-    *,
-    scaling: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """U = scaling x A^T and D = scaling dy B, each (T*k, padded rank) in sorted order; not differentiable.
-
-    The rank is padded with zeros to a power of two of at least 16. Arguments as in :func:`lora_gradients`.
-    """
-    dtype = x.dtype
-    x, dy, lora_a, lora_b = launching.in_kernel_dtype(x, dy, lora_a, lora_b)
-    u, d = (_empty_u(x, routing.rows, lora_a) for _ in range(2))
-    if routing.rows > 0:
-        _launch_thin(routing, _Rows(x, False, routing.slots), _Lora(lora_a, lora_b, u, scaling))
-        transposed = _Lora(lora_b.transpose(1, 2), lora_a.transpose(1, 2), d, scaling)
-        _launch_thin(routing, _Rows(dy, False, 1), transposed)
-    return u.to(dtype), d.to(dtype)
-
-
-# --- checks ---------------------------------------------------------------------------------------------------------
-
-
-@arguments.once
-def _check_ids(expert_ids: torch.Tensor, num_experts: Any) -> int:
-    """-> the number of experts."""
-    op = "route"
-    arguments.check_tensor(op, "expert_ids", expert_ids, dtypes=(torch.int64, torch.int32))
-    if expert_ids.ndim != 2:
-        raise ValueError(f"{op}: expert_ids must have two dimensions (T, k), got shape {tuple(expert_ids.shape)}")
-    return arguments.integer(op, "num_experts", num_experts, least=1)
-
-
-@arguments.once
-def _check(
-    op: str, x: torch.Tensor, w: torch.Tensor, stored: int | None, n: Any, k: Any, lora_a: Any, lora_b: Any, bias: Any,
-    gates: Any, expert_ids: torch.Tensor, experts: int, strategy: str, grouped_in: bool, grouped_out: bool,
-    transposed: bool,
-) -> int:  # fmt: skip
-    """-> N. If ``w`` is packed it has shape (stored, n, k), or n and k change places; otherwise these are ``None``."""
+def _check(op: str, given: _Given) -> None:
+    x, w, lora_a, lora_b, bias, gates, routing, _, strategy, grouped_in, grouped_out = given
+    expert_ids, _, experts = routing
     arguments.check_tensor(op, "x", x)
-    if stored is None:
+    if isinstance(w, Matrices):
+        stored, (found, k, n) = w.packed, w.shape
+        if found != experts:
+            sides = (k, n) if w.transposed else (n, k)
+            raise ValueError(f"{op}: w must have shape {(experts, *sides)}, got {(found, *sides)}")
+    else:
         arguments.check_tensor(op, "w", w)
         if w.ndim != 3:
             raise ValueError(f"{op}: w must have three dimensions, got shape {tuple(w.shape)}")
-        _, k, n = w.shape
+        stored, (_, k, n) = w, w.shape
         arguments.check_shape(op, "w", w, (experts, k, n))
         arguments.check_same_dtype(op, x=x, w=w)
-    else:
-        arguments.check_tensor(op, "w", w, dtypes=(torch.uint8,))
-        if stored != experts:
-            raise ValueError(f"{op}: w must have shape {(experts, n, k)}, got {(stored, n, k)}")
-        if transposed:
-            n, k = k, n
     tokens, slots = expert_ids.shape
     arguments.check_shape(op, "x", x, (tokens * slots if grouped_in else tokens, k))
-    arguments.check_same_device(op, x=x, w=w, routing=expert_ids)
+    arguments.check_same_device(op, x=x, w=stored, routing=expert_ids)
     if lora_a is not None and lora_b is not None:
         for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
             arguments.check_tensor(op, name, value)
@@ -338,611 +208,440 @@ def _check(
             raise ValueError(f"{op}: grouped_out must be False with gates, whose sum over the slots is in token order")
     arguments.check_same_device(op, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias, gates=gates)
     arguments.check_choice(op, "strategy", strategy, STRATEGIES)
-    return n
 
 
-# --- routing --------------------------------------------------------------------------------------------------------
-
-# What is compiled only is asked for once, and may be replaced in between.
-_cached: Callable[[Any], Any] = (lambda f: f) if runtime.COMPILE_ONLY else derived
+# --- plans of a call ------------------------------------------------------------------------------------------------
 
 
-def _capacity(rows: int, experts: int, height: int) -> int:
-    """No routing needs more tiles of this height: each group but the empty ones has one that is not full."""
-    least = min if type(rows) is int and type(experts) is int else torch.sym_min
-    return rows // height + least(experts + 1, rows)
+def _key(given: _Given) -> tuple[Any, ...]:
+    """What the plans of a call depend on."""
+    w: Any
+    x, w, lora_a, lora_b, bias, gates, (ids, _, experts), _, strategy, grouped_in, grouped_out = given
+    stored, packing = w, None
+    if isinstance(w, Matrices):
+        stored, packing = w.packed, (w.shape, w.transposed, w.block_size, w.nested[0] is None)
+    aligned = x.data_ptr() % 16 == 0, stored.data_ptr() % 16 == 0
+    tensors = form(x), form(stored), packing, form(lora_a), form(lora_b), form(bias), form(gates)
+    plain = ids.shape, ids.device, experts, strategy, grouped_in, grouped_out
+    return tensors, aligned, plain, precision(x.dtype), runtime.compile_target
 
 
-@_cached
-def _section(rows: int, experts: int, height: int) -> tuple[int, int]:
-    """Where in the lists the tiles of this height begin, and how many there can be."""
-    before = sum(_capacity(rows, experts, h) for h in kernels.HEIGHTS if h < height)
-    return 2 * rows + experts + 1 + 3 * before, _capacity(rows, experts, height)
+def _layouts(given: _Given) -> tuple[Layout, Layout]:
+    """-> of x and of dY. With gates a token's slots share one row of dY, and each gradient counts a row with its gate."""
+    slots = given.routing.slots
+    return Layout(given.grouped_in, slots), Layout(given.grouped_out, 1 if given.gates is None else slots)
 
 
-def _empty_lists(expert_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    rows = expert_ids.numel()
-    tiles = sum(_capacity(rows, experts, height) for height in kernels.HEIGHTS)
-    return torch.empty(2 * rows + experts + 1 + 3 * tiles, dtype=torch.int32, device=expert_ids.device)
+def _empty_u(given: _Given) -> torch.Tensor | None:
+    """U, or D = scaling dY B: (R, padded rank), in expert order; ``None`` without a low-rank update."""
+    if given.lora_a is None:
+        return None
+    return empty((given.routing.rows, kernels.padded_rank(given.lora_a.shape[1])), given.x.dtype, given.x)
 
 
-@_cached
-def _route_plan(rows: int, experts: int) -> tuple[int, int, int, Launch | None, Launch]:
-    """-> programs, pairs of each, padded groups, and the launches that count and that sort."""
-    programs, block_e, block_p = kernels.route_blocks(rows, experts)
-    block, warps = kernels.ROUTE_BLOCK, kernels.ROUTE_WARPS
-    counted = programs > 1
-    count = _launch(kernels._route_fwd_count_kernel, BLOCK=block, BLOCK_E=block_e, num_warps=warps)
-    place = _launch(
-        kernels._route_fwd_place_kernel, COUNTED=counted, HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e,
-        BLOCK_P=block_p, num_warps=warps,
-    )  # fmt: skip
-    return programs, cdiv(cdiv(rows, programs), block) * block, block_e, count if counted else None, place
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _ForwardPlan:
+    """What is decided for a kind of forward pass."""
+
+    shape: tuple[int, int]
+    gemm: GemmPlan | None  # None: there is nothing to compute
+    combine: Step | None  # with gates
 
 
-def _run_route(lists: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> None:
-    arguments.check_index_values("route", "expert_ids", expert_ids, experts + 1)
-    rows = expert_ids.numel()
-    if rows >= MAX_ROWS:
-        raise ValueError(f"route: expert_ids must have fewer than 2^30 entries, got {rows}")
-    if rows == 0:
-        lists.zero_()
-        return
-    programs, each, block_e, count, place = _route_plan(rows, experts)
-    given = (expert_ids, *expert_ids.stride())
-    sizes = (rows, expert_ids.shape[1], experts, each)
-    counts = None
-    if count is not None:
-        counts = torch.empty((programs, block_e), dtype=torch.int32, device=expert_ids.device)
-        count((programs,), *given, counts, *sizes)
-    place((programs,), *given, counts, lists, *sizes)
+_forward_plans = KeptPlans[_ForwardPlan]()
 
 
-_route = launching.operator(
-    "route(Tensor expert_ids, SymInt experts) -> Tensor", outputs=_empty_lists, run=_run_route,
-    repeated=launching.settings,
-)  # fmt: skip
-
-# --- operators ------------------------------------------------------------------------------------------------------
-
-
-class _Given(NamedTuple):
-    """The operators' arguments; see :func:`moe_lora`. If ``w`` is packed there is an ``absmax``."""
-
-    x: torch.Tensor
-    w: torch.Tensor
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
-    bias: torch.Tensor | None
-    gates: torch.Tensor | None
-    expert_ids: torch.Tensor
-    lists: torch.Tensor
-    absmax: torch.Tensor | None
-    code: torch.Tensor | None
-    nested_absmax: torch.Tensor | None
-    nested_code: torch.Tensor | None
-    nested_offset: torch.Tensor | None
-    experts: int
-    n: int
-    block_size: int
-    scaling: float
-    strategy: str
-    grouped_in: bool
-    grouped_out: bool
-    transposed: bool
-
-    @property
-    def weight(self) -> torch.Tensor | Matrices:
-        if self.absmax is None or self.code is None:
-            return self.w
-        nested = (self.nested_absmax, self.nested_code, self.nested_offset)
-        shape = (self.experts, self.x.shape[1], self.n)
-        return Matrices(self.w, self.absmax, self.code, nested, self.block_size, shape, self.transposed)
+def _forward_plan(op: str, given: _Given) -> _ForwardPlan:
+    """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
+    key = _key(given)
+    plan = _forward_plans.get(key)
+    if plan is None:
+        _check(op, given)
+        plan = _new_forward_plan(given)
+        _forward_plans.keep(key, plan)
+    return plan
 
 
-_TENSORS = 13  # of those, the first ones
-_ARGUMENTS = (
-    "Tensor x, Tensor w, Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor expert_ids, Tensor lists, "
-    "Tensor? absmax, Tensor? code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset, "
-    "SymInt experts, SymInt n, int block_size, float scaling, str strategy, bool grouped_in, bool grouped_out, "
-    "bool transposed"
-)
-_GRADIENTS = ("dx", "dw", "da", "db", "dbias", "dgates")
+def _new_forward_plan(given: _Given) -> _ForwardPlan:
+    x, w, lora_a, lora_b, bias, gates, routing, _, strategy, _, grouped_out = given
+    rows, n = routing.rows, w.shape[2]
+    gemm = combine = None
+    if rows and n:
+        x_layout, _ = _layouts(given)
+        gemm = grouped.gemm_plan(routing, x, x_layout, w, lora_a, lora_b, bias is not None, grouped_out, strategy)
+        if gates is not None:
+            combine = grouped.combine_step(rows, routing.slots, n, x.dtype, has_gates=True)
+    return _ForwardPlan((rows if gates is None else routing.expert_ids.shape[0], n), gemm, combine)
 
 
-def _empty_u(x: torch.Tensor, rows: int, lora_a: torch.Tensor | None) -> torch.Tensor:
-    shape = (0,) if lora_a is None else (rows, kernels.padded_rank(lora_a.shape[1]))
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
+def _forward(plan: _ForwardPlan, given: _Given, *, with_u: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """-> Y, and where it is asked for, and there is a low-rank update, U = scaling X A^T, which the backward pass needs."""
+    x, w, lora_a, lora_b, bias, gates, routing, scaling, *_ = given
+    y, u = empty(plan.shape, x.dtype, x), _empty_u(given) if with_u else None
+    if plan.gemm is None:
+        return y.zero_(), None if u is None else u.zero_()
+    lora = None if lora_a is None or lora_b is None else Lora(lora_a, lora_b, u, scaling)
+    routed = y if plan.combine is None else empty((routing.rows, w.shape[2]), x.dtype, x)
+    grouped.gemm(plan.gemm, routing, x, w, lora, bias, routed)
+    if plan.combine is not None:
+        grouped.combine(plan.combine, routed, y, gates)
+    return y, u
 
 
-def _output(*args: Any) -> torch.Tensor:
-    given = _Given(*args)
-    rows = given.expert_ids.numel() if given.gates is None else given.expert_ids.shape[0]
-    return torch.empty((rows, given.n), dtype=given.x.dtype, device=given.x.device)
+Gradients = tuple[torch.Tensor | None, ...]  # of x, w, lora_a, lora_b, bias and gates
 
 
-def _outputs(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> Y, and U = scaling X A^T in sorted order (R, padded rank), which the backward pass needs; empty without LoRA."""
-    given = _Given(*args)
-    return _output(*args), _empty_u(given.x, given.expert_ids.numel(), given.lora_a)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _BackwardPlan:
+    """What is decided for a kind of backward pass; ``None``: it is not wanted."""
+
+    gemm: GemmPlan | None = None  # dY W^T + D A
+    combine: Step | None = None  # where dX is a sum of its rows, or the gradient of the gates is wanted
+    shrink: ShrinkPlan | None = None  # D = scaling dY B, where nothing else is wanted of dY W^T
+    factors: Step | None = None  # dA and dB
+    da: Step | None = None
+    db: Step | None = None
+    dw: Step | None = None
+    dbias: Step | None = None
 
 
-def _run(results: tuple[torch.Tensor, torch.Tensor | None], *args: Any) -> None:
-    (y, u), given = results, _Given(*args)
-    routing = Routing(given.expert_ids, given.lists, given.experts)
-    rows, slots, n = routing.rows, routing.slots, given.n
+_backward_plans = KeptPlans[_BackwardPlan]()
+
+
+def _backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...]) -> _BackwardPlan:
+    key = (_key(given), form(dy), dy.data_ptr() % 16 == 0, needs)
+    plan = _backward_plans.get(key)
+    if plan is None:
+        plan = _new_backward_plan(dy, given, needs)
+        _backward_plans.keep(key, plan)
+    return plan
+
+
+def _new_backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...]) -> _BackwardPlan:
+    x, w, a, b, _, gates, routing, _, strategy, grouped_in, _ = given
+    rows, slots, (_, k, n), gated = routing.rows, routing.slots, w.shape, gates is not None
     if rows == 0 or n == 0:
-        y.zero_()
-        if u is not None:
-            u.zero_()
-        return
-    x, gates = given.x, given.gates
-    lora = _Lora.of(given.lora_a, given.lora_b, u, given.scaling)
-    products = y if gates is None else torch.empty((rows, n), dtype=y.dtype, device=y.device)
-    _launch_rows(
-        routing, _Rows(x, given.grouped_in, slots), given.weight, lora, given.bias, products, given.grouped_out,
-        given.strategy,
-    )  # fmt: skip
-    if gates is not None:
-        _sum_slots(products, slots, y, gates=gates)
-
-
-def _empty_gradients(dy: torch.Tensor, u: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    x, needs = args[0], args[len(_Given._fields) :]
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format)
-        if needed
-        else torch.empty(0, dtype=x.dtype, device=x.device)
-        for t, needed in zip(args[:6], needs, strict=True)
+        return _BackwardPlan()
+    needs_dx, needs_dw, needs_da, needs_db, needs_dbias, needs_dgates = needs
+    x_layout, dy_layout = _layouts(given)
+    rank = 0 if a is None else a.shape[1]
+    turned: Any = [None if t is None else t.transpose(1, 2) for t in (b, a)]
+    turned_a, turned_b = turned  # what A and B are to dY
+    gemm = combine = None
+    if needs_dx or needs_dgates:
+        gemm = grouped.gemm_plan(
+            routing, dy, dy_layout, w.transpose(1, 2), turned_a, turned_b, False, grouped_in, strategy
+        )
+        if gated or not (grouped_in or slots == 1):
+            combine = grouped.combine_step(
+                rows, 1 if grouped_in else slots, k, x.dtype, grouped=grouped_in, has_gates=gated, with_out=needs_dx,
+                with_dgates=needs_dgates,
+            )  # fmt: skip
+    both = needs_da and needs_db
+    return _BackwardPlan(
+        gemm=gemm,
+        combine=combine,
+        shrink=grouped.shrink_plan(routing, dy, dy_layout, turned_a) if needs_da and gemm is None else None,
+        factors=grouped.factors_step(routing, x, x_layout, dy_layout, rank, n, gated) if both else None,
+        da=grouped.wgrad_step(routing, SORTED, x_layout, x, rank, k, gated) if needs_da and not both else None,
+        db=grouped.wgrad_step(routing, SORTED, dy_layout, x, rank, n, gated) if needs_db and not both else None,
+        dw=grouped.wgrad_step(routing, x_layout, dy_layout, x, k, n, gated) if needs_dw else None,
+        dbias=grouped.wgrad_step(routing, SORTED, dy_layout, x, 1, n, gated, exact=True) if needs_dbias else None,
     )
 
 
-def _run_backward(results: tuple[torch.Tensor, ...], dy: torch.Tensor, u: torch.Tensor, *args: Any) -> None:
-    given, needs = _Given(*args[: len(_Given._fields)]), dict(zip(_GRADIENTS, args[len(_Given._fields) :], strict=True))
-    x, gates, bias, a, b = given.x, given.gates, given.bias, given.lora_a, given.lora_b
-    routing = Routing(given.expert_ids, given.lists, given.experts)
-    rows, slots = routing.rows, routing.slots
-    if rows == 0 or given.n == 0:
-        for result in results:
-            result.zero_()
-        return
-    dx, dw, da, db, dbias, dgates = results
-    x_rows = _Rows(x, given.grouped_in, slots)
-    # With gates a token's slots share one row of dY, and each gradient below counts a row with its gate.
-    dy_rows = _Rows(dy, given.grouped_out, slots if gates is not None else 1)
-    d = _empty_u(x, rows, a) if needs["da"] else None
-    transposed = None if a is None or b is None else _Lora.of(b.transpose(1, 2), a.transpose(1, 2), d, given.scaling)
-    if needs["dx"] or needs["dgates"]:
-        grouped = given.grouped_in
-        direct = gates is None and (grouped or slots == 1)
-        grown = dx if direct else torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
-        _launch_rows(routing, dy_rows, given.weight.transpose(1, 2), transposed, None, grown, grouped, given.strategy)
-        if not direct:
-            inner = dgates
-            if needs["dgates"] and bias is not None:
-                inner = torch.empty_like(dgates, dtype=launching.accumulator(x.dtype))
-            _sum_slots(
-                grown, 1 if grouped else slots, dx if needs["dx"] else None, gates=gates,
-                order=given.lists if grouped else None, x=x if needs["dgates"] else None, dgates=inner,
-            )  # fmt: skip
-            if inner is not dgates:
-                _add_share_of_bias(inner, dy, given)
-                dgates.copy_(inner)
-    elif needs["da"] and transposed is not None:
-        _launch_thin(routing, dy_rows, transposed)
-    if needs["da"] and needs["db"]:
-        _launch_factors(routing, d, u, x_rows, dy_rows, gates, da, db)
-    elif needs["da"] and d is not None:
-        _launch_gram(routing, _Rows(d, True, 1), x_rows, gates, da)
-    elif needs["db"]:
-        _launch_gram(routing, _Rows(u, True, 1), dy_rows, gates, db.transpose(1, 2))
-    if needs["dw"]:
-        _launch_gram(routing, x_rows, dy_rows, gates, dw)
-    if needs["dbias"]:
-        ones = torch.ones((rows, 1), dtype=x.dtype, device=x.device)
-        _launch_gram(routing, _Rows(ones, True, 1), dy_rows, gates, dbias.unsqueeze(1), exact=True)
+def _backward(dy: torch.Tensor, u: Any, given: _Given, needs: tuple[bool, ...]) -> Gradients:
+    """-> the gradients that are needed, each contiguous; ``None`` for the others."""
+    x, w, lora_a, lora_b, bias, gates, routing, scaling, *_ = given
+    plan = _backward_plan(dy, given, needs)
+    like: Any = zip((x, w, lora_a, lora_b, bias, gates), needs, strict=True)
+    found: list[Any] = [empty(t.shape, t.dtype, x) if needed else None for t, needed in like]
+    dx, dw, da, db, dbias, dgates = found
+    if routing.rows == 0 or w.shape[2] == 0:
+        return tuple(None if gradient is None else gradient.zero_() for gradient in found)
+    d: Any = None if da is None else _empty_u(given)
+    lora: Any = None
+    if lora_a is not None and lora_b is not None:
+        lora = Lora(lora_b.transpose(1, 2), lora_a.transpose(1, 2), d, scaling)
+    if plan.gemm is not None:
+        grown: Any = dx if plan.combine is None else empty((routing.rows, x.shape[1]), x.dtype, x)
+        grouped.gemm(plan.gemm, routing, dy, w.transpose(1, 2), lora, None, grown)
+        if plan.combine is not None:
+            _sum_up(plan.combine, grown, dx, dgates, dy, given)
+    if plan.shrink is not None:
+        grouped.shrink(plan.shrink, routing, dy, lora.a, d, scaling)
+    if plan.factors is not None:
+        grouped.factors(plan.factors, routing, d, u, x, dy, gates, da, db)
+    if plan.da is not None:
+        grouped.wgrad(plan.da, routing, d, x, gates, da)
+    if plan.db is not None:
+        grouped.wgrad(plan.db, routing, u, dy, gates, db.transpose(1, 2))
+    if plan.dw is not None:
+        grouped.wgrad(plan.dw, routing, x, dy, gates, dw)
+    if plan.dbias is not None:
+        ones = torch.ones((routing.rows, 1), dtype=x.dtype, device=x.device)
+        grouped.wgrad(plan.dbias, routing, ones, dy, gates, dbias.unsqueeze(1))
+    return tuple(found)
+
+
+def _sum_up(step: Step, grown: torch.Tensor, dx: Any, dgates: Any, dy: torch.Tensor, given: _Given) -> None:
+    """Fills dx and dgates, where they are wanted, from dY W^T + D A, a row for each routed token."""
+    order = given.routing.lists if given.grouped_in else None
+    x = None if dgates is None else given.x
+    if dgates is None or given.bias is None:
+        grouped.combine(step, grown, dx, given.gates, order, x, dgates)
+    else:
+        inner = empty(dgates.shape, accumulator(grown.dtype), grown)
+        grouped.combine(step, grown, dx, given.gates, order, x, inner)
+        _add_share_of_bias(inner, dy, given)
+        dgates.copy_(inner)
 
 
 def _add_share_of_bias(dgates: torch.Tensor, dy: torch.Tensor, given: _Given) -> None:
     """y = ... + bias[e]: what the inner products of dX and x leave out."""
     assert given.bias is not None
-    with launching.without_autocast(dy):
+    with without_autocast(dy):
         inner = torch.matmul(dy, given.bias.t())
-    ids = given.expert_ids
-    skipped = (ids < 0) | (ids >= given.experts)
+    ids, _, experts = given.routing
+    skipped = (ids < 0) | (ids >= experts)
     dgates += inner.gather(1, ids.long().masked_fill(skipped, 0)).masked_fill(skipped, 0)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(output[1], *inputs[:_TENSORS])
-    ctx.settings = inputs[_TENSORS:]
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+# --- gradients ------------------------------------------------------------------------------------------------------
 
-
-def _autograd(ctx: Any, dy: torch.Tensor | None, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    if dy is None:
-        return (None,) * len(_Given._fields)
-    needs = ctx.needs_input_grad[:6]
-    gradients = _backward(dy, *ctx.saved_tensors, *ctx.settings, *needs)
-    rest = len(_Given._fields) - len(needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), *(None,) * rest
-
-
-_inference = launching.operator(
-    f"moe_lora_inference({_ARGUMENTS}) -> Tensor", outputs=_output, run=lambda y, *args: _run((y, None), *args),
-    repeated=launching.settings,
-)  # fmt: skip
-_forward = launching.operator(
-    f"moe_lora({_ARGUMENTS}) -> (Tensor, Tensor)", outputs=_outputs, run=_run, setup_context=_setup, backward=_autograd,
-    repeated=launching.settings,
-)  # fmt: skip
-_backward = launching.operator(
-    f"moe_lora_backward(Tensor dy, Tensor u, {_ARGUMENTS}, {', '.join(f'bool needs_{name}' for name in _GRADIENTS)}) "
-    f"-> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
-    outputs=_empty_gradients,
-    run=_run_backward,
-    repeated=launching.settings,
+# A call as an operator's schema and autograd have it: its tensors first, of which the first ones have gradients.
+_TENSORS, _DIFFERENTIABLE = 13, 6
+_ARGUMENTS = (
+    "Tensor x, Tensor w, Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor expert_ids, Tensor lists, "
+    "Tensor? absmax, Tensor? code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset, "
+    "SymInt experts, SymInt[] shape, int block_size, float scaling, str strategy, bool grouped_in, bool grouped_out, "
+    "bool transposed"
 )
 
 
-# --- launches -------------------------------------------------------------------------------------------------------
-
-
-class _Rows(NamedTuple):
-    """Rows (R, N) in sorted order if ``grouped``; otherwise (R / slots, N), row p // slots for pair p."""
-
-    tensor: torch.Tensor
-    grouped: bool
-    slots: int
-
-
-class _Lora(NamedTuple):
-    """a (E, r, K), b (E, N, r), and U (R, padded rank), which is read or written; ``None`` where nobody wants it."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    u: torch.Tensor | None
-    scaling: float
-
-    @classmethod
-    def of(cls, a: Any, b: Any, u: torch.Tensor | None, scaling: float) -> "_Lora | None":
-        """Copies where neither rows nor columns are contiguous (PEFT's B): a tile would read a sector an element."""
-        if a is None or b is None:
-            return None
-        a, b = (t if 1 in t.stride()[1:] else t.contiguous() for t in (a, b))
-        return cls(a, b, u, scaling)
-
-
-@functools.cache
-def _launch(kernel: Any, **constants: Any) -> Launch:
-    return Launch(kernel, **constants)
-
-
-def _tiled(kernel: Any, tiles: kernels.Tiles, **constants: Any) -> Launch:
-    return _launch(kernel, **constants, **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages)
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """How products are added up, see :func:`launching.precision`; nothing but float32 has a choice."""
-    return launching.precision() if dtype == torch.float32 else "ieee"
-
-
-def _in_boxes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, aligned: bool) -> bool:
-    """Whether a tensor descriptor can read it: 16-bit, aligned, its last dimension contiguous."""
-    return itemsize == 2 and 0 not in shape and _has_aligned_rows(strides, itemsize, aligned)
-
-
-def _has_aligned_rows(strides: tuple[int, ...], itemsize: int, aligned: bool) -> bool:
-    *steps, within = strides
-    return aligned and within == 1 and all(step > 0 and step * itemsize % 16 == 0 for step in steps)
-
-
-class _RowsPlan(NamedTuple):
-    launch: Launch
-    grid: tuple[int]
-    tiles_at: int
-    num_m: int
-    how: str  # the low-rank product is added
-    copies_x: bool
-    x_form: Any
-    w_form: Any
-    w_by_row: bool
-
-
-@_cached
-def _rows_plan(
-    rows: int, shape: tuple[int, int, int], dtype: torch.dtype, x_strides: tuple[int, ...], x_aligned: bool,
-    w_strides: tuple[int, ...] | None, w_aligned: bool, packed: tuple[bool, int, bool] | None,
-    rank: int, has_bias: bool, x_grouped: bool, y_grouped: bool, strategy: str, precision: str,
-    properties: runtime.DeviceProperties, tiles: kernels.Tiles | None,
-) -> _RowsPlan:  # fmt: skip
-    """``packed``: whether W is stored transposed, its block size, and whether its scales are quantized."""
-    (experts, k, n), itemsize = shape, dtype.itemsize
-    wide_x = _has_aligned_rows(x_strides, itemsize, x_aligned)
-    # A gradient may come expanded; a copy takes less time than to read it an element at a time.
-    copies_x = not wide_x and k > 0 and k * itemsize % 16 == 0
-    wide_x = wide_x or copies_x
-    how = "none"
-    if rank:
-        how = kernels.choose_strategy(rows, experts, k, n, rank, properties) if strategy == "auto" else strategy
-        if rank > kernels.FUSED_RANK or dtype == torch.float64:
-            how = "split"
-    padded = kernels.padded_rank(rank) if rank else 0
-    access, form, block_size, scale = "narrow", "none", 0, ""
-    if packed is not None:
-        by_row, block_size, nested = packed
-        scale = "nested" if nested else "float32"
-        form = "elements"
-        if itemsize <= 4 and w_aligned and (n if by_row else k) % 32 == 0:
-            access = "packed"
-            form = "permute" if itemsize == 2 and properties.arch.startswith("sm_") else "gather"
-    else:
-        assert w_strides is not None
-        across = (w_strides[0], w_strides[2], w_strides[1])
-        by_row = not _in_boxes(shape, across, itemsize, w_aligned)
-        if wide_x and (not by_row or _in_boxes(shape, w_strides, itemsize, w_aligned)):
-            access = "boxes" if kernels.has_boxes(properties) else "wide"
-    tiles = tiles or kernels.rows_tiles(rows, experts, padded if how == "fused" else 0, itemsize, access, properties)
-    blocks = tiles.kwargs
-    x_form = w_form = None
-    if access == "boxes":
-        sides = (blocks["BLOCK_K"], blocks["BLOCK_N"])
-        w_form = launching.box_form(1, *(sides if by_row else sides[::-1]))
-        if x_grouped:
-            x_form = launching.box_form(tiles.height, blocks["BLOCK_K"])
-    # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
-    block_r = max(32 if tiles.height < 64 else 16, padded) if how == "fused" else max(16, min(padded, 32))
-    launch = _tiled(
-        kernels._moe_lora_fwd_rows_kernel, tiles,
-        PACKED=form, BLOCK_SIZE=block_size, SCALE=scale, NESTED_BLOCK=NESTED_BLOCK,
-        X_GROUPED=x_grouped, Y_GROUPED=y_grouped, W_BY_ROW=by_row, LORA=how, HAS_BIAS=has_bias,
-        ACC=launching.tl_accumulator(dtype), PRECISION=precision, EVEN_K=k % blocks["BLOCK_K"] == 0,
-        r=rank, RANK=padded, BLOCK_R=block_r,
-    )  # fmt: skip
-    tiles_at, num_m = _section(rows, experts, tiles.height)
-    grid = (num_m * cdiv(n, blocks["BLOCK_N"]),)
-    return _RowsPlan(launch, grid, tiles_at, num_m, how, copies_x, x_form, w_form, by_row)
-
-
-def _launch_rows(
-    routing: Routing, rows: _Rows, w: torch.Tensor | Matrices, lora: _Lora | None, bias: torch.Tensor | None,
-    y: torch.Tensor, grouped_out: bool, strategy: str, tiles: kernels.Tiles | None = None,
-) -> None:  # fmt: skip
-    """Fills Y (R, N) from rows and w (E, K, N), and lora's U if there is one."""
-    x, grouped, slots = rows
+def _flat(given: _Given) -> tuple[Any, ...]:
+    """A call as :data:`_ARGUMENTS` has it."""
+    x, w, lora_a, lora_b, bias, gates, (ids, lists, experts), *settings = given
+    stored: torch.Tensor
     if isinstance(w, Matrices):
-        if strategy != "fused" and _launch_packed(routing, rows, w, lora, bias, y, grouped_out):
-            return
-        stored, w_strides = w.packed, None
-        packed: Any = (w.transposed, w.block_size, w.nested[0] is not None)
+        stored, *scales = w.packed, w.absmax, w.code, *w.nested
+        block_size, transposed = w.block_size, w.transposed
     else:
-        stored, packed, w_strides = w, None, w.stride()
-    shape = tuple(w.shape)
-    plan = _rows_plan(
-        routing.rows, shape, x.dtype, x.stride(), x.data_ptr() % 16 == 0, w_strides, stored.data_ptr() % 16 == 0, packed,
-        0 if lora is None else lora.a.shape[1], bias is not None, grouped, grouped_out, strategy, _precision(x.dtype),
-        runtime.properties(x.device), tiles,
-    )  # fmt: skip
-    if plan.copies_x:
-        x = x.clone(memory_format=torch.contiguous_format)
-    a = b = u = None
-    scaling = 0.0
-    if lora is not None:
-        a, b, u, scaling = lora
-        if plan.how == "split":
-            u = _empty_u(x, routing.rows, a) if u is None else u
-            _launch_thin(routing, _Rows(x, grouped, slots), lora._replace(u=u))
-        elif b.stride(2) != 1:
-            # With W and B contiguous along different dimensions, ptxas serializes the tensor cores' instructions.
-            b = b.contiguous()
-    w_box = None
-    scales: tuple[Any, ...] = (None, None, None, None, None)
-    if isinstance(w, Matrices):
-        scales = w.scales
-        if plan.launch.constants["PACKED"] != "elements":
-            stored = stored.view(torch.int32)
-    elif plan.w_form is not None:
-        w_box = plan.w_form(w if plan.w_by_row else w.transpose(1, 2))
-    experts, k, n = shape
-    plan.launch(
-        plan.grid,
-        routing.lists, plan.tiles_at,
-        x, *x.stride(), None if plan.x_form is None else plan.x_form(x),
-        stored, *(w_strides or (0, 0, 0)), w_box,
-        *scales,
-        *strided(a, 3), *strided(b, 3), u,
-        *strided(bias, 2),
-        y,
-        scaling, experts, k, n, slots, plan.num_m,
-    )  # fmt: skip
+        stored, scales, block_size, transposed = w, [None] * 5, 0, False
+    tensors = x, stored, lora_a, lora_b, bias, gates, ids, lists, *scales
+    return *tensors, experts, w.shape, block_size, *settings, transposed
 
 
-def _launch_packed(
-    routing: Routing, rows: _Rows, w: Matrices, lora: _Lora | None, bias: torch.Tensor | None, y: torch.Tensor,
-    grouped_out: bool,
-) -> bool:  # fmt: skip
-    """As :func:`_launch_rows`, by a kernel for packed matrices -> whether there is one."""
-    x, grouped, slots = rows
-    e, k, n = w.shape
-    plan = products.plan(
-        routing.rows, (e, k, n) if w.transposed else (e, n, k), w.transposed, x.dtype, w.block_size,
-        w.nested[0] is not None, 0 if lora is None else lora.a.shape[1], bias is not None, grouped, grouped_out, True,
-        runtime.properties(x.device),
-    )  # fmt: skip
-    if plan is None or w.packed.data_ptr() % 16:
-        return False
-    if not _has_aligned_rows(x.stride(), x.element_size(), x.data_ptr() % 16 == 0):
-        rows = rows._replace(tensor=x.clone(memory_format=torch.contiguous_format))
-    b = u = None
-    if lora is not None:
-        b, u = lora.b, _empty_u(x, routing.rows, lora.a) if lora.u is None else lora.u
-        _launch_thin(routing, rows, lora._replace(u=u))
-    tiles_at, num_m = _section(routing.rows, routing.num_experts, plan.height)
-    products.launch(plan, routing.lists, tiles_at, num_m, None, rows.tensor, w, b, u, bias, y, slots)
-    return True
+def _unflat(*flat: Any) -> _Given:
+    """The opposite of :func:`_flat`."""
+    x, w, lora_a, lora_b, bias, gates, ids, lists, absmax, code, *nested = flat[:_TENSORS]
+    experts, shape, block_size, *settings, transposed = flat[_TENSORS:]
+    if absmax is not None:
+        w = Matrices(w, absmax, code, tuple(nested), block_size, tuple(shape), transposed)
+    return _Given(x, w, lora_a, lora_b, bias, gates, Routing(ids, lists, experts), *settings)
 
 
-@_cached
-def _thin_plan(
-    rows: int, shape: tuple[int, ...], dtype: torch.dtype, grouped: bool, precision: str,
-    properties: runtime.DeviceProperties, tiles: kernels.Tiles | None,
-) -> tuple[Launch, tuple[int, ...], int, int]:  # fmt: skip
-    """-> the launch, its grid, where its tiles begin, and how many programs share a sum."""
-    experts, rank, k = shape
-    padded = kernels.padded_rank(rank)
-    tiles = tiles or kernels.thin_tiles(rows, experts, k, padded, dtype.itemsize, properties)
-    blocks = tiles.kwargs
-    launch = _tiled(
-        kernels._moe_lora_fwd_thin_kernel, tiles, X_GROUPED=grouped, ACC=launching.tl_accumulator(dtype),
-        PRECISION=precision, EVEN_K=k % blocks["BLOCK_K"] == 0, r=rank, RANK=padded,
-    )  # fmt: skip
-    tiles_at, num_m = _section(rows, experts, tiles.height)
-    return launch, (num_m, padded // blocks["BLOCK_R"], blocks["SPLIT"]), tiles_at, blocks["SPLIT"]
+class _MoeLora(torch.autograd.Function):
+    """:func:`moe_lora` that autograd records, where nobody observes the call."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        plan, given, flat = args[_DIFFERENTIABLE:]
+        y, u = _forward(plan, given, with_u=True)
+        _keep(ctx, u, flat)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return *_gradients(ctx, dy), None, None, None
 
 
-def _launch_thin(routing: Routing, rows: _Rows, lora: _Lora, tiles: kernels.Tiles | None = None) -> None:
-    """Fills U = scaling X A^T."""
-    (x, grouped, slots), (a, _, u, scaling) = rows, lora
-    assert u is not None
-    experts, _, k = a.shape
-    launch, grid, tiles_at, split = _thin_plan(
-        routing.rows, a.shape, x.dtype, grouped, _precision(x.dtype), runtime.properties(x.device), tiles
-    )
-    target = u
-    if split > 1:
-        shape = (routing.rows * split, u.shape[1])
-        target = torch.empty(shape, dtype=launching.accumulator(x.dtype), device=x.device)
-    exact = x.dtype == torch.float64  # a kernel takes its scalars in float32
-    stride_e, stride_r, stride_k = a.stride()
-    launch(
-        grid, routing.lists, tiles_at, x, *x.stride(), a, stride_e, stride_k, stride_r, target,
-        1.0 if exact else scaling, experts, k, slots,
-    )  # fmt: skip
-    if split > 1:
-        _sum_slots(target, split, u)
-    if exact:
-        u.mul_(scaling)
+def _keep(ctx: Any, u: torch.Tensor | None, flat: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(u, *flat[:_TENSORS])
+    ctx.settings = flat[_TENSORS:]
+    ctx.set_materialize_grads(False)
 
 
-@_cached
-def _gram_launch(
-    rows: int, experts: int, p: int, dtype: torch.dtype, precision: str, properties: runtime.DeviceProperties,
-    kernel: Any, **constants: Any,
-) -> tuple[Launch, int, int]:  # fmt: skip
-    """-> the launch, and the rows and columns of its tiles."""
-    tiles = kernels.gram_tiles(rows, experts, p, dtype.itemsize, properties)
-    launch = _tiled(kernel, tiles, ACC=launching.tl_accumulator(dtype), PRECISION=precision, P=p, **constants)
-    return launch, tiles.kwargs["BLOCK_P"], tiles.kwargs["BLOCK_Q"]
+def _gradients(ctx: Any, dy: torch.Tensor | None) -> Gradients:
+    if dy is None:
+        return (None,) * _DIFFERENTIABLE
+    u, *tensors = ctx.saved_tensors
+    return _differentiate(dy, u, (*tensors, *ctx.settings), tuple(ctx.needs_input_grad[:_DIFFERENTIABLE]))
 
 
-def _launch_gram(
-    routing: Routing, left: _Rows, right: _Rows, gates: torch.Tensor | None, out: torch.Tensor, *, exact: bool = False
-) -> None:
-    """Fills out (E, P, Q), of any strides: the sum over an expert's rows of left[:, :P]^T right, each with its gate.
-
-    ``exact``: float32 as it is, never tf32.
-    """
-    experts, p, q = out.shape
-    x = left.tensor
-    if out.numel() == 0:
-        return
-    launch, block_p, block_q = _gram_launch(
-        routing.rows, experts, p, x.dtype, "ieee" if exact else _precision(x.dtype), runtime.properties(x.device),
-        kernels._moe_lora_bwd_gram_kernel,
-        L_GROUPED=left.grouped, Z_GROUPED=right.grouped, HAS_GATES=gates is not None,
-    )  # fmt: skip
-    launch(
-        (experts, cdiv(p, block_p), cdiv(q, block_q)),
-        routing.lists, 2 * routing.rows,
-        x, *x.stride(), right.tensor, *right.tensor.stride(),
-        None if gates is None else gates.contiguous(),
-        out, *out.stride(),
-        q, left.slots, right.slots,
-    )  # fmt: skip
+def _differentiate(
+    dy: torch.Tensor, u: torch.Tensor | None, flat: tuple[Any, ...], needs: tuple[bool, ...]
+) -> Gradients:
+    """What :func:`_backward` gives, by its operator where somebody observes, or wants a gradient of the gradients."""
+    if torch.is_grad_enabled() or observed(dy, u, *flat[:_TENSORS]):
+        found = _moe_lora_backward(dy, empty((0,), dy.dtype, dy) if u is None else u, *flat, *needs)
+        return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
+    return _backward(dy, u, _unflat(*flat), needs)
 
 
-def _launch_factors(
-    routing: Routing, d: Any, u: torch.Tensor, x: _Rows, dy: _Rows, gates: torch.Tensor | None,
-    da: torch.Tensor, db: torch.Tensor,
-) -> None:  # fmt: skip
-    """Fills dA (E, r, K) and dB (E, N, r) from D and U (R, padded rank) in sorted order."""
-    (experts, rank, k), n = da.shape, db.shape[1]
-    launch, block_p, block_q = _gram_launch(
-        routing.rows, experts, rank, d.dtype, _precision(d.dtype), runtime.properties(d.device),
-        kernels._moe_lora_bwd_factors_kernel,
-        X_GROUPED=x.grouped, DY_GROUPED=dy.grouped, HAS_GATES=gates is not None,
-    )  # fmt: skip
-    launch(
-        (experts, cdiv(rank, block_p), cdiv(k, block_q) + cdiv(n, block_q)),
-        routing.lists, 2 * routing.rows,
-        d, u, d.stride(0),
-        x.tensor, *x.tensor.stride(), dy.tensor, *dy.tensor.stride(),
-        None if gates is None else gates.contiguous(),
-        da, db,
-        k, n, x.slots, dy.slots,
-    )  # fmt: skip
+# --- where somebody observes: operators -----------------------------------------------------------------------------
 
 
-def _launch_recompute(
-    routing: Routing, left: _Rows, factor: torch.Tensor, right: _Rows, scaling: float, out: torch.Tensor
-) -> None:
-    """Fills out (E, r, Q), of any strides: scaling (left factor[e])^T right over an expert's rows."""
-    experts, c, rank = factor.shape
-    q = right.tensor.shape[1]
-    tiles = kernels.recompute_tiles(rank, factor.element_size())
-    launch = _tiled(
-        kernels._moe_lora_bwd_recompute_kernel, tiles, L_GROUPED=left.grouped, Z_GROUPED=right.grouped,
-        ACC=launching.tl_accumulator(factor.dtype), PRECISION=_precision(factor.dtype), r=rank,
-        RANK=kernels.padded_rank(rank),
-    )  # fmt: skip
-    launch(
-        (experts, cdiv(q, tiles.kwargs["BLOCK_Q"])),
-        routing.lists, 2 * routing.rows,
-        left.tensor, *left.tensor.stride(), factor, *factor.stride(), right.tensor, *right.tensor.stride(),
-        out, *out.stride(),
-        scaling, c, q, left.slots, right.slots,
-    )  # fmt: skip
+def _by_operators(op: str, given: _Given) -> torch.Tensor:
+    _check(op, given)
+    flat = _flat(given)
+    y: torch.Tensor
+    if wants_gradient(*flat[:_DIFFERENTIABLE]):
+        y, _ = _moe_lora(*flat)
+    else:
+        y = _moe_lora_inference(*flat)
+    return y
 
 
-@_cached
-def _slots_plan(
-    slots: int, columns: int, dtype: torch.dtype, grouped: bool, has_gates: bool, with_out: bool, with_dgates: bool
-) -> tuple[Launch, int]:
-    """-> the launch, and the programs of a row."""
-    tiles = kernels.slots_tiles(slots, columns)
-    launch = _tiled(
-        kernels._moe_lora_fwd_slots_kernel, tiles, SLOTS=slots, GROUPED=grouped, HAS_GATES=has_gates, WITH_OUT=with_out,
-        WITH_DGATES=with_dgates, ACC=launching.tl_accumulator(dtype),
-    )  # fmt: skip
-    # The inner products go over all columns, so that one program has to see them.
-    return launch, 1 if with_dgates else cdiv(columns, tiles.kwargs["BLOCK_C"])
+def _nothing(like: torch.Tensor) -> torch.Tensor:
+    """What an operator returns where there is no result."""
+    return empty((0,), like.dtype, like)
 
 
-def _sum_slots(
-    values: torch.Tensor,
-    slots: int,
-    out: torch.Tensor | None,
+def _new_results(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = _unflat(*flat)
+    rows, (_, _, n), u = given.routing.rows, flat[_TENSORS + 1], _empty_u(given)
+    y = empty((rows if given.gates is None else given.routing.expert_ids.shape[0], n), given.x.dtype, given.x)
+    return y, _nothing(y) if u is None else u
+
+
+def _run(*flat: Any, with_u: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    given = _unflat(*flat)
+    y, u = _forward(_forward_plan("moe_lora", given), given, with_u=with_u)
+    return y, _nothing(y) if u is None else u
+
+
+def _run_backward(dy: torch.Tensor, u: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    flat, needs = others[:-_DIFFERENTIABLE], others[-_DIFFERENTIABLE:]
+    found = _backward(dy, u, _unflat(*flat), needs)
+    return tuple(_nothing(dy) if gradient is None else gradient for gradient in found)
+
+
+def _new_gradients(dy: torch.Tensor, u: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    like = zip(others[:_DIFFERENTIABLE], others[-_DIFFERENTIABLE:], strict=True)
+    return tuple(empty(t.shape, t.dtype, dy) if needed else _nothing(dy) for t, needed in like)
+
+
+def _keep_operators(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _keep(ctx, output[1], inputs)
+    ctx.mark_non_differentiable(output[1])
+
+
+_NEEDS = ", ".join(f"bool needs_{name}" for name in ("dx", "dw", "da", "db", "dbias", "dgates"))
+_moe_lora = operator(
+    f"moe_lora({_ARGUMENTS}) -> (Tensor, Tensor)",
+    outputs=_new_results,
+    run=_run,
+    setup_context=_keep_operators,
+    backward=lambda ctx, dy, _: (*_gradients(ctx, dy), *(None,) * (_ARGUMENTS.count(",") + 1 - _DIFFERENTIABLE)),
+)
+_moe_lora_inference = operator(
+    f"moe_lora_inference({_ARGUMENTS}) -> Tensor",
+    outputs=lambda *flat: _new_results(*flat)[0],
+    run=lambda *flat: _run(*flat, with_u=False)[0],
+)
+_moe_lora_backward = operator(
+    f"moe_lora_backward(Tensor dy, Tensor u, {_ARGUMENTS}, {_NEEDS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    outputs=_new_gradients,
+    run=_run_backward,
+)
+
+SOURCES = sources()
+_moe_lora_whole = composite(
+    f"moe_lora_whole(str op, {_ARGUMENTS}) -> Tensor", lambda op, *flat: _by_operators(op, _unflat(*flat))
+)
+
+
+# --- the low-rank update alone --------------------------------------------------------------------------------------
+
+
+def lora_gradients(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    routing: Routing,
     *,
-    gates: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-    x: torch.Tensor | None = None,
-    dgates: torch.Tensor | None = None,
-) -> None:
-    """Sums rows (R, C) of pairs over a token's slots, weighted by gates.
+    scaling: float = 1.0,
+    saved: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dA (E, r, K) and dB (E, N, r) of :func:`moe_lora` alone, in either of the two ways; not differentiable.
 
-    Fills out (R / slots, C), and if there is an x (R / slots, C) dgates (R,), the inner products of ``values`` and ``x``.
-    In sorted order (``order``) there is nothing to sum, slots is 1.
+    Args:
+        x: (T, K). dy: (T*k, N), row t*k + j for slot j of token t. lora_a: (E, r, K). lora_b: (E, N, r).
+        routing, scaling: as in :func:`moe_lora`.
+        saved: U = scaling x A^T and D = scaling dy B as :func:`thin_products` gives them, which is how the backward pass
+            does it; ``None``: every program computes anew what it needs of them, which is slower and needs no memory.
+
+    Raises: as :func:`moe_lora`.
     """
-    rows, columns = values.shape
-    launch, pieces = _slots_plan(
-        slots, columns, values.dtype, order is not None, gates is not None, out is not None, x is not None
-    )
-    launch(
-        (rows // slots, pieces),
-        order, values,
-        None if gates is None else gates.contiguous(),
-        out,
-        *strided(x, 2), None if x is None else dgates,
-        columns,
-    )  # fmt: skip
+    scaling = arguments.number("lora_gradients", "scaling", scaling)
+    plan = _lora_plan("lora_gradients", x, dy, lora_a, lora_b, routing)
+    da, db = (empty(t.shape, t.dtype, t) for t in (lora_a, lora_b))
+    if saved is not None:
+        u, d = saved
+        grouped.factors(plan.factors, routing, d, u, x, dy, None, da, db)
+    else:
+        grouped.recompute(plan.recompute_da, routing, dy, lora_b, x, scaling, da)
+        grouped.recompute(plan.recompute_db, routing, x, lora_a.transpose(1, 2), dy, scaling, db.transpose(1, 2))
+    return da, db
+
+
+def thin_products(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    routing: Routing,
+    *,
+    scaling: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """U = scaling x A^T and D = scaling dy B, each (T*k, padded rank) in sorted order; not differentiable.
+
+    The rank is padded with zeros to a power of two of at least 16. Arguments as in :func:`lora_gradients`.
+    """
+    scaling = arguments.number("thin_products", "scaling", scaling)
+    plan = _lora_plan("thin_products", x, dy, lora_a, lora_b, routing)
+    u, d = (empty((routing.rows, kernels.padded_rank(lora_a.shape[1])), x.dtype, x) for _ in range(2))
+    if plan.shrink_u is not None and plan.shrink_d is not None:
+        grouped.shrink(plan.shrink_u, routing, x, lora_a, u, scaling)
+        grouped.shrink(plan.shrink_d, routing, dy, lora_b.transpose(1, 2), d, scaling)
+    return u, d
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _LoraPlan:
+    """What is decided for a kind of call of these two."""
+
+    shrink_u: ShrinkPlan | None  # None: there are no rows
+    shrink_d: ShrinkPlan | None
+    factors: Step
+    recompute_da: Step
+    recompute_db: Step
+
+
+_lora_plans = KeptPlans[_LoraPlan]()
+
+
+def _lora_plan(
+    op: str, x: torch.Tensor, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing
+) -> _LoraPlan:
+    experts, rows = routing.num_experts, routing.rows
+    key = (*map(form, (x, dy, a, b, routing.expert_ids)), experts, precision(x.dtype), runtime.compile_target)
+    plan = _lora_plans.get(key)
+    if plan is None:
+        w = x.new_empty(()).expand(experts, x.shape[-1], b.shape[1])
+        _check(op, _Given(x, w, a, b, None, None, routing, 1.0, "auto", False, False))
+        arguments.check_shape(op, "dy", dy, (rows, b.shape[1]))
+        arguments.check_same_dtype(op, x=x, dy=dy, lora_a=a, lora_b=b)
+        of_x, of_dy, turned_a, turned_b = Layout(False, routing.slots), Layout(False, 1), *(t.mT for t in (a, b))
+        plan = _LoraPlan(
+            shrink_u=grouped.shrink_plan(routing, x, of_x, a) if rows else None,
+            shrink_d=grouped.shrink_plan(routing, dy, of_dy, turned_b) if rows else None,
+            factors=grouped.factors_step(routing, x, of_x, of_dy, a.shape[1], b.shape[1], False),
+            recompute_da=grouped.recompute_step(of_dy, b, of_x, x.shape[1]),
+            recompute_db=grouped.recompute_step(of_x, turned_a, of_dy, dy.shape[1]),
+        )
+        _lora_plans.keep(key, plan)
+    return plan

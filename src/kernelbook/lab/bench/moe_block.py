@@ -39,11 +39,12 @@ __all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks"]
 
 SOURCES = (
     Path(__file__),
-    record.PACKAGE / "nn" / "moe.py",
+    record.PACKAGE / "nn" / "experts.py",
+    record.PACKAGE / "nn" / "parameters.py",
     record.PACKAGE / "nn" / "kernels.py",
     record.PACKAGE / "interop" / "transformers.py",
     record.PACKAGE / "interop" / "peft.py",
-    record.PACKAGE / "launching.py",
+    record.PACKAGE / "launch.py",
     record.PACKAGE / "moe_lora",
     record.PACKAGE / "nf4",
 )

@@ -175,13 +175,20 @@ def _forward(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The gradient of x alone."""
     t = _Inputs.of(shape, dtype)
-    u = t.x.new_zeros(shape.rows, max(16, shape.rank))  # not needed for dx
-    given = (t.dy, u, t.x, t.w, t.lora_a, t.lora_b, None, None, t.ids, t.routing.lists, *(None,) * 5)
-    sizes = (shape.experts, shape.n, 0)
     needs = (True, False, False, False, False, False)
 
     def ours(strategy: str) -> Callable[[], Tensors]:
-        return lambda: [op._backward(*given, *sizes, 1.0, strategy, shape.grouped, False, False, *needs)[0]]
+        given = op._Given(
+            t.x, t.w, t.lora_a, t.lora_b, None, None, t.routing, 1.0, strategy, shape.grouped, grouped_out=False
+        )
+
+        def call() -> Tensors:
+            with torch.no_grad():
+                dx = op._differentiate(t.dy, None, op._flat(given), needs)[0]
+            assert dx is not None
+            return [dx]
+
+        return call
 
     def grouped_mm() -> Tensors:
         rows, ends = t.dy[t.order], t.ends

@@ -1,0 +1,176 @@
+"""Which token goes to which expert: the permutation that sorts routed tokens by expert, and the tiles that kernels work on."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.launch import Launch, cdiv, form, launcher, observed, operator
+from kernelbook.memory import empty
+from kernelbook.moe_lora import kernels
+from kernelbook.plans import KeptPlans
+
+__all__ = ["Routing", "route", "tiles_of_height"]
+
+MAX_ROWS = 2**30
+
+
+class Routing(NamedTuple):
+    """Which token goes to which expert, sorted by expert. Made by :func:`route`; R = T k.
+
+    Attributes:
+        expert_ids: (T, k), as given.
+        lists: int32, the four lists below one behind the other; as one tensor they cost the host one allocation.
+        num_experts: E.
+    """
+
+    expert_ids: torch.Tensor
+    lists: torch.Tensor
+    num_experts: int
+
+    @property
+    def slots(self) -> int:
+        """k, the experts of a token (top_k)."""
+        return self.expert_ids.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """R, the routed tokens."""
+        return self.expert_ids.numel()
+
+    @property
+    def order(self) -> torch.Tensor:
+        """(R,) int32, the permutation: the pair t*k + j at each sorted position; stable, slots to skip at the end."""
+        return self.lists[: self.rows]
+
+    @property
+    def inverse(self) -> torch.Tensor:
+        """(R,) int32, the sorted position of each pair."""
+        return self.lists[self.rows : 2 * self.rows]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """(E + 1,) int32, the first sorted position of each expert; the last entry counts the rows not skipped."""
+        return self.lists[2 * self.rows : 2 * self.rows + self.num_experts + 1]
+
+    @property
+    def tiles(self) -> torch.Tensor:
+        """(n, 3) int32, what the kernels' programs work on: runs of positions of one expert, see ``kernels.py``."""
+        return self.lists[2 * self.rows + self.num_experts + 1 :].view(-1, 3)
+
+
+def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
+    """Sorts the (token, slot) pairs by expert; without a host synchronisation.
+
+    Args:
+        expert_ids: (T, k) int64 or int32, any strides, entries in [0, E]; E marks a slot to skip, whose output row is
+            zero. On the CPU and under ``KERNELBOOK_DEBUG=1`` the ids are checked; on a GPU without it an id out of range
+            counts as a slot to skip.
+        num_experts: E.
+
+    Returns:
+        The routing that :func:`scatter2scatter` and :func:`moe_lora` take; it can be used many times.
+
+    Raises:
+        TypeError: ``expert_ids`` is not a tensor of int64 or int32, or ``num_experts`` no integer.
+        ValueError: a shape or (where they are checked) an id is not as above.
+    """
+    if type(num_experts) is not int:
+        num_experts = arguments.integer("route", "num_experts", num_experts)
+    if observed(expert_ids):
+        _check(expert_ids, num_experts)
+        return Routing(expert_ids, _route(expert_ids, num_experts), num_experts)
+    return Routing(expert_ids, _sorted(expert_ids, num_experts), num_experts)
+
+
+def _check(expert_ids: torch.Tensor, num_experts: int) -> None:
+    arguments.check_tensor("route", "expert_ids", expert_ids, dtypes=(torch.int64, torch.int32))
+    if expert_ids.ndim != 2:
+        raise ValueError(f"route: expert_ids must have two dimensions (T, k), got shape {tuple(expert_ids.shape)}")
+    arguments.integer("route", "num_experts", num_experts, least=1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Plan:
+    """What is decided for a kind of sort."""
+
+    length: int  # of the lists
+    checks_ids: bool
+    launch_count: Launch | None  # where several programs share the pairs; None also where there is none
+    launch_place: Launch | None  # None: there is no pair
+    programs: int
+    per_program: int
+    counts_shape: tuple[int, int]
+
+
+_plans = KeptPlans[_Plan]()
+
+
+def _plan(expert_ids: torch.Tensor, experts: int) -> _Plan:
+    debug = runtime.debug_enabled()
+    key = (form(expert_ids), experts, debug, runtime.compile_target)
+    plan = _plans.get(key)
+    if plan is None:
+        _check(expert_ids, experts)
+        plan = _new_plan(expert_ids.numel(), experts, checks_ids=debug or not expert_ids.is_cuda)
+        _plans.keep(key, plan)
+    return plan
+
+
+def _new_plan(rows: int, experts: int, *, checks_ids: bool) -> _Plan:
+    if rows >= MAX_ROWS:
+        raise ValueError(f"route: expert_ids must have fewer than 2^30 entries, got {rows}")
+    programs, block_e, block_p = kernels.route_blocks(rows, experts)
+    block, warps = kernels.ROUTE_BLOCK, kernels.ROUTE_WARPS
+    count = launcher(kernels._route_fwd_count_kernel, BLOCK=block, BLOCK_E=block_e, num_warps=warps)
+    place = launcher(
+        kernels._route_fwd_place_kernel, COUNTED=programs > 1, HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e,
+        BLOCK_P=block_p, num_warps=warps,
+    )  # fmt: skip
+    return _Plan(
+        length=_length(rows, experts), checks_ids=checks_ids, launch_count=count if programs > 1 else None,
+        launch_place=place if rows else None, programs=programs,
+        per_program=cdiv(cdiv(rows, programs), block) * block, counts_shape=(programs, block_e),
+    )  # fmt: skip
+
+
+def _sorted(expert_ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """-> the lists of a :class:`Routing`."""
+    plan = _plan(expert_ids, experts)
+    if plan.checks_ids:
+        arguments.check_index_values("route", "expert_ids", expert_ids, experts + 1)
+    lists = empty((plan.length,), torch.int32, expert_ids)
+    if plan.launch_place is None:
+        return lists.zero_()
+    tokens, slots = expert_ids.shape
+    sizes = (tokens * slots, slots, experts, plan.per_program)
+    counts = None
+    if plan.launch_count is not None:
+        counts = empty(plan.counts_shape, torch.int32, expert_ids)
+        plan.launch_count((plan.programs,), expert_ids, *expert_ids.stride(), counts, *sizes)
+    plan.launch_place((plan.programs,), expert_ids, *expert_ids.stride(), counts, lists, *sizes)
+    return lists
+
+
+def _capacity(rows: int, experts: int, height: int) -> int:
+    """No routing needs more tiles of this height: each group but the empty ones has one that is not full."""
+    least = min if type(rows) is int and type(experts) is int else torch.sym_min
+    return rows // height + least(experts + 1, rows)
+
+
+def tiles_of_height(rows: int, experts: int, height: int) -> tuple[int, int]:
+    """Where in a routing's lists the tiles of this height begin, and how many there can be."""
+    before = sum(_capacity(rows, experts, h) for h in kernels.HEIGHTS if h < height)
+    return 2 * rows + experts + 1 + 3 * before, _capacity(rows, experts, height)
+
+
+def _length(rows: int, experts: int) -> int:
+    return 2 * rows + experts + 1 + 3 * sum(_capacity(rows, experts, height) for height in kernels.HEIGHTS)
+
+
+_route = operator(
+    "route(Tensor expert_ids, SymInt experts) -> Tensor",
+    outputs=lambda expert_ids, experts: empty((_length(expert_ids.numel(), experts),), torch.int32, expert_ids),
+    run=_sorted,
+)
