@@ -24,7 +24,7 @@ test: style
 
 # For whoever changes a line: style, the rules of the house, and one room (make quick ROOM=nf4). Within two minutes.
 quick: style
-	$(PY) -m pytest -n auto --dist worksteal tests/test_house.py tests/test_$(or $(ROOM),layer_norm).py
+	$(PY) -m pytest -n auto --dist worksteal tests/test_house.py tests/test_contract.py tests/test_$(or $(ROOM),layer_norm).py
 
 # Which recorded rows are of older sources than these, without a GPU: file, case and column.
 older: $(ENVIRONMENT)
@@ -89,7 +89,7 @@ test-gpu: $(ENVIRONMENT)
 # The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
 # environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy
 # 2.4 breaks Triton 3.6's interpreter.)
-SHORT := tests/test_runtime.py tests/test_launching.py tests/test_compiles.py tests/test_layer_norm.py tests/test_nf4.py
+SHORT := tests/test_runtime.py tests/test_launch.py tests/test_compiles.py tests/test_layer_norm.py tests/test_nf4.py
 test-oldest: OTHER := torch==2.11.0 triton==3.6.0 numpy==2.2.6
 test-next: OTHER := --upgrade --pre torch triton numpy
 test-oldest test-next:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernelbook
-from kernelbook import arguments, launching, runtime
+from kernelbook import arguments, runtime, tensors
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,13 +49,13 @@ def test_both_switches_for_tf32_are_read(switch: str) -> None:
     on, off = set_it[switch]
     script = (
         "import torch\n"
-        "from kernelbook import launching\n"
+        "from kernelbook import tensors\n"
         "matmul = torch.backends.cuda.matmul\n"
-        "assert not launching.allows_tf32()\n"
+        "assert not tensors.allows_tf32()\n"
         f"matmul.{switch} = {on}\n"
-        "assert launching.precision() == 'tf32'\n"
+        "assert tensors.precision(torch.float32) == 'tf32'\n"
         f"matmul.{switch} = {off}\n"
-        "assert launching.precision() == 'ieee'\n"
+        "assert tensors.precision(torch.float32) == 'ieee'\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -63,5 +63,41 @@ def test_both_switches_for_tf32_are_read(switch: str) -> None:
 
 def test_reshaped_shares_memory_and_is_no_view() -> None:
     base = torch.arange(6.0)
-    out = launching.reshaped(base, 2, 3)
+    out = tensors.reshaped(base, 2, 3)
     assert out.shape == (2, 3) and out.data_ptr() == base.data_ptr() and not out._is_view()
+
+
+def test_a_check_is_made_once_for_each_kind_of_call() -> None:
+    made = []
+
+    @arguments.once
+    def check(x: Any, n: Any) -> Any:
+        made.append((x, n))
+        if n == 3:
+            raise ValueError("three")
+        return n
+
+    a, b = torch.ones(4, 2), torch.zeros(4, 2)
+    assert check(a, 1) == check(b, 1) == 1 and len(made) == 1
+    for args in (
+        (a[:3], 1),
+        (a.double(), 1),
+        (a.to_sparse(), 1),
+        (a.to("meta"), 1),
+        (a, 2),
+        (a, True),
+        (a, 1.0),
+        (None, 1),
+    ):
+        before = len(made)
+        check(*args), check(*args)
+        assert len(made) == before + 1, args
+    for _ in range(2):
+        with pytest.raises(ValueError, match="three"):
+            check(a, 3)
+    before = len(made)
+    check([1], 1), check([1], 1)  # not a simple value
+    assert len(made) == before + 2
+    with torch.autograd.forward_ad.dual_level():
+        check(a, 1)
+    assert len(made) == before + 3

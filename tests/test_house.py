@@ -32,7 +32,7 @@ DOORS_THAT_MAY_BE = {
     **dict.fromkeys(("launches.py", "routing.py", "grouped.py"), DOORS["op.py"]),
 }
 # A room is measured by lab/bench/<room>.py.
-BENCH = {"runtime", "check", "arguments", "launch", "launching", "memory", "packed", "tensors", "lab"}
+BENCH = {"runtime", "check", "arguments", "launch", "memory", "packed", "tensors", "lab"}
 # What kernels of several rooms call, and the kernels that only read, which benches measure.
 SHARED_BY_KERNELS = {"tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {

@@ -27,10 +27,11 @@ import numpy as np
 import torch
 
 import kernelbook as kb
-from kernelbook import launching, runtime, train
+from kernelbook import runtime, train
 from kernelbook.lab import compiled, record
 from kernelbook.lab.bench import nf4 as nf4_bench
 from kernelbook.lab.bench.moe_block import MODELS
+from kernelbook.launch import Launch
 from kernelbook.scatter_ffn.kernels import _total
 
 # isort: split
@@ -1047,7 +1048,7 @@ def launches() -> Recording:
         known: list[Any] = []
         frames = Frames("Sixteen calls of one kernel. Nothing is compiled yet.")
         for call, (tensor, n) in enumerate(arguments):
-            key = launching._key((tensor, n), 0)
+            key = Launch._key(0, (tensor, n))[0]
             new = key not in known
             known += [key] * new
             kernel = known.index(key)

@@ -74,10 +74,9 @@ def watching_launches(note: Callable[[str, Any], None]) -> Iterator[None]:
     """Tells ``note`` the name of each kernel that is launched, and the package's launcher if that does it."""
     from triton.runtime.jit import KernelInterface
 
-    from kernelbook import launch, launching
+    from kernelbook.launch import Launch
 
-    getitem, launchers = KernelInterface.__getitem__, (launch.Launch, launching.Launch)
-    launches = {launcher: launcher.__call__ for launcher in launchers}
+    getitem, launch = KernelInterface.__getitem__, Launch.__call__
 
     def named(kernel: Any) -> str:
         return str(getattr(kernel, "__name__", None) or kernel.fn.__name__)
@@ -88,10 +87,10 @@ def watching_launches(note: Callable[[str, Any], None]) -> Iterator[None]:
 
     def watched_launch(self: Any, grid: Any, *args: Any) -> None:
         note(named(self.kernel), self)
-        launches[type(self)](self, grid, *args)
+        launch(self, grid, *args)
 
-    with contextlib.ExitStack() as patched:
-        patched.enter_context(mock.patch.object(KernelInterface, "__getitem__", watched_getitem))
-        for launcher in launchers:
-            patched.enter_context(mock.patch.object(launcher, "__call__", watched_launch))
+    with (
+        mock.patch.object(KernelInterface, "__getitem__", watched_getitem),
+        mock.patch.object(Launch, "__call__", watched_launch),
+    ):
         yield

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kernelbook
-from kernelbook import check, plans, runtime
+from kernelbook import check, memory, plans, runtime
 from kernelbook.lab import bench as registry
 from kernelbook.lab import older, profiling, record, timing, tuning
 from kernelbook.train import command as training
@@ -68,11 +68,12 @@ def _plans(gpu: str) -> str:
 
 def _host_costs() -> list[tuple[str, float]]:
     """Microseconds of the host for PyTorch's cheapest operator, one launch, and each bench's ``host_calls()``."""
-    from kernelbook import launching
+    from kernelbook.launch import Launch
     from kernelbook.layer_norm import kernels
 
     x, y = (torch.ones(64, 256, dtype=torch.bfloat16, device=runtime.DEVICE) for _ in range(2))
-    launch = launching.Launch(kernels._layer_norm_bwd_sum_kernel, WITH_DW=True, WITH_DB=False, ACC=launching.tl_accumulator(x.dtype), BLOCK_G=64, BLOCK_N=16)  # fmt: skip
+    constants = {"WITH_DW": True, "WITH_DB": False, "ACC": memory.tl_accumulator(x.dtype), "BLOCK_G": 64, "BLOCK_N": 16}
+    launch = Launch(kernels._layer_norm_bwd_sum_kernel, **constants)
     calls: dict[str, Callable[[], object]] = {
         "torch.add(x, 1, out=y)": lambda: torch.add(x, 1, out=y),
         "one launch": lambda: launch((16, 1), x, x, y, y, 64, 256),

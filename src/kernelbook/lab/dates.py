@@ -116,7 +116,7 @@ DATED: dict[str, Sources] = {
     "choosing_tiles_compiled": Sources(("sparse_linear", "moe_lora")),
     "first_kernel": Sources(page="first_kernel"),
     "first_kernel_steps": Sources(page="first_kernel"),
-    "launches": Sources(("layer_norm", "launch.py", "launching.py")),
+    "launches": Sources(("layer_norm", "launch.py")),
     "layer_norm_barrier": Sources(("layer_norm",)),
     "layer_norm_lock": Sources(page="layer_norm"),
     "layer_norm_steps": Sources(page="layer_norm"),

@@ -69,8 +69,8 @@ LATER_COLUMNS = {
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARED_SOURCES = (
     "launch.py",
-    "launching.py",
     "memory.py",
+    "tensors.py",
     "arguments.py",
     "plans.py",
     "runtime.py",
