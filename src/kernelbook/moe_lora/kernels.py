@@ -195,8 +195,8 @@ def _load_elements(
 def _rows_tile(
     expert, first, rows, pid_n,
     order_ptr,
-    x_ptr, stride_xm, stride_xk, x_desc,
-    w_ptr, stride_we, stride_wk, stride_wn, w_desc,
+    x_ptr, stride_xm, stride_xk, x_box,
+    w_ptr, stride_we, stride_wk, stride_wn, w_box,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
     a_ptr, stride_ae, stride_ar, stride_ak,
     b_ptr, stride_be, stride_bn, stride_br,
@@ -230,7 +230,7 @@ def _rows_tile(
     elif PACKED == "gather":
         code = tl.load(code_ptr + tl.arange(0, 16))
         values = code
-    elif PACKED == "none" and w_desc is None:
+    elif PACKED == "none" and w_box is None:
         w_ptrs = w_ptr + expert64 * stride_we
         w_ptrs += offs_k.to(tl.int64)[:, None] * stride_wk
         w_ptrs += offs_n.to(tl.int64)[None, :] * stride_wn
@@ -279,19 +279,19 @@ def _rows_tile(
                     PACKED == "permute", x_ptr.dtype.element_ty,
                 )  # fmt: skip
                 w = tl.trans(w)
-        elif w_desc is not None:
+        elif w_box is not None:
             if W_BY_ROW:
-                w = w_desc.load([expert, k, pid_n * BLOCK_N])
+                w = w_box.load([expert, k, pid_n * BLOCK_N])
                 w = w.reshape(BLOCK_K, BLOCK_N)
             else:
-                w = w_desc.load([expert, pid_n * BLOCK_N, k])
+                w = w_box.load([expert, pid_n * BLOCK_N, k])
                 w = tl.trans(w.reshape(BLOCK_N, BLOCK_K))
         else:
             mask_w = mask_k[:, None] & mask_n[None, :]  # (BLOCK_K, BLOCK_N)
             w = tl.load(w_ptrs, mask=mask_w, other=0.0)
             w_ptrs += step_w
-        if x_desc is not None:
-            x = x_desc.load([first, k])  # (BLOCK_M, BLOCK_K)
+        if x_box is not None:
+            x = x_box.load([first, k])  # (BLOCK_M, BLOCK_K)
         elif EVEN_K:
             x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
         else:
@@ -326,8 +326,8 @@ def _rows_tile(
 @triton.jit(do_not_specialize=["tiles_at", "E", "slots", "num_m"])
 def _moe_lora_fwd_rows_kernel(
     routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there (num_m, 3) group, first position and rows
-    x_ptr, stride_xm, stride_xk, x_desc,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
-    w_ptr, stride_we, stride_wk, stride_wn, w_desc,  # (E, K, N); if PACKED words, of (E, N, K) unless W_BY_ROW
+    x_ptr, stride_xm, stride_xk, x_box,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
+    w_ptr, stride_we, stride_wk, stride_wn, w_box,  # (E, K, N); if PACKED words, of (E, N, K) unless W_BY_ROW
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # as in packed/kernels.py, if PACKED
     a_ptr, stride_ae, stride_ar, stride_ak,  # (E, r, K), if LORA is "fused"
     b_ptr, stride_be, stride_bn, stride_br,  # (E, N, r), if LORA
@@ -366,7 +366,7 @@ def _moe_lora_fwd_rows_kernel(
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
-                w_ptr, stride_we, stride_wk, stride_wn, w_desc,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
                 scaling, K, N, slots, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
@@ -374,8 +374,8 @@ def _moe_lora_fwd_rows_kernel(
             )  # fmt: skip
         else:
             _rows_tile(
-                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_desc,
-                w_ptr, stride_we, stride_wk, stride_wn, w_desc,
+                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_box,
+                w_ptr, stride_we, stride_wk, stride_wn, w_box,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
                 scaling, K, N, slots, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,

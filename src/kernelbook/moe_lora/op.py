@@ -155,14 +155,15 @@ def _product(op: str, given: _Given) -> torch.Tensor:
 
 def _settled(op: str, given: _Given) -> _Given:
     """Tensors in autocast's dtype, and plain arguments of their types."""
-    *tensors, gates, routing, scaling, strategy, grouped_in, grouped_out = given
+    x, w, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out = given
     if not isinstance(routing, Routing):
         raise TypeError(f"{op}: routing must be a Routing, as route() returns it, got {type(routing).__name__}")
     scaling = arguments.number(op, "scaling", scaling)
     if type(strategy) is not str:
         arguments.check_choice(op, "strategy", strategy, STRATEGIES)
-    tensors = arguments.in_autocast_dtype(*tensors)
-    return _Given(*tensors, gates, routing, scaling, strategy, bool(grouped_in), bool(grouped_out))
+    x, w, lora_a, lora_b, bias = arguments.in_autocast_dtype(x, w, lora_a, lora_b, bias)
+    plain = scaling, strategy, bool(grouped_in), bool(grouped_out)
+    return _Given(x, w, lora_a, lora_b, bias, gates, routing, *plain)
 
 
 def _check(op: str, given: _Given) -> None:
