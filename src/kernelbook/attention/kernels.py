@@ -645,7 +645,7 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
 
 
 def section(length: int, heads: int, d: int, itemsize: int, causal: bool, properties: runtime.DeviceProperties) -> int:
-    """How many of ``heads`` heads to work on at a time.
+    """How many of ``heads`` heads to work on at a time: the swizzle of the programs.
 
     Where programs differ in length, many, so that all long programs come first: about as many as have two (length, d)
     tensors in half the L2 cache. All sections are equally large: the long programs of a small one would be left over at the

@@ -388,11 +388,11 @@ def _gradients(ctx: Any, do: Tensor | None, _lse: None = None) -> tuple[Tensor |
     """-> the gradients of all arguments."""
     if do is None:
         return (None,) * 7
-    *saved, lengths = ctx.saved_tensors
-    if torch.is_grad_enabled() or observed(do, *saved, lengths):
-        found = _backward_operator(do, *saved, ctx.causal, ctx.scale, lengths, ctx.window)
+    q, k, v, o, lse, lengths = ctx.saved_tensors
+    if torch.is_grad_enabled() or observed(do, q, k, v, o, lse, lengths):
+        found = _backward_operator(do, q, k, v, o, lse, ctx.causal, ctx.scale, lengths, ctx.window)
     else:
-        found = _backward(do, *saved, ctx.causal, ctx.scale, lengths, ctx.window)
+        found = _backward(do, q, k, v, o, lse, ctx.causal, ctx.scale, lengths, ctx.window)
     return *found, None, None, None, None
 
 

@@ -85,7 +85,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *_rotate(dq, dk, *ctx.saved_tensors, not ctx.back), None, None, None
+    cos, sin = ctx.saved_tensors
+    return *_rotate(dq, dk, cos, sin, not ctx.back), None, None, None
 
 
 _operator = operator(
