@@ -59,8 +59,9 @@ def gather_matmul(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
-    network = _Network(x, weight, b_up=bias)
-    return _call("gather_matmul", network, rows, activation)
+    if is_dynamo_compiling() and are_tensors(x, weight, rows, bias):
+        return _gather_matmul_whole(x, weight, rows, activation, bias, SOURCES)  # type: ignore[no-any-return]
+    return _call("gather_matmul", _Network(x, weight, b_up=bias), rows, activation)
 
 
 def scatter_ffn(
@@ -101,6 +102,8 @@ def scatter_ffn(
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
     network = _Network(x, w_up, w_down, w_gate, b_up, b_gate, b_down)
+    if is_dynamo_compiling() and are_tensors(*network, neurons):
+        return _scatter_ffn_whole(*network, neurons, activation, SOURCES)  # type: ignore[no-any-return]
     return _call("scatter_ffn", network, neurons, activation)
 
 
@@ -117,8 +120,6 @@ class _Network(NamedTuple):
 
 
 def _call(op: str, network: _Network, rows: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    if is_dynamo_compiling() and are_tensors(*network, rows):
-        return _whole(op, *network, rows, activation, SOURCES)  # type: ignore[no-any-return]
     network = _Network(*arguments.in_autocast_dtype(*network))
     if observed(*network, rows):
         _check(op, network, rows, activation)
@@ -126,8 +127,10 @@ def _call(op: str, network: _Network, rows: torch.Tensor | None, activation: str
             return _operator(*network, rows, activation)  # type: ignore[no-any-return]
     else:
         plan = _plan(op, network, rows, activation)
+        if rows is not None and wants_gradient(*network):
+            return _FFN.apply(*network, rows, plan)  # type: ignore[no-any-return]
         if rows is not None:
-            return _FFN.apply(*network, rows, plan) if wants_gradient(*network) else _forward(plan, network, rows)  # type: ignore[no-any-return]
+            return _forward(plan, network, rows)
     assert network.w_down is not None and activation is not None
     act = functools.partial(F.gelu, approximate="tanh") if activation == "gelu_tanh" else getattr(F, activation)
     h = F.linear(network.x, network.w_up, network.b_up)
@@ -460,8 +463,8 @@ def _hidden(
     if h.numel():
         config = kernels.HIDDEN_CONFIG
         launch = launcher(
-            kernels._scatter_ffn_hidden_kernel, ACTIVATION=activation or "none", GATED=g is not None, WITH_GRADIENTS=dh is not None,
-            ACC=tl_accumulator(u.dtype), **config.kwargs, num_warps=config.num_warps,
+            kernels._scatter_ffn_hidden_kernel, ACTIVATION=activation or "none", GATED=g is not None,
+            WITH_GRADIENTS=dh is not None, ACC=tl_accumulator(u.dtype), **config.kwargs, num_warps=config.num_warps,
         )  # fmt: skip
         tensors = (u if t is None else t for t in (g, dh, h, du, dg))
         grid = (cdiv(columns, config.kwargs["BLOCK_L"]), cdiv(m, config.kwargs["BLOCK_M"]))
@@ -501,9 +504,8 @@ def _backward(
             by_gate = torch.empty_like(dx)
             _scattered(plan.dx_by_gate, by_gate, dg, w_gate, None, rows, None, packed)
             torch.add(dx, by_gate, out=dx)
-    matrices = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate))
-    pairs = [(_transposed_product(a, b), out) for a, b, out in matrices if a is not None and out is not None]
-    pairs += [(_column_sums(a), out) for a, out in ((du, db_up), (dg, db_gate)) if a is not None and out is not None]
+    products = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate), (du, None, db_up), (dg, None, db_gate))
+    pairs = [(_of_rows(a, b), out) for a, b, out in products if a is not None and out is not None]
     _place(rows, w_up.shape[0], pairs)
     if db_down is not None:
         torch.sum(dy, 0, out=db_down)
@@ -516,12 +518,11 @@ def _new_gradients(network: _Network, wanted: Sequence[bool]) -> tuple[torch.Ten
     return tuple(empty(shape, x.dtype, x) if needed else None for shape, needed in pairs)
 
 
-def _transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _of_rows(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """A gradient of the listed rows: a^T b, or of a bias the sums of a's columns."""
+    if b is None:
+        return torch.sum(a, 0, out=empty(a.shape[1:], a.dtype, a))
     return torch.mm(a.t(), b, out=empty((a.shape[1], b.shape[1]), a.dtype, a))
-
-
-def _column_sums(dz: torch.Tensor) -> torch.Tensor:
-    return torch.sum(dz, 0, out=empty(dz.shape[1:], dz.dtype, dz))
 
 
 def _place(rows: torch.Tensor, n: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -616,8 +617,12 @@ _backward_operator = operator(
 )
 
 SOURCES = sources()
-_whole = composite(
-    "scatter_ffn_whole(str op, Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, "
-    "Tensor? b_down, Tensor? neurons, str? activation) -> Tensor",
-    lambda op, *given: _call(op, _Network(*given[:7]), *given[7:]),
+_gather_matmul_whole = composite(
+    "gather_matmul_whole(Tensor x, Tensor weight, Tensor rows, str? activation, Tensor? bias) -> Tensor",
+    lambda x, weight, rows, activation, bias: _call("gather_matmul", _Network(x, weight, b_up=bias), rows, activation),
+)
+_scatter_ffn_whole = composite(
+    "scatter_ffn_whole(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
+    "Tensor? neurons, str activation) -> Tensor",
+    lambda *given: _call("scatter_ffn", _Network(*given[:7]), *given[7:]),
 )

@@ -175,9 +175,10 @@ def _linear(
             return _linear_operator(x, weight, bias, ids, *chunks[:5], mode)  # type: ignore[no-any-return]
     else:
         plan = _plan(op, chunks, ids, x=x, weight=weight, bias=bias, mode=mode)
+        if ids is not None and mode != "dense" and wants_gradient(x, weight, bias):
+            return _Linear.apply(x, weight, bias, ids, plan)  # type: ignore[no-any-return]
         if ids is not None and mode != "dense":
-            recorded = wants_gradient(x, weight, bias)
-            return _Linear.apply(x, weight, bias, ids, plan) if recorded else _forward(plan, x, weight, bias, ids)  # type: ignore[no-any-return]
+            return _forward(plan, x, weight, bias, ids)
     return F.linear(x, weight, bias)
 
 
