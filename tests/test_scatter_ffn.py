@@ -407,18 +407,17 @@ def test_opcheck() -> None:
     network = {k: t.requires_grad_() for k, t in _network(3, 24, 40, 16, dtype, gated=True, bias=True).items()}
     x, w_up, w_down, w_gate, b_up, b_down, b_gate = network.values()
     ids = _neurons(40, 9)
-    torch.library.opcheck(ops.gather_matmul.default, (x, w_up, b_up, ids, "gelu"))
-    torch.library.opcheck(ops.gather_matmul.default, (x, w_up, None, ids, "none"))
-    torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, w_down, w_gate, b_up, b_gate, b_down, ids, "silu", False))
-    torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, w_down, None, None, None, None, ids, "relu", True))
-    given_up = [t.detach() for t in (x, w_up, w_down, w_gate, b_up, b_gate)]
-    dy = randn(3, 16, dtype=dtype)
-    torch.library.opcheck(
-        ops.scatter_ffn_backward.default, (dy, *given_up, ids, "silu", [True, False, True, True, False, True, True])
-    )
-    dout = randn(3, 9, dtype=dtype)
-    backward = (dout, x.detach(), w_up.detach(), b_up.detach(), ids, "gelu", [True, True, False])
-    torch.library.opcheck(ops.gather_matmul_backward.default, backward)
+    nothing = (None,) * 3
+    torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, None, None, b_up, None, None, ids, "gelu"))
+    torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, None, None, *nothing, ids, None))
+    torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, w_down, w_gate, b_up, b_gate, b_down, ids, "silu"))
+    torch.library.opcheck(ops.scatter_ffn.default, (x, w_up, w_down, None, *nothing, ids, "relu"))
+    backward = ops.scatter_ffn_backward.default
+    given = [t.detach() for t in (x, w_up, w_down, w_gate, b_up, b_gate)]
+    dy, dout = randn(3, 16, dtype=dtype), randn(3, 9, dtype=dtype)
+    torch.library.opcheck(backward, (dy, *given, ids, "silu", [True, False, True, True, False, True, True]))
+    wanted = [True, True, False, False, True, False, False]
+    torch.library.opcheck(backward, (dout, *given[:2], None, None, given[4], None, ids, "gelu", wanted))
 
 
 @pytest.mark.parametrize("dynamic", (False, True))

@@ -383,10 +383,10 @@ def test_opcheck(dtype: torch.dtype) -> None:
     backward = ops.sparse_linear_backward.default
     for compact in (False, True):
         torch.library.opcheck(ops.sparse_linear.default, (x, weight, bias, ids, 16, 70, compact, False, False, None))
-        torch.library.opcheck(backward, (dy, x, None, ids, *sizes, compact, None, False, True, True))
+        torch.library.opcheck(backward, (dy, x, None, ids, *sizes, compact, None, (False, True, True)))
         tensors = dy.detach(), x.detach(), weight.detach()
-        torch.library.opcheck(backward, (*tensors, ids, *sizes, compact, "sparse_dw_dx", True, True, True))
-    torch.library.opcheck(backward, (dy, None, weight, ids, *sizes, False, None, True, False, False))
+        torch.library.opcheck(backward, (*tensors, ids, *sizes, compact, "sparse_dw_dx", (True, True, True)))
+    torch.library.opcheck(backward, (dy, None, weight, ids, *sizes, False, None, (True, False, False)))
 
 
 def test_one_launch_a_call() -> None:

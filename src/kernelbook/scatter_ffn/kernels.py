@@ -809,9 +809,37 @@ def vector_down(
     return _vector_down(m, 16, 64, max(1, 8 // size), 4), split
 
 
-def _height(m: int) -> int:
-    """The tokens of a tile."""
-    return min(128, max(16, triton.next_power_of_2(m)))
+# The tiles by the most tokens they are for, and then by the fewest neurons. Few neurons have to be spread over all
+# multiprocessors, by thin tiles or by warps and programs that share one; many should share what is read of x and h. Tokens
+# are padded to the height of a tile, and the thresholds are where the measured order of the tiles changes on an H200.
+Table = dict[int, tuple[tuple[int, tuple[int, ...]], ...]]
+
+TILES_UP: Table = {  # BLOCK_M, BLOCK_L, BLOCK_K, SHARES, stages, warps
+    16: (
+        (5000, (16, 32, 128, 1, 4, 4)),
+        (MANY, (16, 8, 128, 2, 4, 2)),
+        (FEW + 1, (16, 16, 64, 4, 6, 4)),
+        (0, (16, 8, 64, 8, 4, 8)),
+    ),
+    32: ((5000, (32, 32, 128, 1, 4, 4)), (0, (32, 16, 64, 4, 4, 4))),
+    64: ((MANY, (64, 32, 128, 1, 4, 4)), (0, (64, 16, 128, 1, 5, 4))),
+    128: ((5000, (128, 64, 64, 1, 5, 4)), (0, (64, 32, 128, 1, 5, 4))),
+    256: ((MANY, (128, 128, 64, 1, 4, 8)), (0, (128, 64, 64, 1, 5, 4))),
+}
+# Without a gate a thread has half the sums, so that tiles are wider.
+TILES_UP_PLAIN = TILES_UP | {128: ((MANY, (64, 64, 64, 1, 6, 4)), (0, (64, 32, 128, 1, 5, 4)))}
+TILES_DOWN: Table = {  # BLOCK_M, BLOCK_L, BLOCK_C, stages, warps, and programs a tile
+    16: ((MANY, (16, 32, 128, 4, 4, 8)), (FEW + 1, (16, 64, 128, 4, 4, 4)), (0, (16, 64, 64, 5, 4, 2))),
+    32: ((MANY, (32, 64, 128, 3, 4, 8)), (0, (32, 64, 128, 3, 4, 4))),
+    64: ((MANY, (64, 64, 64, 5, 4, 4)), (0, (64, 64, 64, 5, 4, 2))),
+    128: ((MANY, (128, 64, 128, 4, 8, 4)), (FEW + 1, (64, 64, 64, 5, 4, 2)), (0, (64, 64, 64, 5, 4, 1))),
+    256: ((0, (128, 64, 128, 4, 8, 2)),),
+}
+
+
+def _tuned(table: Table, m: int, active: int) -> tuple[int, ...]:
+    rows = next(rows for most, rows in table.items() if m <= most)
+    return next(tiles for fewest, tiles in rows if active >= fewest)
 
 
 def _tiles_up(
@@ -851,38 +879,20 @@ def _tiles_up_allowed(
 @planner("scatter_ffn.tiles_up", _tiles_up_allowed, buckets=("m", "active"))
 def tiles_up(m: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
     """The tiles of the up kernel, and its split."""
-    few, many = active <= FEW, active >= MANY
-    hopper, amd = _has_wgmma(properties), properties.arch.startswith("gfx")
-    split = 1
-    # BLOCK_M, BLOCK_L, BLOCK_K, SHARES, stages, warps
-    if m <= 16:
-        up = (16, 32, 128, 1, 4, 4)
-        if few and not amd:
-            up = (16, 8, 64, 8, 4, 8)
-        elif not many:
-            up = (16, 16, 64, 4, 6, 4)
-        elif active < 5000:
-            up = (16, 8, 128, 2, 4, 2)
-    elif m <= 32:
-        up = (32, 32, 128, 1, 4, 4) if active >= 5000 else (32, 16, 64, 4, 4, 4)
-    elif m <= 64:
-        up = (64, 32, 128, 1, 4, 4) if many else (64, 16, 128, 1, 5, 4)
-    elif m <= 128:
-        up = (64, 32, 128, 1, 5, 4)
-        if many and not gated:
-            up = (64, 64, 64, 1, 6, 4)
-        elif active >= 5000:
-            up = (128, 64, 64, 1, 5, 4 if hopper else 8)
-    elif m <= 256:
-        up = (128, 128, 64, 1, 4, 8) if many else (128, 64, 64, 1, 5, 4)
-        split = 1 if many else 2
+    if m <= 16 and properties.arch.startswith("gfx"):
+        active = max(active, FEW + 1)  # the tiles for fewer are 8 wide, which AMD's tensor cores are not
+    if m <= 256:
+        *tiles, stages, warps = _tuned(TILES_UP if gated else TILES_UP_PLAIN, m, active)
+        if 64 < m <= 128 and tiles[0] == 128 and not _has_wgmma(properties):
+            warps = 8
     else:
         wide, square = (-(-m // 128) * -(-active // side) for side in (256, 128))
-        if wide >= 0.75 * properties.num_sms and hopper and not gated:
-            up = (128, 256, 64, 1, 3, 8)
-        else:
-            up = (128, 128, 64, 1, 4, 8) if square >= 0.5 * properties.num_sms else (128, 64, 64, 1, 4, 4)
-    *tiles, stages, warps = up
+        tiles, stages, warps = [128, 64, 64, 1], 4, 4
+        if wide >= 0.75 * properties.num_sms and _has_wgmma(properties) and not gated:
+            tiles, stages, warps = [128, 256, 64, 1], 3, 8
+        elif square >= 0.5 * properties.num_sms:
+            tiles, stages, warps = [128, 128, 64, 1], 4, 8
+    split = 2 if 128 < m <= 256 and active < MANY else 1
     return _tiles_up(tuple(tiles), stages, warps, gated, properties), split
 
 
@@ -915,21 +925,11 @@ def _tiles_down_allowed(
 @planner("scatter_ffn.tiles_down", _tiles_down_allowed, buckets=("m", "active"))
 def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
     """The tiles of the down kernel, and into how many shares the listed neurons are split."""
-    few, many = active <= FEW, active >= MANY
-    # BLOCK_M, BLOCK_L, BLOCK_C, stages, warps, and programs a tile
-    if m <= 16:
-        down = (16, 64, 64, 5, 4, 2) if few else (16, 32, 128, 4, 4, 8) if many else (16, 64, 128, 4, 4, 4)
-    elif m <= 32:
-        down = (32, 64, 128, 3, 4, 8 if many else 4)
-    elif m <= 64:
-        down = (64, 64, 64, 5, 4, 4 if many else 2)
-    elif m <= 128:
-        down = (128, 64, 128, 4, 8, 4) if many else (64, 64, 64, 5, 4, 1 if few else 2)
-    elif m <= 256:
-        down = (128, 64, 128, 4, 8, 2)
+    if m <= 256:
+        *tiles, stages, warps, programs = _tuned(TILES_DOWN, m, active)
     else:
-        down = (128, 64, 256, 3, 8, min(4, properties.num_sms // (-(-m // 128) * -(-k_out // 256) or 1)))
-    *tiles, stages, warps, programs = down
+        *tiles, stages, warps = 128, 64, 256, 3, 8
+        programs = min(4, properties.num_sms // (-(-m // 128) * -(-k_out // 256) or 1))
     _, block_l, block_c = tiles
     # The shares are for 4,096 outputs; of fewer outputs there are fewer tiles, so more programs share one.
     columns = -(-k_out // block_c)

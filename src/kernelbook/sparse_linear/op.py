@@ -112,7 +112,7 @@ def sparse_dw(
     Raises: as :func:`sparse_linear`.
     """
     wanted = False, True, bool(with_bias)
-    _, dw, db = _products("sparse_dw", dy, x, None, active_chunks, chunk_size, compact, *wanted)
+    _, dw, db = _products("sparse_dw", dy, x, None, active_chunks, chunk_size, compact, wanted)
     return dw, db if with_bias else None
 
 
@@ -132,7 +132,7 @@ def sparse_dx(
     Raises: as :func:`sparse_linear`.
     """
     dx: torch.Tensor
-    dx, _, _ = _products("sparse_dx", dy, None, weight, active_chunks, chunk_size, False, True, False, False)
+    dx, _, _ = _products("sparse_dx", dy, None, weight, active_chunks, chunk_size, False, (True, False, False))
     return dx
 
 
@@ -154,7 +154,7 @@ def sparse_backward(
 
     Raises: as :func:`sparse_linear`.
     """
-    dx, dw, db = _products("sparse_backward", dy, x, weight, active_chunks, chunk_size, compact, True, True, True)
+    dx, dw, db = _products("sparse_backward", dy, x, weight, active_chunks, chunk_size, compact, (True, True, True))
     return dw, db, dx
 
 
@@ -175,26 +175,25 @@ def _linear(
             return _linear_operator(x, weight, bias, ids, *chunks[:5], mode)  # type: ignore[no-any-return]
     else:
         plan = _plan(op, chunks, ids, x=x, weight=weight, bias=bias, mode=mode)
+        if ids is not None and mode != "dense" and wants_gradient(x, weight, bias):
+            return _Linear.apply(x, weight, bias, ids, plan)  # type: ignore[no-any-return]
         if ids is not None and mode != "dense":
-            recorded = wants_gradient(x, weight, bias)
-            return _Linear.apply(x, weight, bias, ids, plan) if recorded else _forward(plan, x, weight, bias, ids)  # type: ignore[no-any-return]
+            return _forward(plan, x, weight, bias, ids)
     return F.linear(x, weight, bias)
 
 
 def _products(
-    op: str, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, chunk_size: int, compact: bool,
-    with_dx: bool, with_dw: bool, with_db: bool,
+    op: str, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, chunk_size: int, compact: bool, wanted: Sequence[bool]
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """dX (of weight), dW (of x) and db, those of a public function; the others are ``None`` or empty."""
-    wanted = with_dx, with_dw, with_db
     if is_dynamo_compiling() and are_tensors(dy, x, weight, ids):
-        return _backward_whole(op, dy, x, weight, ids, chunk_size, compact, *wanted, SOURCES)  # type: ignore[no-any-return]
+        return _backward_whole(op, dy, x, weight, ids, chunk_size, compact, wanted, SOURCES)  # type: ignore[no-any-return]
     if op != "sparse_backward":
         dy, x, weight = arguments.in_autocast_dtype(dy, x, weight)
     chunks, mode = _Chunks(chunk_size, dw_compact=bool(compact)), "sparse_dw_dx" if op == "sparse_backward" else None
     if observed(dy, x, weight, ids) or wants_gradient(dy, x, weight):
         chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, dy=dy)
-        return _backward_operator(dy, x, weight, ids, *chunks[:5], mode, *wanted)  # type: ignore[no-any-return]
+        return _backward_operator(dy, x, weight, ids, *chunks[:5], mode, wanted)  # type: ignore[no-any-return]
     return _backward(_plan(op, chunks, ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode), dy, x, weight, ids)
 
 
@@ -277,7 +276,7 @@ class _Plan:
     op: str
     mode: str | None
     chunks: _Chunks
-    shapes: tuple[tuple[int, ...] | None, ...]  # of Y, or of dX, dW and db; None: not wanted
+    shapes: tuple[Any, ...]  # of Y, or of dX, dW and db; None: not wanted
     strategy: str  # "zeros", or of :func:`_strategy`
     tiles: _Tiles | None
 
@@ -287,7 +286,7 @@ _plans = KeptPlans[_Plan]()
 
 def _plan(
     op: str, chunks: _Chunks, ids: Any, *, x: Any = None, weight: Any = None, bias: Any = None, dy: Any = None,
-    wanted: tuple[bool, bool, bool] | None = None, mode: Any = None,
+    wanted: Sequence[bool] | None = None, mode: Any = None,
 ) -> _Plan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked.
 
@@ -297,7 +296,7 @@ def _plan(
         chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, bias=bias, dy=dy)
     tensors = form(ids), form(x), form(weight), form(bias), form(dy)
     aligned = is_aligned(x), is_aligned(weight), is_aligned(dy)
-    key = (op, chunks, tensors, aligned, wanted, mode, runtime.compile_target)
+    key = (op, chunks, tensors, aligned, wanted and tuple(wanted), mode, runtime.compile_target)
     plan = _plans.get(key)
     if plan is None:
         if chunks.d_out is None:
@@ -325,12 +324,13 @@ def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tenso
 
 def _forward_plan(op: str, chunks: _Chunks, x: torch.Tensor, weight: torch.Tensor, bias: Any, mode: Any) -> _Plan:
     shape = (*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out)
-    x, strategy, tiles = matrix(x), "dense", None
-    if mode is None:
-        empty_sums = chunks.listed == 0 or math.prod(shape) == 0
-        strategy = "zeros" if empty_sums else _strategy(chunks, *x.shape, (x, weight))
+    strategy, tiles = "dense" if mode is not None else "zeros", None
+    if mode is None and chunks.listed > 0 and math.prod(shape) > 0:
+        x = matrix(x)
+        strategy = _strategy(chunks, x.shape[0], x.shape[1], (x, weight))
     if strategy == "tiles":
-        cut = kernels.plan_forward(*x.shape, chunks.active, x.element_size(), runtime.properties(x.device))
+        properties = runtime.properties(x.device)
+        cut = kernels.plan_forward(x.shape[0], x.shape[1], chunks.active, x.element_size(), properties)
         tiles = _forward_tiles(cut, chunks, x, bias is not None)
     return _Plan(op, mode, chunks, (shape,), strategy, tiles)
 
@@ -352,7 +352,7 @@ def _forward_tiles(cut: kernels.Plan, chunks: _Chunks, x: torch.Tensor, has_bias
 
 def _forward(plan: _Plan, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor) -> torch.Tensor:
     chunks, [shape] = plan.chunks, plan.shapes
-    _check_ids(plan.op, ids, chunks)
+    arguments.check_index_values(plan.op, "active_chunks", ids, chunks.total, unique=True)
     result = empty(shape, x.dtype, x)
     if plan.strategy == "zeros":
         return result.zero_()
@@ -376,15 +376,11 @@ def _multiply(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
     torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)
 
 
-def _check_ids(op: str, ids: torch.Tensor, chunks: _Chunks) -> None:
-    arguments.check_index_values(op, "active_chunks", ids, chunks.total, unique=True)
-
-
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
 def _backward_plan(
-    op: str, chunks: _Chunks, dy: torch.Tensor, x: Any, weight: Any, wanted: tuple[bool, bool, bool], mode: str | None
+    op: str, chunks: _Chunks, dy: torch.Tensor, x: Any, weight: Any, wanted: Sequence[bool], mode: str | None
 ) -> _Plan:
     shapes, (with_dx, with_dw, with_db) = _gradient_shapes(chunks, dy, x, weight, wanted), wanted
     with_dx = with_dx and mode != "sparse_dw"
@@ -414,7 +410,7 @@ def _gradient_shapes(
 
 
 def _backward_tiles(
-    cut: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: tuple[bool, bool, bool]
+    cut: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: Sequence[bool]
 ) -> _Tiles:
     with_dx, with_dw, with_db = wanted
     blocks, split = cut.config.kwargs, cut.split if with_dw else 1
@@ -446,7 +442,7 @@ def _backward_tiles(
 
 def _backward(plan: _Plan, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor) -> tuple[Any, Any, Any]:
     """-> dX (of weight), dW (of x) and db, ``None`` where not wanted."""
-    _check_ids(plan.op, ids, plan.chunks)
+    arguments.check_index_values(plan.op, "active_chunks", ids, plan.chunks.total, unique=True)
     results = dx, dw, db = [None if shape is None else empty(shape, dy.dtype, dy) for shape in plan.shapes]
     dy, x, dx, ids = matrix(dy), None if dw is None else matrix(x), None if dx is None else matrix(dx), ids.contiguous()
     if dx is not None and (plan.mode == "sparse_dw" or plan.strategy == "dense"):
@@ -585,8 +581,9 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     (x, weight, ids), wanted, (*sizes, mode) = ctx.saved_tensors, ctx.needs_input_grad[:3], ctx.settings
     if torch.is_grad_enabled() or observed(dy, x, weight, ids):
         with_dx, with_dw, with_db = wanted
-        with_dw = with_dw or (with_db and mode is None)  # whose gradients say those of db's too
-        found = _backward_operator(dy, x, weight, ids, *ctx.settings, with_dx, with_dw, with_db)
+        # Where db is to be differentiated, that is by the gradients of dW.
+        computed = with_dx, with_dw or (with_db and mode is None), with_db
+        found = _backward_operator(dy, x, weight, ids, *ctx.settings, computed)
         return tuple(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True))
     plan = _plan("sparse_backward", _Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
     return _backward(plan, dy, x, weight, ids)
@@ -595,7 +592,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 def _gradients_of_gradients(ctx: Any, gx: torch.Tensor, gw: torch.Tensor, gb: torch.Tensor) -> tuple[Any, ...]:
     """-> those of dy, x and weight: the products are linear in each tensor, so that each is made of the others."""
     dy, x, weight, ids = ctx.saved_tensors
-    *sizes, w_compact, dw_compact, mode, with_dx, with_dw, with_db = ctx.settings
+    *sizes, w_compact, dw_compact, mode, (with_dx, with_dw, with_db) = ctx.settings
     if mode is not None:
         raise RuntimeError("kernelbook::sparse_linear_backward cannot be differentiated")
     needs_dy, needs_x, needs_weight, *_ = ctx.needs_input_grad
@@ -606,9 +603,9 @@ def _gradients_of_gradients(ctx: Any, gx: torch.Tensor, gw: torch.Tensor, gb: to
         of_dy += [_linear_operator(x, gw, gb if with_db else None, ids, *sizes, dw_compact, dw_compact, None)]
     of_x, of_weight = None, None
     if needs_x and with_dw:
-        of_x = _backward_operator(dy, None, gw, ids, *sizes, dw_compact, False, None, True, False, False)[0]
+        of_x = _backward_operator(dy, None, gw, ids, *sizes, dw_compact, False, None, (True, False, False))[0]
     if needs_weight and with_dx:
-        of_weight = _backward_operator(dy, gx, None, ids, *sizes, False, w_compact, None, False, True, False)[1]
+        of_weight = _backward_operator(dy, gx, None, ids, *sizes, False, w_compact, None, (False, True, False))[1]
     return sum(of_dy[1:], of_dy[0]) if of_dy else None, of_x, of_weight
 
 
@@ -623,8 +620,7 @@ def _run_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Ten
 
 
 def _run_backward(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, ...]:
-    *sizes, mode, with_dx, with_dw, with_db = settings
-    wanted = with_dx, with_dw, with_db
+    *sizes, mode, wanted = settings
     plan = _plan("sparse_backward", _Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
     return _present(_backward(plan, dy, x, weight, ids), dy)
 
@@ -635,21 +631,26 @@ def _present(gradients: Sequence[torch.Tensor | None], like: torch.Tensor) -> tu
 
 
 def _fake_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *settings: Any) -> torch.Tensor:
-    chunks = _Chunks(*settings[:5], ids.shape[0])
+    chunks = _Chunks(*settings[:5])._replace(listed=ids.shape[0])
     return x.new_empty((*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out))
 
 
 def _fake_backward(
     dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, ...]:
-    shapes = _gradient_shapes(_Chunks(*settings[:5], ids.shape[0]), dy, x, weight, settings[6:])
+    chunks = _Chunks(*settings[:5])._replace(listed=ids.shape[0])
+    shapes = _gradient_shapes(chunks, dy, x, weight, settings[6])
     return tuple(dy.new_empty((0,) if shape is None else shape) for shape in shapes)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keeps what :func:`_gradients` and :func:`_gradients_of_gradients` take; a bias is not needed."""
-    ctx.settings = inputs[4:]
-    ctx.save_for_backward(*(inputs[:4] if len(inputs) > 10 else (*inputs[:2], inputs[3])))
+    x, weight, _bias, ids, *ctx.settings = inputs
+    ctx.save_for_backward(x, weight, ids)
+
+
+def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    dy, x, weight, ids, *ctx.settings = inputs
+    ctx.save_for_backward(dy, x, weight, ids)
 
 
 _linear_operator = operator(
@@ -662,12 +663,12 @@ _linear_operator = operator(
 )
 _backward_operator = operator(
     "sparse_linear_backward(Tensor dy, Tensor? x, Tensor? weight, Tensor active_chunks, SymInt chunk_size, SymInt d_out, "
-    "bool dy_compact, bool weight_compact, bool dw_compact, str? mode, bool needs_dx, bool needs_dw, bool needs_db) "
+    "bool dy_compact, bool weight_compact, bool dw_compact, str? mode, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
     outputs=_fake_backward,
     run=_run_backward,
-    setup_context=_keep,
-    backward=lambda ctx, *gradients: (*_gradients_of_gradients(ctx, *gradients), *(None,) * 10),
+    setup_context=_keep_backward,
+    backward=lambda ctx, *gradients: (*_gradients_of_gradients(ctx, *gradients), *(None,) * 8),
 )
 
 SOURCES = sources()
@@ -678,6 +679,6 @@ _linear_whole = composite(
 )
 _backward_whole = composite(
     "sparse_linear_backward_whole(str op, Tensor dy, Tensor? x, Tensor? weight, Tensor active_chunks, SymInt chunk_size, "
-    "bool compact, bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor)",
+    "bool compact, bool[] needs) -> (Tensor, Tensor, Tensor)",
     lambda op, dy, *args: _present(_products(op, dy, *args), dy),
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import launcher
+from kernelbook.launch import Launch, launcher
 from kernelbook.tensors import written
 from kernelbook.train import kernels
 
@@ -28,6 +28,19 @@ def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
             f"ChunkAdamW: a sparse gradient must have whole chunks of chunk_size ({chunk}) rows that start at its "
             f"multiples, got other rows; is it the layer's chunk_size?"
         )
+
+
+def _launch(
+    beta1: float, beta2: float, eps: float, weight_decay: float, chunk: int, sparse: bool, decay: bool
+) -> Launch:
+    config = kernels.ADAMW_CONFIG
+    return launcher(
+        kernels._adamw_chunks_kernel,
+        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
+        LOG2_BETA1=math.log2(beta1) if beta1 else -1e4, LOG2_BETA2=math.log2(beta2),
+        CHUNK=chunk, SPARSE=sparse, DECAY=decay,
+        **config.kwargs, BLOCK_A=kernels.BLOCK_A, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 class ChunkAdamW(torch.optim.Optimizer):
@@ -171,16 +184,10 @@ class ChunkAdamW(torch.optim.Optimizer):
         lr = group["lr"]
         lr = lr if isinstance(lr, torch.Tensor) else torch.full((1,), float(lr), device=param.device)
         scale = torch.ones(1, device=param.device) if scale is None else scale
-        (beta1, beta2), config = group["betas"], kernels.ADAMW_CONFIG
-        launch = launcher(
-            kernels._adamw_chunks_kernel,
-            BETA1=beta1, BETA2=beta2, EPS=group["eps"], WEIGHT_DECAY=group["weight_decay"],
-            LOG2_BETA1=math.log2(beta1) if beta1 else -1e4, LOG2_BETA2=math.log2(beta2),
-            CHUNK=chunk, SPARSE=sparse, DECAY=decay,
-            **config.kwargs, BLOCK_A=kernels.BLOCK_A, num_warps=config.num_warps,
-        )  # fmt: skip
+        beta1, beta2 = group["betas"]
+        launch = _launch(beta1, beta2, group["eps"], group["weight_decay"], chunk, sparse, decay)
         launch(
-            (programs, -(-chunk * d // config.kwargs["BLOCK"])),
+            (programs, -(-chunk * d // kernels.ADAMW_CONFIG.kwargs["BLOCK"])),
             indices, values,
             param, state["exp_avg"], state["exp_avg_sq"],
             state["counts"],
