@@ -1,6 +1,7 @@
 """Whole models by the wall clock: what they ask for, how they are built, and that the rows are what they say."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import math
 from pathlib import Path
@@ -238,7 +239,8 @@ def test_a_wrong_result_is_not_recorded(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_command_takes_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(bench, "bench", lambda folder, **given: seen.update(given) or 0)
+    run = dataclasses.replace(bench.BENCH, run=lambda folder, **given: seen.update(given) or 0)
+    monkeypatch.setattr(bench, "BENCH", run)
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
     assert cli.main(["bench", "whole_model", "--layers", "3", "--select", "decode", "--out", str(tmp_path)]) == 0
     assert seen == {"layers": 3, "select": "decode"}
