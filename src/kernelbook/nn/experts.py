@@ -363,10 +363,14 @@ def gated_experts(
     if expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
         raise ValueError(f"{op}: expert_ids must have shape ({x.shape[0]}, k), got {tuple(expert_ids.shape)}")
     arguments.check_shape(op, "gates", gates, expert_ids.shape)
+    arguments.check_same_device(op, x=x, expert_ids=expert_ids, gates=gates)
     arguments.check_choice(op, "active", active, ACTIVE)
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if not isinstance(weight, torch.Tensor | NF4Tensor | Float8Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, NF4Tensor or Float8Tensor, got {type(weight).__name__}")
+        if isinstance(weight, torch.Tensor):
+            arguments.check_tensor(op, name, weight)
+            arguments.check_same_device(op, x=x, **{name: weight})
         if len(weight.shape) != 3 or weight.shape[0] != gate_up.shape[0]:
             raise ValueError(f"{op}: {name} must have shape ({gate_up.shape[0]}, N, K), got {tuple(weight.shape)}")
     k_dim, n_dim = (1, 2) if transposed else (2, 1)

@@ -126,6 +126,8 @@ def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4") -> NF4Tensor:
     if not isinstance(w, torch.Tensor):
         raise TypeError(f"{op}: w must be a torch.Tensor, got {type(w).__name__}")
     arguments.check_dtype(op, "w", w, DTYPES)
+    if w.layout != torch.strided:
+        raise TypeError(f"{op}: w must be a dense tensor, got layout {w.layout}")
     block, kind = FORMATS[format]
     if w.ndim == 0 or w.shape[-1] % block:
         raise ValueError(f"{op}: w must have rows of a multiple of {block} elements, got shape {tuple(w.shape)}")

@@ -363,6 +363,8 @@ def _gathered(
     if up.launch is None:
         _gathered_by_cublas(up.activation, out, x, weight, bias, gate, gate_bias, rows, packed)
         return
+    if up.is_vector and x.shape[0] * x.stride(0) >= 2**31:  # the kernel finds its few rows by 32 bits
+        x = x.contiguous()
     (m, k), columns = x.shape, out.shape[1]
     operands = (
         rows,
