@@ -449,42 +449,6 @@ def test_zero_sizes(problem: tuple[int, ...], causal: bool) -> None:
 # --- PyTorch's machinery --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="in float64, which is for the interpreter")
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize(("n", "s"), ((5, 5), (3, 6), (6, 3)))
-def test_gradcheck(n: int, s: int, causal: bool) -> None:
-    leaves = [t.double().requires_grad_() for t in _qkv(1, 2, 1, n, s, 4)]
-    torch.autograd.gradcheck(lambda *t: kb.flash_attention(*t, causal=causal, scale=0.7), leaves, fast_mode=True)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-def test_opcheck(dtype: torch.dtype) -> None:
-    q, k, v = (t.requires_grad_() for t in _qkv(1, 4, 2, 20, 30, 16, dtype=dtype))
-    view = randn(1, 20, 4, 16, dtype=dtype).transpose(1, 2)
-    for queries in (q, view):
-        torch.library.opcheck(torch.ops.kernelbook.flash_attention.default, (queries, k, v, True, 0.25, None, None))
-    o, lse = torch.ops.kernelbook.flash_attention(q.detach(), k.detach(), v.detach(), True, 0.25, None, None)
-    given = (torch.randn_like(o), q.detach(), k.detach(), v.detach(), o, lse, True, 0.25, None, None)
-    torch.library.opcheck(torch.ops.kernelbook.flash_attention_backward.default, given)
-
-
-@pytest.mark.parametrize("dynamic", (False, True))
-@pytest.mark.parametrize("causal", (False, True))
-def test_torch_compile(causal: bool, dynamic: bool) -> None:
-    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
-    compiled = torch.compile(
-        lambda q, k, v: kb.flash_attention(q * 2, k, v, causal=causal) + 1,
-        fullgraph=True, dynamic=dynamic, backend=backend,
-    )  # fmt: skip
-    for n in (20, 30):
-        leaves = [t.requires_grad_() for t in _qkv(1, 2, 2, n, n, 16)]
-        ours, plain = compiled(*leaves), _torch(leaves[0] * 2, *leaves[1:], causal) + 1
-        torch.testing.assert_close(ours, plain)
-        do = torch.randn_like(plain)
-        for a, b in zip(torch.autograd.grad(ours, leaves, do), torch.autograd.grad(plain, leaves, do), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
 def test_autocast_is_that_of_pytorchs_attention() -> None:
     kind = runtime.DEVICE.type
     leaves = [t.requires_grad_() for t in _qkv(1, 2, 2, 20, 20, 16)]

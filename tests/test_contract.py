@@ -133,6 +133,11 @@ PROMISES = {
     "nf4_matmul": Promise(
         kb.nf4_matmul, lambda: {"x": _draw(4, 64), "q": _packed(), "expert": 1}, but=("gradcheck",)  # no float64
     ),
+    "nf4_matmul, scales in 8 bits": Promise(
+        kb.nf4_matmul,
+        lambda: {"x": _draw(2, 64), "q": kb.nf4_quantize(_draw(3, 32, 64), double_quant=True), "expert": _ids(2)},
+        but=("gradcheck", "bad input"),
+    ),
     "route": Promise(
         lambda expert_ids, num_experts: kb.route(expert_ids, num_experts).lists[:17],
         lambda: {"expert_ids": _routing().expert_ids, "num_experts": 3}, rows="", grads=(),

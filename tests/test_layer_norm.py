@@ -151,20 +151,6 @@ def test_the_backward_reference_is_the_gradient() -> None:
 # --- PyTorch's machinery --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-def test_opcheck(dtype: torch.dtype) -> None:
-    x, w, b = (t.requires_grad_() for t in (randn(5, 24, dtype=dtype), randn(24, dtype=dtype), randn(24, dtype=dtype)))
-    for arguments in ((x, w, b), (x, None, None), (x, w, None)):
-        torch.library.opcheck(torch.ops.kernelbook.norm.default, (*arguments, EPS, dtype, True, "partials"))
-    y, statistics = torch.ops.kernelbook.norm(x.detach(), w.detach(), b.detach(), EPS, dtype, True, "partials")
-    torch.library.opcheck(torch.ops.kernelbook.norm_inference.default, (x.detach(), w.detach(), None, EPS, dtype, True))
-    for dw_dtype, db_dtype in ((dtype, dtype), (None, dtype), (None, None)):
-        torch.library.opcheck(
-            torch.ops.kernelbook.norm_backward.default,
-            (torch.randn_like(y), x.detach(), w.detach(), statistics, None, EPS, dw_dtype, db_dtype, True, "partials"),
-        )
-
-
 @pytest.mark.parametrize("m", (3, 70))  # one program, which writes the sums itself, and several
 def test_calls_that_share_a_plan_compute_of_their_own_tensors(m: int) -> None:
     """With other tensors each time, two of which are one now and then."""
@@ -209,21 +195,6 @@ def test_nan_stays_in_a_row_of_one_element(poisoned: str) -> None:
     {"x": x, "dy": dy}[poisoned][1] = torch.nan
     (dx,) = torch.autograd.grad(kb.layer_norm(x.requires_grad_()), x, dy)
     assert dx.isnan().flatten().tolist() == [False, True, False] and not dx[::2].any()
-
-
-@pytest.mark.parametrize("dynamic", (False, True))
-def test_torch_compile(dynamic: bool) -> None:
-    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
-    compiled = torch.compile(
-        lambda x, w, b: kb.layer_norm(x * 2, w, b) + 1, fullgraph=True, dynamic=dynamic, backend=backend
-    )
-    for m in (4, 6):
-        leaves = [t.requires_grad_() for t in (randn(m, 24), randn(24), randn(24))]
-        ours, plain = compiled(*leaves), _torch(leaves[0] * 2, *leaves[1:]) + 1
-        torch.testing.assert_close(ours, plain)
-        dy = torch.randn_like(plain)
-        for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
-            torch.testing.assert_close(a, b)
 
 
 def test_autocast_gives_the_dtype_that_pytorch_gives() -> None:

@@ -579,28 +579,6 @@ def test_ids_out_of_range_in_the_kernel_give_zeros(shape, monkeypatch):
         assert same_bits(out[[0, 4]], reference(q, torch.tensor([1, 3], device=DEV)))
 
 
-def test_opcheck():
-    for double_quant in (False, True):
-        q = quantized((3, 16, 32), 64, double_quant)
-        for experts in (None, torch.tensor([2, 0], device=DEV)):
-            parts = (q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset)
-            settings = (None, list(q.shape), 64, torch.float16)
-            torch.library.opcheck(torch.ops.kernelbook.nf4_dequantize.default, (*parts, experts, *settings))
-    torch.library.opcheck(torch.ops.kernelbook.nf4_quantize.default, (torch.randn(3, 33, device=DEV), q.code, 64))
-
-
-def test_compiles_without_a_graph_break():
-    q = quantized((4, 16, 32), 64, True)
-    experts = torch.tensor([2, 0], device=DEV)
-
-    def model(q, experts, x):
-        return x @ nf4_dequantize(q, experts=experts, dtype=torch.float32)[0].t()
-
-    x = torch.randn(5, 32, device=DEV)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, experts, x), model(q, experts, x))
-
-
 @pytest.mark.skipif(not runtime.INTERPRET, reason="needs the interpreter's overflow check")
 @pytest.mark.parametrize("words", [True, False])
 def test_offsets_are_64_bit(words, overflow_raises):

@@ -152,39 +152,6 @@ def test_the_backward_reference_is_the_gradient() -> None:
 # --- PyTorch's machinery --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-def test_opcheck(dtype: torch.dtype) -> None:
-    x, residual, w = (t.requires_grad_() for t in (randn(5, 24, dtype=dtype), randn(5, 24, dtype=dtype), randn(24)))
-    ops = torch.ops.kernelbook
-    torch.library.opcheck(ops.norm.default, (x, w, None, EPS, dtype, False, "partials"))
-    for arguments in ((x, residual, w), (x, residual, None)):
-        torch.library.opcheck(ops.norm_of_sum.default, (*arguments, EPS, dtype))
-    x, residual, w = x.detach(), residual.detach(), w.detach()
-    torch.library.opcheck(ops.norm_inference.default, (x, w, None, EPS, dtype, False))
-    y, total, rstd = ops.norm_of_sum(x, residual, w, EPS, dtype)
-    for dsum, dw_dtype in ((None, torch.float32), (torch.randn_like(y), None)):
-        given = (torch.randn_like(y), total, w, rstd, dsum, EPS, dw_dtype, None, False, "partials")
-        torch.library.opcheck(ops.norm_backward.default, given)
-
-
-@pytest.mark.parametrize("dynamic", (False, True))
-def test_torch_compile(dynamic: bool) -> None:
-    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
-
-    def step(norm: Any, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        y, total = norm(x * 2, w, residual=residual)
-        return y + norm(total, w)
-
-    compiled = torch.compile(lambda *a: step(kb.rms_norm, *a), fullgraph=True, dynamic=dynamic, backend=backend)
-    for m in (4, 6):
-        leaves = [t.requires_grad_() for t in (randn(m, 24), randn(24), randn(m, 24))]
-        ours, plain = compiled(*leaves), step(_torch, *leaves)
-        torch.testing.assert_close(ours, plain)
-        dy = torch.randn_like(plain)
-        for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
-            torch.testing.assert_close(a, b)
-
-
 def test_autocast_gives_float32() -> None:
     x, w = randn(5, 24, dtype=torch.bfloat16).requires_grad_(), randn(24).requires_grad_()
     with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):

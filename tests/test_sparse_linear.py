@@ -337,21 +337,6 @@ def test_ids_out_of_range_write_nowhere(chunk: int, dtype: torch.dtype, monkeypa
 # --- PyTorch's machinery --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", (16, 20))
-def test_gradcheck(chunk: int) -> None:
-    """The functions that are differentiable as they stand, twice."""
-    ids = _chunks(44, chunk, 2)
-    x, weight, bias, dy = (t.double().requires_grad_() for t in (randn(3, 5), randn(44, 5), randn(44), randn(3, 44)))
-    for compact in (False, True):
-        given = {"chunk_size": chunk, "compact": compact}
-        torch.autograd.gradcheck(lambda *t, g=given: kb.sparse_forward(*t, ids, **g), (x, weight, bias), fast_mode=True)
-        torch.autograd.gradcheck(lambda *t, g=given: kb.sparse_dw(*t, ids, **g), (x, dy), fast_mode=True)
-        torch.autograd.gradgradcheck(
-            lambda *t, g=given: kb.sparse_forward(*t, ids, **g), (x, weight, bias), fast_mode=True
-        )
-    torch.autograd.gradcheck(lambda *t: kb.sparse_dx(*t, ids, chunk_size=chunk), (dy, weight), fast_mode=True)
-
-
 @pytest.mark.parametrize("mode", ("dense", *MODES))
 def test_gradients_are_those_of_the_masked_reference(mode: str) -> None:
     """The gradients of the sparse modes are not the derivative, so float64 autograd with the same mask is the judge."""
@@ -372,23 +357,6 @@ def test_baselines_compute_the_same() -> None:
             torch.testing.assert_close(ours, ref, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-def test_opcheck(dtype: torch.dtype) -> None:
-    ops = torch.ops.kernelbook
-    x, weight, bias, dy = (t.to(dtype).requires_grad_() for t in (randn(5, 24), randn(70, 24), randn(70), randn(5, 70)))
-    ids = _chunks(70, 16, 2)
-    sizes = (16, 70, False, False)
-    torch.library.opcheck(ops.sparse_linear.default, (x, weight, bias, ids, *sizes, False, "sparse_dw_dx"))
-    torch.library.opcheck(ops.sparse_linear.default, (x, weight, None, ids, *sizes, False, "sparse_dw"))
-    backward = ops.sparse_linear_backward.default
-    for compact in (False, True):
-        torch.library.opcheck(ops.sparse_linear.default, (x, weight, bias, ids, 16, 70, compact, False, False, None))
-        torch.library.opcheck(backward, (dy, x, None, ids, *sizes, compact, None, (False, True, True)))
-        tensors = dy.detach(), x.detach(), weight.detach()
-        torch.library.opcheck(backward, (*tensors, ids, *sizes, compact, "sparse_dw_dx", (True, True, True)))
-    torch.library.opcheck(backward, (dy, None, weight, ids, *sizes, False, None, (True, False, False)))
-
-
 def test_one_launch_a_call() -> None:
     x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((5, 24), (72, 24), (5, 72)))
     ids = _chunks(72, 16, 2)
@@ -396,25 +364,6 @@ def test_one_launch_a_call() -> None:
     assert launches(lambda: kb.sparse_dw(x, dy, ids, chunk_size=16)) == 1
     assert launches(lambda: kb.sparse_dx(dy, weight, ids, chunk_size=16)) == 1
     assert launches(lambda: kb.sparse_backward(x, weight, dy, ids, chunk_size=16)) == 1
-
-
-@pytest.mark.parametrize("dynamic", (False, True))
-@pytest.mark.parametrize("mode", MODES)
-def test_torch_compile(mode: str, dynamic: bool) -> None:
-    backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
-    compiled = torch.compile(
-        lambda x, w, b, ids: kb.sparse_linear(x * 2, w, b, ids, chunk_size=16, mode=mode) + 1,
-        fullgraph=True, dynamic=dynamic, backend=backend,
-    )  # fmt: skip
-    for m, count in ((4, 2), (6, 3)):
-        leaves = [t.requires_grad_() for t in (randn(m, 24), randn(70, 24), randn(70))]
-        ids = _chunks(70, 16, count)
-        ours = compiled(*leaves, ids)
-        plain = sparse_linear_reference(leaves[0] * 2, *leaves[1:], ids, chunk_size=16, mode=mode) + 1
-        torch.testing.assert_close(ours, plain)
-        dy = torch.randn_like(plain)
-        for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_autocast_is_that_of_linear() -> None:
