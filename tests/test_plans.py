@@ -74,6 +74,7 @@ LAUNCH = """
 from unittest import mock
 import torch, triton
 import kernelbook as kb
+from kernelbook import plans
 from kernelbook.sparse_linear import kernels
 ids = torch.arange(4)
 for loads, r, d, k, warps, stages in SPREAD:
@@ -82,6 +83,7 @@ for loads, r, d, k, warps, stages in SPREAD:
     plan = kernels.Plan(config, 1, loads == "descriptors")
     d_in = 4095 if loads == "unaligned" else 4096
     x, w, dy = (torch.empty(s, dtype=torch.bfloat16) for s in ((64, d_in), (16384, d_in), (64, 16384)))
+    plans.forget()  # else the plan that was made with another tile is found
     with mock.patch.multiple(kernels, plan_forward=lambda *_: plan, plan_backward=lambda *_: plan):
         if loads in ("dX", "descriptors"):
             kb.sparse_dx(dy, w, ids)
@@ -131,6 +133,7 @@ def test_the_model_knows_mixed_loads_and_a_second_product() -> None:
 from unittest import mock
 import torch
 import kernelbook as kb
+from kernelbook import plans
 from kernelbook.moe_lora import kernels
 shapes = (64, 2048), (8, 2048, 1536), (8, 16, 2048), (8, 1536, 16)
 x, w, a, b = (torch.empty(s, dtype=torch.bfloat16) for s in shapes)
@@ -138,6 +141,7 @@ lists = torch.zeros(4096, dtype=torch.int32)
 routing = kb.Routing(torch.zeros(64, 8, dtype=torch.int64), lists, 8)
 for m, n, k, warps, stages in {sides!r}:
     tiles = kernels.tiles(warps, stages, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8, SMALL_M=m)
+    plans.forget()
     with mock.patch.object(kernels, "rows_tiles", lambda *_: tiles):
         kb.scatter2scatter(x, w, routing)
         kb.moe_lora(x, w, a, b, routing, strategy="fused")
@@ -235,6 +239,7 @@ def test_occupancy_is_what_the_driver_says() -> None:
         if loads == "pointers":
             blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
             config = triton.Config(blocks, num_warps=warps, num_stages=stages)
+            plans.forget()
             with mock.patch.object(kernels, "plan_forward", lambda *_, c=config: kernels.Plan(c)):
                 kb.sparse_forward(x, w, None, ids, compact=True)
     compiled = [
