@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import (
+    NAMESPACE,
     Descriptor,
     Launch,
     are_tensors,
@@ -594,7 +595,7 @@ def _gradients_of_gradients(ctx: Any, gx: torch.Tensor, gw: torch.Tensor, gb: to
     dy, x, weight, ids = ctx.saved_tensors
     *sizes, w_compact, dw_compact, mode, (with_dx, with_dw, with_db) = ctx.settings
     if mode is not None:
-        raise RuntimeError("kernelbook::sparse_linear_backward cannot be differentiated")
+        raise RuntimeError(f"{NAMESPACE}::sparse_linear_backward cannot be differentiated")
     needs_dy, needs_x, needs_weight, *_ = ctx.needs_input_grad
     of_dy = []
     if needs_dy and with_dx:
