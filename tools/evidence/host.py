@@ -132,7 +132,7 @@ def faults_of(group: str, count: int) -> list[Fault]:
                 name = f"{file}:{getattr(node, 'name', '')}:{digest[:10]}"
                 drawn.append((digest[8:], (name, file, line, source, operator, occurrence)))
     found = []
-    for _, (name, file, line, source, operator, occurrence) in sorted(drawn, key=lambda one: one[0])[:count]:
+    for _, (name, file, _, source, operator, occurrence) in sorted(drawn, key=lambda one: one[0])[:count]:
         changed = mutate(source, operator, occurrence)
         lines = zip(source.splitlines(), changed.splitlines(), strict=False)
         at, before, after = next((i, a, b) for i, (a, b) in enumerate(lines, 1) if a != b)

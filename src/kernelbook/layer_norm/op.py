@@ -145,7 +145,8 @@ def rms_norm(
 def _over_several(
     x: torch.Tensor, weight: Any, bias: Any, eps: float, normalized_shape: int | Sequence[int], backward: str
 ) -> torch.Tensor:
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    given: Any = normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+    shape = tuple(arguments.integer("layer_norm", "normalized_shape", n, "an integer or several") for n in given)
     arguments.check_tensor("layer_norm", "x", x)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
