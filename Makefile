@@ -17,10 +17,10 @@ export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
-# Building the book executes every notebook, whose cells check what they claim; then every page is opened. Tests and types are
-# checked beside it: each of the three leaves a core idle for a while. With a GPU one after the other: chapters take times.
+# Tests, types and the notebooks' cells are checked beside the build of the book, whose pages are opened afterwards: each of them
+# leaves a core idle for a while. With a GPU one after the other: chapters take times.
 test: style
-	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened types
+	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened test-notebooks types
 
 # For whoever changes a line: style, the rules of the house, and one room (make quick ROOM=nf4). Within two minutes.
 quick: style
@@ -79,7 +79,8 @@ evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
 
-# A chapter that was changed, cell by cell, as pytest shows tests: make test-notebooks NOTEBOOK=nf4; without NOTEBOOK, all.
+# Every cell of every chapter is a test, by nbval: the build of the book shows what cells print, this says which of them fail.
+# make test-notebooks NOTEBOOK=nf4 for one chapter.
 test-notebooks: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
 
