@@ -84,8 +84,10 @@ evidence: $(ENVIRONMENT)
 test-notebooks: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
 
+# Ten processes share a GPU of 80 GB. In two halves, each with whole functions: make test-gpu PART=1/2, make test-gpu PART=2/2.
 test-gpu: $(ENVIRONMENT)
-	$(PY) -m pytest -m gpu tests
+	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),10) --dist worksteal $(if $(PART),--part $(PART)) tests
+	$(PY) -m pytest -m "gpu and alone" $(if $(PART),--part $(PART)) tests
 
 # The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
 # environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy

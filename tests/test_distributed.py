@@ -79,6 +79,7 @@ def test_the_bench_measures_one_gpu_too(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.alone
 def test_several_gpus(tmp_path: Path, ranks: int) -> None:
     """The same over NCCL."""
     if torch.cuda.device_count() < ranks:

@@ -164,6 +164,7 @@ def test_host_time_counts_the_call_and_not_the_device() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_sample_begins_with_a_cold_cache() -> None:
     """What is read twice in one sample comes from the cache the second time. In a warm cache it would come from there twice."""
     x, out = torch.ones(6 * 2**20, device=runtime.DEVICE), torch.empty((), device=runtime.DEVICE)  # 24 MiB
