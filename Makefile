@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-next clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-oldest-interop test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -76,6 +76,7 @@ evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/faults.py
 	$(PY) tools/evidence/error_rule.py
 	$(PY) tools/evidence/fused_attention.py
+	-$(PY) tools/evidence/host.py --seconds $(or $(SECONDS),14400) # where Cosmic Ray is installed
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
 
@@ -93,13 +94,22 @@ test-gpu: $(ENVIRONMENT)
 # environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy
 # 2.4 breaks Triton 3.6's interpreter.)
 SHORT := tests/test_runtime.py tests/test_launch.py tests/test_compiles.py tests/test_layer_norm.py tests/test_nf4.py
-test-oldest: OTHER := torch==2.11.0 triton==3.6.0 numpy==2.2.6
+OLDEST := torch==2.11.0 triton==3.6.0 numpy==2.2.6
+test-oldest: OTHER := $(OLDEST)
+test-oldest: test-oldest-interop
 test-next: OTHER := --upgrade --pre torch triton numpy
 test-oldest test-next:
 	$(PYTHON) -m venv --clear $(VENV)-$@
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis pandas tabulate tqdm matplotlib pyyaml
 	$(VENV)-$@/bin/python -m pip install --quiet $(OTHER)
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not gfx942"
+
+# The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. (Each transformers wants a kernels of its time.)
+test-oldest-interop:
+	$(PYTHON) -m venv --clear $(VENV)-$@
+	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis $(OLDEST) \
+		transformers==5.8.0 peft==0.18.0 accelerate==1.10.0 bitsandbytes==0.50.0
+	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py
 
 # A kernel repository for Hugging Face's kernels, in _build/hub.
 hub: $(ENVIRONMENT)
