@@ -5,6 +5,7 @@ import functools
 import itertools
 import types
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -89,10 +90,22 @@ def test_numbers_of_one_kind_share_a_key() -> None:
 def test_a_descriptor_has_the_key_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
     x, y = (torch.zeros(rows, 8, dtype=torch.float16)[:, :4] for rows in (6, 9))
-    [made] = launch.Launch._key(0, (launch.Descriptor(x, (2, 4)),))[1]
-    assert made.base is x and made.block_shape == [2, 4] and made.shape == [6, 4] and made.strides == [8, 1]
-    assert _key(launch.Descriptor(x, (2, 4))) == _key(launch.Descriptor(y, (2, 4)))
-    assert _key(launch.Descriptor(x, (2, 4))) != _key(launch.Descriptor(x, (4, 4)))
+    one, other = launch.block(2, 4), launch.block(4, 4)
+    [made] = launch.Launch._key(0, (launch.Descriptor(x, one),))[1]
+    assert made.base == (x.data_ptr(), x.dtype) and made.block_shape == [2, 4]
+    assert made.shape == [6, 4] and made.strides == [8, 1]
+    assert launch.Launch._key(0, (launch.Descriptor(x, launch.block(2, 4)),))[1][0] is made
+    assert _key(launch.Descriptor(x, one)) == _key(launch.Descriptor(y, one))
+    assert _key(launch.Descriptor(x, one)) != _key(launch.Descriptor(x, other))
+
+
+def test_a_kept_descriptor_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
+    x = torch.zeros(6, 8, dtype=torch.float16)
+    gone = weakref.ref(x)
+    launch.Launch._key(0, (launch.Descriptor(x, launch.block(2, 8)),))
+    del x
+    assert gone() is None
 
 
 def test_what_no_kernel_takes_is_refused() -> None:

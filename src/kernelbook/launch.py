@@ -24,9 +24,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 __all__ = [
     "NAMESPACE",
     "PLAIN",
+    "Block",
     "Descriptor",
     "Launch",
     "are_tensors",
+    "block",
     "cdiv",
     "composite",
     "form",
@@ -170,28 +172,55 @@ class _IntegerKinds(dict[int, int]):
 _integer_kinds = _IntegerKinds()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Descriptor:
-    """A tensor that a kernel reads or writes through a tensor descriptor (TMA), in blocks of ``block_shape``.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Block:
+    """What a kernel reads or writes at a time through a tensor descriptor (TMA); made by :func:`block`."""
 
-    ``layout`` is the blocks' layout in shared memory, for Gluon's kernels.
-    """
+    shape: tuple[int, ...]
+    layout: Any  # of the block in shared memory, for Gluon's kernels
+
+
+@functools.cache
+def block(*shape: int, layout: Any = None) -> Block:
+    """The one :class:`Block` of this shape and layout: keys hold it, and to hash a layout takes the host longer."""
+    return Block(shape, layout)
+
+
+class Descriptor(NamedTuple):
+    """A tensor that a kernel reads or writes through a tensor descriptor, block by block."""
 
     tensor: torch.Tensor
-    block_shape: tuple[int, ...]
-    layout: Any = None
+    block: Block
+
+    def for_triton(self) -> Any:
+        """Triton's own descriptor (without a layout) or Gluon's (with one)."""
+        return _descriptor(self.tensor, self.tensor.shape, self.tensor.stride(), self.block)
+
+
+class _Address(NamedTuple):
+    """Stands for a tensor in a descriptor that is kept: it says where memory begins, and keeps none."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _descriptor(base: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: Block) -> Any:
+    if block.layout is None:
+        return TensorDescriptor(base, [*shape], [*strides], [*block.shape])
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(base, [*shape], [*strides], [*block.shape], block.layout)
+
+
+# Triton checks a descriptor where it is made, which takes the host longer than a small launch; steps use the same memory again.
+_kept_descriptor = functools.lru_cache(maxsize=4096)(_descriptor)
 
 
 def _for_triton(arg: Any) -> Any:
-    """An argument of a launch as Triton takes it: its own descriptor (without a layout) or Gluon's (with one)."""
-    if type(arg) is not Descriptor:
-        return arg
-    what = arg.tensor, [*arg.tensor.shape], [*arg.tensor.stride()], [*arg.block_shape]
-    if arg.layout is None:
-        return TensorDescriptor(*what)
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-    return GluonDescriptor(*what, arg.layout)
+    return arg.for_triton() if type(arg) is Descriptor else arg
 
 
 class _Compiled(NamedTuple):
@@ -289,10 +318,11 @@ class Launch:
                 key += (arg.dtype, address % 16 == 0)
                 values.append(address)
             elif kind is Descriptor:
-                tensor = arg.tensor
+                tensor, block = arg
                 runtime.ensure_context(tensor.device)
-                key += (tensor.dtype, arg.block_shape, arg.layout)
-                values.append(_for_triton(arg))
+                base = _Address(tensor.data_ptr(), tensor.dtype)
+                key += (tensor.dtype, block)
+                values.append(_kept_descriptor(base, tensor.shape, tensor.stride(), block))
             elif kind is float or kind is bool:
                 key.append(kind)
                 values.append(arg)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.launch import Descriptor, Launch, cdiv, launcher
+from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.moe_lora import kernels
 from kernelbook.moe_lora.routing import Routing, tiles_of_height
@@ -144,8 +144,8 @@ class _RowsKernel:
     """The kernel of this room."""
 
     step: Step
-    x_block: tuple[int, ...] | None  # of a tensor descriptor; None: by pointers
-    w_block: tuple[int, ...] | None
+    x_block: Block | None  # of a tensor descriptor; None: by pointers
+    w_block: Block | None
     w_by_row: bool
     in_words: bool  # of eight packed elements
 
@@ -242,8 +242,8 @@ def _rows_kernel(
     _, num_m = tiles_of_height(rows, experts, tiles.height)
     return _RowsKernel(
         step=Step(launch, (num_m * cdiv(n, block_n),), (experts, k, n, layout.slots, num_m)),
-        x_block=(tiles.height, block_k) if access == "boxes" and layout.grouped else None,
-        w_block=(1, *((block_k, block_n) if by_row else (block_n, block_k))) if access == "boxes" else None,
+        x_block=block(tiles.height, block_k) if access == "boxes" and layout.grouped else None,
+        w_block=block(1, *((block_k, block_n) if by_row else (block_n, block_k))) if access == "boxes" else None,
         w_by_row=by_row, in_words=access == "packed",
     ), tiles.height  # fmt: skip
 
