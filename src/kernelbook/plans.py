@@ -174,7 +174,7 @@ def bucket(count: int, *, lowest: int = 16) -> int:
     It stands in a plan's key for a size that changes from batch to batch, so
     that batches of nearly one size share a plan.
     """
-    return max(triton.next_power_of_2(max(count, 1)), lowest)
+    return max(1 << max(count - 1, 0).bit_length(), lowest)
 
 
 def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProperties) -> bool:
@@ -189,9 +189,9 @@ def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProp
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 Plans = dict[str, dict[str, dict[str, Any]]]  # by planner and problem: the plan, and what was measured
 
-# What the tuner uses: plans that come before all files, and what planners were asked since forget(), by name and key.
+# What the tuner uses: plans that come before all files, and what planners were asked since forget(), by name and problem.
 trial: Plans = {}
-asked: dict[tuple[str, str], tuple[Any, ...]] = {}
+asked: dict[tuple[str, tuple[Any, ...]], None] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,12 +227,10 @@ class Planner:
 
     def find(self, problem: Sequence[Any]) -> Any:
         """The plan for a problem, whose last part is the GPU's properties."""
-        key = self.key(problem)
         if len(asked) < 4096:
-            asked[self.name, key] = tuple(problem)
+            asked[self.name, tuple(problem)] = None
         for where, stored in stored_plans(problem[-1]):
-            entry = stored.get(self.name, {}).get(key)
-            if entry is not None:
+            if self.name in stored and (entry := stored[self.name].get(key := self.key(problem))) is not None:
                 try:
                     return self.from_json(entry["plan"], problem)
                 except ValueError as error:
