@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
     "NAMESPACE",
+    "OPTIONS",
     "PLAIN",
     "Descriptor",
     "Launch",
@@ -118,29 +118,17 @@ def is_aligned(*tensors: torch.Tensor | None) -> bool:
 
 # --- the launcher ---------------------------------------------------------------------------------------------------
 
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-_KNOWN_VERSIONS = ((3, 6), (3, 7))  # whose compiled kernels are called as below
+# Whether a product and a sum become one instruction is part of what a kernel computes: no version's default decides it.
+OPTIONS = {"enable_fp_fusion": True}
 _RUN = JITFunction.run
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def _calls_compiled(version: tuple[int, ...]) -> bool:
-    """Whether compiled kernels are called without ``kernel[grid]``: on NVIDIA's GPUs, with a Triton that is known here."""
-    if runtime.INTERPRET or not runtime.HAS_GPU or torch.version.hip is not None:
-        return False
-    if version not in _KNOWN_VERSIONS:
-        known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_VERSIONS)
-        warnings.warn(
-            f"kernelbook: Triton {triton.__version__} is not one of {known}: kernels are launched by Triton itself, which "
-            "takes the host longer",
-            stacklevel=2,
-        )
-        return False
-    return True
-
-
-_CALLS_COMPILED = _calls_compiled(_VERSION)
+# Whether compiled kernels are called without ``kernel[grid]``.
+_CALLS_COMPILED = (
+    not runtime.INTERPRET and runtime.HAS_GPU and torch.version.hip is None and runtime.TRITON_IS_TRIED
+)
 
 
 def _is_watched() -> bool:
@@ -226,7 +214,7 @@ class Launch:
     kept under what Triton specializes on (dtypes, alignment of pointers, integers that are 1, multiples of 16 or wide, the
     device; constants and options belong to this object). What was not seen before goes through Triton, which compiles it;
     so does every launch while a hook, recorder or debugger watches, in the interpreter, on other vendors' GPUs and with a
-    Triton whose version is not known here. While a graph is traced, the kernel goes into the graph.
+    Triton that was not tried. While a graph is traced, the kernel goes into the graph.
 
     Args:
         kernel: a function under ``triton.jit`` or ``gluon.jit``.
@@ -311,7 +299,7 @@ class Launch:
                 return self.kernel[grid](*map(_for_triton, wide), **self.constants)
         tensors = (getattr(arg, "tensor", arg) for arg in args)
         with runtime.on_device_of(next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
-            return self.kernel[grid](*map(_for_triton, args), **self.constants)
+            return self.kernel[grid](*map(_for_triton, args), **{**OPTIONS, **self.constants})
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

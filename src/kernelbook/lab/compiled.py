@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.launch import OPTIONS
 
 # isort: split
 import torch
@@ -54,13 +55,17 @@ __all__ = [
 REPORT_COLUMNS = ("key", "name", "target", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
 
 _GPU_TARGETS = {
+    "sm_75": GPUTarget("cuda", 75, 32),
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_86": GPUTarget("cuda", 86, 32),
     "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
     "sm_120": GPUTarget("cuda", 120, 32),
+    "sm_121": GPUTarget("cuda", 121, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx1201": GPUTarget("hip", "gfx1201", 32),
 }
 
 _POINTERS = {
@@ -297,7 +302,7 @@ def _type_of(value: Any) -> str:
 def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Launch:
     """What Triton's launcher derives from the arguments: types, constants, divisibility by 16."""
     names = [parameter.name for parameter in kernel.params]
-    options = {name: value for name, value in kwargs.items() if name not in names}
+    options = {name: value for name, value in kwargs.items() if name not in names and (name, value) not in OPTIONS.items()}
     values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     signature, constants, aligned = {}, {}, []
     for parameter in kernel.params:
@@ -442,7 +447,7 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
         {(names.index(name),): value for name, value in launch.constants},
         {(index,): [["tt.divisibility", 16]] for index in launch.aligned},
     )
-    compiled = triton.compile(source, target=_GPU_TARGETS[target], options=dict(launch.options))
+    compiled = triton.compile(source, target=_GPU_TARGETS[target], options={**OPTIONS, **dict(launch.options)})
     texts = {name: text for name, text in compiled.asm.items() if name in asm and isinstance(text, str)}
     if _GPU_TARGETS[target].backend == "cuda":
         registers, spills, sass = _cubin_report(compiled.asm["cubin"], "sass" in asm)
