@@ -459,3 +459,48 @@ def test_what_the_backward_pass_reads_may_not_be_changed() -> None:
     x += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
+    """As ``%autoreload 2`` does after an edit: the new functions are called, by whoever observes a call too."""
+    code = """
+        import importlib, sys, torch
+        import kernelbook as kb
+        from torch.profiler import profile
+        def rooms():
+            found = [sys.modules[name] for name in sorted(sys.modules) if name.startswith("kernelbook.")]
+            return [module for module in found if module.__name__ != "kernelbook.runtime"]
+        def use():
+            x = torch.linspace(-1, 1, 64).view(2, 32).requires_grad_()
+            y = torch.compile(kb.layer_norm, fullgraph=True, backend="aot_eager")(x)
+            return y, *torch.autograd.grad(y.square().sum(), x)
+        before = use()
+        for module in rooms():
+            importlib.reload(module)
+        importlib.reload(kb)
+        torch._dynamo.reset()
+        after = use()
+        assert all(map(torch.equal, before, after))
+        print("fine")
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_an_operator_that_is_declared_twice_is_the_second_one() -> None:
+    def declared(factor: float) -> Any:
+        return launch.operator(
+            "declared_twice(Tensor x) -> Tensor", outputs=torch.empty_like, run=lambda x: x * factor,
+            setup_context=lambda ctx, inputs, output: None, backward=lambda ctx, dy: dy * factor,
+        )  # fmt: skip
+
+    declared(2.0)
+    operator = declared(3.0)
+    x = torch.ones(2, requires_grad=True)
+    y = operator(x)
+    y.sum().backward()
+    assert torch.equal(y, torch.full((2,), 3.0)) and torch.equal(x.grad, torch.full((2,), 3.0))
+    assert torch.equal(torch.ops.kernelbook.declared_twice(x.detach()), y)

@@ -34,6 +34,7 @@ __all__ = [
     "is_observed",
     "is_transformed",
     "launcher",
+    "library",
     "observed",
     "operator",
     "sources",
@@ -311,7 +312,17 @@ def launcher(kernel: Any, /, **constants: Any) -> Launch:
 # --- operators ------------------------------------------------------------------------------------------------------
 
 NAMESPACE = "kernelbook"
+# By operator what PyTorch holds of it. A reload of this module keeps it: rooms that are reloaded declare theirs again.
+_libraries: dict[str, torch.library.Library] = globals().get("_libraries", {})
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def library(name: str) -> torch.library.Library:
+    """Where to declare an operator; what was declared of it before, by a module that is being reloaded, is dropped."""
+    if name in _libraries:
+        _libraries[name]._destroy()
+    _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    return _libraries[name]
 
 
 def operator(
@@ -325,7 +336,7 @@ def operator(
 ) -> Any:
     """Declares the operator ``kernelbook::<name>``, for whoever compiles, traces, transforms, profiles or brings other tensors.
 
-    A public function calls it where a call is :func:`observed`; where nobody observes, it does without.
+    To declare one again, as ``importlib.reload`` of a room does, replaces it. A public function calls it where a call is :func:`observed`; where nobody observes, it does without.
 
     Args:
         schema: name, arguments and results, such as ``"scale(Tensor x, float factor) -> Tensor"``.
@@ -349,17 +360,18 @@ def operator(
         # Dynamo, where it is at work, would read this too; it does not read while a program that it has made runs.
         return run(*args) if _dynamo_callback() is None else untraced()(*args)
 
-    torch.library.define(qualified, bracket + rest, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "default", dispatched)
-    torch.library.register_fake(qualified, outputs)
+    owner = library(name)
+    torch.library.define(qualified, bracket + rest, lib=owner, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", dispatched, lib=owner)
+    torch.library.register_fake(qualified, outputs, lib=owner)
     keep = setup_context or (lambda ctx, inputs, output: None)
-    torch.library.register_autograd(qualified, backward or cannot, setup_context=keep)
+    torch.library.register_autograd(qualified, backward or cannot, setup_context=keep, lib=owner)
     if visible and _CALLS_COMPILED:
-        _decompose(qualified, run)
+        _decompose(qualified, run, owner)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _decompose(qualified: str, run: Callable[..., Any]) -> None:
+def _decompose(qualified: str, run: Callable[..., Any], owner: torch.library.Library) -> None:
     """Has the compiler see the kernels that the operator launches, as ``torch.library.triton_op`` does."""
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
     from torch.utils._pytree import tree_leaves
@@ -386,7 +398,7 @@ def _decompose(qualified: str, run: Callable[..., Any]) -> None:
         finally:
             _of_thread.tracing = before
 
-    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed)
+    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed, lib=owner)
 
 
 def composite(schema: str, function: Callable[..., Any]) -> Any:
@@ -398,10 +410,9 @@ def composite(schema: str, function: Callable[..., Any]) -> Any:
     name, bracket, rest = schema.partition("(")
     qualified = f"{NAMESPACE}::{name}"
     arguments, arrow, result = rest.rpartition(") ->")
-    torch.library.define(
-        qualified, f"{bracket}{arguments}, str sources{arrow}{result}", tags=(torch.Tag.pt2_compliant_tag,)
-    )
-    torch.library.impl(qualified, "CompositeImplicitAutograd", lambda *args: function(*args[:-1]))
+    owner, tags = library(name), (torch.Tag.pt2_compliant_tag,)
+    torch.library.define(qualified, f"{bracket}{arguments}, str sources{arrow}{result}", lib=owner, tags=tags)
+    torch.library.impl(qualified, "CompositeImplicitAutograd", lambda *args: function(*args[:-1]), lib=owner)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

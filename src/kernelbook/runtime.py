@@ -299,7 +299,7 @@ TARGETS: dict[str, DeviceProperties] = {
     "sm_120": DeviceProperties("NVIDIA GeForce RTX 5090", "sm_120", 170, 101_376, 102_400, 65_536, 1536, 96 * 2**20),
     "sm_121": DeviceProperties("NVIDIA GB10", "sm_121", 48, 101_376, 102_400, 65_536, 1536, 24 * 2**20),
     "gfx942": DeviceProperties("AMD MI300X", "gfx942", 304, 65_536, 65_536, 131_072, 2048, 4 * 2**20, 64),
-    "gfx1201": DeviceProperties("AMD Radeon RX 9070 XT", "gfx1201", 64, 65_536, 65_536, 49_152, 1024, 8 * 2**20, 32),
+    "gfx1201": DeviceProperties("AMD Radeon RX 9070 XT", "gfx1201", 64, 65_536, 65_536, 98_304, 1024, 8 * 2**20),
 }
 
 # Few multiprocessors, so that persistent kernels loop in the interpreter too; an H200's limits on the rest.

@@ -228,10 +228,10 @@ def _definitions(using: Sequence[Callable[..., Any]], constants: Mapping[str, An
 # --- occupancy -------------------------------------------------------------------------------------------------------
 
 # How registers and shared memory are handed out, and how many programs run at a time at most: CUDA C++ Programming Guide,
-# "Compute Capabilities", 8.0 to 12.0.
+# "Compute Capabilities", 7.5 to 12.1.
 REGISTER_UNIT, WARP_UNIT = 256, 4  # registers a warp gets at a time; warps, one on each quarter of a multiprocessor
-SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program
-MAX_PROGRAMS = {"sm_86": 16, "sm_89": 24, "sm_120": 24}  # on a multiprocessor; 32 on all others
+SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program, from Ampere on
+MAX_PROGRAMS = {"sm_75": 16, "sm_86": 16, "sm_89": 24, "sm_120": 24, "sm_121": 24}  # on a multiprocessor; 32 on all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,10 +260,11 @@ def occupancy(
     """
     p = properties or runtime.properties()
     per_warp = -(-registers * p.warp_size // REGISTER_UNIT) * REGISTER_UNIT
-    per_program = -(-(shared_bytes + SHARED_RESERVED) // SHARED_UNIT) * SHARED_UNIT
+    reserved = SHARED_RESERVED if p.has_tensor_cores else 0
+    per_program = -(-(shared_bytes + reserved) // SHARED_UNIT) * SHARED_UNIT
     limits = {
         "registers": p.registers_per_sm // per_warp // WARP_UNIT * WARP_UNIT // num_warps,
-        "shared memory": p.shared_memory_per_sm // per_program,
+        "shared memory": p.shared_memory_per_sm // max(per_program, 1),
         "warps": p.max_threads_per_sm // (p.warp_size * num_warps),
         "programs": MAX_PROGRAMS.get(p.arch, 32),
     }

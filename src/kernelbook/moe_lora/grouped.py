@@ -205,7 +205,8 @@ def _chosen_strategy(
     if strategy == "auto":
         experts, k, n = shape
         strategy = kernels.choose_strategy(rows, experts, k, n, rank, properties)
-    return "split" if rank > kernels.FUSED_RANK or dtype == torch.float64 else strategy
+    fits = rank <= kernels.FUSED_RANK and dtype != torch.float64 and properties.has_tensor_cores
+    return strategy if fits else "split"
 
 
 def _rows_kernel(

@@ -735,19 +735,14 @@ def rows_tiles(
     addresses take so many registers that only small tiles have room.
     """
     mean = _mean_rows(rows, experts)
-    if itemsize == 2 and not properties.has_tensor_cores:
-        # Each thread holds its rows and columns of both operands in float32: steps are short.
-        if mean <= 32 or access != "wide" or rank > 0:
-            height = max(16, min(32, mean))
-            return tiles(4, 2, BLOCK_M=height, BLOCK_N=32, BLOCK_K=32, GROUP=8, SMALL_M=height)
-        return tiles(8, 2, BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP=8, SMALL_M=64)
-    if access == "packed" and itemsize == 2:
+    if access == "packed" and itemsize == 2 and properties.has_tensor_cores:
         if mean <= 16:
             return tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)
         return tiles(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=64)
     if itemsize == 8:
         return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
-    if itemsize == 4 or access == "narrow":
+    # Without tensor cores each thread holds its rows and columns of both operands.
+    if itemsize == 4 or access == "narrow" or not properties.has_tensor_cores:
         height = max(16, min(32, mean))
         return tiles(4, 2, BLOCK_M=height, BLOCK_N=32, BLOCK_K=32, GROUP=8, SMALL_M=height)
     if access == "boxes" and 8 < mean <= 16 and rank > 0:

@@ -943,7 +943,7 @@ def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProper
 
 def _has_wgmma(properties: runtime.DeviceProperties) -> bool:
     """Whether tensor cores read both operands from shared memory; elsewhere they take registers that large tiles need."""
-    return properties.arch in ("sm_90", "sm_100")
+    return properties.arch in ("sm_90", "sm_100", "sm_103")
 
 
 def _stages(wanted: int, stage_bytes: int, properties: runtime.DeviceProperties) -> int:
