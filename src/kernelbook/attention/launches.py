@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
 from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, is_aligned, launcher
 from kernelbook.memory import tl_accumulator
@@ -24,8 +24,8 @@ try:  # Gluon is experimental: where Triton has changed it, the plain kernels do
 
     from kernelbook.attention import kernels_hopper
 
-    HAS_GLUON = True
-except ImportError:
+    HAS_GLUON = gluon_names.USABLE
+except (ImportError, AttributeError):
     HAS_GLUON = False
 
 LOG2_E = math.log2(math.e)
@@ -80,8 +80,11 @@ def problem(
 
 
 def precision(q: Tensor | None) -> str:
-    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
-    if q is None or q.dtype != torch.float32 or runtime.properties(q.device).arch.startswith("gfx"):
+    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every GPU has them."""
+    if q is None or q.dtype != torch.float32:
+        return "ieee"
+    properties = runtime.properties(q.device)
+    if properties.arch.startswith("gfx") or not properties.has_tensor_cores:
         return "ieee"
     return "tf32" if allows_tf32() else "tf32x3"
 

@@ -20,6 +20,7 @@ from kernelbook.launch import (
     composite,
     form,
     is_aligned,
+    library,
     observed,
     operator,
     sources,
@@ -592,13 +593,15 @@ _paged_operator = operator(
 )
 
 # launch.operator() is for operators that return what they compute; this one writes into its arguments.
+_append_library = library("append_to_pages")
 torch.library.define(
     f"{NAMESPACE}::append_to_pages",
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
+    lib=_append_library,
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append)
-torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None)
+torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append, lib=_append_library)
+torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None, lib=_append_library)
 _append_operator = torch.ops.kernelbook.append_to_pages.default
 
 SOURCES = sources()

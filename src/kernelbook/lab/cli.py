@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+WITHOUT_TENSOR_CORES = (
+    "float16 and float32; bfloat16 is right, and several times slower. Triton has no tensor cores before Ampere: attention and "
+    "experts do without, sparse layers and lists of neurons have them by cuBLAS"
+)
 # What a command needs beside the package's own requirements: all of the extra ``lab``.
 NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
 
@@ -53,6 +57,8 @@ def _machine() -> list[tuple[str, str]]:
             ("L2 cache", f"{p.l2_bytes / 2**20:.0f} MiB"),
             ("plans", _plans(p.name)),
         ]
+        if not p.has_tensor_cores:
+            lines.append(("to expect", WITHOUT_TENSOR_CORES))
     return lines
 
 

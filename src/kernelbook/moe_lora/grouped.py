@@ -205,7 +205,8 @@ def _chosen_strategy(
     if strategy == "auto":
         experts, k, n = shape
         strategy = kernels.choose_strategy(rows, experts, k, n, rank, properties)
-    return "split" if rank > kernels.FUSED_RANK or dtype == torch.float64 else strategy
+    fits = rank <= kernels.FUSED_RANK and dtype != torch.float64 and properties.has_tensor_cores
+    return strategy if fits else "split"
 
 
 def _rows_kernel(
@@ -348,7 +349,7 @@ def factors(
 def recompute_step(left: Layout, factor: torch.Tensor, right: Layout, q: int) -> Step:
     """For dA or dB without U and D."""
     experts, c, rank = factor.shape
-    tiles = kernels.recompute_tiles(rank, factor.element_size())
+    tiles = kernels.recompute_tiles(rank, factor.element_size(), runtime.properties(factor.device))
     launch = _tiled(
         kernels._moe_lora_bwd_recompute_kernel, tiles, L_GROUPED=left.grouped, Z_GROUPED=right.grouped,
         ACC=tl_accumulator(factor.dtype), PRECISION=precision(factor.dtype), r=rank, RANK=kernels.padded_rank(rank),

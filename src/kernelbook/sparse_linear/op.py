@@ -318,7 +318,8 @@ def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tenso
     if chunks.listed == chunks.total and not (chunks.y_compact or chunks.w_compact or chunks.dw_compact):
         return "dense"
     aligned = all(has_aligned_rows(t) or has_aligned_rows(t.t()) for t in operands)
-    return kernels.strategy(m, d_in, chunks.active, chunks.size, operands[0].element_size(), aligned, by_chunk)
+    size, properties = operands[0].element_size(), runtime.properties(operands[0].device)
+    return kernels.strategy(m, d_in, chunks.active, chunks.size, size, aligned, by_chunk, properties)
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
