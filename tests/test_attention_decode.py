@@ -576,6 +576,7 @@ def test_no_host_synchronisation() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_more_than_2_31_elements() -> None:
     pages, page, d = 2**16 + 8, 256, 128
     pool = torch.zeros(pages, 1, page, d, dtype=torch.bfloat16, device=runtime.DEVICE)  # 2.1e9 elements

@@ -651,6 +651,7 @@ def test_cuda_graph(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_more_than_2_31_elements() -> None:
     m, d_in, d_out = 2**17 + 64, 64, 2**14 + 64
     x, dy = randn(m, d_in, dtype=torch.bfloat16), torch.randn(m, d_out, dtype=torch.bfloat16, device=runtime.DEVICE)

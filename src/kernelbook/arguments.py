@@ -1,5 +1,6 @@
 """Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
 
+import dataclasses
 import functools
 import numbers
 import warnings
@@ -16,6 +17,7 @@ __all__ = [
     "autocast_dtype",
     "check_choice",
     "check_dtype",
+    "check_fields",
     "check_index_values",
     "check_indices",
     "check_linear",
@@ -190,6 +192,17 @@ def integer(op: str, name: str, value: Any, expected: str = "an integer", *, lea
     if least is not None and value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     return cast(int, value)
+
+
+def check_fields(config: Any) -> None:
+    """Has every field of a dataclass that is declared an ``int`` or a ``float`` hold one; :func:`integer`, :func:`number`."""
+    op = type(config).__name__
+    for field in dataclasses.fields(config):
+        value, declared = getattr(config, field.name), getattr(field.type, "__name__", str(field.type))
+        if declared == "int":
+            object.__setattr__(config, field.name, integer(op, field.name, value))
+        elif declared.startswith("float") and (value is not None or declared == "float"):
+            object.__setattr__(config, field.name, number(op, field.name, value))
 
 
 def number(op: str, name: str, value: Any, expected: str = "a number") -> float:

@@ -70,6 +70,8 @@ def flash_attention(
             a number, or ``window`` not an integer.
         ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
     """
+    if type(causal) is not bool or type(scale) not in (NoneType, float) or type(window) not in (NoneType, int):
+        causal, scale, window = _plain_arguments("flash_attention", causal, scale, window)
     if is_dynamo_compiling() and are_tensors(q, k, v, lengths):
         return _flash_whole(q, k, v, causal, scale, lengths, window, SOURCES)  # type: ignore[no-any-return]
     if observed(q, k, v, lengths):
@@ -110,6 +112,8 @@ def paged_attention(
         ValueError: a shape, a device or ``scale`` is not as above, or, where they are checked, an entry of ``lengths`` or
             ``block_table``.
     """
+    if type(scale) not in (NoneType, float):
+        _, scale, _ = _plain_arguments("paged_attention", True, scale, None)
     if is_dynamo_compiling() and are_tensors(q, k_pages, v_pages, block_table, lengths):
         return _paged_whole(q, k_pages, v_pages, block_table, lengths, scale, SOURCES)  # type: ignore[no-any-return]
     if observed(q, k_pages, v_pages, block_table, lengths) or wants_gradient(q, k_pages, v_pages):
@@ -190,7 +194,6 @@ def _check_flash(
     arguments.check_shape(op, "k", k, (b, *k.shape[1:3], d))
     arguments.check_shape(op, "v", v, (b, *k.shape[1:3], d))
     _check_heads(op, "k and v", h, k.shape[1])
-    causal, scale, window = _plain_arguments(op, causal, scale, window)
     if lengths is not None:
         arguments.check_indices(op, "lengths", lengths)
         arguments.check_shape(op, "lengths", lengths, (b,))
@@ -229,7 +232,7 @@ def _check_paged(q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: 
         raise ValueError(f"{op}: q must have at most {kernels_decode.MAX_QUERIES} queries, got shape {tuple(q.shape)}")
     _check_pages(op, k_pages, v_pages, block_table, lengths, "q", q)
     _check_heads(op, "k_pages and v_pages", q.shape[1], k_pages.shape[1])
-    return _checked_scale(op, _plain_arguments(op, True, scale, None)[1], q.shape[3])
+    return _checked_scale(op, scale, q.shape[3])
 
 
 def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any) -> None:
@@ -276,8 +279,6 @@ def _flash_plan(
     with_lse: bool,
 ) -> _Plan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
-    if type(causal) is not bool or type(scale) not in (NoneType, float) or type(window) not in (NoneType, int):
-        causal, scale, window = _plain_arguments("flash_attention", causal, scale, window)
     aligned, precision = is_aligned(q, k, v), launches.precision(q)
     tensors = form(q), form(k), form(v), form(lengths)
     others = aligned, causal, scale, window, with_lse, precision, launches.HAS_GLUON, runtime.compile_target
@@ -478,8 +479,6 @@ def _backward(
 def _paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None
 ) -> Tensor:
-    if type(scale) not in (NoneType, float):
-        _, scale, _ = _plain_arguments("paged_attention", True, scale, None)
     aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
     tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths)
     key = tensors, aligned, scale, precision, runtime.compile_target

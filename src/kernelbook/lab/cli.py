@@ -298,6 +298,12 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above zero, got {text}")
 
 
+def _count(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) < 2**31:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number above zero, got {text}")
+
+
 def _pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -332,7 +338,7 @@ def parser() -> argparse.ArgumentParser:
         "--warm", action="store_true", help="call all once and record nothing: fills compilers' caches"
     )
     measure.add_argument("--missing", action="store_true", help="only cases without rows of these sources in --out")
-    measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
+    measure.add_argument("--layers", type=_count, help="whole_model: so many layers of each model (default: all)")
     tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), registry.ROOMS)
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
@@ -349,6 +355,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[lab]'", file=sys.stderr
         )
         return 2
+    try:
+        runtime.plans_in_use()
+    except ValueError as error:  # of the environment
+        print(f"{given.command}: {error}", file=sys.stderr)
+        return 2
+    try:
+        return _command(top, given)
+    except KeyboardInterrupt:
+        print(f"\n{given.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _command(top: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     if given.command == "doctor":
         return doctor()
     if given.command == "tune":

@@ -168,6 +168,7 @@ def _linear(
     op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: Any, chunk_size: int, compact: bool, mode: Any
 ) -> torch.Tensor:
     """Y, of :func:`sparse_linear` and, without a mode, of :func:`sparse_forward`."""
+    chunk_size = arguments.integer(op, "chunk_size", chunk_size)
     if is_dynamo_compiling() and are_tensors(x, weight, bias, ids):
         return _linear_whole(op, x, weight, bias, ids, chunk_size, compact, mode, SOURCES)  # type: ignore[no-any-return]
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
@@ -189,6 +190,7 @@ def _products(
     op: str, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, chunk_size: int, compact: bool, wanted: Sequence[bool]
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """dX (of weight), dW (of x) and db, those of a public function; the others are ``None`` or empty."""
+    chunk_size = arguments.integer(op, "chunk_size", chunk_size)
     if is_dynamo_compiling() and are_tensors(dy, x, weight, ids):
         return _backward_whole(op, dy, x, weight, ids, chunk_size, compact, wanted, SOURCES)  # type: ignore[no-any-return]
     if op != "sparse_backward":
