@@ -72,6 +72,7 @@ class _DecodingGraphs:
         if state != self._state:  # other weights, adapters or implementations
             self._state = state
             self._calls.forget()
+            self._fixed = FixedInputs("fast_generate")
             self._taken.clear()
         return self.forward
 
@@ -86,23 +87,29 @@ class _DecodingGraphs:
             return model(**inputs, past_key_values=cache)
         place = self._take(cache)
         kind, _, fixed = self._fixed((), inputs, ids.device)
-        out = self._calls((kind, place), lambda: model(**fixed, past_key_values=cache))
-        return type(out)(**{name: cache if name == "past_key_values" else _own(value) for name, value in out.items()})
+
+        def one_token() -> tuple[Any, dict[str, Any]]:
+            out = model(**fixed, past_key_values=cache)
+            return type(out), {name: value for name, value in out.items() if name != "past_key_values"}
+
+        made, parts = self._calls((kind, place), one_token)
+        return made(**{name: _own(value) for name, value in parts.items()}, past_key_values=cache)
 
     def _take(self, cache: Any) -> Hashable:
         """Puts the cache's tensors where the graphs of its size read them; says which these are."""
-        kind = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in cache.layers)
-        layers, owner = self._taken.get(kind, (None, lambda: None))
-        if owner() is cache:
-            return kind, id(layers)
-        if layers is None or owner() is not None:  # the earlier cache is still somebody's, and stays as it is
-            self._taken[kind] = layers, _ = list(cache.layers), weakref.ref(cache)
-            return kind, id(layers)
-        theirs, ours = ([t for layer in of for t in _tensors(layer)] for of in (cache.layers, layers))
-        torch._foreach_copy_(ours, theirs)
-        cache.layers[:] = layers
-        self._taken[kind] = layers, weakref.ref(cache)
-        return kind, id(layers)
+        theirs = [tensor for layer in cache.layers for tensor in _tensors(layer)]
+        kind = tuple((tensor.shape, tensor.dtype) for tensor in theirs)
+        ours, owner = self._taken.get(kind, (None, lambda: None))
+        if ours is None or owner() not in (None, cache):
+            if ours is not None:  # an earlier cache is still somebody's, and stays as it is
+                self._calls.forget()
+            ours = theirs
+        elif any(mine is not other for mine, other in zip(ours, theirs, strict=True)):  # a new one, or reordered beams
+            torch._foreach_copy_(ours, theirs)
+            for i, layer in enumerate(cache.layers):
+                layer.keys, layer.values, layer.cumulative_length = ours[3 * i : 3 * i + 3]
+        self._taken[kind] = ours, weakref.ref(cache)
+        return kind, ours[0].data_ptr()
 
 
 def _tensors(layer: StaticLayer) -> tuple[torch.Tensor, ...]:
@@ -118,6 +125,7 @@ def _own(value: Any) -> Any:
 
 def _state_of(model: Any) -> Iterator[Hashable]:
     """What a graph takes for granted of a model: where its tensors are, what computes, and which adapters are on."""
+    yield torch.is_inference_mode_enabled()  # whose tensors nobody may write to outside of it
     yield model.training, model.config._attn_implementation, str(getattr(model.config, "_experts_implementation", None))
     for tensor in (*model.parameters(), *model.buffers()):
         yield tensor.data_ptr()
