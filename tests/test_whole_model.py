@@ -199,13 +199,14 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         bench.Plan(OLMOE, "grouped_mm", "step", checkpoints=True),
         bench.Plan(OLMOE, "grouped_mm", "decode", 2),
         bench.Plan(OLMOE, "kernelbook:dense", "prefill"),
+        bench.Plan(OLMOE, "grouped_mm", "generate"),
     ]
     assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 0
     rows = pd.read_csv(tmp_path / "whole_model.csv")
-    assert list(rows.columns) == list(record.COLUMNS) and len(rows) == 3 and rows["run"].nunique() == 1
+    assert list(rows.columns) == list(record.COLUMNS) and len(rows) == 4 and rows["run"].nunique() == 1
     assert set(rows["mode"]) == {"step", "forward"} and (rows["ms"] > 0).all()
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
-    assert rows["x"].tolist() == [1, 2, 1] and rows["err_ratio"].notna().all()
+    assert rows["x"].tolist() == [1, 2, 1, 1] and rows["err_ratio"].notna().all()
     printed = capsys.readouterr().out
     assert "left out: axolotl (" in printed and "left out: Unsloth (" in printed
 
