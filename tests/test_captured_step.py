@@ -16,6 +16,7 @@ from kernelbook import runtime
 from kernelbook.nn import MoELayer
 from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.train import CapturedStep, ChunkAdamW
+from kernelbook.train.capture import _no_stashed_generator
 from kernelbook.train.step import KeptGradients
 
 GPU = runtime.DEVICE.type == "cuda"
@@ -62,7 +63,8 @@ class Experts(nn.Module):
 
 def made(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return build().to(runtime.DEVICE)
+    with runtime.DEVICE:
+        return build()
 
 
 def batches(count: int, *lengths: int) -> list[dict[str, torch.Tensor]]:
@@ -142,6 +144,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
     "clipped": (Net, {"clip": 0.5}, 1),
     "accumulated": (Net, {"accumulate": 3, "clip": 0.5}, 3),
     "checkpoints": (lambda: Net(checkpoints=False), {"accumulate": 2}, 2),
+    "checkpoints, with the generator's state": (lambda: Net(checkpoints=True), {}, 1),
+    "dropout": (lambda: Net(dropout=0.5), {"accumulate": 2}, 2),
     "bfloat16": (lambda: Net(checkpoints=False), {"autocast": torch.bfloat16}, 1),
     "gpt": (gpt, {"clip": 1.0}, 1),
     "experts": (Experts, {"clip": 1.0}, 1),
@@ -159,9 +163,10 @@ def test_a_captured_step_is_the_step(case: str) -> None:
     build, how, graphs = CASES[case]
     data = batches(15)
     model, plain = made(build), made(build)
-    step = CapturedStep(model, adam(model), **how)
-    optimizer = adam(plain)
+    step, optimizer = CapturedStep(model, adam(model), **how), adam(plain)
+    torch.manual_seed(5)
     losses = [step(**batch) for batch in data]
+    torch.manual_seed(5)
     assert [loss.item() for loss in losses] == written_out(plain, optimizer, data, **how)
     assert_same_weights(model, plain)
     assert_captured(step, graphs)
@@ -334,17 +339,19 @@ def with_hook() -> nn.Module:
         (Reads, "return loss if loss.item() > 0 else -loss"),
         (Selects, "rows = self.embed(input_ids)[input_ids > 3]"),
         (with_hook, "model.inner.register_forward_hook("),
-        (lambda: Net(checkpoints=True), "x = x + checkpoint(self.inner, x"),
+        (lambda: Net(dropout=0.5, checkpoints=True), "x = x + checkpoint(self.inner, x"),
     ],
 )
 @pytest.mark.parametrize("accumulate", (1, 2))
 def test_a_step_that_cannot_be_captured_goes_on(build: Callable[[], nn.Module], line: str, accumulate: int) -> None:
     data, model, plain = batches(12), made(build), made(build)
     step = CapturedStep(model, adam(model), accumulate=accumulate)
+    torch.manual_seed(5)
     with pytest.warns(UserWarning, match="CapturedStep: goes on without a CUDA graph") as said:
         losses = [step(**batch).item() for batch in data]
     assert line in str(said[0].message)
     assert Path(__file__).name in str(step.why_eager)
+    torch.manual_seed(5)
     assert losses == written_out(plain, adam(plain), data, accumulate=accumulate)
     assert_same_weights(model, plain)
     # PyTorch is as it was: the current stream, random numbers, and the next graph.
@@ -365,6 +372,11 @@ def test_dropout_draws_anew_in_each_replay() -> None:
     losses = {step(**batch).item() for _ in range(10)}
     assert_captured(step, 1)
     assert len(losses) == 10
+
+
+def test_a_generator_that_is_stashed_is_named() -> None:
+    with _no_stashed_generator(), pytest.raises(RuntimeError, match="cannot be set back in a graph"):
+        torch.cuda.get_rng_state()
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ wrote, at their addresses; what Python decided then, it decided for every replay
 
 import contextlib
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
         RuntimeError: it cannot be captured; the message names the line.
     """
     graph, first = torch.cuda.CUDAGraph(), None
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    numbers = generator.get_state()
     try:
         # thread_local: NCCL looks at its work from a thread of its own meanwhile. The stream is named twice, since a capture
         # that fails does not leave it.
@@ -42,6 +45,9 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
                 raise
     except Exception as error:
         _end(graph, pool)
+        # It would go on as if it were captured, and refuse to draw for anybody.
+        generator.graphsafe_set_state(torch.Generator(runtime.DEVICE).graphsafe_get_state())
+        generator.set_state(numbers)
         cause = first or error
         raise RuntimeError(f"{_line_of(cause)}: {_first_line(cause)}") from cause
     return graph, out
@@ -54,9 +60,26 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         with contextlib.suppress(RuntimeError, AttributeError):
             getattr(torch._C, name)(device, pool)
-    # The generator would go on as if it were captured, and refuse to draw for anybody.
-    generator = torch.cuda.default_generators[device]
-    generator.graphsafe_set_state(torch.Generator(runtime.DEVICE).graphsafe_get_state())
+
+
+@contextlib.contextmanager
+def _no_stashed_generator() -> Iterator[None]:
+    """Within the context to ask for the generator's state is an error.
+
+    A graph draws by a counter of its own: what is set back to draw the same numbers twice, as activation checkpoints do for
+    dropout, has no effect there, and the gradients would be those of other numbers.
+    """
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is torch.cuda.get_rng_state.__code__:
+            raise RuntimeError("the state of the generator cannot be set back in a graph, and random numbers are drawn")
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def _line_of(error: BaseException) -> str:
@@ -136,6 +159,7 @@ class CapturedCalls:
         if capture and runtime.DEVICE.type != "cuda":
             self._go_on_eagerly("there is no GPU")
         self._runs: dict[Hashable, int] = {}
+        self._draws: dict[Hashable, bool] = {}  # whether a call of this key draws random numbers
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._stream = torch.cuda.Stream() if self.why_eager is None else None
         self.forget()
@@ -161,16 +185,29 @@ class CapturedCalls:
         runs = self._runs.get(key, 0)
         if runs < self.warm:
             self._runs[key] = runs + 1
-            return _run_on(self._stream, call)
-        try:
-            graph, out = _capture(call, self._stream, self._pool)
-        except RuntimeError as error:
-            out = _run_on(self._stream, call)  # an error of the call's own is raised here
-            self._go_on_eagerly(str(error))
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            offset = generator.get_offset()
+            out = _run_on(self._stream, call)
+            self._draws[key] = generator.get_offset() != offset
             return out
-        self._captured[key] = graph, out
+        why = self._capture_as(key, call, draws=self._draws.get(key, False))
+        if why is not None:
+            out = _run_on(self._stream, call)  # an error of the call's own is raised here
+            self._go_on_eagerly(why)
+            return out
+        graph, out = self._captured[key]
         graph.replay()
         return out
+
+    def _capture_as(self, key: Hashable, call: Callable[[], Any], *, draws: bool) -> str | None:
+        """Captures the call; in words why that cannot be. The error is gone by then, and with it what it held."""
+        assert self._stream is not None
+        try:
+            with _no_stashed_generator() if draws else contextlib.nullcontext():
+                self._captured[key] = _capture(call, self._stream, self._pool)
+        except RuntimeError as error:
+            return str(error)
+        return None
 
     def _go_on_eagerly(self, why: str) -> None:
         self.why_eager = why

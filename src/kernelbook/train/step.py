@@ -100,9 +100,9 @@ class CapturedStep:
     the graph is captured anew. Learning rates may change at any time.
 
     What Python does in a step (a count, a print, a hook) it does when the step is captured, and no more. A step that waits
-    for the device (``.item()``, a shape that depends on values) or that draws random numbers within activation checkpoints
-    (``preserve_rng_state``) cannot be captured: it goes on as an ordinary step, and a warning names the line. So it does
-    without a GPU.
+    for the device (``.item()``, a shape that depends on values), or that draws random numbers and has activation checkpoints
+    which draw them again (``preserve_rng_state``), cannot be captured: it goes on as an ordinary step, and a warning names
+    the line. So it does without a GPU.
 
     Args:
         model: any module on one device.
