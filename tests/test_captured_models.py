@@ -120,6 +120,21 @@ def test_masks_that_leave_nothing_out_are_known() -> None:
     assert "attention_mask" not in interop.known_masks(model, {"input_ids": batch["input_ids"]})
 
 
+def test_the_loss_in_pieces_is_the_loss() -> None:
+    model = llama().train()
+    [batch] = data(1, 9)
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, :4] = -100
+    found = []
+    for loss in (lambda: model(**batch).loss, lambda: interop.loss_in_pieces(model, **batch, piece=4)):
+        model.zero_grad()
+        value = loss()
+        value.backward()
+        found.append([value, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 # --- transformers' Trainer ------------------------------------------------------------------------------------------
 
 

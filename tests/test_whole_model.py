@@ -131,17 +131,6 @@ def test_a_wrong_provider_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_in_pieces_is_the_loss() -> None:
-    hidden = torch.randn(2, 9, 8, device=runtime.DEVICE, requires_grad=True)
-    head = torch.nn.Linear(8, 13, bias=False, device=runtime.DEVICE)
-    ids = torch.randint(0, 13, (2, 9), device=runtime.DEVICE)
-    ours = bench.loss_in_pieces(hidden, head, ids, piece=5)
-    whole = F.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(ours, whole)
-    for one, other in zip(*(torch.autograd.grad(x, [hidden, head.weight]) for x in (ours, whole)), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_a_step_of_decoding() -> None:
     """Each step reads the token of the step before, at the place that is set."""
     model = bench.build(bench.configuration(QWEN, 1, tiny=True), dtype=torch.float32)

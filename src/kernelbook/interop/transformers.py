@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize
 
 from kernelbook.interop.transformers_attention import known_masks
 from kernelbook.interop.transformers_generation import fast_generate
+from kernelbook.interop.transformers_loss import loss_in_pieces
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor
@@ -47,6 +48,7 @@ __all__ = [
     "fast_generate",
     "is_experts",
     "known_masks",
+    "loss_in_pieces",
     "quantize_experts",
     "register",
     "use_kernels",

@@ -127,8 +127,8 @@ def _state_of(model: Any) -> Iterator[Hashable]:
     """What a graph takes for granted of a model: where its tensors are, what computes, and which adapters are on."""
     yield torch.is_inference_mode_enabled()  # whose tensors nobody may write to outside of it
     yield model.training, model.config._attn_implementation, str(getattr(model.config, "_experts_implementation", None))
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield tensor.data_ptr()
     for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            yield None if tensor is None else tensor.data_ptr()
         if isinstance(getattr(module, "disable_adapters", None), bool):  # a layer of PEFT's
             yield module.disable_adapters, tuple(module.active_adapters), bool(module.merged)

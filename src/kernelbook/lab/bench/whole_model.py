@@ -41,9 +41,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from tabulate import tabulate
-from torch.utils.checkpoint import checkpoint
 
 from kernelbook import check, runtime
 from kernelbook.lab import profiling, record, timing
@@ -59,9 +57,11 @@ SOURCES = (
     record.PACKAGE / "lab" / "arithmetic.py",
     *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
     *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
+    *(record.PACKAGE / "interop" / f"transformers_{name}.py" for name in ("generation", "loss")),
+    *(record.PACKAGE / "train" / f"{name}.py" for name in ("capture", "step")),
     *(record.PACKAGE / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
 )
-RANK, PROMPT, ROOM, PIECE, WARM = 16, 2048, 64, 512, 3
+RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
 STEM, PARTS_STEM = "whole_model", "whole_model_parts"
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
 COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
@@ -208,25 +208,11 @@ def _running(model: Any, provider: str) -> Iterator[None]:
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def loss_in_pieces(hidden: torch.Tensor, head: torch.nn.Module, ids: torch.Tensor, piece: int = PIECE) -> torch.Tensor:
-    """The mean cross entropy of the next token, hidden (B, N, H), ids (B, N), of ``piece`` tokens' logits at a time."""
-    rows, targets = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-
-    def of(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(head(part).float(), wanted, reduction="sum")
-
-    parts = [
-        checkpoint(of, part, wanted, use_reentrant=False, preserve_rng_state=False)
-        for part, wanted in zip(rows.split(piece), targets.split(piece), strict=True)
-    ]
-    return torch.stack(parts).sum() / targets.numel()
-
-
 def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph: bool) -> Callable[[], torch.Tensor]:
     """A step of training what requires a gradient; returns the loss."""
     from transformers import DynamicCache
 
-    from kernelbook.interop.transformers import known_masks
+    from kernelbook.interop.transformers import known_masks, loss_in_pieces
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids = torch.randint(0, base.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
@@ -248,8 +234,7 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
         # While a graph is captured nobody can look whether sequences are packed, and transformers would make a mask for
         # that; it asks no such thing where there is a cache, be it empty.
         cache = DynamicCache() if graph and attention_mask is None else None
-        body = base.base_model(input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=False)
-        return loss_in_pieces(body.last_hidden_state, base.get_output_embeddings(), input_ids)
+        return loss_in_pieces(model, input_ids, input_ids, attention_mask, past_key_values=cache)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
