@@ -524,7 +524,9 @@ def _pack(
     packed = source
     if copy:
         turned = strides[0] == 1 and strides[1] != 1
-        packed = empty(shape[::-1], source.dtype, source).t() if turned else empty(shape, source.dtype, source)
+        packed = (
+            empty(tuple(shape[::-1]), source.dtype, source).t() if turned else empty(tuple(shape), source.dtype, source)
+        )
     to = packed.stride()
     grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
     partial = empty((grid[1], chunks.active), accumulator(source.dtype), source) if sums else None
