@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("peft")
 
+import peft
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import COMMON, assert_as_eager, tokens
+from tiny_models import COMMON, assert_as_eager, losses, tokens
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
-from kernelbook import runtime
+from kernelbook import check, runtime
+from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
 from kernelbook.interop import transformers_attention, transformers_fp4
 from kernelbook.interop.transformers import MXFP4ExpertsConfig, use_kernels
@@ -40,9 +43,9 @@ def random_model(**changes: Any) -> Any:
     return model
 
 
-def publish(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def publish(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, torch.Tensor]:
     """Writes a checkpoint as gpt-oss' are, in two shards; -> its tensors."""
-    model = random_model().to(dtype)
+    model = random_model(**changes).to(dtype)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -182,3 +185,95 @@ def test_a_dense_checkpoint_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(TypeError, match="MXFP4ExpertsConfig: the argument must be modules_to_not_convert"):
         MXFP4ExpertsConfig(block_size=64)
+
+
+# --- training and merging -------------------------------------------------------------------------------------------
+
+
+def with_lora(model: Any, **changes: Any) -> Any:
+    """LoRA on all experts and on the queries, with a B that is random too."""
+    options: dict[str, Any] = {
+        "target_parameters": interop.expert_parameters(model), "target_modules": ["q_proj"], "init_lora_weights": False,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, **{**options, **changes}))
+
+
+def pairs(model: Any) -> dict[tuple[str, ...], torch.nn.Parameter]:
+    """By what they are for: around packed parameters PEFT nests its wrappers in another order."""
+    found = {}
+    for name, module in model.named_modules():
+        for part in ("lora_A", "lora_B"):
+            if hasattr(module, part):
+                where = name.replace(".base_layer", ""), getattr(module, "parameter_name", ""), part
+                found[where] = getattr(module, part)["default"].weight
+    return found
+
+
+def both(folder: Path) -> tuple[Any, Any]:
+    """The packed model and the dense one with the same pairs."""
+    publish(folder, num_hidden_layers=1)
+    model, dense = with_lora(load(folder).to(runtime.DEVICE)), with_lora(dequantized(folder))
+    theirs = pairs(dense)
+    for where, ours in pairs(model).items():
+        ours.data.copy_(theirs[where])
+    assert len(theirs) == len(pairs(model)) == 6
+    return use_kernels(model), dense
+
+
+def test_lora_is_pefts_on_the_dense_model(tmp_path: Path) -> None:
+    model, dense = both(tmp_path)
+    found, ids = [], tokens()
+    for each in (model, dense):
+        logits = each(ids, use_cache=False).logits
+        (logits * logits.detach().sin()).sum().backward()
+        found.append({"logits": logits.detach(), **{where: p.grad for where, p in pairs(each).items()}})
+    for where, expected in found[1].items():
+        assert check.relative_error(found[0][where], expected) < 1e-4, where
+    torch.testing.assert_close(losses(model, ids), losses(dense, ids), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("into", ("dense", "mxfp4"))
+def test_merging_says_what_it_loses(into: str, tmp_path: Path) -> None:
+    model, dense = both(tmp_path)
+    before = [q.packed.clone() for q in packed(model.get_base_model())]
+    errors = interop_peft.merge_experts(use_kernels(model), into=into)
+    merged, exact = model.merge_and_unload(), dense.merge_and_unload()
+    names = interop.expert_parameters(exact)
+    assert set(errors) == set(names) and len(names) == 2
+    for name in names:
+        error = errors[name]
+        ours, theirs = merged.get_parameter(name) if into == "dense" else read(merged, name), exact.get_parameter(name)
+        start = read(dequantized(tmp_path), name)
+        lost = float((ours - theirs).norm())
+        assert lost / float(theirs.norm()) == pytest.approx(error.of_weights, rel=1e-3, abs=1e-6)
+        assert lost / float((theirs - start).norm()) == pytest.approx(error.of_update, rel=1e-3, abs=1e-5)
+    if into == "dense":
+        assert all(error.of_weights < 1e-6 for error in errors.values())
+        ids = tokens()
+        with torch.no_grad():
+            torch.testing.assert_close(merged(ids).logits, exact(ids).logits, rtol=1e-3, atol=1e-3)
+    else:
+        assert all(0.03 < error.of_weights < 0.3 < error.of_update * 10 for error in errors.values())
+        assert any(not torch.equal(q.packed, old) for q, old in zip(packed(merged), before, strict=True))
+        merged.save_pretrained(tmp_path / "merged")
+        again = load(tmp_path / "merged")
+        assert all(torch.equal(a.packed, b.packed) for a, b in zip(packed(again), packed(merged), strict=True))
+
+
+def read(model: Any, name: str) -> torch.Tensor:
+    module, _, parameter = name.rpartition(".")
+    return getattr(model.get_submodule(module), parameter).detach()
+
+
+def test_what_was_rounded_in_is_not_taken_back(tmp_path: Path) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    model = use_kernels(with_lora(load(tmp_path).to(runtime.DEVICE)))
+    with pytest.raises(ValueError, match=r"merge: .* kernelbook\.interop\.peft\.merge_experts"):
+        model.merge_adapter()
+    model.unmerge_adapter()
+    with pytest.raises(ValueError, match="merge_experts: into must be one of"):
+        interop_peft.merge_experts(model, into="nf4")
+    interop_peft.merge_experts(model, into="mxfp4")
+    with pytest.raises(ValueError, match=r"unmerge: .* must be dense to give LoRA pairs back"), model.disable_adapter():
+        model(tokens(1, 3))
