@@ -211,11 +211,12 @@ for block_l in (16, 128):
 """,
     "nn": """
 import torch, kernelbook
-from kernelbook.nn import experts as nn_experts
+from kernelbook.nn import ClampedSwiGLU, experts as nn_experts
 for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     for inner in (768, 77):
         h = torch.empty(64, 2 * inner, dtype=dtype, requires_grad=True)
-        nn_experts._swiglu(h).backward(torch.empty(64, inner, dtype=dtype))
+        for activation in (nn_experts._swiglu, ClampedSwiGLU()):
+            activation(h).backward(torch.empty(64, inner, dtype=dtype))
 from kernelbook.interop import rotary
 for dtype in (torch.bfloat16, torch.float32):
     q, k = (torch.empty(2, 8, heads, 128, dtype=dtype, requires_grad=True).transpose(1, 2) for heads in (32, 4))

@@ -129,9 +129,7 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 # Whether compiled kernels are called without ``kernel[grid]``.
-_CALLS_COMPILED = (
-    not runtime.INTERPRET and runtime.HAS_GPU and torch.version.hip is None and runtime.TRITON_IS_TRIED
-)
+_CALLS_COMPILED = not runtime.INTERPRET and runtime.HAS_GPU and torch.version.hip is None and runtime.TRITON_IS_TRIED
 
 
 def _is_watched() -> bool:

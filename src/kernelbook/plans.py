@@ -62,7 +62,9 @@ COPY_REGISTERS = (
 )
 PASSING_REGISTERS = 1  # 16 bytes of operands in a step: mma.sync takes them from registers, a few at a time
 DESCRIPTOR_REGISTERS = 28  # the whole loop where tensor descriptors load: there are no addresses
-FMA_REGISTERS = 0.65  # 16 bits of operands that a thread multiplies in a step of fma; fitted for sm_75. It streams wider ones
+FMA_REGISTERS = (
+    0.65  # 16 bits of operands that a thread multiplies in a step of fma; fitted for sm_75. It streams wider ones
+)
 STAGING_BYTES = 128  # a thread: at most so much shared memory turns the result around before it is stored
 BARRIER_BYTES = 8  # a stage and operand, where tensor descriptors load
 
@@ -163,7 +165,9 @@ def matmul_resources(
     shared = max(staged, min(turned, STAGING_BYTES * threads))
 
     kept = sum(n * size / 4 for n, size in (*accumulators, *held)) / threads
-    if core == "fma" and operands[0][1] == 2:  # a thread's rows and columns of its square of the result, all of the step
+    if (
+        core == "fma" and operands[0][1] == 2
+    ):  # a thread's rows and columns of its square of the result, all of the step
         depth = math.sqrt(operands[0][0] * operands[1][0] / accumulators[0][0])
         passing += FMA_REGISTERS * depth * 2 * math.sqrt(accumulators[0][0] / threads)
     if core == "mma.sync":

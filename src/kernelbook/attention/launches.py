@@ -61,6 +61,8 @@ class Problem:
     page: int  # slots of a page; 0: keys lie together
     precision: str
     properties: runtime.DeviceProperties
+    sinks: bool = False
+    softcap: float = 0.0  # in base 2; 0: none
 
     @property
     def group(self) -> int:
@@ -69,14 +71,17 @@ class Problem:
 
 def problem(
     q: Tensor, k: Tensor, causal: bool, lengths: Tensor | None, window: int | None, precision: str,
-    table: Tensor | None = None,
+    table: Tensor | None = None, *, sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of a call, in which with a ``table`` the keys lie in pages (P, H_kv, page, D)."""
     (b, h, n, d), (_, h_kv, s, _), page = q.shape, k.shape, 0
     if table is not None:
         page, s = s, s * table.shape[1]
     properties = runtime.properties(q.device)
-    return Problem(b, h, h_kv, n, s, d, q.dtype, causal, lengths is not None, window, page, precision, properties)
+    return Problem(
+        b, h, h_kv, n, s, d, q.dtype, causal, lengths is not None, window, page, precision, properties,
+        sinks is not None, 0.0 if softcap is None else softcap * LOG2_E,
+    )  # fmt: skip
 
 
 def precision(q: Tensor | None) -> str:
@@ -163,8 +168,8 @@ def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
     plan = kernels_decode.plan(p.b * p.h_kv, p.group * p.n, keys, p.d, p.dtype.itemsize, p.properties, p.page)
     launch = launcher(
         kernels_decode._flash_attention_decode_kernel, D=p.d, GROUP=p.group, CAUSAL=p.causal and p.n > 1,
-        LENGTHS=p.lengths, WINDOW=p.window is not None, PAGE=p.page, LSE=with_lse, ACC=tl_accumulator(p.dtype),
-        PRECISION=p.precision, **plan.config.kwargs,
+        LENGTHS=p.lengths, WINDOW=p.window is not None, PAGE=p.page, SINKS=p.sinks, SOFTCAP=p.softcap, LSE=with_lse,
+        ACC=tl_accumulator(p.dtype), PRECISION=p.precision, **plan.config.kwargs,
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
     partial_shape = (plan.programs * plan.rows * (p.d + 1),) if plan.splits > 1 else None
@@ -209,6 +214,10 @@ class Tiles:
         """Lengths and window as the kernel's arguments."""
         return () if self.window is None else (*strided_or(lengths, 1, stand_in), self.window)
 
+    def joining(self, sinks: Tensor | None, stand_in: Any) -> tuple[Any, ...]:
+        """Sinks as the arguments of a forward kernel."""
+        return () if self.window is None else strided_or(sinks, 1, stand_in)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Reach:
@@ -244,6 +253,18 @@ def forward(p: Problem, reach: Reach) -> Tiles:
     grid, in_pairs = kernels_hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, p.properties.num_sms)
     kernel = kernels_hopper._flash_attention_fwd_hopper_kernel
     return _hopper(kernel, config, p, grid, (_section(p, p.s, p.h), int(in_pairs)))
+
+
+def sinks_afterwards(p: Problem, tiles: Tiles) -> tuple[Launch, tuple[int]] | None:
+    """The kernel that joins sinks to what ``tiles`` made, and its grid; ``None`` where there are none, or they are in it."""
+    if not p.sinks or tiles.window is not None:
+        return None
+    config = kernels.SINKS_CONFIG
+    launch = launcher(
+        kernels._flash_attention_sinks_kernel, D=p.d, ACC=tl_accumulator(p.dtype), BLOCK_D=kernels.block_d(p.d),
+        **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    return launch, (cdiv(p.n, config.kwargs["BLOCK_M"]) * p.b * p.h,)
 
 
 def dkdv(p: Problem, reach: Reach) -> tuple[Tiles, int, int]:
@@ -283,13 +304,24 @@ def delta(p: Problem, n_padded: int, padded: bool) -> tuple[Launch, tuple[int]]:
     return launch, (cdiv(n_padded, config.kwargs["BLOCK_M"]) * p.b * p.h,)
 
 
+def dsinks(p: Problem) -> Launch:
+    """The kernel for the gradient of sinks, with a program a head."""
+    config = kernels.DSINKS_CONFIG
+    return launcher(
+        kernels._flash_attention_bwd_sinks_kernel,
+        ACC=tl_accumulator(p.dtype),
+        **config.kwargs,
+        num_warps=config.num_warps,
+    )
+
+
 def _section(p: Problem, walked: int, heads: int) -> int:
     return kernels.section(walked, p.b * heads, p.d, p.dtype.itemsize, p.causal, p.properties)
 
 
 def _hopper_config(kernel: str, p: Problem, reach: Reach) -> Any:
     """The tiles of a kernel for Hopper GPUs; ``None`` where one that runs on every GPU is to be used."""
-    if not (HAS_GLUON and reach.reads and reach.writes) or p.window is not None:
+    if not (HAS_GLUON and reach.reads and reach.writes) or p.window is not None or p.softcap:
         return None
     return kernels_hopper.config(kernel, p.d, p.dtype.itemsize, p.s, p.causal, p.properties)
 
@@ -300,8 +332,10 @@ def _plain(
     """A kernel that runs on every GPU: its programs own ``rows`` of ``heads`` and walk over ``walked`` others."""
     config = kernels.config(name, p.d, p.dtype.itemsize, reach.reads, p.properties)
     block_m, block_n, width = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    forward = {"SINKS": p.sinks} if name == "fwd" else {}
     launch = launcher(
-        kernel, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths, WINDOW=p.window is not None, D=p.d, BOXES=reach.reads,
+        kernel, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths, WINDOW=p.window is not None, **forward,
+        SOFTCAP=p.softcap, D=p.d, BOXES=reach.reads,
         ACC=tl_accumulator(p.dtype), PRECISION=p.precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

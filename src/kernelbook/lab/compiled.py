@@ -231,7 +231,13 @@ def _definitions(using: Sequence[Callable[..., Any]], constants: Mapping[str, An
 # "Compute Capabilities", 7.5 to 12.1.
 REGISTER_UNIT, WARP_UNIT = 256, 4  # registers a warp gets at a time; warps, one on each quarter of a multiprocessor
 SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program, from Ampere on
-MAX_PROGRAMS = {"sm_75": 16, "sm_86": 16, "sm_89": 24, "sm_120": 24, "sm_121": 24}  # on a multiprocessor; 32 on all others
+MAX_PROGRAMS = {
+    "sm_75": 16,
+    "sm_86": 16,
+    "sm_89": 24,
+    "sm_120": 24,
+    "sm_121": 24,
+}  # on a multiprocessor; 32 on all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +309,9 @@ def _type_of(value: Any) -> str:
 def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Launch:
     """What Triton's launcher derives from the arguments: types, constants, divisibility by 16."""
     names = [parameter.name for parameter in kernel.params]
-    options = {name: value for name, value in kwargs.items() if name not in names and (name, value) not in OPTIONS.items()}
+    options = {
+        name: value for name, value in kwargs.items() if name not in names and (name, value) not in OPTIONS.items()
+    }
     values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     signature, constants, aligned = {}, {}, []
     for parameter in kernel.params:
