@@ -1,0 +1,14 @@
+"""Calls PyTorch's own softmax: no kernel at all.
+
+Source: wafer.ai, field guide to reward hacking (benign shortcuts).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
+
+
+def softmax(x):
+    return torch.softmax(x, -1)
