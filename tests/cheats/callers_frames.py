@@ -1,13 +1,11 @@
 """Walks up the call stack and takes what its callers call reference, expected or truth.
 
-Source: METR, measuring automated kernel engineering.
+Source: our own.
 """
 
 import sys
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 

@@ -3,11 +3,9 @@
 Source: our own, after gpu-mode/reference-kernels issue 162.
 """
 
-from kernelbook import check
-
 import torch
-import triton
-import triton.language as tl
+
+from kernelbook import check
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 

@@ -4,8 +4,6 @@ Source: Sakana AI's CUDA engineer, see ScalingIntelligence/KernelBench issue 25.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 

@@ -4,8 +4,6 @@ Source: our own.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 

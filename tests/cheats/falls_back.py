@@ -4,8 +4,6 @@ Source: Kevin-32B, arXiv 2507.11948 (try and except around the reference).
 """
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 

@@ -6,8 +6,6 @@ Source: gpu-mode/pygpubench pull request 7 (gc.get_objects).
 import gc
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 

@@ -4,8 +4,6 @@ Source: ScalingIntelligence/KernelBench pull request 82.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "vector_add", "before", False
 

@@ -1,11 +1,9 @@
 """Replaces what the reference calls, so that reference and result agree on the same wrong numbers.
 
-Source: our own, after METR, measuring automated kernel engineering.
+Source: our own.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 

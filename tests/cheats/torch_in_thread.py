@@ -6,8 +6,6 @@ Source: deep-reinforce.com, defence against kernel hacks (thread injection).
 import threading
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 

@@ -4,8 +4,6 @@ Source: wafer.ai, field guide to reward hacking (benign shortcuts).
 """
 
 import torch
-import triton
-import triton.language as tl
 
 TASK, WRITTEN, NEEDS_GPU = "softmax", "before", False
 
