@@ -306,10 +306,9 @@ class _Asked:
         if len(outputs) != len(truth):
             raise _WrongError(f"it returned {len(outputs)} tensors where {len(truth)} were expected")
         names = ["the result"] if len(truth) == 1 else [f"result {i}" for i in range(len(truth))]
-        named = [(n, o, t, b, check.FORWARD_FACTOR) for n, o, t, b in zip(names, outputs, truth, base, strict=True)]
-        for name, grad, true, plain_grad in zip(self.task.grads, grads, true_grads, base_grads, strict=True):
-            assert true is not None and plain_grad is not None
-            named.append((f"the gradient by {name}", grad, true, plain_grad, check.GRADIENT_FACTOR))
+        named = [*zip(names, outputs, truth, base, [check.FORWARD_FACTOR] * len(names), strict=True)]
+        by = [f"the gradient by {name}" for name in self.task.grads]
+        named += zip(by, grads, true_grads, base_grads, [check.GRADIENT_FACTOR] * len(by), strict=True)
         return [_compared(name, out.to(device), true, plain_, factor) for name, out, true, plain_, factor in named]
 
     def unchanged(self, number: int, result: Mapping[str, Any]) -> None:
@@ -393,10 +392,8 @@ def _run_case(solution: _Solution, task: Task, case: _Case, seed: int, device: t
     if all(verdict.passed for verdicts in found for verdict in verdicts):
         return
     # A limit that PyTorch's luck has made small does not count: the root mean squares over more draws do.
-    draws = [found]
     close = max(v.error / v.limit for verdicts in found for v in verdicts if v.limit) < 10
-    for i in range(REDRAWS if close else 0):
-        draws.append(ask(seed + 100_000 * (i + 1))[2])
+    draws = [found, *(ask(seed + 100_000 * (i + 1))[2] for i in range(REDRAWS if close else 0))]
     for number, verdicts in enumerate(found):
         for i, verdict in enumerate(verdicts):
             if verdict.passed:

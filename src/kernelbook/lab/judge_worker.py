@@ -50,58 +50,17 @@ __all__ = ["receive", "send"]
 
 # Operators that make memory or look at it in another way: they read no numbers.
 _FREE = frozenset(
-    ("alias", "arange", "as_strided", "detach", "diagonal", "empty", "empty_like", "empty_strided", "expand", "flatten")
-    + (
-        "_reshape_alias",
-        "lift_fresh",
-        "movedim",
-        "new_empty",
-        "new_empty_strided",
-        "permute",
-        "select",
-        "slice",
-        "split",
-    )
-    + (
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "_unsafe_view",
-    )
+    """alias arange as_strided detach diagonal empty empty_like empty_strided expand flatten _reshape_alias lift_fresh movedim
+    new_empty new_empty_strided permute select slice split split_with_sizes squeeze t transpose unbind unflatten unfold unsqueeze
+    view _unsafe_view""".split()  # noqa: SIM905
 )
 # Operators that fill, copy or convert.
 _MOVING = frozenset(
-    (
-        "clone",
-        "_to_copy",
-        "copy_",
-        "fill_",
-        "full",
-        "full_like",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-    )
-    + (
-        "zero_",
-        "zeros",
-        "zeros_like",
-        "item",
-        "_local_scalar_dense",
-        "tensor",
-        "scalar_tensor",
-        "result_type",
-        "is_pinned",
-    )
+    """clone _to_copy copy_ fill_ full full_like new_full new_ones new_zeros ones ones_like scalar_tensor zero_ zeros
+    zeros_like""".split()  # noqa: SIM905
 )
+# Operators with which Triton's interpreter, and what gives it float32 for bfloat16, handle a kernel's arguments.
+_OF_INTERPRETER = frozenset(("set_", "clone", "copy_", "_to_copy", "equal", "new_empty", "view"))
 _MEBI = 2**20
 
 
@@ -187,14 +146,16 @@ class _Host(TorchDispatchMode):
     def __init__(self, veil: _Veil, also: Sequence[str]) -> None:
         super().__init__()
         self.veil, self.also, self.computed = veil, frozenset(also), list[str]()
+        self.launching = False  # the interpreter itself sets, copies and compares while it runs a kernel
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name in _FREE:
+        if name in _FREE or (self.launching and name in _OF_INTERPRETER):
             return func(*args, **(kwargs or {}))
         if name not in _MOVING and name not in self.also:
+            name = {"_local_scalar_dense": "item(), which the host waits for"}.get(name, name)
             self.computed.append(name)
-            raise RuntimeError(f"PyTorch's {name} was called, which computes: a kernel of yours has to")
+            raise RuntimeError(f"PyTorch computes: {name}")
         lifted = self.veil.lift([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
         result = func(*args, **(kwargs or {}))
         if lifted:
@@ -203,7 +164,7 @@ class _Host(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _launches_see(veil: _Veil) -> Iterator[list[str]]:
+def _launches_see(veil: _Veil, host: _Host) -> Iterator[list[str]]:
     """Within the context kernels see what tensors hold; yields the names of those that were launched."""
     launched: list[str] = []
     interpret, run = triton_interpreter.GridExecutor.__call__, jit.JITFunction.run
@@ -213,8 +174,12 @@ def _launches_see(veil: _Veil) -> Iterator[list[str]]:
         given = [*args, *kwargs.values()]
         tensors = _tensors(given)
         veil.lift(tensors)
-        with _disable_current_modes(), interpreter.widened(given) as wide:
-            interpret(self, *wide[: len(args)], **dict(zip(kwargs, wide[len(args) :], strict=True)))
+        host.launching = True  # what PyTorch is asked for in a kernel's body, as the interpreter runs it, is seen too
+        try:
+            with interpreter.widened(given) as wide:
+                interpret(self, *wide[: len(args)], **dict(zip(kwargs, wide[len(args) :], strict=True)))
+        finally:
+            host.launching = False
         veil.lower(tensors)
 
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +209,7 @@ def _names() -> dict[tuple[str, str], Any]:
         "torch.testing": torch.testing, "kernelbook.check": check, "kernelbook.lab.timing": timing,
         "triton.language": tl, "triton's interpreter": triton_interpreter,
         "GridExecutor": triton_interpreter.GridExecutor, "InterpreterBuilder": triton_interpreter.InterpreterBuilder,
-        "JITFunction": jit.JITFunction,
+        "JITFunction": jit.JITFunction, "the judge": sys.modules[__name__], "the judge's host": _Host, "the judge's veil": _Veil,
     }  # fmt: skip
     return {(where, name): value for where, owner in owners.items() for name, value in vars(owner).items()}
 
@@ -347,7 +312,7 @@ class _Session:
         upstream = [self._on(runtime.DEVICE, up) for up in request["upstream"][number]]
         veil.lower([*tensors, *upstream])
         threads = threading.active_count()
-        with _launches_see(veil) as launched, host:
+        with _launches_see(veil, host) as launched, host:
             try:
                 outputs = self.function(**given)
             except Exception as error:

@@ -149,8 +149,8 @@ def _rows(*pairs: tuple[int, int]) -> tuple[Sizes, ...]:
     return tuple({"M": m, "N": n} for m, n in pairs)
 
 
-# One element, one row, primes, a power of two, more than a tile of 1,024.
-_MATRICES = _rows((1, 1), (1, 7), (3, 16), (7, 97), (5, 128), (2, 1031))
+# One element, one row, primes, many rows, more than a tile of 1,024.
+_MATRICES = _rows((1, 1), (1, 7), (3, 16), (7, 97), (67, 8), (2, 1031))
 _MODEL = {"M": 8192, "N": 4096}  # tokens and a model's width
 
 
@@ -364,7 +364,7 @@ _add(
     says="rms_norm_autograd(x, weight): rms_norm with gradients by x and weight, as an autograd.Function. x (M, N), weight (N,) -> (M, N)",
     reference=_rms_norm,
     inputs=_norm_inputs,
-    **{**_NORM, "empty": None},
+    **{**_NORM, "empty": None, "sizes": _rows((1, 1), (1, 7), (3, 16), (7, 97), (19, 8), (2, 1031))},
     grads=("x", "weight"),
     also=("sum",),
     peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
@@ -518,7 +518,7 @@ def _nf4_decode(packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor)
 _add(
     name="nf4_decode",
     says="nf4_decode(packed, absmax, table): two values a byte, the first in its high half; the i-th is table[nibble] * absmax[i // 64]. "
-    "packed (n / 2,) uint8, absmax (n / 64,) and table (16,) float32 -> (n,) float32",
+    "packed (n / 2,) uint8, absmax (n / 64,) and table (16,) float32, all contiguous -> (n,) float32",
     reference=_nf4_decode,
     inputs=lambda draw, n: {
         "packed": draw.packed_bytes(n // 2),
@@ -530,6 +530,7 @@ _add(
     multiple={"n": 64},
     empty="n",
     dtypes=(torch.float32,),
+    strided=False,
     scales=(1.0,),
     hints=(
         "packed >> 4 is the first value of a byte, packed & 15 the second.",
