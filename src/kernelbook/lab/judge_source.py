@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import symtable
 import sys
 import textwrap
 import types
@@ -234,6 +235,16 @@ def _literal(value: Any) -> str | None:
     return None
 
 
+def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names that a text takes from around it, in the order in which they are declared."""
+    top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (symbol.is_global() or (top and not symbol.is_assigned())):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from _global_names(child)
+
+
 def text_of(function: Any) -> str:
     """The text of a file with ``function``, with the kernels, functions and constants that it uses, in their order.
 
@@ -270,9 +281,9 @@ def text_of(function: Any) -> str:
             raise ValueError(f"judge: the text of {name} cannot be found") from None
         parts[name] = ""  # a function may call itself
         scope = base.__globals__ if isinstance(base, types.FunctionType) else sys.modules[base.__module__].__dict__
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in scope:
-                take(node.id, scope[node.id], name)
+        for wanted in _global_names(symtable.symtable(text, name, "exec")):
+            if wanted in scope:
+                take(wanted, scope[wanted], name)
         del parts[name]
         parts[name] = text.rstrip() + (f"\n\n\n{name} = {base.__name__}" if name != base.__name__ else "")
 
