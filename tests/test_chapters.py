@@ -71,11 +71,92 @@ def test_a_formula_that_is_not_understood_is_a_warning(monkeypatch: pytest.Monke
     assert warnings and r"\nosuchcommand" in warnings[0][1]
 
 
-def test_a_step_shows_the_runs_of_lines_that_are_marked() -> None:
+def test_a_step_highlights_what_is_new_and_the_lines_under_a_remark() -> None:
     tool = program("pages")
-    source = "a = 1\nb = 2  # New:\nc = 3\nd = 4\ne = 5"
-    assert tool.marked_runs(source, {2, 3, 5}) == [2, 3]
-    assert tool.marked_runs("a\nb\nc", {1, 3}) == [1, 3]
+    before = "@triton.jit\ndef _a_kernel(x):\n    y = x\n    z = y\n    w = z\n    tl.store(x, w)"
+    after = before.replace("_a_kernel", "_b_kernel").replace(
+        "    z = y", "    # New: twice\n    z = f(\n        2 * y,\n    )"
+    )
+    assert tool.highlighted(after, [before]) == [4, 5, 6, 7]
+    assert tool.highlighted(after, []) == [4, 5, 6, 7]
+    assert tool.highlighted(after.replace("# New: twice", "# twice"), [before]) == []
+    assert tool.changed_lines(after, [before]) == {5, 6, 7}
+
+
+REGION = re.compile(r"^[ \t]*# region ([^\n]+)\n(.*?)^[ \t]*# endregion$", re.MULTILINE | re.DOTALL)
+HIDDEN = {"hide-input", "remove-input", "remove-cell", "hide-cell"}
+CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def faults_of_folds(cells: list[Any]) -> list[str]:
+    """What a chapter folds and must not: a line that the text names next, one that is new, the end or the heart of a kernel."""
+    tool = program("pages")
+    faults, earlier = [], []
+    for place, cell in enumerate(cells):
+        if cell.cell_type != "code":
+            continue
+        source, hidden = re.sub(r"(?m)^%", "#", cell.source), set(cell.metadata.get("tags", [])) & HIDDEN
+        if len(re.findall(r"# (region |endregion)", source)) != 2 * len(REGION.findall(source)):
+            faults.append(f"{place}: a region without its end")
+        shown = "" if hidden else REGION.sub("", source)
+        folded = [(source.count("\n", 0, m.start()) + 2, m[2]) for m in REGION.finditer(source)]
+        # A hidden cell is folded too.
+        text = source if hidden else "\n".join(lines for _, lines in folded)
+        following = next((later.source for later in cells[place + 1 :] if later.cell_type == "markdown"), "")
+        paragraphs = following.split("\n#")[0] if not following.startswith(("#", "(")) else ""
+        names = {
+            name for code in re.findall(r"(?<!`)`([^`\n]+)`", paragraphs) for name in re.findall(r"[A-Za-z_]\w+", code)
+        }
+        if not hidden:
+            faults += [
+                f"{place}: the text names `{name}`, whose line is folded"
+                for name in sorted(names)
+                if re.search(rf"\b{name}\b", text) and not re.search(rf"\b{name}\b", shown)
+            ]
+        functions = tool.functions(source) if "def " in source else []
+        for first, function in functions:
+            lines = {line for start, part in folded for line in range(start, start + part.count("\n"))}
+            own = {line - first + 1 for line in lines if first <= line < first + function.count("\n") + 1}
+            if not own:
+                continue
+            faults += [
+                f"{place}: {function.splitlines()[line - 1].strip()!r} is new and folded"
+                for line in own & tool.changed_lines(function, earlier)
+            ]
+            head = function[: function.index("):\n")].count("\n") + 1
+            body = {line for line in own if line > head}
+            if body and function.startswith(("@triton.jit", "@gluon.jit")):
+                if not earlier or tool.changed_lines(function, earlier) == set():
+                    faults.append(f"{place}: a kernel that no earlier one is like is folded")
+                if max(body) >= function.count("\n"):
+                    faults.append(f"{place}: the end of a kernel is folded")
+        if hidden and re.search(r"^@(triton|gluon)\.jit", source, re.MULTILINE):
+            faults.append(f"{place}: a kernel in a hidden cell")
+        earlier += [function for _, function in functions]
+    return faults
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_what_the_lesson_is_about_is_not_folded(path: Path) -> None:
+    assert not faults_of_folds(nbformat.read(path, as_version=4).cells)
+
+
+def test_folds_that_hide_the_lesson_are_found() -> None:
+    code, words = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell
+    kernel = "@triton.jit\ndef _a_kernel(x):\n    y = tl.load(x)\n    z = y\n    w = z\n    tl.store(x, w)\n\n\n"
+    launch = (
+        "def run(x):\n    # region the launch\n    grid = (1,)\n    _a_kernel[grid](x)\n    # endregion\n    return x"
+    )
+    assert not faults_of_folds([code(kernel + launch), words("Programs are many.")])
+    [fault] = faults_of_folds([code(kernel + launch), words("The `grid` has one program.")])
+    assert "names `grid`" in fault
+    tail = kernel.replace("    w = z", "    # region more\n    w = z").rstrip() + "\n    # endregion"
+    assert any("no earlier one is like" in fault for fault in faults_of_folds([code(tail)]))
+    new = kernel.replace("    z = y\n", "    # region as before\n    z = 2 * y\n    # endregion\n")
+    assert any("is new and folded" in fault for fault in faults_of_folds([code(kernel), code(new)]))
+    assert any("without its end" in fault for fault in faults_of_folds([code("# region a\nx = 1")]))
+    hidden = code(kernel, metadata={"tags": ["hide-input"]})
+    assert any("hidden cell" in fault for fault in faults_of_folds([hidden]))
 
 
 def test_long_names_break_behind_underscores_and_points() -> None:
