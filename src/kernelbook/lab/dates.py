@@ -120,6 +120,8 @@ DATED: dict[str, Sources] = {
     "layer_norm_barrier": Sources(("layer_norm",)),
     "layer_norm_lock": Sources(page="layer_norm"),
     "layer_norm_steps": Sources(page="layer_norm"),
+    "matrix_product": Sources(page="matrix_product"),
+    "matrix_product_steps": Sources(page="matrix_product"),
     "moe_block_choice": Sources(_EXPERTS),
     "moe_block_parts": Sources(_EXPERTS),
     "moe_lora_steps": Sources(page="moe_lora"),
