@@ -125,7 +125,7 @@ def faults_of_folds(cells: list[Any]) -> list[str]:
                 f"{place}: {function.splitlines()[line - 1].strip()!r} is new and folded"
                 for line in own & tool.changed_lines(function, earlier)
             ]
-            head = function[: function.index("):\n")].count("\n") + 1
+            head = next(i for i, line in enumerate(function.splitlines(), 1) if re.search(r"\):\s*(#.*)?$", line))
             body = {line for line in own if line > head}
             if body and function.startswith(("@triton.jit", "@gluon.jit")):
                 if not earlier or tool.changed_lines(function, earlier) == set():

@@ -111,6 +111,7 @@ DATED: dict[str, Sources] = {
     "attention_decoding_steps": Sources(page="attention_decoding"),
     "attention_errors": Sources(("attention",)),
     "attention_forward": Sources(page="attention_forward"),
+    "attention_hopper_steps": Sources(("attention",)),
     "attention_race": Sources(page="attention_backward"),
     "choosing_tiles": Sources(("sparse_linear",)),
     "choosing_tiles_compiled": Sources(("sparse_linear", "moe_lora")),
