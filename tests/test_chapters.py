@@ -14,9 +14,13 @@ import nbformat
 import pandas as pd
 import pytest
 import torch
+import yaml
 from programs import program
 
 from kernelbook.lab import plots, record
+
+# isort: split
+import triton.language as tl
 
 ROOT = Path(__file__).resolve().parents[1]
 WITH_STEPS = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if "record=RECORD_STEPS" in path.read_text()]
@@ -278,3 +282,77 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     names |= {"torch": torch, "ceilings": ceilings, "bf16_tflops": ceilings["bf16_tflops"].median()}
     names["results"] = record.results_dir() / record.BOOKS_GPU
     exec(cell, names)  # noqa: S102  a cell of the book
+
+
+WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas
+TERMS = """accumulator, arithmetic intensity, atomic, bank conflict, coalesced, compute-bound, CUDA graph, deadlock, Gluon,
+grouped-query attention, HBM, interpreter, L2, latency, log-sum-exp, memory-bound, mixture of experts, occupancy, online softmax,
+partial sum, programmatic dependent launch, PTX, reduction, register, roofline, SASS, shared memory, SM, spill, spin lock, stride, swizzle,
+tensor core, tensor descriptor, TMA, warp"""
+TERMS = [" ".join(term.split()) for term in TERMS.split(",")]
+CODE_FENCE = re.compile(
+    r"^(`{3,})(?:\{(?:literalinclude|include|figure|instrument|code-cell)\}|\w+).*?^\1$", re.MULTILINE | re.DOTALL
+)
+
+
+def prose_of(cells: list[Any]) -> str:
+    """A chapter's text before its exercises, without listings, tables, formulas, headings' anchors and options of directives."""
+    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    text = CODE_FENCE.sub("", re.split(r"^## Exercises", text, flags=re.MULTILINE)[0])
+    text = re.sub(r"\$\$.*?\$\$(?: \(.*?\))?", "", text, flags=re.DOTALL)
+    return re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
+
+
+def unlinked_terms(prose: str, terms: list[str]) -> list[str]:
+    """Terms of the glossary that a text uses and nowhere links."""
+    linked = {
+        term.lower()
+        for one, other in re.findall(r"\{term\}`(?:[^`<]*<([^`>]+)>|([^`<]+))`", prose)
+        for term in (one, other)
+    }
+    plain = re.sub(r"^#.*$", "", prose, flags=re.MULTILINE)
+    plain = re.sub(r"(\{[\w:]+\})?`[^`\n]+`|\$[^$\n]+\$|\[[^\]]*\]\([^)]*\)", " ", plain)
+    return [term for term in terms if term.lower() not in linked and re.search(rf"\b{re.escape(term)}s?\b", plain)]
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_is_short_and_links_its_terms(path: Path) -> None:
+    prose = prose_of(nbformat.read(path, as_version=4).cells)
+    words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", prose))
+    assert len(re.findall(r"\w[\w'’.,-]*", words)) <= WORDS, "split it"
+    assert not unlinked_terms(prose, TERMS)
+
+
+def test_terms_without_a_link_are_found() -> None:
+    glossary = (ROOT / "book" / "notation.md").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{re.escape(term)}$", glossary, re.MULTILINE) for term in TERMS)
+    terms = ["warp", "tensor core", "SM"]
+    assert unlinked_terms("A {term}`warps <warp>` and tensor cores; `SM`.", terms) == ["tensor core"]
+    assert unlinked_terms("# Warps and SMs\n\n{term}`SM` $warp$", terms) == []
+
+
+def test_functions_of_triton_link_to_their_reference() -> None:
+    """Each chapter links the pages of those functions that no chapter before it has used."""
+    contents = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    files = [chapter["file"] for part in contents["parts"] for chapter in part["chapters"]]
+    known: set[str] = set()
+    missing = []
+    for file in (file for file in files if file.startswith("notebooks/")):
+        text, code = "", ""
+        for cell in nbformat.read(ROOT / f"{file}.ipynb", as_version=4).cells:
+            if cell.cell_type == "markdown" and re.search(r"^## Exercises", cell.source, re.MULTILINE):
+                break
+            text, code = (text, code + cell.source) if cell.cell_type == "code" else (text + cell.source, code)
+        used = {name for name in re.findall(r"\btl\.([a-z_0-9]+)\(", code) if callable(getattr(tl, name, None))}
+        known |= set(re.findall(r"triton\.language\.([a-z_0-9]+)\.html", text))
+        missing += [f"{file}: tl.{name}" for name in sorted(used - known) if not isinstance(getattr(tl, name), type)]
+        known |= used
+    assert not missing
+
+
+def test_the_way_without_tensor_cores_has_none() -> None:
+    """The first step of the matrix product runs on the FP32 units; products that are written out do not."""
+    cells = nbformat.read(ROOT / "notebooks" / "matrix_product.ipynb", as_version=4).cells
+    [source] = [cell.source for cell in cells if "on_tensor_cores" in cell.source]
+    assert 'on_tensor_cores["FP32 units"] == 0' in source and 'on_tensor_cores["written out"] > 0' in source
+    assert {"mma.sync", "wgmma", "fma.rn.f32"} <= set(re.findall(r'"([\w.]+)": r"', source))
