@@ -85,6 +85,9 @@ STYLE: Any = {
 # Decorates what draws: the style then holds there, and nothing global changes.
 _styled: Any = plt.rc_context(STYLE)
 
+# Dense bf16 and fp16 products, by NVIDIA's data sheets.
+DATA_SHEET_TFLOPS = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989}
+
 # Peers keep their colours between chapters; others take the next colour that is free.
 _FIXED = {"kernelbook": 0, "torch": 1, "dense": 1, "torch.compile": 2}
 
@@ -390,10 +393,15 @@ def ladder(
         {
             "step": names,
             "µs": [_microseconds(ms) for ms in rows["ms"]],
-            "of the copy's bandwidth" if by == "gbs" else "of the matmul ceiling": [f"{value:.0%}" for value in share],
+            "of the copy's bandwidth" if by == "gbs" else "of a large cuBLAS product": [
+                f"{value:.0%}" for value in share
+            ],
             "times the best so far": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
         }
     )
+    sheet = [DATA_SHEET_TFLOPS.get(str(gpu)) for gpu in rows["gpu"]] if by == "tflops" and "gpu" in rows else []
+    if sheet and all(sheet):
+        table["of the data sheet"] = [f"{rate / most:.0%}" for rate, most in zip(rows["tflops"], sheet, strict=True)]
     if peak:
         table["MiB"] = [f"{float(value):,.0f}" for value in rows["peak_mib"]]
     if upto is not None:
