@@ -35,7 +35,12 @@ def test_every_instrument_is_recorded_and_every_chapter_has_one() -> None:
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         used[path.stem] = re.findall(r"\{instrument\} (\w+)", path.read_text(encoding="utf-8"))
     assert sorted(name for names in used.values() for name in names) == NAMES
-    assert not [stem for stem, names in used.items() if not names]
+    second = {
+        "attention_hopper",
+        "matrix_product",
+        "nf4_products",
+    }  # parts of a subject that has one in its first chapter
+    assert not [stem for stem, names in used.items() if not names and stem not in second]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -362,91 +362,26 @@
     return button;
   }
 
-  /** The functions at the top of a listing and what lies between them, as {from, to, name, kernel}: to is behind the last line. */
-  function blocks(texts) {
-    const found = [];
-    let i = 0;
-    while (i < texts.length) {
-      const from = i;
-      while (i < texts.length && texts[i].startsWith("@")) i++;
-      const head = i < texts.length && texts[i].match(/^def (\w+)/);
-      if (head) {
-        i++;
-        while (i < texts.length && /^([\s)]|$)/.test(texts[i])) i++;
-        found.push({ from, to: i, name: head[1], kernel: texts[from].startsWith("@triton") });
-      } else {
-        i = Math.max(i, from + 1);
-        const last = found.at(-1);
-        if (last && !last.name) last.to = i;
-        else found.push({ from, to: i, name: "", kernel: false });
-      }
-    }
-    return found;
-  }
-
-  /** Folds what is not the lesson: lines that a step leaves as they were, helpers, launchers, checks, the tail of long listings.
-      The text stays where it is, so that copying copies all of it. */
+  /** Folds what an author marked, from a line "# region WORDS" to "# endregion", and nothing else. The text stays, so that copying copies all. */
   function folds() {
-    let kernelCells = 0;
     for (const pre of document.querySelectorAll(".bd-article :is(.highlight-python, .highlight-ipython3) pre")) {
       const lines = linesOf(pre);
-      const changed = lines.map((nodes) => nodes.some((node) => node.classList && node.classList.contains("hll")));
-      const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
-      const cell = pre.closest(".cell_input");
-      const parts = blocks(texts);
-      const kernels = cell ? parts.filter((part) => part.kernel) : [];
-      kernelCells += kernels.length > 0;
-      // What fits a screen is shown whole.
-      const step = kernels.length > 0 && changed.some(Boolean) && lines.length > 24;
-      const any = (from, to) => changed.slice(from, to).some(Boolean);
+      const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join("").trim());
+      const blank = (i) => texts[i] === "" && i > 0 && texts[i - 1] === "";
       const pieces = [];
-      const show = (from, to) => {
-        for (let i = from; i < to; i++) {
-          const blank = texts[i].trim() === "" && i > 0 && texts[i - 1].trim() === "";
-          pieces.push(line(lines[i], blank));
+      for (let i = 0; i < lines.length; i++) {
+        const words = texts[i].match(/^# region (.+)/);
+        const end = words ? texts.indexOf("# endregion", i) : -1;
+        if (end < 0) {
+          pieces.push(line(lines[i], blank(i)));
+          continue;
         }
-      };
-      const fold = (from, to, label) => {
         const run = make("span", { class: "same", hidden: true });
-        run.append(...lines.slice(from, to).map((nodes) => line(nodes)));
-        const toggle = () => !(run.hidden = !run.hidden);
-        let count = to - from;
-        while (texts[from + count - 1].trim() === "") count--;
-        const said = `${count} ${count === 1 ? "line" : "lines"} ${label}`;
-        pieces.push(unfolding(said, `show ${said}`, toggle), run);
-      };
-      const launches = (part) => texts.slice(part.from, part.to).some((text) => /_kernel\[/.test(text));
-      /** A kernel: its lines, without those that stay as before, and without its arguments if there are many. */
-      const body = (part) => {
-        const near = (i) => any(Math.max(0, i - 1), i + 2);
-        const most = step ? Infinity : 28; // lines that show at first
-        let i = part.from;
-        const close = texts.findIndex((text, j) => j > part.from && j < part.to && text.startsWith(")"));
-        const first = texts.findIndex((text, j) => j >= part.from && text.startsWith("def ")) + 1;
-        while (i < part.to) {
-          let end = i;
-          while (step && part.to - part.from > 15 && end < part.to && !near(end)) end++;
-          if (i - part.from > most && part.to - i > 4) fold(i, (end = part.to), "more");
-          else if (end - i >= 4) fold(i, end, "as before");
-          else if (!step && kernelCells > 1 && i === first && close - i >= 6) fold(i, (end = close), "of arguments");
-          else show(i, (end = i + 1));
-          i = end;
-        }
-      };
-      if (kernels.length) {
-        for (const part of parts) {
-          const size = part.to - part.from;
-          if (part.kernel && (any(part.from, part.to) || (!step && part === kernels.at(-1)) || size < 5)) body(part);
-          else if (part.kernel) fold(part.from, part.to, `of ${part.name}`);
-          else if (part.name && size >= 6 && !any(part.from, part.to)) fold(part.from, part.to, `of ${part.name}${launches(part) ? ", which launches it" : ""}`);
-          else if (!part.name && part === parts.at(-1) && size >= 4) fold(part.from, part.to, "that check it");
-          else show(part.from, part.to);
-        }
-      } else {
-        const most = cell ? 7 : 9; // lines that show at first
-        const end = lines.length > most + 3 ? most : lines.length;
-        show(0, end);
-        if (end < lines.length) fold(end, lines.length, "more");
+        run.append(...lines.slice(i, end + 1).map((nodes) => line(nodes)));
+        const count = texts.slice(i + 1, end).filter(Boolean).length;
+        const said = `${count} ${count === 1 ? "line" : "lines"}: ${words[1]}`;
+        pieces.push(unfolding(said, `show ${said}`, () => !(run.hidden = !run.hidden)), run);
+        i = end;
       }
       pre.replaceChildren(...pieces);
     }
