@@ -1,4 +1,4 @@
-/* What moves on a page of this book: instruments, definitions of terms, figures that enlarge, folded lines of code.
+/* What moves on a page of this book: instruments, definitions of terms, figures that enlarge, tables that sort, folded lines of code.
    Plain DOM and SVG. Without this script every page is complete; what it adds is marked in book.css. */
 "use strict";
 (() => {
@@ -327,6 +327,102 @@
     }
   }
 
+  /* ------------------------------------------------------------------------------------------------------ tables */
+
+  /** What a cell is sorted by: data-sort, else the number that it begins with, else its text. */
+  function key(row, column) {
+    const cell = row.cells[column];
+    const text = cell.dataset.sort ?? cell.textContent.trim();
+    const number = parseFloat(text.replaceAll(",", ""));
+    return Number.isNaN(number) ? text.toLowerCase() : number;
+  }
+
+  /** Makes the heads of a table's columns into buttons that sort by them; empty cells stay below. */
+  function sortable(table) {
+    const heads = [...table.tHead.rows[0].cells];
+    heads.forEach((head, column) => {
+      if (head.querySelector("button") || !head.textContent.trim()) return;
+      const button = make("button", { type: "button", class: "sort" }, ...head.childNodes);
+      head.append(button);
+      button.addEventListener("click", () => {
+        // Numbers are wanted from the largest on, words from A on.
+        const rows = [...table.tBodies[0].rows];
+        const numbers = rows.some((row) => typeof key(row, column) === "number");
+        const before = head.getAttribute("aria-sort");
+        const down = before ? before === "ascending" : numbers;
+        for (const other of heads) other.removeAttribute("aria-sort");
+        head.setAttribute("aria-sort", down ? "descending" : "ascending");
+        const compare = (a, b) => {
+          const [x, y] = [key(a, column), key(b, column)];
+          if (x === "" || y === "") return (x === "") - (y === "");
+          if (typeof x !== typeof y) return typeof x === "number" ? -1 : 1;
+          return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
+        };
+        table.tBodies[0].append(...rows.sort(compare));
+      });
+    });
+  }
+
+  /** The look-up of the page "Measured": points of one function on one GPU, narrowed down by words. */
+  function lookUp(box) {
+    const { columns, rows } = JSON.parse(box.querySelector("script").textContent);
+    const MOST = 40; // rows that show
+    const values = (column, those = rows) => [...new Set(those.map((row) => row[column]))];
+    const select = (name, onchange) => {
+      const element = make("select", { onchange });
+      return [element, make("label", {}, name, element)];
+    };
+    const fill = (element, names) => {
+      const kept = element.value;
+      element.replaceChildren(...names.map((name) => make("option", { value: name, selected: name === kept }, name)));
+    };
+    const [gpu, gpuLabel] = select("GPU", () => narrow());
+    const [name, nameLabel] = select("function", () => narrow());
+    const [pass, passLabel] = select("pass", () => show());
+    const words = make("input", { type: "search", placeholder: "N=4096", oninput: () => show() });
+    const count = make("p", { "aria-live": "polite", class: "count" });
+    const table = make("table", { class: "points" });
+    box.append(
+      make("div", { class: "look-up-form" }, gpuLabel, nameLabel, passLabel, make("label", {}, "shape or baseline", words)),
+      count,
+      make("div", { class: "wide-table" }, table),
+    );
+
+    function narrow() {
+      fill(name, values(1, rows.filter((row) => row[0] === gpu.value)).sort());
+      fill(pass, values(2, rows.filter((row) => row[0] === gpu.value && row[1] === name.value)));
+      show();
+    }
+
+    function show() {
+      const asked = words.value.trim().split(/\s+/).filter(Boolean);
+      const fits = (row) => {
+        const text = `${row[3]} ${row[4]} ${row[6]} `;
+        return asked.every((word) => (word.includes("=") ? ` ${text}`.includes(` ${word} `) : text.includes(word)));
+      };
+      const found = rows.filter((row) => row[0] === gpu.value && row[1] === name.value && row[2] === pass.value && fits(row));
+      const slower = (column) => found.filter((row) => row[column] === "slower").length;
+      count.textContent = found.length
+        ? `${found.length} ${found.length === 1 ? "point" : "points"}; slower at ${slower(9)} on the device, at ${slower(11)} from Python.` +
+          (found.length > MOST ? ` The first ${MOST} are shown.` : "")
+        : "No point is recorded for that.";
+      const shown = [4, 3, 5, 6, 7, 8, 10];
+      const cell = (row, column) => {
+        const verdict = column >= 8 ? row[column + 1] : "";
+        const value = row[column] === null ? "" : column >= 8 ? row[column].toFixed(2) : String(row[column]);
+        return make("td", { class: verdict === "faster" || verdict === "slower" ? verdict : false }, value);
+      };
+      table.replaceChildren(
+        make("thead", {}, make("tr", {}, ...shown.map((column) => make("th", { scope: "col" }, columns[column])))),
+        make("tbody", {}, ...found.slice(0, MOST).map((row) => make("tr", {}, ...shown.map((column) => cell(row, column))))),
+      );
+      sortable(table);
+    }
+
+    fill(gpu, values(0));
+    narrow();
+  }
+
   /* -------------------------------------------------------------------------------------------------------- code */
 
   /** The lines of a listing, each as the list of its nodes. */
@@ -473,6 +569,8 @@
     folds();
     figures();
     definitions();
+    document.querySelectorAll("table.sortable").forEach(sortable);
+    document.querySelectorAll(".look-up").forEach(lookUp);
     document.querySelectorAll(".instrument").forEach((box, i) => {
       new Instrument(box, JSON.parse(box.querySelector(".recording").textContent), i);
     });
