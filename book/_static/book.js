@@ -64,7 +64,8 @@
     }
   }
 
-  /** One instrument: a prediction is locked in, then the control and the steps answer, then the truth is shown. */
+  /** One instrument: a prediction is locked in or skipped, the run that the question is about plays, and at its end stand the answer
+      and all runs side by side. */
   class Instrument {
     constructor(box, recording, number) {
       this.box = box;
@@ -102,13 +103,16 @@
           make("span", {}, choice),
         ),
       );
-      this.commit = make("button", { type: "button", disabled: true, onclick: () => this.lock(true) }, "Lock in my prediction");
+      this.commit = make("button", { type: "button", class: "commit", disabled: true, onclick: () => this.lock(true) }, "Lock in my prediction");
+      this.skip = make("button", { type: "button", class: "skip", onclick: () => this.lock(true) }, "Skip, just show me");
       this.question = make(
         "fieldset",
         { class: "prediction" },
         make("legend", {}, question),
         make("div", { class: "choices" }, ...options),
         this.commit,
+        " ",
+        this.skip,
       );
       return this.question;
     }
@@ -154,6 +158,9 @@
         chip.append(draw("rect", { width: 12, height: 12, rx: 2, class: `c-${code}` }));
         legend.append(make("span", {}, chip, ` ${meaning}`));
       }
+      const outline = draw("svg", { width: 14, height: 14, "aria-hidden": "true" });
+      outline.append(draw("rect", { x: 1, y: 1, width: 12, height: 12, rx: 2, class: "c-none now" }));
+      legend.append(make("span", {}, outline, " touched by this step"));
       this.slider = make("input", {
         type: "range",
         min: 0,
@@ -174,19 +181,28 @@
 
     truth() {
       this.verdict = make("p", { class: "verdict", "aria-live": "polite" });
-      return this.verdict;
+      this.beside = make("div", { class: "beside" });
+      return make("div", {}, this.verdict, this.beside);
     }
 
     lock(committed) {
       this.committed = committed;
       for (const control of this.question.querySelectorAll("input")) control.disabled = committed;
-      if (committed) this.commit.textContent = "Locked in";
+      if (committed) {
+        this.commit.textContent = this.answer === null ? "Skipped" : "Locked in";
+        this.skip.remove();
+      }
       this.commit.disabled = true;
       for (const part of [this.settings, this.player]) {
         for (const control of part.querySelectorAll("input, button")) control.disabled = !committed;
       }
       this.bench.classList.toggle("open", committed);
-      if (committed) this.show(this.at, true);
+      if (!committed) return;
+      // The run that the question is about.
+      const asked = this.settings.querySelectorAll("input")[this.data.asked];
+      asked.checked = true;
+      this.choose(this.data.asked);
+      this.play.focus({ preventScroll: true });
     }
 
     choose(index) {
@@ -244,10 +260,27 @@
         this.facts.replaceChildren(
           ...Object.entries(this.run.facts).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))]),
         );
-        const right = this.answer === this.data.answer;
-        this.verdict.textContent = `${right ? "You were right" : "Not what you predicted"}: ${this.data.choices[this.data.answer]}. ${this.data.because}`;
-        this.verdict.dataset.right = right;
+        if (this.run === this.data.runs[this.data.asked]) this.tell();
       }
+    }
+
+    /** The answer, and what all runs came to. */
+    tell() {
+      const right = this.answer === this.data.answer;
+      const said = this.answer === null ? "The answer" : right ? "You were right" : "Not what you predicted";
+      this.verdict.textContent = `${said}: ${this.data.choices[this.data.answer]}. ${this.data.because}`;
+      if (this.answer !== null) this.verdict.dataset.right = right;
+      const names = Object.keys(this.run.facts);
+      const head = make("tr", {}, ...[this.data.control, ...names].map((name) => make("th", { scope: "col" }, name)));
+      const rows = this.data.runs.map((run) =>
+        make(
+          "tr",
+          { class: run === this.run ? "asked" : false },
+          make("th", { scope: "row" }, run.name),
+          ...names.map((name) => make("td", {}, String(run.facts[name]))),
+        ),
+      );
+      this.beside.replaceChildren(make("table", { class: "points" }, make("thead", {}, head), make("tbody", {}, ...rows)));
     }
   }
 
@@ -409,7 +442,7 @@
       const shown = [4, 3, 5, 6, 7, 8, 10];
       const cell = (row, column) => {
         const verdict = column >= 8 ? row[column + 1] : "";
-        const value = row[column] === null ? "" : column >= 8 ? row[column].toFixed(2) : String(row[column]);
+        const value = row[column] === null ? "" : column >= 8 ? row[column].toFixed(2) : row[column].toLocaleString("en");
         return make("td", { class: verdict === "faster" || verdict === "slower" ? verdict : false }, value);
       };
       table.replaceChildren(
