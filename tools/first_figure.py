@@ -56,7 +56,7 @@ def _figure() -> Figure:
     ax.set_ylim(len(shown) - 0.5, -0.6)
     ax.set_xlim(0, 1.12 * max(us for _, us in shown))
     ax.grid(axis="y", visible=False)
-    size = " × ".join(f"{int(pair.split('=')[1]):,}" for pair in first["shape"].split())
+    size = " by ".join(f"{int(pair.split('=')[1]):,}" for pair in first["shape"].split())
     ax.set_xlabel(f"softmax of {size} numbers, microseconds on an {first['gpu']}: shorter is better")
     return figure
 

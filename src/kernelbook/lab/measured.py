@@ -99,4 +99,6 @@ def strongest(found: pd.DataFrame) -> pd.DataFrame:
     waits = found.dropna(subset="wait")
     by_clock = waits.loc[waits.groupby(POINT, sort=False)["wait"].idxmin()]
     clock = ["clock", "clock_verdict", "wait", "wait_ours"]
-    return least.drop(columns=clock).merge(by_clock[[*POINT, *clock]], on=POINT, how="left").fillna({"clock_verdict": ""})
+    return (
+        least.drop(columns=clock).merge(by_clock[[*POINT, *clock]], on=POINT, how="left").fillna({"clock_verdict": ""})
+    )
