@@ -48,6 +48,17 @@ def test_provenance_is_read_from_the_rows() -> None:
     assert "2026-11-21 to 2026-12-01" in two and "2 runs" in two
 
 
+def test_bands_go_from_the_20th_to_the_80th_percentile() -> None:
+    figure = plots.bandwidth_figure(rows(ms_p20=0.8, ms_p80=1.25))
+    (band,) = figure.axes[0].collections
+    heights = [round(y) for x, y in band.get_paths()[0].vertices if x == 1024]
+    assert {min(heights), max(heights)} == {800, 1250}  # 1,000 GB/s at the median
+    assert "20th to the 80th percentile" in figure.get_supxlabel()
+    faster = plots.speedup_figure(pd.concat([rows(ms_p20=0.8, ms_p80=1.25), rows(provider="torch", ms=2.0)]), "torch")
+    heights = [round(y, 2) for x, y in faster.axes[0].collections[0].get_paths()[0].vertices if x == 1024]
+    assert {min(heights), max(heights)} == {1.6, 2.5}
+
+
 def test_bandwidth_figure_draws_the_ceiling_of_the_same_run_only() -> None:
     both = pd.concat([ceilings("r1", 4000.0), ceilings("other", 9000.0)])
     figure = plots.bandwidth_figure(pd.concat([rows(), rows(provider="torch", ms=2.0)]), both, own=rows("mine"))

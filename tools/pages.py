@@ -338,6 +338,7 @@ def _lighten(app: Any, exception: Exception | None) -> None:
         )  # its items are none
         parts = with_files(parts, page, out)
         # A script sets the theme that a reader wants; without scripts code would have no colours.
+        parts = parts.replace(' data-theme="auto"', "")
         parts = parts.replace(
             '<html lang="en" data-content_root', '<html lang="en" data-theme="light" data-content_root'
         )

@@ -211,6 +211,8 @@ def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | Non
         lines.append(provenance(*tables))
     if own is not None and len(own):
         lines.append("open markers, yours: " + provenance(own))
+    if any(shape.get_gid() == BAND for ax in figure.axes for shape in ax.collections):
+        lines.append("bands: from the 20th to the 80th percentile")
     figure.supxlabel("\n".join(lines), fontsize=7, color=GREY, x=0.01, ha="left")
     plt.close(figure)
     return figure
@@ -242,12 +244,29 @@ def _lines(ax: Axes, rows: pd.DataFrame, y: str, styles: dict[str, dict[str, Any
         if 2 * group["x"].nunique() < rows["x"].nunique():  # a line would claim the points that were not measured
             style |= {"linestyle": "none"}
         ax.plot(group["x"], group[y], label=str(provider) if label else None, **style)
+        if not own:
+            low, high = group[y] * group["low"], group[y] * group["high"]
+            ax.fill_between(group["x"], low, high, color=style["color"], alpha=0.22, linewidth=0, gid=BAND)
+
+
+BAND = "band"  # from the 20th to the 80th percentile
 
 
 def _with_rates(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with ``gbs`` and ``tflops``, and figures as numbers (rows that were just measured hold text)."""
-    figures = rows[["x", "ms", "gbytes", "gflop"]].apply(pd.to_numeric)
-    return rows.assign(**figures, gbs=figures["gbytes"] / figures["ms"] * 1e3, tflops=figures["gflop"] / figures["ms"])
+    """The rows with ``gbs`` and ``tflops``, and figures as numbers (rows that were just measured hold text).
+
+    ``low`` and ``high``: what the 80th and the 20th percentile of the time make of a rate, as factors.
+    """
+    spread = [name for name in ("ms_p20", "ms_p80") if name in rows.columns]
+    figures = rows[["x", "ms", "gbytes", "gflop", *spread]].apply(pd.to_numeric)
+    ms = figures["ms"]
+    return rows.assign(
+        **figures,
+        gbs=figures["gbytes"] / ms * 1e3,
+        tflops=figures["gflop"] / ms,
+        low=ms / figures.get("ms_p80", ms),
+        high=ms / figures.get("ms_p20", ms),
+    )
 
 
 def _tables(rows: pd.DataFrame | None, own: pd.DataFrame | None) -> Iterator[tuple[pd.DataFrame, bool]]:
@@ -314,9 +333,11 @@ def bandwidth_figure(
 def _ratios(rows: pd.DataFrame, over: str) -> pd.DataFrame:
     """``speedup``: the time of ``over`` divided by each row's, within one run, operation, mode, dtype, shape and x."""
     key = ["run", "op", "mode", "dtype", "shape", "x"]
-    base = rows.loc[rows["provider"] == over, [*key, "ms"]].rename(columns={"ms": "base_ms"})
-    joined = rows.merge(base, on=key)
-    return joined.assign(speedup=joined["base_ms"] / joined["ms"]).loc[joined["provider"] != over]
+    base = rows.loc[rows["provider"] == over, [*key, "ms", "low", "high"]]
+    joined = rows.merge(base, on=key, suffixes=("", "_base"))
+    speedup = joined["ms_base"] / joined["ms"]
+    low, high = joined["low"] / joined["high_base"], joined["high"] / joined["low_base"]
+    return joined.assign(speedup=speedup, low=low, high=high).loc[joined["provider"] != over]
 
 
 @_styled
