@@ -616,7 +616,5 @@ def test_reports_and_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_failures_say_why() -> None:
     with pytest.raises(CompileError, match="ZeroDivisionError"):
         compile_calls("1 / 0")
-    with pytest.raises(
-        ValueError, match=f"targets must be of {', '.join(runtime.TARGETS)}, got 'sm_1'"
-    ):
+    with pytest.raises(ValueError, match=f"targets must be of {', '.join(runtime.TARGETS)}, got 'sm_1'"):
         compile_calls("", ("sm_1",))

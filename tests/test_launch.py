@@ -248,7 +248,9 @@ def test_whoever_watches_sees_every_launch(fake: _FakeKernel, who: str, monkeypa
 
 def test_a_version_of_triton_that_was_not_tried_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "INTERPRET", False)
-    with pytest.warns(UserWarning, match=r"Triton 9\.0\.1 was not tried .*, Triton 3\.6, 3\.7, .* were: .* install 'triton=="):
+    with pytest.warns(
+        UserWarning, match=r"Triton 9\.0\.1 was not tried .*, Triton 3\.6, 3\.7, .* were: .* install 'triton=="
+    ):
         assert not runtime._is_tried("9.0.1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -455,7 +455,9 @@ def _problems(properties: runtime.DeviceProperties) -> dict[str, tuple[Any, ...]
     if properties.arch == "sm_90":
         problems |= {"attention.forward": (128, 2, 4096, True), "attention.backward": (128, 2)}
     if not properties.has_tensor_cores:  # cuBLAS multiplies
-        problems = {name: of for name, of in problems.items() if not name.startswith(("sparse_linear", "scatter_ffn.tiles"))}
+        problems = {
+            name: of for name, of in problems.items() if not name.startswith(("sparse_linear", "scatter_ffn.tiles"))
+        }
         problems["attention.plain"] = ("fwd", 64, 2, False)
     assert properties.arch != "sm_90" or set(problems) == set(plans.planners())
     return {name: (*problem, properties) for name, problem in problems.items()}
