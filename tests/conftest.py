@@ -93,7 +93,7 @@ def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
     if unwatched or not triton.__version__.startswith(("3.6.", "3.7.")):
         yield
         return
-    from watched_memory import watched
+    from kernelbook.lab.watched_memory import watched
 
     with watched():
         yield

@@ -425,4 +425,5 @@ def test_cuda_graph() -> None:
 def test_the_lock_holds_over_a_thousand_launches_and_its_mutant_is_caught() -> None:
     assert bench.count_wrong_runs_apart(barrier=True, buffers=kernels.LOCK_BUFFERS, runs=500) == 0
     assert bench.count_wrong_runs_apart(barrier=True, buffers=8, runs=500) == 0
-    assert bench.count_wrong_runs_apart(barrier=False, buffers=8, runs=200) > 0
+    # Two runs in a hundred are wrong on an H200 that is idle otherwise, and fewer beside other work.
+    assert any(bench.count_wrong_runs_apart(barrier=False, buffers=8, runs=200) for _ in range(10))

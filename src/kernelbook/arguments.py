@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -75,6 +76,15 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+@functools.cache  # once
+def _warn_of_bfloat16(gpu: str) -> None:
+    warnings.warn(
+        f"kernelbook: {gpu} has no bfloat16: kernels compute in float32 and convert, which takes several times as long. "
+        "Take float16 there",
+        stacklevel=2,
+    )
+
+
 def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
     """Raises unless ``value`` is a tensor of one of ``dtypes`` on a device where kernels run in this process."""
     if not isinstance(value, torch.Tensor):
@@ -83,6 +93,8 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
     _check_transforms(op, name, value)
+    if value.dtype == torch.bfloat16 and not value.is_meta and not runtime.properties(value.device).has_tensor_cores:
+        _warn_of_bfloat16(runtime.properties(value.device).name)
     if value.device.type in ("meta", "cuda"):
         if runtime.TOO_OLD and value.is_cuda:
             raise ValueError(f"{op}: {name} must be on the CPU: {runtime.TOO_OLD}")

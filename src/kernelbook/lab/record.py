@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import inspect
 import os
+import re
 import subprocess
 import tempfile
 import uuid
@@ -103,6 +104,7 @@ def source_digest(*places: Path) -> str:
 def page_version(stem: str, kernels: Iterable[Any]) -> str:
     """``<stem>+<digest>`` of the sources of a page's own kernels, and of the package where its files or folders are given."""
     sources = "".join(source_digest(k) if isinstance(k, Path) else inspect.getsource(k.fn) for k in kernels)
+    sources = re.sub(r"^ *# (region .*|endregion)\n", "", sources, flags=re.MULTILINE)  # what a page folds
     if not sources:
         raise ValueError("page_version: kernels must name what a row measures, got none")
     return f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"

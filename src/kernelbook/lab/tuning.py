@@ -179,7 +179,7 @@ def asked(place: Place, trial: plans.Plans) -> dict[tuple[str, str], tuple[Any, 
     """Calls a case once; -> the problems that planners are asked for, by planner and key."""
     with _trying(trial):
         _problem(place).providers["kernelbook"]()
-        return dict(plans.asked)
+        return {(name, plans.planners()[name].key(problem)): problem for name, problem in plans.asked}
 
 
 def tried(place: Place, trial: plans.Plans) -> float | str:
