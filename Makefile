@@ -108,7 +108,7 @@ test-oldest test-next:
 test-oldest-interop:
 	$(PYTHON) -m venv --clear $(VENV)-$@
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis $(OLDEST) \
-		transformers==5.8.0 peft==0.18.0 accelerate==1.10.0 bitsandbytes==0.50.0
+		transformers==5.8.0 peft==0.19.0 accelerate==1.10.0 bitsandbytes==0.50.0
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py
 
 # A kernel repository for Hugging Face's kernels, in _build/hub.
