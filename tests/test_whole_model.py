@@ -13,7 +13,6 @@ pytest.importorskip("transformers", minversion="5")
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
