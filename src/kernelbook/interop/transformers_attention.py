@@ -130,8 +130,8 @@ def attention_forward(
 
     A call with another mask than :func:`attention_mask` states (a padded batch) or dropout, or with heads of more than 256
     features or values of another width, runs as ``"sdpa"`` does, and so does one with a keyword that only that knows (a
-    position bias, a paged cache). With any other keyword that asks for something (a soft cap, attention sinks, one that is
-    not known) it runs as ``"eager"`` does, by the function that the model's own code has for it.
+    position bias, a paged cache). Sinks and soft caps are the kernel's own; where such a call cannot be, and with any other
+    keyword that asks for something, it runs as ``"eager"`` does, by the function that the model's own code has for it.
 
     Raises:
         ValueError: such a keyword, and the module has no eager attention; or a sliding window of which no mask tells.

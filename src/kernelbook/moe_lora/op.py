@@ -89,7 +89,7 @@ def moe_lora(
         gates: (T, k) weights of the slots, in the dtype of ``x`` or float32, or ``None``.
         strategy: how the low-rank product is added. ``"fused"``: x A^T is accumulated beside x W in one kernel.
             ``"split"``: x A^T comes from a kernel of its own, and its product with B^T is the last step of the base's
-            kernel; so are ranks above 64 in any case. ``"auto"``: by shape, see :func:`kernels.choose_strategy`.
+            kernel; so are ranks above 64, and GPUs before Ampere, in any case. ``"auto"``: by shape, see :func:`kernels.choose_strategy`.
         grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
         transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kernelbook import runtime
+from kernelbook import arguments, runtime
 from kernelbook.nn.gpt import ACTIVATIONS, ATTENTION, GPT, OUTPUTS, GPTConfig
 from kernelbook.train.capture import CapturedCalls
 from kernelbook.train.chunks import Layout, chunk_norms
@@ -128,6 +128,15 @@ class TrainConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        arguments.check_fields(self)
+        for field in dataclasses.fields(self):
+            value, bits = getattr(self, field.name), 63 if field.name == "seed" else 31
+            if isinstance(value, int) and value >= 2**bits:
+                raise ValueError(f"TrainConfig: {field.name} must be below 2^{bits}, got {value}")
+            if isinstance(value, float) and not math.isfinite(value) and field.name != "clip":
+                raise ValueError(f"TrainConfig: {field.name} must be finite, got {value}")
+        if self.seed < 0:
+            raise ValueError(f"TrainConfig: seed must not be negative, got {self.seed}")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -400,7 +409,7 @@ class Trainer:
         """
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
-        losses, norms = (torch.zeros(config.log_every, device=runtime.DEVICE) for _ in range(2))
+        losses, norms = (torch.zeros(max(0, min(config.log_every, end)), device=runtime.DEVICE) for _ in range(2))
         with contextlib.ExitStack() as stack:
             stack.enter_context(_determinism(config.deterministic))
             bar: Any = None
