@@ -7,10 +7,10 @@ is not read.
 """
 
 import ast
+import contextlib
 import csv
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import sys
 import tempfile
@@ -128,13 +128,15 @@ def definitions(notebook: Path) -> str:
 
 
 def module_of(text: str, name: str, folder: Path) -> ModuleType:
+    """The text as a module, but for what needs names that only a running chapter has."""
     path = folder / f"{name}.py"
     path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    for node in ast.parse(text).body:
+        with contextlib.suppress(NameError):
+            exec(compile(ast.Module([node], []), str(path), "exec"), module.__dict__)  # noqa: S102
     return module
 
 
@@ -220,6 +222,13 @@ def entries(folder: Path) -> Iterator[tuple[dict[str, str], Path, Task]]:
         yield row, path, task
 
 
+def write(table: list[dict[str, str]]) -> None:
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+
+
 def main(arguments: list[str]) -> int:
     rows = list(csv.DictReader(TABLE.open(newline=""))) if TABLE.exists() and "--all" not in arguments else []
     before = {(row["kind"], row["name"]): row for row in rows}
@@ -245,10 +254,7 @@ def main(arguments: list[str]) -> int:
                 f"{row['kind']:9} {row['name']:44} text: {row['text']:8} interpreter: {row['interpreter']:8} {row['sentence'][:110]}",
                 flush=True,
             )
-        with TABLE.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+        write(table)
     for row in table:
         verdicts = {row["interpreter"], row["gpu"]} - {""} | (
             {"refused"} if row["text"] == "refused" and row["kind"] == "cheat" else set()
