@@ -3,9 +3,11 @@
 import torch
 
 from kernelbook.layer_norm import layer_norm, rms_norm
+from kernelbook.nf4 import NF4Tensor
+from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
 from kernelbook.nn.moe import gated_experts
 
-__all__ = ["Experts", "LayerNorm", "LlamaRMSNorm", "RMSNorm"]
+__all__ = ["Experts", "GptOssExperts", "LayerNorm", "LlamaRMSNorm", "RMSNorm"]
 
 
 class LayerNorm(torch.nn.Module):
@@ -66,3 +68,30 @@ class Experts(torch.nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         return gated_experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+
+
+class GptOssExperts(torch.nn.Module):
+    """gpt-oss' experts as transformers keeps them: ``gate_up_proj`` (E, H, 2 I) and ``down_proj`` (E, I, H), with biases.
+
+    Or in the checkpoint's own 4 bits, with ``fp4_tensor(blocks, scales)`` in the place of each parameter.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    gate_up_proj: torch.Tensor | NF4Tensor
+    gate_up_proj_bias: torch.Tensor
+    down_proj: torch.Tensor | NF4Tensor
+    down_proj_bias: torch.Tensor
+    alpha: float
+    limit: float
+
+    def forward(
+        self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return gated_experts(
+            hidden_states, self.gate_up_proj, self.down_proj, router_indices, routing_weights,
+            activation=ClampedSwiGLU(self.alpha, self.limit),
+            gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias,
+            transposed=isinstance(self.gate_up_proj, torch.Tensor),  # packed along K by checkpoints
+        )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernelbook.nn.named_attention import asked_for, boolean_mask, own_attention
+from kernelbook.nn.named_attention import OWN, asked_for, boolean_mask, own_attention
 
 __all__ = ["attention_forward"]
 
@@ -31,15 +31,22 @@ def attention_forward(
         AttentionMaskInterface.register("kernelbook", sdpa_mask)
 
     Raises:
-        ValueError: attention sinks, a position bias, a soft cap, a paged cache or a keyword of which this knows nothing; a
-            mask of other dimensions, another mask function, or a sliding window of which no mask tells.
+        ValueError: a position bias, a paged cache or a keyword of which this knows nothing; sinks or a soft cap in a call that
+            would be PyTorch's; a mask of other dimensions, another mask function, or a sliding window of which no mask tells.
     """
-    for name in asked_for(others):
-        raise ValueError(f"attention_forward: {name} must be None, got {type(others[name]).__name__}")
+    asked = asked_for(others)
+    for name in asked:
+        if name not in OWN:
+            raise ValueError(f"attention_forward: {name} must be None, got {type(others[name]).__name__}")
     _check_mask(module, attention_mask)
     out = own_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     if out is not None:
         return out, None
+    for name in asked:  # PyTorch's has neither
+        raise ValueError(
+            f"attention_forward: {name} must be None with dropout, with heads of more than 256 features and with a mask that is "
+            f"more than causal, got {type(others[name]).__name__}"
+        )
     n, s = query.shape[2], key.shape[2]
     mask = boolean_mask(attention_mask, n, s)
     causal = mask is None and n > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -199,6 +199,69 @@ def test_lengths_and_windows(
         )
 
 
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.parametrize("softcap", (None, 0.7))
+@pytest.mark.parametrize("with_sinks", (False, True), ids=("", "sinks"))
+@pytest.mark.parametrize("seen", ("all", "causal", "window", "lengths"))
+def test_sinks_and_soft_caps(
+    seen: str, with_sinks: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few queries and many, in small tiles; in a sequence some queries see no key at all."""
+    if not with_sinks and softcap is None:
+        return
+    monkeypatch.setattr(
+        kernels, "config", lambda kernel, d, *_: _tiles(16, 32, d) if kernel != "dkdv" else _tiles(32, 16, d)
+    )
+    monkeypatch.setattr(launches, "HAS_GLUON", False)
+    given: dict[str, Any] = {"causal": seen != "all", "softcap": softcap}
+    if seen == "window":
+        given["window"] = 13
+    if seen == "lengths":
+        given["lengths"] = torch.tensor([0, 30], device=runtime.DEVICE)
+    for n, dtype in ((5, torch.float32), (40, torch.float16)):
+        inputs = dict(zip("qkv", _qkv(2, 2, 1, n, 36, 16, dtype=dtype), strict=True))
+        if with_sinks:
+            inputs["sinks"] = 4 * randn(2, dtype=dtype)
+        check.check_op(
+            functools.partial(kb.flash_attention, **given),
+            functools.partial(flash_attention_reference, **given),
+            inputs,
+            grads=tuple(inputs),
+        )
+
+
+@pytest.mark.parametrize(("n", "scale", "softcap"), ((3, 0.8, 1.3), (17, -2.0, 0.4)))
+def test_gradients_with_sinks_and_a_soft_cap(n: int, scale: float, softcap: float) -> None:
+    q, k, v = (t.double().requires_grad_() for t in _qkv(1, 2, 1, n, n + 2, 4))
+    sinks = randn(2, dtype=torch.float64).requires_grad_()
+    call = functools.partial(kb.flash_attention, causal=True, window=9, scale=scale, softcap=softcap)
+    ours = lambda q, k, v, sinks: call(q, k, v, sinks=sinks)  # noqa: E731
+    assert torch.autograd.gradcheck(ours, (q, k, v, sinks), fast_mode=True)
+
+
+@pytest.mark.parametrize("n", (3, 40))
+def test_sinks_of_every_dtype_and_stride_and_of_no_weight(n: int) -> None:
+    q, k, v = _qkv(1, 4, 2, n, n, 16, dtype=torch.float16)
+    sinks = randn(4).half()
+    expected = kb.flash_attention(q, k, v, causal=True, sinks=sinks)
+    spread = torch.stack([sinks, sinks + 9], 1)[:, 0]
+    for other in (sinks.float(), sinks.double(), spread):
+        assert torch.equal(kb.flash_attention(q, k, v, causal=True, sinks=other), expected)
+    plain, none = kb.flash_attention(q, k, v), torch.full((4,), -math.inf, device=q.device)
+    assert torch.equal(kb.flash_attention(q, k, v, sinks=none), plain)
+    assert not kb.flash_attention(q, k, v, sinks=torch.full((4,), 1e4, device=q.device)).any()
+    leaf = sinks.requires_grad_()  # the only one
+    kb.flash_attention(q, k, v, sinks=leaf).sum().backward()
+    assert leaf.grad is not None and leaf.grad.dtype == torch.float16 and leaf.grad.any()
+
+
+@pytest.mark.parametrize("softcap", (1e4, 1e30))
+def test_a_soft_cap_that_caps_nothing(softcap: float) -> None:
+    """Near zero the hyperbolic tangent must not lose what the scores differ by."""
+    q, k, v = _qkv(1, 2, 2, 20, 30, 16)
+    torch.testing.assert_close(kb.flash_attention(q, k, v, softcap=softcap), kb.flash_attention(q, k, v))
+
+
 @pytest.mark.parametrize("window", (40, 2**31 - 30, 2**31 - 1, sys.maxsize, 2**70))
 @pytest.mark.parametrize("n", (3, 40))
 def test_a_window_that_holds_all_keys_is_none(n: int, window: int) -> None:
@@ -570,6 +633,22 @@ BAD = {
         ValueError,
         r"flash_attention: lengths must have shape \(1,\), got \(2,\)",
     ),
+    "sinks of other heads": (
+        _bad(sinks=lambda: randn(2)),
+        ValueError,
+        r"flash_attention: sinks must have shape \(4,\), got \(2,\)",
+    ),
+    "sinks are integers": (
+        _bad(sinks=lambda: torch.ones(4, dtype=torch.int64, device=runtime.DEVICE)),
+        TypeError,
+        "flash_attention: sinks must have dtype .* got int64",
+    ),
+    "softcap is nothing": (
+        _bad(softcap=0.0),
+        ValueError,
+        r"flash_attention: softcap must be above 0 and not above .* got 0\.0",
+    ),
+    "softcap is text": (_bad(softcap="x"), TypeError, "flash_attention: softcap must be a number or None, got str"),
     "lengths are not integers": (
         _bad(lengths=lambda: torch.ones(1, device=runtime.DEVICE)),
         TypeError,
@@ -867,6 +946,7 @@ def test_no_host_synchronisation() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_more_than_2_31_elements() -> None:
     """The last head of the last batch lies behind 2^31 elements, as does the last row of a packed tensor."""
     n, d = 2**13, 128

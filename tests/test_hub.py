@@ -12,9 +12,10 @@ import torch
 from programs import program
 from tensors import randn
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, MistralConfig, MistralForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 import kernelbook
 from kernelbook import check, runtime
@@ -199,6 +200,40 @@ def test_qwen3_moe(kernels: Any, repositories: list[Path], attention: str) -> No
     _require(_run(model, x), exact, plain)
 
 
+@pytest.mark.parametrize("kind", ("dense", "mxfp4"))
+def test_gpt_oss(kind: str, kernels: Any, repositories: list[Path], loaded: list[Any]) -> None:
+    """Experts with biases and gates of their own: outputs and gradients, on dense weights and on a checkpoint's bytes."""
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=32, intermediate_size=64, num_local_experts=3)
+    model = nn.ModuleDict({"experts": modeling_gpt_oss.GptOssExperts(config)}).to(runtime.DEVICE).train()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    ids, gates, x = torch.tensor([[0, 1], [2, 0], [1, 2]], device=runtime.DEVICE), randn(3, 2), randn(3, 32)
+    weights = {}
+    if kind == "mxfp4":
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(model.experts, name)
+            weights[name] = loaded[0].fp4_quantize(weight.mT.contiguous())
+            weight.requires_grad_(False).copy_(loaded[0].nf4_dequantize(weights[name], dtype=torch.float32).mT)
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        out = model.experts(x, ids, gates.to(x.dtype))
+        grads = torch.autograd.grad(out.sin().sum(), [x, *(p for p in model.parameters() if p.requires_grad)])
+        return [out.detach(), *grads]
+
+    model.experts.config._experts_implementation = "eager"
+    plain = run(x)
+    model.double()
+    exact = run(x.double())
+    model.float()
+    for name, packed in weights.items():
+        delattr(model.experts, name)
+        setattr(model.experts, name, packed)
+    _kernelized(kernels, model, repositories[0], {modeling_gpt_oss.GptOssExperts: "GptOssExperts"})
+    _require(run(x), exact, plain)
+
+
 @pytest.mark.parametrize("window", (None, 3))
 @pytest.mark.parametrize("padded", (False, True))
 def test_windows_and_padding(window: int | None, padded: bool, loaded: list[Any], attention: str) -> None:
@@ -232,10 +267,14 @@ def test_attention_says_what_it_cannot_do(loaded: list[Any]) -> None:
     for given, message in (
         ({"attention_mask": padding}, r"attention_mask must be None or have four dimensions, .* got shape \(2, 9\)"),
         ({"sliding_window": 3}, "sliding_window must be part of attention_mask .* got 3 for 9 keys and no mask"),
-        ({"softcap": 30.0}, "softcap must be None, got float"),
+        ({"softcap": 30.0, "dropout": 0.5}, "softcap must be None with dropout, .* got float"),
+        ({"s_aux": q[0, :, 0, 0], "attention_mask": padding[:, None, None]}, "s_aux must be None .* got Tensor"),
         ({"unheard_of": padding}, "unheard_of must be None, got Tensor"),
     ):
         with pytest.raises(ValueError, match=f"attention_forward: {message}"):
             loaded[0].attention_forward(module, q, q, q, **{"attention_mask": None, **given})
     ours, _ = loaded[0].attention_forward(module, q, q, q, None, sliding_window=9, position_ids=padding)
     assert torch.equal(ours, loaded[0].flash_attention(q, q, q, causal=True).transpose(1, 2))
+    ours, _ = loaded[0].attention_forward(module, q, q, q, None, s_aux=q[0, :, 0, 0], softcap=2.0)
+    expected = kernelbook.flash_attention(q, q, q, causal=True, sinks=q[0, :, 0, 0], softcap=2.0)
+    assert torch.equal(ours, expected.transpose(1, 2))

@@ -15,9 +15,10 @@ from kernelbook import check, runtime
 from kernelbook.lab import timing
 from kernelbook.lab.bench import moe_block
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
-from kernelbook.nn import GatedExperts, MoELayer, NF4Linear, load_balancing_loss, moe
+from kernelbook.nn import ClampedSwiGLU, GatedExperts, MoELayer, NF4Linear, load_balancing_loss, moe
 from kernelbook.nn import experts as nn_experts
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, choose_experts, gated_experts
+from kernelbook.packed.fp4 import fp4_quantize
 
 DEVICE = runtime.DEVICE
 
@@ -36,8 +37,9 @@ def reference(
     bias2: torch.Tensor | None = None,
     scaling: float = 1.0,
     act: Any = F.silu,
+    rows_to: Any = None,
 ) -> torch.Tensor:
-    """One token and one slot at a time."""
+    """One token and one slot at a time. ``rows_to``: for another activation than of the gate alone."""
 
     def linear(row: torch.Tensor, w: Any, a: Any, b: Any, bias: Any, e: int) -> torch.Tensor:
         out = w[e] @ row
@@ -51,8 +53,10 @@ def reference(
         for j in range(ids.shape[1]):
             e = int(ids[t, j])
             if e < gate_up.shape[0]:
-                gate, up = linear(x[t], gate_up, a1, b1, bias1, e).chunk(2)
-                total = total + gates[t, j].to(x.dtype) * linear(act(gate) * up, down, a2, b2, bias2, e)
+                h = linear(x[t], gate_up, a1, b1, bias1, e)
+                gate, up = h.chunk(2)
+                hidden = act(gate) * up if rows_to is None else rows_to(h)
+                total = total + gates[t, j].to(x.dtype) * linear(hidden, down, a2, b2, bias2, e)
         rows.append(total)
     return torch.stack(rows)
 
@@ -152,6 +156,28 @@ def test_activations(activation: str, function: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("lora", (True, False), ids=("lora", "plain"))
+@pytest.mark.parametrize("kind", ("dense", "mxfp4"))
+def test_gpt_oss_experts(kind: str, lora: bool) -> None:
+    """Biases, its own activation, and rows of a number of elements that no tile divides."""
+    inputs, ids = _inputs(hidden=96, inner=32)
+    inputs["gate_up"], inputs["x"] = 8 * inputs["gate_up"], inputs["x"] + 1  # that some are beyond the limit
+    inputs["bias1"], inputs["bias2"] = torch.randn(5, 64, device=DEVICE), torch.randn(5, 96, device=DEVICE)
+    if not lora:
+        inputs = {name: value for name, value in inputs.items() if name not in ("a1", "b1", "a2", "b2")}
+    packed = {}
+    if kind == "mxfp4":
+        packed = {name: fp4_quantize(inputs.pop(name)) for name in ("gate_up", "down")}
+    dense = {name: nf4_dequantize(q, dtype=torch.float32) for name, q in packed.items()}
+    ours = _call(ids, activation="swigluoai")
+
+    def expected(**given: torch.Tensor) -> torch.Tensor:
+        weights = {name: value.to(given["x"].dtype) for name, value in dense.items()}
+        return reference(**weights, **given, ids=ids, rows_to=ClampedSwiGLU().reference)
+
+    check.check_op(lambda **given: ours(**packed, **given), expected, inputs, grads=tuple(inputs))
+
+
 def test_transposed_storage_and_post_expert() -> None:
     inputs, ids = _inputs()
     double = {**inputs, "gate_up": inputs["gate_up"].mT.contiguous(), "down": inputs["down"].mT.contiguous()}
@@ -194,6 +220,37 @@ def test_swiglu_is_an_operator() -> None:
     h, dout = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (14, 7))
     torch.library.opcheck(torch.ops.kernelbook.swiglu.default, (h.requires_grad_(),))
     torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (h.detach(), dout))
+
+
+CLAMPED = ClampedSwiGLU(1.5, 3.0)
+
+
+def test_clamped_swiglu_gradient() -> None:
+    h = 3 * torch.randn(5, 12, dtype=torch.float64, device=DEVICE)
+    assert torch.autograd.gradcheck(CLAMPED, (h.requires_grad_(),))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(("rows", "inner"), ((1, 1), (5, 257), (9, 300), (0, 8)))
+def test_clamped_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
+    h = (4 * torch.randn(rows, 2 * inner, device=DEVICE)).to(dtype)
+    if rows > 1:
+        h[0], h[1], h[2, ::2] = 200.0, -200.0, 3.0  # the last one is the limit itself
+    check.check_op(CLAMPED, CLAMPED.reference, {"h": h}, grads=("h",))
+
+
+def test_clamped_swiglu_is_an_operator_and_keeps_nan() -> None:
+    h, dout = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (14, 7))
+    torch.library.opcheck(torch.ops.kernelbook.clamped_swiglu.default, (h.requires_grad_(), 1.702, 7.0))
+    torch.library.opcheck(torch.ops.kernelbook.clamped_swiglu_backward.default, (h.detach(), dout, 1.702, 7.0))
+    h = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan, torch.inf, 1.0]], device=DEVICE)
+    assert ClampedSwiGLU()(h).isnan().tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize(("name", "value"), (("limit", 0.0), ("limit", float("inf")), ("alpha", "1")))
+def test_clamped_swiglu_names_what_is_wrong(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"ClampedSwiGLU: {name} must be"):
+        ClampedSwiGLU(**{name: value})
 
 
 def test_swiglu_of_rows_that_are_not_contiguous() -> None:

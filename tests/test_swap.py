@@ -19,6 +19,8 @@ from transformers import (
     Gemma2Model,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -29,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import kernelbook as kb
 from kernelbook import check, runtime
 from kernelbook import nn as kb_nn
-from kernelbook.interop import transformers_attention
+from kernelbook.interop import rotary, transformers_attention
 from kernelbook.nn import swap
 
 
@@ -249,6 +251,28 @@ def test_gpt2(calls: dict[str, int]) -> None:
             assert torch.equal(again, generated) and calls["flash_attention"] > 2
 
 
+def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model that PyTorch's attention cannot serve; its rotation has tables for half of a head's features."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=31, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=3, head_dim=8,
+        num_key_value_heads=1, initializer_range=0.5, sliding_window=4, num_local_experts=2, num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    model = GptOssForCausalLM._from_config(config, attn_implementation="eager").to(runtime.DEVICE).eval()
+    model.set_experts_implementation("eager")
+    tokens = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+    rotated = []
+    monkeypatch.setattr(rotary, "rotate", lambda *given, rotate=rotary.rotate: rotated.append(1) or rotate(*given))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        with swap(model, quiet=True) as done:
+            assert done.changed["config"] == "attention implementation" and not done.left
+            assert list(done.changed.values()).count("RMSNorm") == 5
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        assert len(rotated) == 2
+
+
 @pytest.mark.parametrize("before", ("eager", "sdpa"))
 def test_a_soft_cap_stays(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a model that says it can do without, as Gemma2 does in transformers 5.17."""
@@ -289,6 +313,19 @@ def test_norms_of_other_dtypes_are_the_models_own() -> None:
     model.model.norm = norm
     with swap(model, quiet=True):
         assert type(norm) is not LlamaRMSNorm and norm(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_norms_of_transformers_give_their_own_dtype_under_autocast(dtype: torch.dtype) -> None:
+    """Their code rounds by itself, where PyTorch's own norms give float32."""
+    model = _llama().to(dtype)
+    norm, x = model.model.norm, randn(2, 24).to(dtype)
+    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
+        expected = norm(x)
+        with swap(model, quiet=True):
+            ours = norm(x)
+    assert ours.dtype == expected.dtype == dtype
+    torch.testing.assert_close(ours, expected)
 
 
 def _llama() -> Any:

@@ -514,7 +514,7 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
                 told["drawn_again"] += 1
                 continue
             told["element"] = max(told["element"], verdict.element)
-            if verdict.ratio > told["worst"]:
+            if verdict.error > 0 and verdict.ratio > told["worst"]:  # an empty tensor has no error to tell of
                 told["worst"], told["where"] = verdict.ratio, f"{verdict.name}: {text}"
 
     try:

@@ -91,6 +91,8 @@ STEPS = {
         ("softmax_zeros", "softmax", False),
         ("softmax_narrow", "softmax", False),
         ("softmax", "softmax", True),
+    ),
+    "matrix_product": (
         ("matmul_products", "product", True),
         ("matmul_dot", "product", True),
         ("matmul_large_tiles", "product", True),

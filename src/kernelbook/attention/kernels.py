@@ -18,19 +18,26 @@ Causal: query i sees the keys up to i + S - N; with a window, as many before tha
 not visited; only tiles on the two diagonals, and the last ones, are masked, in loops of their own. With lengths, each
 sequence has its own S, which is read on the device.
 
+A sink is a logit of a head that joins the sum of its softmax and has no value: with lse' = log2(exp2(lse) + exp2(sink)) it
+scales the output by exp2(lse - lse'), and the backward pass takes lse' for lse; nothing else of it changes. Its own gradient
+is -sum(exp2(sink - lse') delta). A soft cap makes a score s to cap * tanh(s / cap) as it is computed.
+
 Operations: 4 B H N S D forward, 10 B H N S D backward (half of that if causal). Bytes: q, k, v, o once, plus 4 B H N.
 
 Not handled: dropout, bias, other masks, head sizes above 256.
 """
 
 import dataclasses
+import math
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.plans import planner
+from kernelbook.plans import FMA_REGISTERS, planner
 
 # isort: split
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 # --- device helpers -------------------------------------------------------------------------------------------------
 
@@ -115,6 +122,26 @@ def _place(pid, num_blocks, num_heads, section, REVERSED: tl.constexpr):
 
 
 @triton.jit
+def _capped(scores, SOFTCAP: tl.constexpr):
+    """``SOFTCAP * tanh(scores / SOFTCAP)``."""
+    x = scores * (1.0 / SOFTCAP)
+    t = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+    if scores.dtype == tl.float32:  # near zero the difference would have the error of a number near one
+        square = x * x
+        series = x * (1.0 - square * (0.333333333 - square * (0.133333333 - square * 0.0539682540)))
+        t = tl.where(square < 0.01, series, t)
+    return SOFTCAP * t
+
+
+@triton.jit
+def _with_sink(lse, sink):
+    """-> by what a sink scales the output, and log2 of the sum with it. +-inf where no key is seen stays so."""
+    seen = tl.abs(lse) < float("inf")
+    more = tl.math.exp2(sink * LOG2_E - tl.where(seen, lse, 0.0))  # as many times the sum as the sink adds to it
+    return tl.where(seen, 1.0 / (1.0 + more), 0.0), tl.where(seen, lse + tl.math.log2(1.0 + more), lse)
+
+
+@triton.jit
 def _length(lengths_ptr, stride_lb, b, S, LENGTHS: tl.constexpr):
     """How many keys sequence ``b`` has: S if nothing else is said."""
     length = S
@@ -159,10 +186,11 @@ def _flash_attention_fwd_steps(
     v, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, offs_m, first, last, diagonal, S, window, scale,
     D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
+    unit = 1.0 if SOFTCAP else scale  # what is left to scale
     for start in range(first, last, BLOCK_N):
         k_tile = _rows(
             k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
@@ -170,6 +198,8 @@ def _flash_attention_fwd_steps(
         )  # fmt: skip
         zeros = tl.zeros((q.shape[0], BLOCK_N), ACC)
         scores = _dot(q, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
+        if SOFTCAP:
+            scores = _capped(scores * scale, SOFTCAP)
         if MASKED:
             offs_n = start + tl.arange(0, BLOCK_N)
             seen = (offs_n < S)[None, :]
@@ -178,10 +208,10 @@ def _flash_attention_fwd_steps(
             if WINDOW:
                 seen = seen & (offs_n[None, :] > offs_m[:, None] + diagonal - window)
             scores = tl.where(seen, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
+        m_new = tl.maximum(m, tl.max(scores, axis=1) * unit)
         # Where nothing was seen yet, -inf - (-inf) would be NaN.
         shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.math.exp2(scores * scale - shift[:, None])
+        p = tl.math.exp2(scores * unit - shift[:, None])
         alpha = tl.math.exp2(m - shift)
         l = l * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None]
@@ -205,7 +235,9 @@ def _flash_attention_fwd_kernel(
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
     window,
     scale,  # with log2(e)
-    LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+    sinks_ptr, stride_sh,  # (H,) logits, if SINKS
+    LENGTHS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # with log2(e); 0: none
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -229,27 +261,63 @@ def _flash_attention_fwd_kernel(
             acc, l, m, q_tile,
             k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
             b, h // GROUP, offs_m, first, tl.minimum(left, last), S - N, S, window, scale,
-            D, True, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     acc, l, m = _flash_attention_fwd_steps(
         acc, l, m, q_tile,
         k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
         b, h // GROUP, offs_m, left, full, S - N, S, window, scale,
-        D, False, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        D, False, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     acc, l, m = _flash_attention_fwd_steps(
         acc, l, m, q_tile,
         k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
         b, h // GROUP, offs_m, full, last, S - N, S, window, scale,
-        D, True, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     seen = l > 0.0
     acc = acc / tl.where(seen, l, 1.0)[:, None]
     lse = tl.where(seen, m + tl.math.log2(tl.where(seen, l, 1.0)), float("inf"))
+    if SINKS:
+        share, lse = _with_sink(lse, tl.load(sinks_ptr + h.to(tl.int64) * stride_sh).to(ACC))
+        acc = acc * share[:, None]
     tl.store(lse_ptr + head.to(tl.int64) * N + offs_m, lse, mask=offs_m < N)
     _store_rows(
         o_ptr, stride_ob, stride_oh, stride_on, stride_od, acc, b, h, start_m, N,
+        D, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def _flash_attention_sinks_kernel(
+    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output without sinks, and then with them
+    lse_ptr,  # (B, H, N) likewise, contiguous
+    sinks_ptr, stride_sh,  # (H,) logits
+    H, N,
+    D: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """For a forward kernel without sinks: it reads and writes o once more, and rounds it once more.
+
+    At 2,048 queries of 64 heads of 64 that is 33 MB, some 11 us on an H100. With all keys in sight that is little beside the
+    products; with a window of 128 it would nearly double what the forward pass moves. So the kernel that takes windows has
+    sinks of its own, and only Hopper's, which takes none, is followed by this one. A step of decoding counts launches: there
+    they are joined where the splits are merged.
+    """
+    num_blocks = tl.cdiv(N, BLOCK_M)
+    head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
+    b, h = head // H, head % H
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    lse_ptrs = lse_ptr + head.to(tl.int64) * N + offs_m
+    lse = tl.load(lse_ptrs, mask=offs_m < N, other=float("inf"))
+    o = _rows(
+        o_ptr, stride_ob, stride_oh, stride_on, stride_od, b, h, start_m, N,
+        D, True, False, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    share, lse = _with_sink(lse, tl.load(sinks_ptr + h.to(tl.int64) * stride_sh).to(ACC))
+    tl.store(lse_ptrs, lse, mask=offs_m < N)
+    _store_rows(
+        o_ptr, stride_ob, stride_oh, stride_on, stride_od, o.to(ACC) * share[:, None], b, h, start_m, N,
         D, BLOCK_M, BLOCK_D,
     )  # fmt: skip
 
@@ -287,6 +355,28 @@ def _flash_attention_bwd_delta_kernel(
         tl.store(padded_ptr + out, lse, mask=offs_m < n_padded)
 
 
+@triton.jit(do_not_specialize=["B", "H", "n_padded"])
+def _flash_attention_bwd_sinks_kernel(
+    lse_ptr, delta_ptr,  # (B, H, n_padded), contiguous, as the other kernels read them
+    sinks_ptr, stride_sh,  # (H,) logits
+    dsinks_ptr,  # (H,) contiguous
+    B, H, n_padded,
+    ACC: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """A program sums up a head, in the same order in every run."""
+    h = tl.program_id(0).to(tl.int64)
+    sink = tl.load(sinks_ptr + h * stride_sh).to(ACC) * LOG2_E
+    total = tl.zeros((BLOCK_M,), ACC)
+    for b in range(B):
+        rows = (b * H + h) * n_padded
+        for start in range(0, n_padded, BLOCK_M):
+            offs_m = start + tl.arange(0, BLOCK_M)
+            lse = tl.load(lse_ptr + rows + offs_m, mask=offs_m < n_padded, other=float("inf"))
+            delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < n_padded, other=0.0)
+            total += tl.math.exp2(sink - lse) * delta
+    tl.store(dsinks_ptr + h, (-tl.sum(total, axis=0)).to(dsinks_ptr.dtype.element_ty))
+
+
 @triton.jit
 def _flash_attention_bwd_dkdv_steps(
     dk, dv, k_tile, v_tile,  # (BLOCK_N, BLOCK_D) each
@@ -295,10 +385,11 @@ def _flash_attention_bwd_dkdv_steps(
     lse_ptr, delta_ptr,  # of this head
     b, h, offs_n, first, last, diagonal, N, window, scale,
     D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The queries from ``first`` to ``last``; masked where a query does not see all of the keys."""
+    unit = 1.0 if SOFTCAP else scale
     for start in range(first, last, BLOCK_M):
         start = tl.multiple_of(start, BLOCK_M)
         offs_m = start + tl.arange(0, BLOCK_M)
@@ -311,7 +402,9 @@ def _flash_attention_bwd_dkdv_steps(
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < N, other=0.0)
         zeros = tl.zeros((k_tile.shape[0], BLOCK_M), ACC)
         scores = _dot(k_tile, q_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
-        p = tl.math.exp2(scores * scale - lse[None, :])
+        if SOFTCAP:
+            scores = _capped(scores * scale, SOFTCAP)
+        p = tl.math.exp2(scores * unit - lse[None, :])
         if MASKED:
             seen = offs_n[:, None] <= offs_m[None, :] + diagonal
             if WINDOW:
@@ -325,6 +418,8 @@ def _flash_attention_bwd_dkdv_steps(
         dp = _dot(v_tile, do_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
         dv = _dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
         ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds = ds * (1.0 - (scores * (1.0 / SOFTCAP)) * (scores * (1.0 / SOFTCAP)))
         dk = _dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
     return dk, dv
 
@@ -343,7 +438,7 @@ def _flash_attention_bwd_dkdv_kernel(
     window,
     scale,  # with log2(e)
     dk_scale,  # without
-    LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+    LENGTHS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -387,20 +482,20 @@ def _flash_attention_bwd_dkdv_kernel(
                 dk, dv, k_tile, v_tile,
                 q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
                 lse_ptr + rows, delta_ptr + rows, b, h, offs_n, first, tl.minimum(full, last), diagonal, N, window, scale,
-                D, True, WINDOW, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                D, True, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
             )  # fmt: skip
         dk, dv = _flash_attention_bwd_dkdv_steps(
             dk, dv, k_tile, v_tile,
             q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
             lse_ptr + rows, delta_ptr + rows, b, h, offs_n, full, tl.minimum(right, last), diagonal, N, window, scale,
-            D, False, WINDOW, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
+            D, False, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         if WINDOW:
             dk, dv = _flash_attention_bwd_dkdv_steps(
                 dk, dv, k_tile, v_tile,
                 q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
                 lse_ptr + rows, delta_ptr + rows, b, h, offs_n, right, last, diagonal, N, window, scale,
-                D, True, WINDOW, BOXES, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                D, True, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
             )  # fmt: skip
     if LENGTHS:  # keys beyond the length were zeros, not out of sight
         there = (offs_n < length)[:, None]
@@ -424,10 +519,11 @@ def _flash_attention_bwd_dq_steps(
     v, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, offs_m, first, last, diagonal, S, window, scale,
     D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
+    unit = 1.0 if SOFTCAP else scale
     for start in range(first, last, BLOCK_N):
         k_tile = _rows(
             k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
@@ -439,7 +535,9 @@ def _flash_attention_bwd_dq_steps(
         )  # fmt: skip
         zeros = tl.zeros((q_tile.shape[0], BLOCK_N), ACC)
         scores = _dot(q_tile, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
-        p = tl.math.exp2(scores * scale - lse[:, None])
+        if SOFTCAP:
+            scores = _capped(scores * scale, SOFTCAP)
+        p = tl.math.exp2(scores * unit - lse[:, None])
         if MASKED:
             offs_n = start + tl.arange(0, BLOCK_N)
             seen = (offs_n < S)[None, :]
@@ -451,6 +549,8 @@ def _flash_attention_bwd_dq_steps(
         zeros = tl.zeros((do_tile.shape[0], BLOCK_N), ACC)
         dp = _dot(do_tile, v_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
         ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds = ds * (1.0 - (scores * (1.0 / SOFTCAP)) * (scores * (1.0 / SOFTCAP)))
         dq = _dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
     return dq
 
@@ -468,7 +568,7 @@ def _flash_attention_bwd_dq_kernel(
     window,
     scale,  # with log2(e)
     dq_scale,  # without
-    LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
+    LENGTHS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -497,19 +597,19 @@ def _flash_attention_bwd_dq_kernel(
             dq, q_tile, do_tile, lse, delta,
             k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
             b, h // GROUP, offs_m, first, tl.minimum(left, last), S - N, S, window, scale,
-            D, True, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     dq = _flash_attention_bwd_dq_steps(
         dq, q_tile, do_tile, lse, delta,
         k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
         b, h // GROUP, offs_m, left, full, S - N, S, window, scale,
-        D, False, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        D, False, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     dq = _flash_attention_bwd_dq_steps(
         dq, q_tile, do_tile, lse, delta,
         k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
         b, h // GROUP, offs_m, full, last, S - N, S, window, scale,
-        D, True, CAUSAL, WINDOW, BOXES, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     _store_rows(
         dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, dq * dq_scale, b, h, start_m, N,
@@ -521,6 +621,8 @@ def _flash_attention_bwd_dq_kernel(
 
 KERNELS = ("fwd", "dkdv", "dq")
 DELTA_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
+SINKS_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
+DSINKS_CONFIG = triton.Config({"BLOCK_M": 1024}, num_warps=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -582,6 +684,30 @@ TILES = {
         256: _Tiles(64, 32, 8, 2),
     },
 }
+# Without tensor cores each thread holds its rows and columns of both operands, over all features and in float32.
+FMA_TILES = {
+    "fwd": {
+        16: _Tiles(64, 64, 8, 1),
+        32: _Tiles(64, 32, 8, 1),
+        64: _Tiles(32, 32, 8, 1),
+        128: _Tiles(32, 32, 8, 1),
+        256: _Tiles(16, 16, 16, 1),
+    },
+    "dkdv": {
+        16: _Tiles(64, 64, 8, 1),
+        32: _Tiles(64, 32, 8, 1),
+        64: _Tiles(32, 32, 8, 1),
+        128: _Tiles(16, 16, 8, 1),
+        256: _Tiles(16, 16, 8, 1),
+    },
+    "dq": {
+        16: _Tiles(64, 64, 8, 1),
+        32: _Tiles(64, 32, 8, 1),
+        64: _Tiles(32, 32, 8, 1),
+        128: _Tiles(16, 16, 8, 1),
+        256: _Tiles(16, 16, 8, 1),
+    },
+}
 
 
 def has_descriptors(properties: runtime.DeviceProperties) -> bool:
@@ -614,12 +740,15 @@ def _allowed(
     owned, moved = (m, n) if kernel != "dkdv" else (n, m)
     # In registers: the sums (two of dk and dv), a tile of scores, and that again in 16 bits.
     kept = ((2 if kernel == "dkdv" else 1) * owned * width + 1.5 * owned * moved) / (32 * config.num_warps)
+    fma = not properties.has_tensor_cores
+    if fma:
+        kept += FMA_REGISTERS * width * 2 * math.sqrt(m * n / (32 * config.num_warps))
     # Ordinary loads of the backward pass feed the tensor cores and, turned, registers too.
     pipelined = config.num_stages == 1 or boxes or kernel == "fwd"
     tiles, amd = _Tiles(m, n, config.num_warps, config.num_stages), properties.arch.startswith("gfx")
     shared = _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program
-    large = min(m, n) >= 16 and owned >= 8 * config.num_warps
-    return itemsize == 2 and width == block_d(d) and large and kept <= 180 and pipelined and shared
+    large = min(m, n) >= 16 and (fma or owned >= 8 * config.num_warps)
+    return itemsize == 2 and width == block_d(d) and large and kept <= (190 if fma else 180) and pipelined and shared
 
 
 @planner("attention.plain", _allowed)
@@ -627,11 +756,13 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)
     hopper = boxes and properties.arch in ("sm_90", "interpreter")
-    tiles = (HOPPER_TILES if hopper else TILES)[kernel][width]
+    tiles = (HOPPER_TILES if hopper else TILES if properties.has_tensor_cores else FMA_TILES)[kernel][width]
     if itemsize > 2:
         # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
         wide = kernel == "fwd" and itemsize == 4 and width <= 64 and boxes
         tiles = _Tiles(64, 32, 8, 2) if wide else _Tiles(16, 16, 4, 2)
+        if itemsize == 4 and width <= 64 and not properties.has_tensor_cores:
+            tiles = _Tiles(32, 32, 8, 1)
     # Ordinary loads that feed the tensor cores and, turned, registers too are not pipelined (see sparse_linear).
     stages = 1 if itemsize > 2 and not boxes else tiles.stages
     amd = properties.arch.startswith("gfx")

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.attention.kernels import _dot, _rows, block_d
+from kernelbook.attention.kernels import _capped, _dot, _rows, _with_sink, block_d
 from kernelbook.plans import planner
 
 # isort: split
@@ -69,10 +69,11 @@ def _decode_steps(
     listed, first_page,  # (LISTED,) pages from ``first_page`` on, -1 where there is none, if PAGE
     low, high, window, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr,
-    Q_LATE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, Q_LATE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``low`` to ``high``."""
+    unit = 1.0 if SOFTCAP else scale  # what is left to scale
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         offs_n = start + tl.arange(0, BLOCK_N)
         there = offs_n < high
@@ -95,15 +96,17 @@ def _decode_steps(
         else:
             q_tile = q
         scores = _dot(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        if SOFTCAP:
+            scores = _capped(scores * scale, SOFTCAP)
         seen = there[None, :]
         if CAUSAL:
             seen = seen & (offs_n[None, :] <= last_seen[:, None])
         if WINDOW:
             seen = seen & (offs_n[None, :] > last_seen[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
+        m_new = tl.maximum(m, tl.max(scores, axis=1) * unit)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # where nothing was seen yet: -inf - (-inf) would be NaN
-        p = tl.math.exp2(scores * scale - shift[:, None])
+        p = tl.math.exp2(scores * unit - shift[:, None])
         alpha = tl.math.exp2(m - shift)
         if len(l.shape) == 2:  # the rows' sums would take warps that wait for each other in every step
             l = l * alpha[:, None] + p
@@ -126,9 +129,9 @@ def _decode_steps(
 
 @triton.jit
 def _store_output(
-    o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr,
+    o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, sinks_ptr, stride_sh,
     acc, lse, b, h_kv, first_row, H, N,
-    D: tl.constexpr, GROUP: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Rows of a group from ``first_row`` on: row r is query r % N of the group's head r // N."""
     offs_r = first_row + tl.arange(0, ROWS)
@@ -136,6 +139,10 @@ def _store_output(
     exists = offs_r < GROUP * N
     h = h_kv * GROUP + offs_r // N
     n = offs_r % N
+    if SINKS:
+        sinks = tl.load(sinks_ptr + h.to(tl.int64) * stride_sh, mask=exists, other=0.0)
+        share, lse = _with_sink(lse, sinks.to(lse.dtype))
+        acc = acc * share[:, None]
     if LSE:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
         tl.store(lse_ptr + (b.to(tl.int64) * H + h) * N + n, lse, mask=exists)
@@ -234,9 +241,11 @@ def _flash_attention_decode_kernel(
     tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
     H, N, S, P, window,
     scale,  # with log2(e)
-    # What is computed.
+    sinks_ptr, stride_sh,  # (H,) logits, if SINKS
+    # What is computed. SOFTCAP is with log2(e); 0: none.
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
-    PAGE: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
     # Whether queries are asked for with the keys; in how many pieces the columns are computed; of the split: whether there
     # is one, and the rows that it keeps; the pages that are listed at a time, and whether these are all; how many splits
     # there are, rounded up, and how many are merged at a time.
@@ -295,14 +304,14 @@ def _flash_attention_decode_kernel(
                     k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
                     b, h_kv, last_seen, listed, page,
                     tl.maximum(page * PAGE, low), tl.minimum((page + LISTED) * PAGE, high), window, scale,
-                    D, WIDTH, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, STAGES,
+                    D, WIDTH, CAUSAL, WINDOW, PAGE, LISTED, SOFTCAP, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, STAGES,
                 )  # fmt: skip
         else:
             acc, l, m = _decode_steps(
                 acc, l, m, q, q_ptrs, q_mask,
                 k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
                 b, h_kv, last_seen, every_page, 0, low, high, window, scale,
-                D, WIDTH, CAUSAL, WINDOW, PAGE, LISTED, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, STAGES,
+                D, WIDTH, CAUSAL, WINDOW, PAGE, LISTED, SOFTCAP, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, STAGES,
             )  # fmt: skip
         if BLOCK_M < 64:
             l = tl.sum(l, axis=1)
@@ -313,8 +322,8 @@ def _flash_attention_decode_kernel(
 
         if not SPLIT:
             _store_output(
-                o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, acc, lse, b, h_kv, first_row, H, N,
-                WIDTH, GROUP, LSE, BLOCK_M, BLOCK_V,
+                o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, sinks_ptr, stride_sh,
+                acc, lse, b, h_kv, first_row, H, N, WIDTH, GROUP, SINKS, LSE, BLOCK_M, BLOCK_V,
             )  # fmt: skip
         else:
             partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * splits * (ROWS * WIDTH)
@@ -337,8 +346,8 @@ def _flash_attention_decode_kernel(
                     partial_ptr, partial_lse_ptr, used, splits, WIDTH, ROWS, BLOCK_V, SHARES, MERGED, ACC
                 )  # fmt: skip
                 _store_output(
-                    o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, merged, merged_lse,
-                    b, h_kv, first_row, H, N, WIDTH, GROUP, LSE, ROWS, BLOCK_V,
+                    o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, sinks_ptr, stride_sh,
+                    merged, merged_lse, b, h_kv, first_row, H, N, WIDTH, GROUP, SINKS, LSE, ROWS, BLOCK_V,
                 )  # fmt: skip
 
 
@@ -411,6 +420,10 @@ def _tiles(
     queries are asked for with the keys, where there is shared memory for a copy of them beside each tile that is under way.
     """
     width = block_d(d)
+    if itemsize == 2 and not properties.has_tensor_cores:  # a thread holds its rows and columns of both operands
+        blocks = {"BLOCK_M": 16, "BLOCK_N": 32 if width <= 64 else 16, "BLOCK_D": width, "PIECES": 1}
+        warps = 16 if width > 128 and not paged else 8
+        return triton.Config({**blocks, "Q_LATE": False, "STAGES": 1}, num_warps=warps, num_stages=1), 2
     if itemsize > 2:  # takes each operand into registers three times over
         block_m, block_n, stages = 16, max(16, min(32, 16384 // (width * itemsize))), 4
     elif rows <= 32:
@@ -519,7 +532,7 @@ def _allowed(
     stored, tiles = min(block_m, triton.next_power_of_2(rows)), heads * -(-rows // block_m)
     shared = (2 * block_n * stages + block_m) * width * itemsize
     return (
-        config.kwargs == blocks and config.num_stages == stages and config.num_warps in (4, 8)
+        config.kwargs == blocks and config.num_stages == stages and config.num_warps in (4, 8, rule.num_warps)
         and pieces in _pieces(tiles, stored, width, d, properties.num_sms)
         and 16 <= block_n <= 128 and shared <= properties.shared_memory_per_program - 2048
         and splits * block_n <= max(2 * keys, own)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
-from kernelbook.launch import Descriptor, Launch, cdiv, is_aligned, launcher
+from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, is_aligned, launcher
 from kernelbook.memory import tl_accumulator
 from kernelbook.tensors import aligned_steps, allows_tf32
 
@@ -24,8 +24,8 @@ try:  # Gluon is experimental: where Triton has changed it, the plain kernels do
 
     from kernelbook.attention import kernels_hopper
 
-    HAS_GLUON = True
-except ImportError:
+    HAS_GLUON = gluon_names.USABLE
+except (ImportError, AttributeError):
     HAS_GLUON = False
 
 LOG2_E = math.log2(math.e)
@@ -61,6 +61,8 @@ class Problem:
     page: int  # slots of a page; 0: keys lie together
     precision: str
     properties: runtime.DeviceProperties
+    sinks: bool = False
+    softcap: float = 0.0  # in base 2; 0: none
 
     @property
     def group(self) -> int:
@@ -69,19 +71,25 @@ class Problem:
 
 def problem(
     q: Tensor, k: Tensor, causal: bool, lengths: Tensor | None, window: int | None, precision: str,
-    table: Tensor | None = None,
+    table: Tensor | None = None, *, sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of a call, in which with a ``table`` the keys lie in pages (P, H_kv, page, D)."""
     (b, h, n, d), (_, h_kv, s, _), page = q.shape, k.shape, 0
     if table is not None:
         page, s = s, s * table.shape[1]
     properties = runtime.properties(q.device)
-    return Problem(b, h, h_kv, n, s, d, q.dtype, causal, lengths is not None, window, page, precision, properties)
+    return Problem(
+        b, h, h_kv, n, s, d, q.dtype, causal, lengths is not None, window, page, precision, properties,
+        sinks is not None, 0.0 if softcap is None else softcap * LOG2_E,
+    )  # fmt: skip
 
 
 def precision(q: Tensor | None) -> str:
-    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
-    if q is None or q.dtype != torch.float32 or runtime.properties(q.device).arch.startswith("gfx"):
+    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every GPU has them."""
+    if q is None or q.dtype != torch.float32:
+        return "ieee"
+    properties = runtime.properties(q.device)
+    if properties.arch.startswith("gfx") or not properties.has_tensor_cores:
         return "ieee"
     return "tf32" if allows_tf32() else "tf32x3"
 
@@ -160,8 +168,8 @@ def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
     plan = kernels_decode.plan(p.b * p.h_kv, p.group * p.n, keys, p.d, p.dtype.itemsize, p.properties, p.page)
     launch = launcher(
         kernels_decode._flash_attention_decode_kernel, D=p.d, GROUP=p.group, CAUSAL=p.causal and p.n > 1,
-        LENGTHS=p.lengths, WINDOW=p.window is not None, PAGE=p.page, LSE=with_lse, ACC=tl_accumulator(p.dtype),
-        PRECISION=p.precision, **plan.config.kwargs,
+        LENGTHS=p.lengths, WINDOW=p.window is not None, PAGE=p.page, SINKS=p.sinks, SOFTCAP=p.softcap, LSE=with_lse,
+        ACC=tl_accumulator(p.dtype), PRECISION=p.precision, **plan.config.kwargs,
         num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
     partial_shape = (plan.programs * plan.rows * (p.d + 1),) if plan.splits > 1 else None
@@ -175,16 +183,14 @@ def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
 class Rows:
     """How a kernel is given rows: by pointer and strides, or by tensor descriptor, in blocks."""
 
-    block_shape: tuple[int, ...] | None = None
-    layout: Any = None  # of the blocks in shared memory, for Gluon's kernels, which take no strides
+    block: Block | None = None
 
     def of(self, tensor: Tensor) -> tuple[Any, ...]:
-        """The tensor as the kernel's arguments."""
-        if self.block_shape is None:
+        """The tensor as the kernel's arguments; Gluon's kernels, whose blocks have a layout, take no strides."""
+        if self.block is None:
             return (tensor, *tensor.stride())
-        if self.layout is None:
-            return Descriptor(tensor, self.block_shape), 0, 0, 0, 0
-        return (Descriptor(tensor, self.block_shape, self.layout),)
+        descriptor = Descriptor(tensor, self.block)
+        return (descriptor, 0, 0, 0, 0) if self.block.layout is None else (descriptor,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -207,6 +213,10 @@ class Tiles:
     def seen(self, lengths: Tensor | None, stand_in: Any) -> tuple[Any, ...]:
         """Lengths and window as the kernel's arguments."""
         return () if self.window is None else (*strided_or(lengths, 1, stand_in), self.window)
+
+    def joining(self, sinks: Tensor | None, stand_in: Any) -> tuple[Any, ...]:
+        """Sinks as the arguments of a forward kernel."""
+        return () if self.window is None else strided_or(sinks, 1, stand_in)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -243,6 +253,18 @@ def forward(p: Problem, reach: Reach) -> Tiles:
     grid, in_pairs = kernels_hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, p.properties.num_sms)
     kernel = kernels_hopper._flash_attention_fwd_hopper_kernel
     return _hopper(kernel, config, p, grid, (_section(p, p.s, p.h), int(in_pairs)))
+
+
+def sinks_afterwards(p: Problem, tiles: Tiles) -> tuple[Launch, tuple[int]] | None:
+    """The kernel that joins sinks to what ``tiles`` made, and its grid; ``None`` where there are none, or they are in it."""
+    if not p.sinks or tiles.window is not None:
+        return None
+    config = kernels.SINKS_CONFIG
+    launch = launcher(
+        kernels._flash_attention_sinks_kernel, D=p.d, ACC=tl_accumulator(p.dtype), BLOCK_D=kernels.block_d(p.d),
+        **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    return launch, (cdiv(p.n, config.kwargs["BLOCK_M"]) * p.b * p.h,)
 
 
 def dkdv(p: Problem, reach: Reach) -> tuple[Tiles, int, int]:
@@ -282,13 +304,24 @@ def delta(p: Problem, n_padded: int, padded: bool) -> tuple[Launch, tuple[int]]:
     return launch, (cdiv(n_padded, config.kwargs["BLOCK_M"]) * p.b * p.h,)
 
 
+def dsinks(p: Problem) -> Launch:
+    """The kernel for the gradient of sinks, with a program a head."""
+    config = kernels.DSINKS_CONFIG
+    return launcher(
+        kernels._flash_attention_bwd_sinks_kernel,
+        ACC=tl_accumulator(p.dtype),
+        **config.kwargs,
+        num_warps=config.num_warps,
+    )
+
+
 def _section(p: Problem, walked: int, heads: int) -> int:
     return kernels.section(walked, p.b * heads, p.d, p.dtype.itemsize, p.causal, p.properties)
 
 
 def _hopper_config(kernel: str, p: Problem, reach: Reach) -> Any:
     """The tiles of a kernel for Hopper GPUs; ``None`` where one that runs on every GPU is to be used."""
-    if not (HAS_GLUON and reach.reads and reach.writes) or p.window is not None:
+    if not (HAS_GLUON and reach.reads and reach.writes) or p.window is not None or p.softcap:
         return None
     return kernels_hopper.config(kernel, p.d, p.dtype.itemsize, p.s, p.causal, p.properties)
 
@@ -299,12 +332,14 @@ def _plain(
     """A kernel that runs on every GPU: its programs own ``rows`` of ``heads`` and walk over ``walked`` others."""
     config = kernels.config(name, p.d, p.dtype.itemsize, reach.reads, p.properties)
     block_m, block_n, width = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    forward = {"SINKS": p.sinks} if name == "fwd" else {}
     launch = launcher(
-        kernel, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths, WINDOW=p.window is not None, D=p.d, BOXES=reach.reads,
+        kernel, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths, WINDOW=p.window is not None, **forward,
+        SOFTCAP=p.softcap, D=p.d, BOXES=reach.reads,
         ACC=tl_accumulator(p.dtype), PRECISION=p.precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    queries, keys = (Rows((1, 1, block, width) if reach.reads else None) for block in (block_m, block_n))
+    queries, keys = (Rows(block(1, 1, rows, width) if reach.reads else None) for rows in (block_m, block_n))
     grid = cdiv(rows, block_n if name == "dkdv" else block_m) * p.b * heads
     sizes = p.b, p.h, p.n, p.s, *n_padded, _section(p, walked, heads)
     return Tiles(launch, (grid,), queries, keys, Rows(), None, sizes, p.window or 0)
@@ -315,12 +350,12 @@ def _hopper(kernel: Any, config: Any, p: Problem, grid: int, sizes: tuple[int, .
     blocks, width = config.kwargs, config.kwargs["BLOCK_D"]
     launch = launcher(kernel, GROUP=p.group, CAUSAL=p.causal, **constants, **blocks, num_warps=config.num_warps)
     layout = NVMMASharedLayout(min(128, 2 * width), 16, rank=4)
-    own = Rows((1, 1, blocks["ROWS"], width), layout)
+    own = Rows(block(1, 1, blocks["ROWS"], width, layout=layout))
     if "BLOCK_M" in blocks:  # programs own keys
-        queries, keys = Rows((1, 1, blocks["BLOCK_M"], width), layout), own
-        vectors = Rows((blocks["BLOCK_M"],), NVMMASharedLayout(0, 32, rank=1))
+        queries, keys = Rows(block(1, 1, blocks["BLOCK_M"], width, layout=layout)), own
+        vectors = Rows(block(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1)))
     else:
-        queries, keys, vectors = own, Rows((1, 1, blocks["BLOCK_N"], width), layout), None
+        queries, keys, vectors = own, Rows(block(1, 1, blocks["BLOCK_N"], width, layout=layout)), None
     return Tiles(launch, (grid,), queries, keys, own, vectors, (p.b, p.h, p.n, p.s, *sizes), None)
 
 

@@ -20,6 +20,7 @@ from kernelbook.launch import (
     composite,
     form,
     is_aligned,
+    library,
     observed,
     operator,
     sources,
@@ -34,13 +35,14 @@ __all__ = ["append_to_pages", "flash_attention", "paged_attention", "plain_kerne
 MAX_D = 256
 MAX_PAGE = 256
 MAX_SCALE = torch.finfo(torch.float32).max / launches.LOG2_E
+_NUMBER = (NoneType, float)
 
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
-    lengths: Tensor | None = None, window: int | None = None,
+    lengths: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """``softmax(scale q k^T) v`` without the score matrix; differentiable in q, k and v, bitwise reproducible.
+    """``softmax(scale q k^T) v`` without the score matrix; differentiable in q, k, v and sinks, bitwise reproducible.
 
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), sections 2 and 3; up to
     16 queries: Dao et al., "Flash-Decoding for long-context inference" (2023), merged in the same launch.
@@ -58,6 +60,10 @@ def flash_attention(
             gradient is zero; with ``causal`` the last query stands at the last existing key. What is not in [0, S] is an error on
             the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, it is clamped.
         window: with ``causal``, a query at position ``i`` sees the keys ``i - window < j <= i`` only; from 1 on, also beyond S.
+        sinks: (H,) floating point, a logit of each query head that joins the sum of its softmax and has no value, as in
+            gpt-oss (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023): weights add up to less
+            than 1. It is not multiplied by ``scale``.
+        softcap: above 0: scaled scores become ``softcap * tanh(score / softcap)``, as in Gemma 2. Sinks are not capped.
 
     Returns:
         (B, H, N, D) in the dtype of ``q`` and, where that is dense, with its strides; under autocast in its dtype, as
@@ -65,24 +71,28 @@ def flash_attention(
         where ``torch.backends.cuda.matmul.allow_tf32`` says so.
 
     Raises:
-        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, ``causal`` is not a bool, ``scale`` not
-            a number, or ``window`` not an integer.
-        ValueError: a shape, a device, ``scale``, ``window`` or an entry of ``lengths`` is not as above.
+        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, ``causal`` is not a bool, ``scale`` or
+            ``softcap`` not a number, or ``window`` not an integer.
+        ValueError: a shape, a device, ``scale``, ``window``, ``softcap`` or an entry of ``lengths`` is not as above.
     """
-    if is_dynamo_compiling() and are_tensors(q, k, v, lengths):
-        return _flash_whole(q, k, v, causal, scale, lengths, window, SOURCES)  # type: ignore[no-any-return]
-    if observed(q, k, v, lengths):
-        return _flash_by_operators(q, k, v, causal, scale, lengths, window)
+    are_numbers = type(scale) in _NUMBER and type(softcap) in _NUMBER
+    if type(causal) is not bool or not are_numbers or type(window) not in (NoneType, int):
+        causal, scale, window, softcap = _plain_arguments("flash_attention", causal, scale, window, softcap)
+    if is_dynamo_compiling() and are_tensors(q, k, v, lengths, sinks):
+        return _flash_whole(q, k, v, causal, scale, lengths, window, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
+    if observed(q, k, v, lengths, sinks):
+        return _flash_by_operators(q, k, v, causal, scale, lengths, window, sinks, softcap)
     if torch._C._is_any_autocast_enabled():
         q, k, v = arguments.in_autocast_dtype(q, k, v)
-    if wants_gradient(q, k, v):
-        return _Attention.apply(q, k, v, causal, scale, lengths, window)  # type: ignore[no-any-return]
-    return _flash(q, k, v, causal, scale, lengths, window, with_lse=False)[1]
+    if wants_gradient(q, k, v, sinks):
+        return _Attention.apply(q, k, v, causal, scale, lengths, window, sinks, softcap)  # type: ignore[no-any-return]
+    return _flash(q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse=False)[1]
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float | None = None
-) -> Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float | None = None,
+    sinks: Tensor | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of up to 16 new queries a sequence, to keys and values in pages; no gradients.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
@@ -98,6 +108,7 @@ def paged_attention(
         lengths: (B,) int64 or int32: how many keys each sequence has, the new ones among them. What is not in
             [0, n * page] is an error on the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, it is clamped.
         scale: what scores are multiplied by; ``None``: 1 / sqrt(D).
+        sinks, softcap: as for :func:`flash_attention`.
 
     Returns:
         (B, H, N, D) like ``q``. Slots beyond a sequence's length are never read, and neither are keys on a page that is not
@@ -105,17 +116,21 @@ def paged_attention(
         ``lengths`` and ``block_table`` hold when it is replayed.
 
     Raises:
-        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``scale`` is not a number.
-        ValueError: a shape, a device or ``scale`` is not as above, or, where they are checked, an entry of ``lengths`` or
+        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``scale`` or ``softcap`` is not a
+            number.
+        ValueError: a shape, a device, ``scale`` or ``softcap`` is not as above, or, where they are checked, an entry of ``lengths`` or
             ``block_table``.
     """
-    if is_dynamo_compiling() and are_tensors(q, k_pages, v_pages, block_table, lengths):
-        return _paged_whole(q, k_pages, v_pages, block_table, lengths, scale, SOURCES)  # type: ignore[no-any-return]
-    if observed(q, k_pages, v_pages, block_table, lengths) or wants_gradient(q, k_pages, v_pages):
-        return _paged_by_operator(q, k_pages, v_pages, block_table, lengths, scale)
+    if type(scale) not in _NUMBER or type(softcap) not in _NUMBER:
+        _, scale, _, softcap = _plain_arguments("paged_attention", True, scale, None, softcap)
+    tensors = q, k_pages, v_pages, block_table, lengths
+    if is_dynamo_compiling() and are_tensors(*tensors, sinks):
+        return _paged_whole(*tensors, scale, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
+    if observed(*tensors, sinks) or wants_gradient(q, k_pages, v_pages, sinks):
+        return _paged_by_operator(*tensors, scale, sinks, softcap)
     if torch._C._is_any_autocast_enabled():
         q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    return _paged(q, k_pages, v_pages, block_table, lengths, scale)
+    return _paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
 
 
 def append_to_pages(
@@ -164,12 +179,16 @@ def _check_heads(op: str, names: str, h: int, h_kv: int) -> None:
         raise ValueError(f"{op}: the heads of {names} must divide those of q ({h}), got {h_kv}")
 
 
-def _plain_arguments(op: str, causal: Any, scale: Any, window: Any) -> tuple[bool, float | None, int | None]:
+def _plain_arguments(
+    op: str, causal: Any, scale: Any, window: Any, softcap: Any
+) -> tuple[bool, float | None, int | None, float | None]:
     """What is no tensor, in Python's own types, as a plan's key holds it."""
     if not isinstance(causal, bool):
         raise TypeError(f"{op}: causal must be a bool, got {type(causal).__name__}")
     scale = scale if scale is None else arguments.number(op, "scale", scale, "a number or None")
-    return causal, scale, window if window is None else arguments.integer(op, "window", window, "an int or None")
+    softcap = softcap if softcap is None else arguments.number(op, "softcap", softcap, "a number or None")
+    window = window if window is None else arguments.integer(op, "window", window, "an int or None")
+    return causal, scale, window, softcap
 
 
 def _checked_scale(op: str, scale: Any, d: int) -> float:
@@ -179,17 +198,26 @@ def _checked_scale(op: str, scale: Any, d: int) -> float:
     return found
 
 
+def _check_sinks(op: str, q: Tensor, sinks: Any, softcap: float | None) -> None:
+    if sinks is not None:
+        arguments.check_tensor(op, "sinks", sinks)
+        arguments.check_shape(op, "sinks", sinks, (q.shape[1],))
+        arguments.check_same_device(op, q=q, sinks=sinks)
+    if softcap is not None and not launches.MIN_SCALE <= softcap <= MAX_SCALE:
+        raise ValueError(f"{op}: softcap must be above 0 and not above {MAX_SCALE:.3g}, got {softcap!r}")
+
+
 def _check_flash(
-    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, lengths: Any, window: Any
-) -> tuple[float, int | None]:
-    """-> the scale and the window: None where it holds all keys, since kernels add to it in 32 bits."""
+    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, lengths: Any, window: Any, sinks: Any, softcap: Any
+) -> tuple[float, int | None, float | None]:
+    """-> scale, window and softcap. The window is None where it holds all keys, since kernels add to it in 32 bits."""
     op = "flash_attention"
     _check_tensors(op, q=q, k=k, v=v)
     b, h, _, d = q.shape
     arguments.check_shape(op, "k", k, (b, *k.shape[1:3], d))
     arguments.check_shape(op, "v", v, (b, *k.shape[1:3], d))
     _check_heads(op, "k and v", h, k.shape[1])
-    causal, scale, window = _plain_arguments(op, causal, scale, window)
+    _check_sinks(op, q, sinks, softcap)
     if lengths is not None:
         arguments.check_indices(op, "lengths", lengths)
         arguments.check_shape(op, "lengths", lengths, (b,))
@@ -202,7 +230,7 @@ def _check_flash(
             )
         if window >= k.shape[2]:
             window = None
-    return _checked_scale(op, scale, d), window
+    return _checked_scale(op, scale, d), window, softcap
 
 
 def _check_pages(op: str, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, name: str, new: Any) -> None:
@@ -220,15 +248,18 @@ def _check_pages(op: str, k_pages: Any, v_pages: Any, block_table: Any, lengths:
     arguments.check_same_device(op, **{name: new}, block_table=block_table, lengths=lengths)
 
 
-def _check_paged(q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, scale: Any) -> float:
-    """-> the scale."""
+def _check_paged(
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, scale: Any, sinks: Any, softcap: Any
+) -> tuple[float, float | None]:
+    """-> scale and softcap."""
     op = "paged_attention"
     _check_tensors(op, q=q, k_pages=k_pages, v_pages=v_pages)
     if q.shape[2] > kernels_decode.MAX_QUERIES:
         raise ValueError(f"{op}: q must have at most {kernels_decode.MAX_QUERIES} queries, got shape {tuple(q.shape)}")
     _check_pages(op, k_pages, v_pages, block_table, lengths, "q", q)
     _check_heads(op, "k_pages and v_pages", q.shape[1], k_pages.shape[1])
-    return _checked_scale(op, _plain_arguments(op, True, scale, None)[1], q.shape[3])
+    _check_sinks(op, q, sinks, softcap)
+    return _checked_scale(op, scale, q.shape[3]), softcap
 
 
 def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any) -> None:
@@ -248,12 +279,14 @@ class _Plan:
 
     scale: float
     window: int | None
+    softcap: float | None
     readable: bool  # kernels can read the tensors as they lie, and queries are not multiplied beforehand
     scaling: launches.Scaling
     lse_shape: torch.Size | None
     sums_dtype: torch.dtype  # of lse, and of what splits leave
     split: launches.SplitKeys | None  # few queries
     tiles: launches.Tiles | None  # many; neither: there is nothing to see
+    sinks_afterwards: tuple[Launch, tuple[int]] | None = None
 
 
 _plans = KeptPlans[_Plan]()
@@ -261,31 +294,32 @@ _plans = KeptPlans[_Plan]()
 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
-    *, with_lse: bool,
+    sinks: Tensor | None, softcap: float | None, *, with_lse: bool,
 ) -> tuple[_Plan, Tensor, Tensor | None]:  # fmt: skip
     """-> the plan, o like q, and lse (B, H, N) in base 2, which may be None where it is not asked for."""
-    plan = _flash_plan(q, k, v, causal, scale, lengths, window, with_lse)
+    plan = _flash_plan(q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse)
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
-    return plan, *_forward(plan, q, k, v, lengths, None)
+    return plan, *_forward(plan, q, k, v, lengths, None, sinks)
 
 
 def _flash_plan(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
-    with_lse: bool,
+    sinks: Tensor | None, softcap: float | None, with_lse: bool,
 ) -> _Plan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
-    if type(causal) is not bool or type(scale) not in (NoneType, float) or type(window) not in (NoneType, int):
-        causal, scale, window = _plain_arguments("flash_attention", causal, scale, window)
     aligned, precision = is_aligned(q, k, v), launches.precision(q)
     tensors = form(q), form(k), form(v), form(lengths)
-    others = aligned, causal, scale, window, with_lse, precision, launches.HAS_GLUON, runtime.compile_target
+    asked = causal, scale, window, form(sinks), softcap, with_lse
+    others = aligned, asked, precision, launches.HAS_GLUON, runtime.compile_target
     plan = _plans.get((tensors, others))
     if plan is None:
         kind = _without_length(tensors, window), others
         plan = _plans.get(kind)
         if plan is None:
-            plan = _new_flash_plan(q, k, v, causal, scale, lengths, window, with_lse, aligned, precision)
+            plan = _new_flash_plan(
+                q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse, aligned, precision
+            )
             _plans.keep(kind, plan)
         _plans.keep((tensors, others), plan)
     return plan
@@ -308,22 +342,25 @@ def _without_length(tensors: tuple[Any, ...], window: int | None) -> tuple[Any, 
 
 def _new_flash_plan(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
-    with_lse: bool, aligned: bool, precision: str,
+    sinks: Tensor | None, softcap: float | None, with_lse: bool, aligned: bool, precision: str,
 ) -> _Plan:  # fmt: skip
-    scale, window = _check_flash(q, k, v, causal, scale, lengths, window)
-    problem, split, tiles = launches.problem(q, k, causal, lengths, window, precision), None, None
+    scale, window, softcap = _check_flash(q, k, v, causal, scale, lengths, window, sinks, softcap)
+    problem = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)
+    split = tiles = afterwards = None
     if q.numel() and k.numel() and problem.n <= kernels_decode.MAX_QUERIES:
         split = launches.split_keys(problem, with_lse)
     elif q.numel() and k.numel():
         tiles = launches.forward(problem, launches.reach(problem, (q, k, v), (q,)))
+        afterwards = launches.sinks_afterwards(problem, tiles)
     scaling = launches.scaling(q.dtype, scale)
     readable = aligned and scaling.queries == 1 and all(launches.are_in_pieces(t.stride()) for t in (q, k, v))
     lse_shape = q.shape[:3] if with_lse or tiles else None
-    return _Plan(scale, window, readable, scaling, lse_shape, accumulator(q.dtype), split, tiles)
+    dtype = accumulator(q.dtype)
+    return _Plan(scale, window, softcap, readable, scaling, lse_shape, dtype, split, tiles, afterwards)
 
 
 def _forward(
-    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, table: Tensor | None
+    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, table: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """-> o and lse. With a ``table`` k and v are pages, which kernels read wherever they lie."""
     o = _like(q)
@@ -343,14 +380,17 @@ def _forward(
         split.launch(
             split.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
             *launches.strided_or(lengths, 1, o), *launches.strided_or(table, 2, o), partial, counted,
-            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale,
+            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale, *launches.strided_or(sinks, 1, o),
         )  # fmt: skip
     elif plan.tiles is not None:
         tiles = plan.tiles
         tiles.launch(
             tiles.grid, *tiles.queries.of(q), *tiles.keys.of(k), *tiles.keys.of(v), *tiles.results.of(o), lse,
-            *tiles.sizes, *tiles.seen(lengths, lse), scale,
+            *tiles.sizes, *tiles.seen(lengths, lse), scale, *tiles.joining(sinks, lse),
         )  # fmt: skip
+        if plan.sinks_afterwards is not None and sinks is not None:
+            launch, grid = plan.sinks_afterwards
+            launch(grid, o, *o.stride(), lse, sinks, *sinks.stride(), *q.shape[1:3])
     return o, lse
 
 
@@ -367,10 +407,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Any, lengths: Any, window: Any
-    ) -> Tensor:
-        plan, o, lse = _flash(q, k, v, causal, scale, lengths, window, with_lse=True)
-        _keep(ctx, (q, k, v, causal, plan.scale, lengths, plan.window), (o, lse))
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Any, lengths: Any, window: Any, sinks: Any,
+        softcap: Any,
+    ) -> Tensor:  # fmt: skip
+        plan, o, lse = _flash(q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse=True)
+        _keep(ctx, (q, k, v, causal, plan.scale, lengths, plan.window, sinks, plan.softcap), (o, lse))
         return o
 
     @staticmethod
@@ -379,21 +420,21 @@ class _Attention(torch.autograd.Function):
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, ctx.causal, ctx.scale, lengths, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, lengths)
+    q, k, v, ctx.causal, ctx.scale, lengths, ctx.window, sinks, ctx.softcap = inputs
+    ctx.save_for_backward(q, k, v, *output, lengths, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, do: Tensor | None, _lse: None = None) -> tuple[Tensor | None, ...]:
     """-> the gradients of all arguments."""
     if do is None:
-        return (None,) * 7
-    q, k, v, o, lse, lengths = ctx.saved_tensors
-    if torch.is_grad_enabled() or observed(do, q, k, v, o, lse, lengths):
-        found = _backward_operator(do, q, k, v, o, lse, ctx.causal, ctx.scale, lengths, ctx.window)
-    else:
-        found = _backward(do, q, k, v, o, lse, ctx.causal, ctx.scale, lengths, ctx.window)
-    return *found, None, None, None, None
+        return (None,) * 9
+    q, k, v, o, lse, lengths, sinks = ctx.saved_tensors
+    by_operator = torch.is_grad_enabled() or observed(do, q, k, v, o, lse, lengths, sinks)
+    dq, dk, dv, dsinks = (_backward_operator if by_operator else _backward)(
+        do, q, k, v, o, lse, ctx.causal, ctx.scale, lengths, ctx.window, sinks, ctx.softcap
+    )
+    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -409,6 +450,7 @@ class _BackwardPlan:
     of_queries: launches.Tiles
     splits: int  # so many programs share the query heads of one key head
     partial_shape: tuple[int, ...]  # of their dk and dv
+    of_sinks: Launch | None
 
 
 _backward_plans = KeptPlans[_BackwardPlan]()
@@ -416,14 +458,14 @@ _backward_plans = KeptPlans[_BackwardPlan]()
 
 def _backward_plan(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, causal: bool, scale: float, lengths: Tensor | None,
-    window: int | None,
+    window: int | None, sinks: Tensor | None, softcap: float | None,
 ) -> _BackwardPlan:  # fmt: skip
     aligned, precision = is_aligned(do, q, k, v, o), launches.precision(q)
-    tensors = form(do), form(q), form(k), form(v), form(o), form(lengths)
-    key = tensors, aligned, causal, scale, window, precision, launches.HAS_GLUON, runtime.compile_target
+    tensors = form(do), form(q), form(k), form(v), form(o), form(lengths), form(sinks)
+    key = tensors, aligned, causal, scale, window, softcap, precision, launches.HAS_GLUON, runtime.compile_target
     plan = _backward_plans.get(key)
     if plan is None:
-        p = launches.problem(q, k, causal, lengths, window, precision)
+        p = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)
         reach = launches.reach(p, (q, k, v, do), (q, k, v))
         (of_keys, n_padded, splits), scaling = launches.dkdv(p, reach), launches.scaling(p.dtype, scale)
         in_pieces = all(launches.are_in_pieces(t.stride()) for t in (do, q, k, v, o))
@@ -431,6 +473,7 @@ def _backward_plan(
             aligned and in_pieces and scaling.queries == 1, scaling,
             *launches.delta(p, n_padded, of_keys.vectors is not None), (p.b, p.h, n_padded),
             of_keys, launches.dq(p, reach, n_padded), splits, (p.b, p.h_kv * splits, p.s, p.d),
+            None if sinks is None else launches.dsinks(p),
         )  # fmt: skip
         _backward_plans.keep(key, plan)
     return plan
@@ -438,13 +481,13 @@ def _backward_plan(
 
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
-    lengths: Tensor | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dq, dk, dv, like q, k, v."""
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    lengths: Tensor | None, window: int | None, sinks: Tensor | None, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> dq, dk, dv and dsinks, like q, k, v and sinks; without sinks one of no elements."""
+    dq, dk, dv, dsinks = _like(q), _like(k), _like(v), _like_sinks(q, sinks)
     if k.numel() == 0 or o.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    plan = _backward_plan(do, q, k, v, o, causal, scale, lengths, window)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()
+    plan = _backward_plan(do, q, k, v, o, causal, scale, lengths, window, sinks, softcap)
     scaling, (_, h, n_padded), n = plan.scaling, plan.delta_shape, q.shape[2]
     q = scaling.of_queries(q)
     if not plan.readable:
@@ -452,6 +495,8 @@ def _backward(
     delta = empty(plan.delta_shape, lse.dtype, q)
     padded = lse if plan.of_keys.vectors is None else empty(plan.delta_shape, lse.dtype, q)
     plan.launch_delta(plan.delta_grid, o, *o.stride(), do, *do.stride(), lse, delta, padded, h, n, n_padded)
+    if plan.of_sinks is not None and sinks is not None:
+        plan.of_sinks((h,), padded, delta, sinks, *sinks.stride(), dsinks, q.shape[0], h, n_padded)
     sums = dk, dv
     if plan.splits > 1:
         sums = empty(plan.partial_shape, k.dtype, k), empty(plan.partial_shape, v.dtype, v)
@@ -468,36 +513,42 @@ def _backward(
         dq *= scaling.dq
     if scaling.dk != 1:
         dk *= scaling.dk
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
+
+
+def _like_sinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return empty((0,), q.dtype, q) if sinks is None else empty(sinks.shape, sinks.dtype, sinks)
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
 
 
 def _paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None
-) -> Tensor:
-    if type(scale) not in (NoneType, float):
-        _, scale, _ = _plain_arguments("paged_attention", True, scale, None)
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
+    sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
-    tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths)
-    key = tensors, aligned, scale, precision, runtime.compile_target
+    tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths), form(sinks)
+    key = tensors, aligned, scale, softcap, precision, runtime.compile_target
     plan = _plans.get(key)
     if plan is None:
-        scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
-        problem, split = launches.problem(q, k_pages, True, lengths, None, precision, block_table), None
+        scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
+        problem, split = (
+            launches.problem(q, k_pages, True, lengths, None, precision, block_table, sinks=sinks, softcap=softcap),
+            None,
+        )
         if q.numel() and k_pages.numel() and problem.s:
             split = launches.split_keys(problem, False)
         scaling = launches.scaling(q.dtype, scale)
         readable = aligned and scaling.queries == 1 and launches.are_in_pieces(q.stride())
-        plan = _Plan(scale, None, readable, scaling, None, accumulator(q.dtype), split, None)
+        plan = _Plan(scale, None, softcap, readable, scaling, None, accumulator(q.dtype), split, None)
         _plans.keep(key, plan)
     if debug or not q.is_cuda:
         room = block_table.shape[1] * k_pages.shape[2]
         arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
     if debug:
         _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
-    return _forward(plan, q, k_pages, v_pages, lengths, block_table)[0]
+    return _forward(plan, q, k_pages, v_pages, lengths, block_table, sinks)[0]
 
 
 def _check_table(op: str, table: Tensor, first: Tensor, end: Tensor, k_pages: Tensor) -> None:
@@ -536,15 +587,16 @@ def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table:
 
 
 def _flash_by_operators(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
+    sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     q, k, v = arguments.in_autocast_dtype(q, k, v)
-    scale, window = _check_flash(q, k, v, causal, scale, lengths, window)
+    scale, window, softcap = _check_flash(q, k, v, causal, scale, lengths, window, sinks, softcap)
     o: Tensor
-    if wants_gradient(q, k, v):
-        o, _ = _flash_operator(q, k, v, causal, scale, lengths, window)
+    if wants_gradient(q, k, v, sinks):
+        o, _ = _flash_operator(q, k, v, causal, scale, lengths, window, sinks, softcap)
     else:
-        o = _inference_operator(q, k, v, causal, scale, lengths, window)
+        o = _inference_operator(q, k, v, causal, scale, lengths, window, sinks, softcap)
     return o
 
 
@@ -554,8 +606,8 @@ def _keep_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 
 _flash_operator = operator(
-    "flash_attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
-    "-> (Tensor, Tensor)",
+    "flash_attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window, "
+    "Tensor? sinks, float? softcap) -> (Tensor, Tensor)",
     outputs=lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))),
     run=lambda *args: _flash(*args, with_lse=True)[1:],
     setup_context=_keep_flash,
@@ -563,52 +615,56 @@ _flash_operator = operator(
 )
 
 _inference_operator = operator(
-    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window) "
-    "-> Tensor",
+    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window, "
+    "Tensor? sinks, float? softcap) -> Tensor",
     outputs=lambda q, *_: torch.empty_like(q),
     run=lambda *args: _flash(*args, with_lse=False)[1],
 )
 
 _backward_operator = operator(
     "flash_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal, float scale, "
-    "Tensor? lengths, int? window) -> (Tensor, Tensor, Tensor)",
-    outputs=lambda do, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+    "Tensor? lengths, int? window, Tensor? sinks, float? softcap) -> (Tensor, Tensor, Tensor, Tensor)",
+    outputs=lambda do, q, k, v, *others: (*map(torch.empty_like, (q, k, v)), _like_sinks(q, others[-2])),
     run=_backward,
 )
 
 
 def _paged_by_operator(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None
-) -> Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
+    sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
     q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    scale = _check_paged(q, k_pages, v_pages, block_table, lengths, scale)
-    return _paged_operator(q, k_pages, v_pages, block_table, lengths, scale)  # type: ignore[no-any-return]
+    scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
+    return _paged_operator(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)  # type: ignore[no-any-return]
 
 
 _paged_operator = operator(
-    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float scale) -> Tensor",
+    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float scale, "
+    "Tensor? sinks, float? softcap) -> Tensor",
     outputs=lambda q, *_: torch.empty_like(q),
     run=_paged,
 )
 
 # launch.operator() is for operators that return what they compute; this one writes into its arguments.
+_append_library = library("append_to_pages")
 torch.library.define(
     f"{NAMESPACE}::append_to_pages",
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
+    lib=_append_library,
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append)
-torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None)
+torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append, lib=_append_library)
+torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None, lib=_append_library)
 _append_operator = torch.ops.kernelbook.append_to_pages.default
 
 SOURCES = sources()
 _flash_whole = composite(
-    "flash_attention_whole(Tensor q, Tensor k, Tensor v, bool causal, float? scale, Tensor? lengths, SymInt? window) "
-    "-> Tensor",
+    "flash_attention_whole(Tensor q, Tensor k, Tensor v, bool causal, float? scale, Tensor? lengths, SymInt? window, "
+    "Tensor? sinks, float? softcap) -> Tensor",
     _flash_by_operators,
 )
 _paged_whole = composite(
-    "paged_attention_whole(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float? scale) "
-    "-> Tensor",
+    "paged_attention_whole(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float? scale, "
+    "Tensor? sinks, float? softcap) -> Tensor",
     _paged_by_operator,
 )

@@ -41,15 +41,28 @@ def _seen(
     return seen
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: float | None) -> torch.Tensor:
+def _probabilities(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float | None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """(B, H, N, S): softmax of the scaled scores; rows with no key to see are zero.
 
     ``k`` has as many heads as ``q``.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = (q @ k.mT * scale).masked_fill(~seen, -math.inf)
+    scores = q @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     # A row of -inf alone would give NaN.
-    return scores.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~seen, 0.0)
+    scores = scores.masked_fill(~seen, -math.inf).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    if sinks is not None:  # one more logit, whose weight is dropped
+        joined = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, joined], -1).softmax(-1)[..., :-1].masked_fill(~seen, 0.0)
+    return scores.softmax(-1).masked_fill(~seen, 0.0)
 
 
 def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,16 +82,19 @@ def flash_attention_reference(
     scale: float | None = None,
     lengths: torch.Tensor | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """``softmax(scale q k^T) v`` for q (B, H, N, D), k and v (B, H_kv, S, D); -> (B, H, N, D).
 
     Query head ``h`` reads key and value head ``h // (H / H_kv)``. ``scale`` is 1 / sqrt(D) unless given. With ``lengths``
     (B,) only so many keys of each sequence exist, and the last query stands at the last of them; with ``window`` a query
-    at position i sees keys i - window < j <= i.
+    at position i sees keys i - window < j <= i. ``sinks`` (H,) join the sums of the softmax; with ``softcap`` a scaled score
+    s counts as ``softcap * tanh(s / softcap)``.
     """
     seen = _seen(q.shape[2], k.shape[2], causal, lengths, window, q.device)
     k, v = _wide(q, k, v, seen)
-    return _probabilities(q, k, seen, scale) @ v
+    return _probabilities(q, k, seen, scale, sinks, softcap) @ v
 
 
 def flash_attention_backward_reference(
@@ -116,6 +132,8 @@ def paged_attention_reference(
     lengths: torch.Tensor,
     *,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last N of ``lengths[b]`` positions, from pages (P, H_kv, page, D); -> (B, H, N, D).
 
@@ -127,7 +145,7 @@ def paged_attention_reference(
     k, v = (t[ids].transpose(1, 2).flatten(2, 3) for t in (k_pages, v_pages))  # (B, H_kv, n * page, D)
     seen = _seen(q.shape[2], k.shape[2], True, lengths, None, q.device) & there[:, None, None, :]
     k, v = _wide(q, k, v, seen)
-    return _probabilities(q, k, seen, scale) @ v
+    return _probabilities(q, k, seen, scale, sinks, softcap) @ v
 
 
 def append_to_pages_reference(

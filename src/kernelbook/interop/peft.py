@@ -4,22 +4,29 @@ PEFT puts LoRA on a parameter (``LoraConfig(target_parameters=...)``) by wrappin
 ``ParamWrapper`` a parameter, one around the other. In each forward pass a wrapper adds its pair to the **whole** weight,
 all experts, and lets the module read the sum. After :func:`use_factors` it hands the pair to the module instead, as long as
 the module's experts run on the kernels. Nothing else of PEFT changes: adapters are switched, disabled, merged, saved and
-loaded by PEFT's own code, on the same parameters. Only to merge into compressed weights is refused.
+loaded by PEFT's own code, on the same parameters. Only to merge into compressed weights is refused: what is lost there
+:func:`merge_experts` says, or makes them dense.
 """
 
 import contextlib
 import functools
+import math
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import torch
 from peft.tuners.lora import layer
 
+from kernelbook import arguments
 from kernelbook.interop.transformers import HANDED, NAME, _stored, _weight_names, expert_modules
+from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.experts import LoRAPair
+from kernelbook.nn.parameters import dense_parameter, is_turned
+from kernelbook.packed.fp4 import fp4_quantize
 
-__all__ = ["check_wrappers", "lora_pair", "use_factors"]
+__all__ = ["MergeError", "check_wrappers", "lora_pair", "merge_experts", "use_factors"]
 
 
 def lora_pair(wrapper: Any, adapter: str) -> LoRAPair:
@@ -73,13 +80,116 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As PEFT's, for dense weights. Into compressed ones it would add to a dense copy, which is dropped at once."""
+        if self.merged and set(self._active_of(adapter_names)) <= set(self.merged_adapters):
+            return  # by merge_experts
         stored = _stored(self.get_base_layer(), self.parameter_name)
         if not isinstance(stored, torch.Tensor):
             raise ValueError(
                 f"merge: {self.parameter_name} must be dense to take up LoRA pairs, got {type(stored).__name__}; merge into "
-                f"the model before it is quantized (unmerge_adapter() takes back what other layers have merged just now)"
+                f"the model before it is quantized, or by kernelbook.interop.peft.merge_experts (unmerge_adapter() takes back "
+                f"what other layers have merged just now)"
             )
         super().merge(safe_merge, adapter_names)
+
+    def unmerge(self) -> None:
+        """As PEFT's; what compressed weights have taken up cannot be taken back."""
+        if self.merged and not isinstance(_stored(self.get_base_layer(), self.parameter_name), torch.Tensor):
+            raise ValueError(
+                f"unmerge: {self.parameter_name} must be dense to give LoRA pairs back, got packed weights, into which they "
+                f"were rounded"
+            )
+        super().unmerge()
+
+    def _active_of(self, adapter_names: list[str] | None) -> list[str]:
+        names = self.active_adapters if adapter_names is None else adapter_names
+        return [name for name in names if name in self.lora_A]
+
+
+# --- merging into compressed experts ----------------------------------------------------------------------------------
+
+
+class MergeError(NamedTuple):
+    """What rounding did to a parameter, by Frobenius norms: of the rounding's error over that of the weights and the update.
+
+    Attributes:
+        of_weights: relative to the exact sum of weights and pairs.
+        of_update: relative to what the pairs add. From 1 on as much is lost as was learned.
+    """
+
+    of_weights: float
+    of_update: float
+
+
+INTO = ("dense", "mxfp4")
+
+
+@torch.no_grad()
+def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]:
+    """Adds the active LoRA pairs to the 4-bit experts' weights of a ``PeftModel``, expert by expert.
+
+    ``"dense"``: the weights become dense in their own dtype. ``"mxfp4"``: those that are in MXFP4 are rounded to it again, in
+    the same memory, as published checkpoints are. An update much smaller than the step between two values of 4 bits is then
+    lost in the rounding; the errors say how much. Pairs elsewhere, and on experts that are dense, are left to PEFT:
+    ``model.merge_and_unload()`` takes them up afterwards, and the pairs that are merged here off.
+
+    Returns:
+        For each parameter that changed, by its name in the model, what was lost; in "dense" by its dtype alone.
+
+    Raises:
+        ImportError, ValueError: as :func:`check_wrappers`, or weights in another format. Nothing has been changed then.
+    """
+    op = "merge_experts"
+    arguments.check_choice(op, "into", into, INTO)
+    found = {}
+    for wrapper in check_wrappers(model):
+        q = _stored(wrapper.get_base_layer(), wrapper.parameter_name)
+        if isinstance(q, torch.Tensor):
+            continue
+        if not isinstance(q, NF4Tensor) or (into == "mxfp4" and (q.code_name, q.block_size) != ("e2m1", 32)):
+            kind = f"{q.code_name} in blocks of {q.block_size}" if isinstance(q, NF4Tensor) else type(q).__name__
+            raise ValueError(f"{op}: {wrapper.parameter_name} must be in MXFP4 to be rounded to it again, got {kind}")
+        found[wrapper] = q
+    use_factors(model)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    names = {id(experts): name for name, experts in expert_modules(base)}
+    errors = {}
+    for wrapper, q in found.items():
+        experts, name = wrapper.get_base_layer(), wrapper.parameter_name
+        adapters = [adapter for adapter in wrapper._active_of(None) if adapter not in wrapper.merged_adapters]
+        if not adapters:
+            warnings.warn(f"{op}: no active adapter of {name} is left to merge", stacklevel=2)
+            continue
+        # (E, N, K), or (E, K, N) where the weight is stored as the module has it.
+        across = experts.is_transposed and not is_turned(experts, name)
+        pairs = [lora_pair(wrapper, adapter) for adapter in adapters]
+        errors[f"{names[id(experts)].replace('.base_layer', '')}.{name}"] = _merge(
+            experts, name, q, pairs, across, into
+        )
+        wrapper.merged_adapters.extend(adapters)
+    return errors
+
+
+def _merge(experts: Any, name: str, q: NF4Tensor, pairs: list[LoRAPair], across: bool, into: str) -> MergeError:
+    dense = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into == "dense" else None
+    squares = torch.zeros(3, dtype=torch.float64, device=q.device)  # of the error, the sum and the update
+    for e in range(q.shape[0]):
+        weight = nf4_dequantize(q, experts=torch.tensor([e], device=q.device), dtype=torch.float32)[0]
+        update = sum(pair.scaling * (pair.b[e].float() @ pair.a[e].float()) for pair in pairs)
+        assert isinstance(update, torch.Tensor)
+        exact = weight + (update.mT if across else update).to(weight.device)
+        if dense is not None:
+            dense[e] = exact
+            rounded = dense[e].float()
+        else:
+            one = fp4_quantize(exact)
+            for part, blocks in ((q.packed, one.packed), (q.absmax, one.absmax)):
+                part.view(q.shape[0], -1)[e] = blocks
+            rounded = nf4_dequantize(one, dtype=torch.float32)
+        squares += torch.stack([t.double().square().sum() for t in (rounded - exact, exact, update)])
+    if dense is not None:
+        dense_parameter(experts, name, dense.transpose(1, 2).contiguous() if is_turned(experts, name) else dense)
+    lost, whole, learned = (math.sqrt(float(square)) for square in squares)
+    return MergeError(lost / whole if whole else 0.0, lost / learned if learned else math.inf if lost else 0.0)
 
 
 class _Holder(torch.nn.Module):

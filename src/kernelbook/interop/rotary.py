@@ -71,12 +71,14 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        _keep(ctx, inputs, None)
+        *_, ctx.cos, ctx.sin, ctx.back = (
+            inputs  # all layers have the same, and activation checkpoints need not keep them
+        )
         return _run(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, dq, dk)
+        return *_rotate(dq, dk, ctx.cos, ctx.sin, not ctx.back), None, None, None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -99,22 +101,32 @@ _operator = operator(
 )
 
 
-def _or(theirs: Any) -> Any:
-    """:func:`rotate`, or ``theirs`` where a model turns a part of the features, computes in float64, or is transformed."""
+def _or(theirs: Any, half: bool = False) -> Any:
+    """:func:`rotate`, or ``theirs`` where a model turns a part of the features, computes in float64, or is transformed.
+
+    ``half``: its tables may be for the first half of a head's features alone.
+    """
 
     def either(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if is_transformed() and not torch.compiler.is_compiling():  # forward-mode differentiation, torch.func
             return theirs(q, k, cos, sin)
-        whole = q.ndim == 4 and q.shape[-1] == cos.shape[-1] and q.shape[-1] % 2 == 0 and cos.ndim == 3
-        return (rotate if whole and q.dtype != torch.float64 else theirs)(q, k, cos, sin)
+        if q.ndim != 4 or cos.ndim != 3 or q.shape[-1] % 2 or q.dtype == torch.float64:
+            return theirs(q, k, cos, sin)
+        if 2 * cos.shape[-1] == q.shape[-1] and half:  # tables for a half's features, as in gpt-oss
+            cos, sin = (torch.cat([table, table], -1) for table in (cos, sin))
+        return (rotate if cos.shape[-1] == q.shape[-1] else theirs)(q, k, cos, sin)
 
     return either
 
 
-def _is_rotation(function: Any) -> bool:
-    """Whether the function turns the two halves of each head's features against each other, called with four tensors."""
+def _is_rotation(function: Any, width: int) -> bool:
+    """Whether the function turns the two halves of each head's 8 features against each other, called with four tensors.
+
+    ``width``: of cos and sin.
+    """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        q, k, cos, sin = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+        q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
+        cos, sin = torch.randn(2, 5, width), torch.randn(2, 5, width)
         try:
             found = function(q, k, cos, sin)
         except Exception:  # whatever a function raises that has other arguments
@@ -122,7 +134,8 @@ def _is_rotation(function: Any) -> bool:
 
     def expected(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
-        return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+        wide_cos, wide_sin = (table.repeat(1, 1, 8 // width)[:, None] for table in (cos, sin))
+        return x * wide_cos + torch.cat([-second, first], -1) * wide_sin
 
     return all(
         isinstance(out, torch.Tensor) and out.shape == x.shape and torch.allclose(out, expected(x), atol=1e-5)
@@ -140,11 +153,12 @@ def _with_kernel(kind: Any, forward: Any) -> type[torch.nn.Module] | None:
         calls = inspect.getsource(forward).count(f"{FUNCTION}(query_states, key_states, cos, sin)")
     except OSError:  # there is no source to look into
         return None
-    if calls != 1 or not _is_rotation(names[FUNCTION]):
+    half = calls == 1 and _is_rotation(names[FUNCTION], 4)
+    if calls != 1 or not (half or _is_rotation(names[FUNCTION], 8)):
         return None
     own = types.FunctionType(
         forward.__code__,
-        {**names, FUNCTION: _or(names[FUNCTION])},
+        {**names, FUNCTION: _or(names[FUNCTION], half)},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,

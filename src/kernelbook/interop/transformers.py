@@ -8,7 +8,7 @@ registers the name ``"kernelbook"`` and selects it::
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4ExpertsConfig())
     use_kernels(model)
 
-(:func:`quantize_experts` does it for a model that is there already.)
+(:func:`quantize_experts` does it for a model that is there already; ``MXFP4ExpertsConfig()`` is for gpt-oss as it is published.)
 
 After :func:`register`, ``model.set_experts_implementation("kernelbook")`` selects it too, as does
 ``from_pretrained(..., experts_implementation="kernelbook")``. LoRA pairs that PEFT put on the
@@ -25,27 +25,47 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from kernelbook.interop.transformers_attention import known_masks
+from kernelbook.interop.transformers_fp4 import MXFP4ExpertsConfig
+from kernelbook.interop.transformers_generation import fast_generate
+from kernelbook.interop.transformers_loss import loss_in_pieces
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor
+from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
 from kernelbook.nn.experts import Float8Tensor, LoRAPair, Weight, gated_experts
-from kernelbook.nn.parameters import quantizable, quantize_parameter, stored_weight
+from kernelbook.nn.parameters import is_turned, quantizable, quantize_parameter, stored_weight
+
+if TYPE_CHECKING:
+    from kernelbook.interop.transformers_training import CapturedTrainer
 
 __all__ = [
     "NAME",
+    "CapturedTrainer",
+    "MXFP4ExpertsConfig",
     "NF4ExpertsConfig",
     "check_experts",
     "expert_modules",
     "expert_parameters",
     "experts_forward",
+    "fast_generate",
     "is_experts",
+    "known_masks",
+    "loss_in_pieces",
     "quantize_experts",
     "register",
     "use_kernels",
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = moved(__name__)
+
+    def __getattr__(name: str) -> Any:
+        if name == "CapturedTrainer":  # transformers' Trainer takes its time to import, and not everybody trains
+            from kernelbook.interop.transformers_training import CapturedTrainer
+
+            return CapturedTrainer
+        return moved(__name__)(name)
+
 
 NAME = "kernelbook"
 HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
@@ -128,7 +148,7 @@ def _problem_of(experts: Any) -> str | None:
     if len(up.shape) != 3 or len(down.shape) != 3:
         return f"must have weights with three dimensions, got {tuple(up.shape)} and {tuple(down.shape)}"
     (num, out, hidden), (num2, hidden2, inner) = up.shape, down.shape
-    if experts.is_transposed:
+    if _is_transposed(experts):
         out, hidden, hidden2, inner = hidden, out, inner, hidden2
     # Spread over ranks, the module counts its own rank's experts, and its weights know of all.
     counted = num if isinstance(up, DTensor) else experts.num_experts
@@ -202,11 +222,19 @@ def _stored(experts: torch.nn.Module, name: str) -> Weight:
     return Float8Tensor(stored.detach(), scale.detach(), None if block is None else tuple(block))
 
 
+def _is_transposed(experts: Any) -> bool:
+    """Whether the weights are stored as (E, K, N). Two that are compressed are stored in the same way."""
+    return bool(experts.is_transposed) and not is_turned(experts, _weight_names(experts)[0])
+
+
 def _activation(experts: Any) -> Any:
-    """What lies between the two products: our own where it is the ordinary SwiGLU."""
+    """What lies between the two products: our own where it is the ordinary SwiGLU, or gpt-oss'."""
     if not experts.has_gate:
         return experts.act_fn
-    ordinary = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
+    found = type(experts)._apply_gate.__module__
+    if found == "transformers.models.gpt_oss.modeling_gpt_oss":
+        return ClampedSwiGLU(experts.alpha, experts.limit)
+    ordinary = found == "transformers.integrations.moe"
     if ordinary and isinstance(experts.act_fn, torch.nn.SiLU | transformers.activations.SiLUActivation):
         return "silu"
     return experts._apply_gate
@@ -234,7 +262,7 @@ def experts_forward(
         down_lora=pairs.get(second),
         gate_up_bias=getattr(self, f"{first}_bias") if self.has_bias else None,
         down_bias=getattr(self, f"{second}_bias") if self.has_bias else None,
-        transposed=self.is_transposed,
+        transposed=_is_transposed(self),
         post_expert=norm,
         active=self.__dict__.get("kernelbook_active", "auto"),
     )

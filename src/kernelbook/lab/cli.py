@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+WITHOUT_TENSOR_CORES = (
+    "float16 and float32; bfloat16 is right, and several times slower. Triton has no tensor cores before Ampere: attention and "
+    "experts do without, sparse layers and lists of neurons have them by cuBLAS"
+)
 # What a command needs beside the package's own requirements: all of the extra ``lab``.
 NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
 
@@ -53,6 +57,8 @@ def _machine() -> list[tuple[str, str]]:
             ("L2 cache", f"{p.l2_bytes / 2**20:.0f} MiB"),
             ("plans", _plans(p.name)),
         ]
+        if not p.has_tensor_cores:
+            lines.append(("to expect", WITHOUT_TENSOR_CORES))
     return lines
 
 
@@ -312,6 +318,12 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above zero, got {text}")
 
 
+def _count(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) < 2**31:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number above zero, got {text}")
+
+
 def _pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -346,7 +358,7 @@ def parser() -> argparse.ArgumentParser:
         "--warm", action="store_true", help="call all once and record nothing: fills compilers' caches"
     )
     measure.add_argument("--missing", action="store_true", help="only cases without rows of these sources in --out")
-    measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
+    measure.add_argument("--layers", type=_count, help="whole_model: so many layers of each model (default: all)")
     judged = commands.add_parser(
         "judge", help="judge a kernel of yours: is it right, and on a GPU how fast; without a file, list the tasks"
     )
@@ -370,6 +382,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[lab]'", file=sys.stderr
         )
         return 2
+    try:
+        runtime.plans_in_use()
+    except ValueError as error:  # of the environment
+        print(f"{given.command}: {error}", file=sys.stderr)
+        return 2
+    try:
+        return _command(top, given)
+    except KeyboardInterrupt:
+        print(f"\n{given.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _command(top: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     if given.command == "doctor":
         return doctor()
     if given.command == "tune":

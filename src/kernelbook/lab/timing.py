@@ -509,6 +509,8 @@ def time_steps(
 ) -> pd.DataFrame:
     """Checks and times the steps of a chapter, see :func:`run_cases`; without a GPU checks them and returns no row.
 
+    What is returned has the version of the page's kernels in ``attrs["package"]``.
+
     Args:
         stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv``, and the ceilings beside them.
         cases: one for each ladder; the providers are its steps in their order, peers last.
@@ -525,6 +527,7 @@ def time_steps(
     rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
     if failures:
         raise RuntimeError("time_steps: " + "; ".join(failures))
+    rows.attrs["package"] = package
     if not gpu:
         return rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
     if record:

@@ -1,5 +1,6 @@
 """Modules for PyTorch models that use the kernels."""
 
+from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
 from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.nn.ffn import SparseFFN
 from kernelbook.nn.gpt import GPT, GPTConfig
@@ -10,6 +11,7 @@ from kernelbook.nn.swap import Swap, swap
 
 __all__ = [
     "GPT",
+    "ClampedSwiGLU",
     "Float8Tensor",
     "GPTConfig",
     "GatedExperts",

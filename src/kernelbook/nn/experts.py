@@ -24,6 +24,7 @@ from kernelbook.memory import empty, tl_accumulator
 from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn import kernels
+from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
 from kernelbook.packed.products import decodes_on_the_way
 from kernelbook.plans import KeptPlans
 
@@ -305,6 +306,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": _swiglu,
     "gelu": _gated(F.gelu),
     "relu": _gated(F.relu),
+    "swigluoai": ClampedSwiGLU(),
 }
 
 
@@ -339,8 +341,9 @@ def gated_experts(
         down: (E, H, I), likewise.
         expert_ids: (T, k) int64 or int32 in [0, E]; E marks a slot to skip. Checked as by :func:`kernelbook.route`.
         gates: (T, k), the weight of each slot, floating point.
-        activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the gate; or a function from the first product's rows
-            (S, 2 I) to (S, I), for other gates and for experts without one.
+        activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the gate; ``"swigluoai"``, gpt-oss' own, with the rows of gate and
+            up in turns (:class:`kernelbook.nn.ClampedSwiGLU` for other constants); or a function from the first product's
+            rows (S, 2 I) to (S, I), for other gates and for experts without one.
         gate_up_lora, down_lora: pairs for the two products, for (N, K) = (2 I, H) and (H, I).
         gate_up_bias, down_bias: (E, 2 I) and (E, H).
         transposed: the weights are stored the other way around, (E, H, 2 I) and (E, I, H).

@@ -1,7 +1,8 @@
 """The activation between the two products of a gated expert, in one pass over its rows; and the rotation of queries and keys.
 
 ``out = silu(gate) * up`` for rows ``[gate, up]``; backward from the same rows, so that nothing else has to be kept. Moves
-3 I elements a row forward and 5 I backward, where separate operations move 5 I and 14 I. Other gates are not handled.
+3 I elements a row forward and 5 I backward, where separate operations move 5 I and 14 I. So does gpt-oss' activation, whose
+rows are interleaved: a program loads pairs as they lie and splits them in registers. Other gates are not handled.
 
 Rotation: one program turns HEADS heads of a token, and reads cos and sin once for them; q and k are read and written once.
 """
@@ -66,6 +67,67 @@ def _swiglu_bwd_kernel(
     dup = dout * gate * sigmoid
     tl.store(dh_ptr + offs_h, dgate.to(dh_ptr.dtype.element_ty), mask=mask)
     tl.store(dh_ptr + offs_h + I, dup.to(dh_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pairs(h_ptr, offs_s, S, I, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr):
+    """-> gate and up (ROWS, BLOCK_I) of interleaved rows, and where the pairs lie, with the mask of those that exist."""
+    offs_h = tl.program_id(1) * (2 * BLOCK_I) + tl.arange(0, 2 * BLOCK_I)[None, :]
+    mask = (offs_s < S) & (offs_h < 2 * I)
+    offsets = offs_s * (2 * I) + offs_h
+    pairs = tl.load(h_ptr + offsets, mask=mask, other=0.0).to(ACC)
+    gate, up = tl.split(pairs.reshape(ROWS, BLOCK_I, 2))
+    return gate, up, offsets, mask
+
+
+@triton.jit
+def _clamped_swiglu_fwd_kernel(
+    h_ptr,  # (S, 2 I) contiguous: gate, up, gate, up, ...
+    out_ptr,  # (S, I) contiguous
+    S,
+    I,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    offs_s, offs_i, mask = _tile(S, I, ROWS, BLOCK_I)
+    gate, up, _, _ = _pairs(h_ptr, offs_s, S, I, ACC, ROWS, BLOCK_I)
+    # Written so that NaN stays NaN, as in torch.clamp.
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    out = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    tl.store(out_ptr + offs_s * I + offs_i, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _clamped_swiglu_bwd_kernel(
+    dout_ptr,  # (S, I) contiguous
+    h_ptr,  # (S, 2 I) contiguous: gate, up, gate, up, ...
+    dh_ptr,  # (S, 2 I) contiguous, likewise
+    S,
+    I,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    offs_s, offs_i, mask = _tile(S, I, ROWS, BLOCK_I)
+    gate, up, offsets, mask_h = _pairs(h_ptr, offs_s, S, I, ACC, ROWS, BLOCK_I)
+    dout = tl.load(dout_ptr + offs_s * I + offs_i, mask=mask, other=0.0).to(ACC)
+    # A number at the limit itself has a gradient, as with torch.clamp; one beyond it has none.
+    beyond_gate, beyond_up = gate > LIMIT, (up > LIMIT) | (up < -LIMIT)
+    gate = tl.where(beyond_gate, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+    dgate = dout * (up + 1.0) * sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid))
+    dup = dout * gate * sigmoid
+    dgate = tl.where(beyond_gate, 0.0, dgate)
+    dup = tl.where(beyond_up, 0.0, dup)
+    dh = tl.join(dgate, dup).reshape(ROWS, 2 * BLOCK_I)
+    tl.store(dh_ptr + offsets, dh.to(dh_ptr.dtype.element_ty), mask=mask_h)
 
 
 @triton.jit(do_not_specialize=["N"])

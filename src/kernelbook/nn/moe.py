@@ -93,7 +93,7 @@ class GatedExperts(LoRAModule):
         num_experts: E.
         hidden_size: H.
         intermediate_size: I.
-        activation: ``"silu"``, ``"gelu"`` or ``"relu"``.
+        activation: ``"silu"``, ``"gelu"``, ``"relu"`` or ``"swigluoai"``, see :func:`gated_experts`.
         device, dtype: of the parameters.
     """
 

@@ -16,6 +16,8 @@ from kernelbook.attention import flash_attention
 __all__ = ["asked_for", "boolean_mask", "own_attention", "statement"]
 
 MAX_HEAD = 256
+# What transformers' modules call an argument of flash_attention.
+OWN = {"s_aux": "sinks", "softcap": "softcap"}
 # Keywords that change nothing here: the mask says it, or it is meant for other parts of a model or for other kernels.
 NEUTRAL = frozenset(
     (
@@ -64,7 +66,7 @@ def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | No
 
 
 def asked_for(others: dict[str, Any]) -> list[str]:
-    """The keywords by which a module asks for more than attention: a soft cap, sinks, a bias, or whatever comes next."""
+    """The keywords by which a module asks for more than plain attention: a soft cap, sinks, a bias, or whatever comes next."""
     return [name for name, value in others.items() if name not in NEUTRAL and value is not None and value is not False]
 
 
@@ -82,7 +84,7 @@ def own_attention(
     """query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), or None where :func:`flash_attention` cannot do it.
 
     That is: another mask, dropout, heads of more than 256 features, values of another width, or a keyword of
-    :func:`asked_for`.
+    :func:`asked_for` that is not in :data:`OWN`.
 
     Raises:
         ValueError: a sliding window of which no mask tells.
@@ -96,8 +98,10 @@ def own_attention(
     stated = _is_stated(mask)
     if not (mask is None or stated) or dropout or query.shape[-1] > MAX_HEAD or value.shape[-1] != query.shape[-1]:
         return None
-    if asked_for(others):
+    asked = asked_for(others)
+    if not set(asked) <= set(OWN):
         return None
+    more: dict[str, Any] = {OWN[name]: others[name] for name in asked}
     lengths, window = None, None
     if mask is not None:
         lengths, window = _said(mask)
@@ -107,5 +111,5 @@ def own_attention(
         if causal and key.shape[2] > query.shape[2]:
             # Without a mask the first query stands at the first key: a static cache is being filled.
             key, value = (t[:, :, : query.shape[2]] for t in (key, value))
-    out = flash_attention(query, key, value, causal=causal, scale=scaling, lengths=lengths, window=window)
+    out = flash_attention(query, key, value, causal=causal, scale=scaling, lengths=lengths, window=window, **more)
     return out.transpose(1, 2).contiguous()

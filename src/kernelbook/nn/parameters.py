@@ -9,7 +9,15 @@ from torch.nn.utils import parametrize
 
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
-__all__ = ["NF4Parametrization", "quantizable", "quantize_parameter", "store_parameter", "stored_weight"]
+__all__ = [
+    "NF4Parametrization",
+    "dense_parameter",
+    "is_turned",
+    "quantizable",
+    "quantize_parameter",
+    "store_parameter",
+    "stored_weight",
+]
 
 
 class NF4Parametrization(torch.nn.Module):
@@ -17,12 +25,15 @@ class NF4Parametrization(torch.nn.Module):
 
     The packed bytes are the parametrization's ``original``. Who wants the 4-bit form asks :func:`stored_weight`.
     Conversions of the module to another dtype leave the scales as they are, and are that of the dense parameter.
+    ``turned``: the parameter is (E, K, N), and what is stored (E, N, K), as checkpoints that were packed along K have it.
     """
 
     PARTS = ("absmax", "code", "nested_absmax", "nested_code", "nested_offset")
+    turned = False  # also of what was pickled before
 
-    def __init__(self, q: NF4Tensor) -> None:
+    def __init__(self, q: NF4Tensor, *, turned: bool = False) -> None:
         super().__init__()
+        self.turned = turned
         self.shape, self.block_size, self.code_name, self.dtype = q.shape, q.block_size, q.code_name, q.dtype
         for name in self.PARTS:
             part = getattr(q, name)
@@ -45,7 +56,8 @@ class NF4Parametrization(torch.nn.Module):
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """packed (ceil(n / 2),) -> the dense tensor."""
         dtype = self.dtype if self.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
-        return nf4_dequantize(self.tensor(packed), dtype=dtype).to(self.dtype)
+        dense = nf4_dequantize(self.tensor(packed), dtype=dtype).to(self.dtype)
+        return dense.transpose(1, 2) if self.turned else dense
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "NF4Parametrization":
         where: Any = self.code.device
@@ -58,7 +70,7 @@ class NF4Parametrization(torch.nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def extra_repr(self) -> str:
-        return f"{self.shape}, {self.code_name}, block_size={self.block_size}"
+        return f"{self.shape}, {self.code_name}, block_size={self.block_size}{', turned' if self.turned else ''}"
 
 
 class _Stack(parametrize.ParametrizationList):
@@ -106,9 +118,9 @@ def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Te
     return parameter.detach()
 
 
-def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor) -> None:
-    """Puts ``q`` in the place of the parameter ``module.name``, which is given up."""
-    packed, parametrization = torch.nn.Parameter(q.packed, requires_grad=False), NF4Parametrization(q)
+def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, turned: bool = False) -> None:
+    """Puts ``q`` in the place of the parameter ``module.name``, which is given up; ``turned``: see the parametrization."""
+    packed, parametrization = torch.nn.Parameter(q.packed, requires_grad=False), NF4Parametrization(q, turned=turned)
     setattr(module, name, packed)
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     stacks: Any = module.parametrizations
@@ -129,6 +141,20 @@ def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.
         parametrize._inject_property(module, name)
     type(module).__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
     return module
+
+
+def is_turned(module: torch.nn.Module, name: str) -> bool:
+    """Whether :func:`stored_weight` gives (E, N, K) where ``module.name`` is (E, K, N)."""
+    if not parametrize.is_parametrized(module, name):
+        return False
+    return bool(getattr(module.parametrizations[name][0], "turned", False))  # type: ignore[index]
+
+
+def dense_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Puts a dense ``value`` in the place of a 4-bit parameter, which is given up."""
+    parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+    delattr(module, name)
+    module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 
 
 def stored_weight(module: torch.nn.Module, name: str) -> torch.Tensor | NF4Tensor:

@@ -131,7 +131,7 @@ def swap(
     classes, such as a subclass with a ``forward`` of its own, are left alone. A model of transformers runs its attention on
     the kernels too, by its own interface for that (see :func:`kernelbook.interop.transformers_attention.register`), and so do
     its own classes of RMS norms that compute nothing else, and the rotation of queries and keys where it is the usual one.
-    A layer that asks for more than attention (a soft cap, sinks) keeps its own eager one.
+    Sinks and soft caps are the kernel's own too; a layer that asks for something else keeps its own eager attention.
 
     Where ``torch.nn.TransformerEncoderLayer`` holds a module that changed, its inference fast path is switched off: it would
     pass over the modules.
@@ -215,7 +215,9 @@ def _swap_attention_interface(model: Any, done: Swap) -> None:
         config: Any = part.config
         if config._attn_implementation == transformers_attention.NAME:
             continue  # the model around it has the same configuration
-        if part._can_set_attn_implementation() and part._supports_sdpa:
+        # The second: gpt-oss, whose sinks PyTorch's attention has no place for.
+        takes_others = part._supports_sdpa or getattr(part, "_supports_attention_backend", False)
+        if part._can_set_attn_implementation() and takes_others:
             # What set_attn_implementation() sets as well; the public name would set it for other models' configurations too.
             done._set(config, "_attn_implementation_internal", transformers_attention.NAME)
             done.changed[f"{name}.config" if name else "config"] = "attention implementation"

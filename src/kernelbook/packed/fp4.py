@@ -18,6 +18,7 @@ __all__ = ["E2M1", "fp4_parts", "fp4_quantize", "fp4_tensor"]
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = CodeBook("e2m1", (*_MAGNITUDES, *(-m for m in _MAGNITUDES)))
 
+CHUNK = 2**26  # bytes that change at a time
 # The elements of a scale, and its dtype. Checkpoints hold e8m0 as plain bytes.
 FORMATS = {"mxfp4": (32, torch.float8_e8m0fnu), "nvfp4": (16, torch.float8_e4m3fn)}
 
@@ -28,6 +29,7 @@ def fp4_tensor(
     tensor_scale: torch.Tensor | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    in_place: bool = False,
 ) -> NF4Tensor:
     """The ``NF4Tensor`` that stands for a tensor in MXFP4 or NVFP4; it is decoded exactly. The bytes are copied.
 
@@ -37,6 +39,7 @@ def fp4_tensor(
         tensor_scale: of NVFP4, a tensor, floating point: one number, or one for each entry of the first dimension, which
             then must have a multiple of 4,096 elements each. ``None``: 1.
         dtype: of the tensor that was quantized.
+        in_place: the bytes of ``packed``, then contiguous, become the result's own and change where they lie.
 
     Raises:
         TypeError, ValueError: shapes or dtypes are others.
@@ -74,9 +77,14 @@ def fp4_tensor(
     absmax = scales.contiguous().view(torch.uint8).reshape(-1)
     count = -(-blocks // NESTED_BLOCK)
     nested = nested.expand(count) if nested.numel() == 1 else nested.repeat_interleave(each // NESTED_BLOCK)
+    if in_place and not packed.is_contiguous():
+        raise ValueError(f"{op}: packed must be contiguous with in_place=True, got strides {packed.stride()}")
     bytes_ = flat.reshape(-1)
+    if in_place:
+        for part in bytes_.split(CHUNK):  # so that little is there twice
+            part.copy_(_swapped(part))
     return NF4Tensor(
-        packed=bytes_ << 4 | bytes_ >> 4,
+        packed=bytes_ if in_place else _swapped(bytes_),
         absmax=absmax,
         shape=(*rest, groups * block),
         block_size=block,
@@ -87,6 +95,11 @@ def fp4_tensor(
         nested_code=torch.arange(256, dtype=torch.uint8, device=packed.device).view(kind).float(),
         nested_offset=torch.zeros((), device=packed.device),
     )
+
+
+def _swapped(packed: torch.Tensor) -> torch.Tensor:
+    """Bytes with their halves the other way around."""
+    return packed << 4 | packed >> 4
 
 
 def _values(device: torch.device) -> torch.Tensor:
@@ -103,7 +116,7 @@ def fp4_parts(q: NF4Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kind = next(kind for block, kind in FORMATS.values() if block == q.block_size)
     assert q.nested_absmax is not None
     *rest, k = q.shape
-    packed = (q.packed << 4 | q.packed >> 4).view(*rest, k // 2)
+    packed = _swapped(q.packed).view(*rest, k // 2)
     return packed, q.absmax.view(kind).view(*rest, k // q.block_size), q.nested_absmax
 
 

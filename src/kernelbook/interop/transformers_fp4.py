@@ -1,0 +1,152 @@
+"""gpt-oss as it is published: ``from_pretrained(folder, quantization_config=MXFP4ExpertsConfig())``.
+
+A checkpoint in MXFP4 has ``gate_up_proj_blocks`` (E, 2 I, H / 32, 16) and ``gate_up_proj_scales`` (E, 2 I, H / 32), and the
+same of ``down_proj``. Each is read into the place where it stays, shard by shard: nothing is ever dense, and nothing but the
+halves of bytes changes. transformers' own ``Mxfp4Config`` either makes the experts dense to train them, or runs kernels that
+have no gradients. ``save_pretrained`` gives the same bytes back, under the same names and with the same configuration, on the
+host, which has to have room for them.
+
+Other parts of the model are loaded as transformers loads them. transformers must be 5.8 or newer.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.utils import parametrize
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
+
+from kernelbook import runtime
+from kernelbook.nf4 import NF4Tensor
+from kernelbook.nn.parameters import store_parameter, stored_weight
+from kernelbook.packed.fp4 import fp4_parts, fp4_tensor
+
+__all__ = ["METHOD", "MXFP4ExpertsConfig", "MXFP4ExpertsQuantizer"]
+
+METHOD = "kernelbook_mxfp4_experts"
+BLOCK = 32  # elements of a scale
+
+
+@register_quantization_config(METHOD)
+class MXFP4ExpertsConfig(Mxfp4Config):
+    """Experts in MXFP4 as a checkpoint holds them: a ``quantization_config`` of transformers' ``from_pretrained``.
+
+    Args:
+        modules_to_not_convert: kept for the configuration that is saved; what is packed, the checkpoint says.
+    """
+
+    def __init__(self, modules_to_not_convert: list[str] | None = None, **others: Any) -> None:
+        unknown = set(others) - {"quant_method", "dequantize"}  # which a saved configuration may have
+        if unknown:
+            raise TypeError(f"MXFP4ExpertsConfig: the argument must be modules_to_not_convert, got {sorted(unknown)}")
+        super().__init__(modules_to_not_convert)
+        self.quant_method = METHOD  # type: ignore[assignment]
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What transformers takes from here where the checkpoint has a configuration of its own."""
+        return {"dequantize": False, "quant_method": METHOD}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As others know it, who are to read what was saved."""
+        return {"quant_method": "mxfp4", "modules_to_not_convert": self.modules_to_not_convert}
+
+
+# transformers takes another configuration than the checkpoint's for a mistake, and tells them apart by this name.
+MXFP4ExpertsConfig.__name__ = Mxfp4Config.__name__
+
+
+@register_quantizer(METHOD)
+class MXFP4ExpertsQuantizer(HfQuantizer):
+    """What transformers calls while it loads a model with :class:`MXFP4ExpertsConfig`."""
+
+    def __init__(self, quantization_config: Any, **others: Any) -> None:
+        super().__init__(MXFP4ExpertsConfig(quantization_config.modules_to_not_convert), **others)
+
+    # --- what transformers asks ---
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        if not hasattr(HfQuantizer, "update_weight_conversions"):
+            raise ImportError(f"MXFP4ExpertsConfig: transformers must be 5.8 or newer, got {transformers.__version__}")
+        if not self.pre_quantized:
+            raise ValueError(
+                "MXFP4ExpertsConfig: the checkpoint must be in MXFP4, and its config.json does not say so; for one with dense "
+                "experts there is NF4ExpertsConfig"
+            )
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Where nothing is said the model goes to where the kernels run."""
+        return {"": runtime.DEVICE} if device_map is None else device_map
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        from kernelbook.interop import transformers as interop
+
+        for _, experts in interop.check_experts(model):
+            for name in interop._weight_names(experts):
+                _expect(experts, name)
+            # transformers would draw new values for parameters that are not there yet.
+            experts.__dict__["_is_hf_initialized"] = True
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        from kernelbook.interop import transformers as interop
+
+        for module, experts in interop.expert_modules(model):
+            for name in interop._weight_names(experts):
+                _take(experts, module, name, model.config.dtype)
+        # Who prepares a model for training in few bits asks for this name.
+        model.is_loaded_in_4bit = True
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """With blocks and scales, on the host, in the place of what the experts keep."""
+        state = model.state_dict()
+        for module, experts in model.named_modules():
+            if not parametrize.is_parametrized(experts):
+                continue
+            for name in experts.parametrizations:
+                q = stored_weight(experts, name)
+                if not isinstance(q, NF4Tensor) or q.code_name != "e2m1" or q.block_size != BLOCK:
+                    continue
+                prefix = f"{module}.parametrizations.{name}."
+                state = {key: value for key, value in state.items() if not key.startswith(prefix)}
+                blocks, scales, _ = fp4_parts(q.to("cpu"))
+                state[f"{module}.{name}_blocks"] = blocks.unflatten(-1, (-1, BLOCK // 2))
+                state[f"{module}.{name}_scales"] = scales.view(torch.uint8)
+        return state, {}
+
+
+# --- the places of what is read -------------------------------------------------------------------------------------
+
+
+def _expect(experts: Any, name: str) -> None:
+    """Puts blocks and scales without storage in the place of a dense parameter, for transformers to fill."""
+    e, *sides = getattr(experts, name).shape
+    n, k = reversed(sides) if experts.is_transposed else sides
+    if k % BLOCK:
+        raise ValueError(f"from_pretrained: {name} must have rows of a multiple of {BLOCK} elements, got {k}")
+    delattr(experts, name)
+    for part, shape in (("blocks", (e, n, k // BLOCK, BLOCK // 2)), ("scales", (e, n, k // BLOCK))):
+        empty = torch.empty(shape, dtype=torch.uint8, device="meta")
+        experts.register_parameter(f"{name}_{part}", torch.nn.Parameter(empty, requires_grad=False))
+
+
+def _take(experts: Any, module: str, name: str, dtype: torch.dtype) -> None:
+    """Makes the 4-bit parameter of what was read, in the same memory."""
+    parts = [getattr(experts, f"{name}_{part}") for part in ("blocks", "scales")]
+    for part, value in zip(("blocks", "scales"), parts, strict=True):
+        if value.is_meta or not getattr(value, "_is_hf_initialized", False):
+            raise ValueError(
+                f"from_pretrained: {module}.{name}_{part} must be in the checkpoint, and it is not, or in another shape"
+            )
+        delattr(experts, f"{name}_{part}")
+    blocks, scales = (part.detach() for part in parts)
+    experts.register_parameter(name, None)
+    store_parameter(experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), turned=experts.is_transposed)

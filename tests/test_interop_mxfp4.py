@@ -1,0 +1,279 @@
+"""gpt-oss as it is published: loading, saving, training and merging with ``MXFP4ExpertsConfig``."""
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("peft")
+
+import peft
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_models import COMMON, assert_as_eager, losses, tokens
+from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
+
+from kernelbook import check, runtime
+from kernelbook.interop import peft as interop_peft
+from kernelbook.interop import transformers as interop
+from kernelbook.interop import transformers_attention, transformers_fp4
+from kernelbook.interop.transformers import MXFP4ExpertsConfig, use_kernels
+from kernelbook.nf4 import NF4Tensor
+from kernelbook.packed.fp4 import fp4_parts, fp4_quantize
+
+SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+SIZES: dict[str, Any] = {
+    **COMMON, "hidden_size": 96, "intermediate_size": 64, "head_dim": 8, "num_local_experts": 3, "sliding_window": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+def random_model(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(**{**SIZES, **changes})).to(runtime.DEVICE).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+        for bias in (layer.mlp.experts.gate_up_proj_bias, layer.mlp.experts.down_proj_bias, layer.mlp.router.bias):
+            torch.nn.init.normal_(bias)
+    return model
+
+
+def publish(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint as gpt-oss' are, in two shards; -> its tensors."""
+    model = random_model(**changes).to(dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales, _ = fp4_parts(fp4_quantize(value.mT.contiguous()))
+            tensors |= {f"{name}_blocks": blocks.unflatten(-1, (-1, 16)), f"{name}_scales": scales.view(torch.uint8)}
+        else:
+            tensors[name] = value
+    tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    folder.mkdir(exist_ok=True)
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    shards = {name: names[i % 2] for i, name in enumerate(tensors)}
+    for shard in names:
+        save_file({name: tensors[name] for name in tensors if shards[name] == shard}, folder / shard, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": shards}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model.config.dtype = dtype
+    settings = model.config.to_dict() | {
+        "architectures": ["GptOssForCausalLM"],
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": SKIPPED},
+    }
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(settings))
+    return tensors
+
+
+def load(folder: Path, config: Any = None) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config or MXFP4ExpertsConfig())
+
+
+def dequantized(folder: Path) -> Any:
+    """As transformers itself makes it dense."""
+    model = load(folder, Mxfp4Config(dequantize=True)).to(runtime.DEVICE)
+    model.set_experts_implementation("eager")
+    return model.eval()
+
+
+def packed(model: Any) -> list[NF4Tensor]:
+    return [
+        interop._stored(experts, name)
+        for _, experts in interop.expert_modules(model)
+        for name in interop._weight_names(experts)
+    ]
+
+
+def on_kernels(model: Any) -> Any:
+    transformers_attention.register()
+    model.set_attn_implementation("kernelbook")
+    return use_kernels(model)
+
+
+# --- loading and saving ---------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_is_transformers_own_dense_one(tmp_path: Path) -> None:
+    """What the parameters stand for, bit for bit; logits and gradients, with windows and sinks, by the rule."""
+    publish(tmp_path)
+    model, dense = load(tmp_path), dequantized(tmp_path)
+    assert all(q.code_name == "e2m1" and q.block_size == 32 for q in packed(model)) and len(packed(model)) == 4
+    for (_, ours), (_, theirs) in zip(interop.expert_modules(model), interop.expert_modules(dense), strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+            getattr(theirs, name).requires_grad_(False)  # as the packed ones have none
+    model.to(runtime.DEVICE)
+    assert_as_eager(dense, lambda _: on_kernels(model))
+
+
+def test_greedy_tokens_with_and_without_padding(tmp_path: Path) -> None:
+    publish(tmp_path)
+    model, dense = load(tmp_path).to(runtime.DEVICE), dequantized(tmp_path)
+    on_kernels(model)
+    ids = tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    for how in ({}, {"attention_mask": mask}):
+        expected, ours = (each.generate(ids, max_new_tokens=5, do_sample=False, **how) for each in (dense, model))
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_saving_gives_the_same_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    published = publish(tmp_path / "published", dtype)
+    model = load(tmp_path / "published")
+    assert model.dtype == dtype and all(q.dtype == dtype for q in packed(model))
+    model.save_pretrained(tmp_path / "saved")
+    kept = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert kept == {"quant_method": "mxfp4", "modules_to_not_convert": SKIPPED}
+    found = {}
+    for path in (tmp_path / "saved").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert found.keys() == published.keys()
+    for name, value in published.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+    again = load(tmp_path / "saved")
+    assert all(torch.equal(a.packed, b.packed) for a, b in zip(packed(again), packed(model), strict=True))
+
+
+def test_no_expert_is_dense_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is there a second copy of the packed bytes: they stay in the memory into which they were read."""
+    publish(tmp_path)
+    monkeypatch.setattr("kernelbook.nn.parameters.nf4_dequantize", lambda *_, **__: pytest.fail("it became dense"))
+    read: list[Any] = []
+    make = transformers_fp4.fp4_tensor
+
+    def watched(blocks: torch.Tensor, *others: Any, **how: Any) -> NF4Tensor:
+        q = make(blocks, *others, **how)
+        assert q.packed.untyped_storage().data_ptr() == blocks.untyped_storage().data_ptr()
+        read.append(weakref.ref(blocks))
+        return q
+
+    monkeypatch.setattr(transformers_fp4, "fp4_tensor", watched)
+    model = load(tmp_path)
+    assert len(read) == 4
+    largest = max(p.numel() * p.element_size() for name, p in model.named_parameters() if "experts" in name)
+    assert largest < 3 * 96 * 128 * 2  # of one dense parameter in 16 bits
+
+
+@pytest.mark.parametrize(
+    "missing", ("model.layers.1.mlp.experts.down_proj_scales", "model.layers.0.mlp.experts.gate_up_proj_blocks")
+)
+def test_what_is_missing_is_named(missing: str, tmp_path: Path) -> None:
+    publish(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            kept = {key: file.get_tensor(key) for key in file.keys() if key != missing}  # noqa: SIM118
+        save_file(kept, path, {"format": "pt"})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    del index["weight_map"][missing]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"from_pretrained: {missing} must be in the checkpoint"):
+        load(tmp_path)
+
+
+def test_a_dense_checkpoint_is_refused(tmp_path: Path) -> None:
+    random_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MXFP4ExpertsConfig: the checkpoint must be in MXFP4"):
+        load(tmp_path)
+    with pytest.raises(TypeError, match="MXFP4ExpertsConfig: the argument must be modules_to_not_convert"):
+        MXFP4ExpertsConfig(block_size=64)
+
+
+# --- training and merging -------------------------------------------------------------------------------------------
+
+
+def with_lora(model: Any, **changes: Any) -> Any:
+    """LoRA on all experts and on the queries, with a B that is random too."""
+    options: dict[str, Any] = {
+        "target_parameters": interop.expert_parameters(model), "target_modules": ["q_proj"], "init_lora_weights": False,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, **{**options, **changes}))
+
+
+def pairs(model: Any) -> dict[tuple[str, ...], torch.nn.Parameter]:
+    """By what they are for: around packed parameters PEFT nests its wrappers in another order."""
+    found = {}
+    for name, module in model.named_modules():
+        for part in ("lora_A", "lora_B"):
+            if hasattr(module, part):
+                where = name.replace(".base_layer", ""), getattr(module, "parameter_name", ""), part
+                found[where] = getattr(module, part)["default"].weight
+    return found
+
+
+def both(folder: Path) -> tuple[Any, Any]:
+    """The packed model and the dense one with the same pairs."""
+    publish(folder, num_hidden_layers=1)
+    model, dense = with_lora(load(folder).to(runtime.DEVICE)), with_lora(dequantized(folder))
+    theirs = pairs(dense)
+    for where, ours in pairs(model).items():
+        ours.data.copy_(theirs[where])
+    assert len(theirs) == len(pairs(model)) == 6
+    return use_kernels(model), dense
+
+
+def test_lora_is_pefts_on_the_dense_model(tmp_path: Path) -> None:
+    model, dense = both(tmp_path)
+    found, ids = [], tokens()
+    for each in (model, dense):
+        logits = each(ids, use_cache=False).logits
+        (logits * logits.detach().sin()).sum().backward()
+        found.append({"logits": logits.detach(), **{where: p.grad for where, p in pairs(each).items()}})
+    for where, expected in found[1].items():
+        assert check.relative_error(found[0][where], expected) < 1e-4, where
+    torch.testing.assert_close(losses(model, ids), losses(dense, ids), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("into", ("dense", "mxfp4"))
+def test_merging_says_what_it_loses(into: str, tmp_path: Path) -> None:
+    model, dense = both(tmp_path)
+    before = [q.packed.clone() for q in packed(model.get_base_model())]
+    errors = interop_peft.merge_experts(use_kernels(model), into=into)
+    merged, exact = model.merge_and_unload(), dense.merge_and_unload()
+    names = interop.expert_parameters(exact)
+    assert set(errors) == set(names) and len(names) == 2
+    for name in names:
+        error = errors[name]
+        ours, theirs = merged.get_parameter(name) if into == "dense" else read(merged, name), exact.get_parameter(name)
+        start = read(dequantized(tmp_path), name)
+        lost = float((ours - theirs).norm())
+        assert lost / float(theirs.norm()) == pytest.approx(error.of_weights, rel=1e-3, abs=1e-6)
+        assert lost / float((theirs - start).norm()) == pytest.approx(error.of_update, rel=1e-3, abs=1e-5)
+    if into == "dense":
+        assert all(error.of_weights < 1e-6 for error in errors.values())
+        ids = tokens()
+        with torch.no_grad():
+            torch.testing.assert_close(merged(ids).logits, exact(ids).logits, rtol=1e-3, atol=1e-3)
+    else:
+        assert all(0.03 < error.of_weights < 0.3 < error.of_update * 10 for error in errors.values())
+        assert any(not torch.equal(q.packed, old) for q, old in zip(packed(merged), before, strict=True))
+        merged.save_pretrained(tmp_path / "merged")
+        again = load(tmp_path / "merged")
+        assert all(torch.equal(a.packed, b.packed) for a, b in zip(packed(again), packed(merged), strict=True))
+
+
+def read(model: Any, name: str) -> torch.Tensor:
+    module, _, parameter = name.rpartition(".")
+    return getattr(model.get_submodule(module), parameter).detach()
+
+
+def test_what_was_rounded_in_is_not_taken_back(tmp_path: Path) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    model = use_kernels(with_lora(load(tmp_path).to(runtime.DEVICE)))
+    with pytest.raises(ValueError, match=r"merge: .* kernelbook\.interop\.peft\.merge_experts"):
+        model.merge_adapter()
+    model.unmerge_adapter()
+    with pytest.raises(ValueError, match="merge_experts: into must be one of"):
+        interop_peft.merge_experts(model, into="nf4")
+    interop_peft.merge_experts(model, into="mxfp4")
+    with pytest.raises(ValueError, match=r"unmerge: .* must be dense to give LoRA pairs back"), model.disable_adapter():
+        model(tokens(1, 3))
