@@ -80,6 +80,7 @@ PLAIN = {
     "vector_add": dataclasses.replace(TASKS["vector_add"], dtypes=(torch.float32,), **CONTIGUOUS),
     "softmax": dataclasses.replace(TASKS["softmax"], dtypes=(torch.float32,), **CONTIGUOUS),
     "product": PRODUCT,
+    "even": EVEN,
     "layer_norm": LAYER_NORM,
     "gradients": LAYER_NORM_GRADIENTS,
 }
@@ -93,13 +94,14 @@ STEPS = {
         ("softmax", "softmax", True),
     ),
     "matrix_product": (
-        ("matmul_products", "product", True),
+        ("matmul_fp32", "product", True),
         ("matmul_dot", "product", True),
-        ("matmul_large_tiles", "product", True),
+        ("matmul_written_out", "even", True),
         ("matmul", "product", True),
+        ("matmul_persistent", "even", True),
     ),
     "layer_norm": (
-        *((name, "layer_norm", True) for name in ("three_launches", "fused", "holding", "late", "corrected")),
+        *((name, "layer_norm", True) for name in ("three_launches", "fused", "several", "late", "corrected")),
         ("squares", "layer_norm", False),
         *(
             (name, "gradients", True)
