@@ -121,11 +121,7 @@ def definitions(notebook: Path) -> str:
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             for node in ast.parse("".join(cell["source"])).body:
-                named = (
-                    isinstance(node, ast.Assign)
-                    and isinstance(node.targets[0], ast.Name)
-                    and node.targets[0].id.isupper()
-                )
+                named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).split("[")[0].isupper()
                 if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)) or named:
                     kept.append(ast.unparse(node))
     return "\n\n\n".join(kept)
@@ -139,7 +135,7 @@ def module_of(text: str, name: str, folder: Path) -> ModuleType:
     module.__file__ = str(path)
     sys.modules[name] = module
     for node in ast.parse(text).body:
-        with contextlib.suppress(NameError):
+        with contextlib.suppress(NameError, KeyError):
             exec(compile(ast.Module([node], []), str(path), "exec"), module.__dict__)  # noqa: S102
     return module
 
@@ -254,6 +250,10 @@ def main(arguments: list[str]) -> int:
                 row["gpu"] = "right" if found.right else "refused"
                 row["sentence"] = found.sentence or row["sentence"]
             table.append({column: row[column] for column in COLUMNS})
+            done = {(one["kind"], one["name"]) for one in table}
+            write(
+                [*table, *(old for key, old in before.items() if key not in done)]
+            )  # a run that is stopped keeps what it has
             print(
                 f"{row['kind']:9} {row['name']:44} text: {row['text']:8} interpreter: {row['interpreter']:8} {row['sentence'][:110]}",
                 flush=True,
