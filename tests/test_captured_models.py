@@ -342,6 +342,19 @@ def test_a_copy_of_a_model_that_generates_fast_is_whole() -> None:
     assert torch.equal(other.generate(**given, **how), expected)
 
 
+@pytest.mark.gpu
+def test_a_sliding_cache_is_decoded_from_python() -> None:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**(COMMON | {"intermediate_size": 48, "sliding_window": 8}))
+    model = transformers.MistralForCausalLM(config).to(runtime.DEVICE).eval()
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    given = prompt(2, 6, padded=False)
+    expected = model.generate(**given, **how)
+    with pytest.warns(UserWarning, match="fast_generate: goes on without a CUDA graph: its cache has StaticSliding"):
+        found = interop.fast_generate(model).generate(**given, **how)
+    assert torch.equal(found, expected)
+
+
 def test_a_model_that_does_not_generate_is_refused() -> None:
     with pytest.raises(ValueError, match="fast_generate: model must be a transformers model that generates"):
         interop.fast_generate(torch.nn.Linear(2, 2))

@@ -208,8 +208,11 @@ def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pyte
         bench.Plan(QWEN, "kernelbook", "decode"),
         bench.Plan("GPT-2", "kernelbook:dense", "prefill"),
     ]
+    hosts = [bench.Plan(QWEN, "kernelbook", "host")]
     wanted += [bench.Plan(QWEN, "bitsandbytes", "decode")] if importlib.util.find_spec("bitsandbytes") else []
-    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=wanted) == 0
+    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=hosts + wanted) == 0
+    host = pd.read_csv(tmp_path / "whole_model_host.csv")
+    assert host["provider"].tolist() == ["kernelbook", "floor"] and (host["nodes"] > 10).all()
     rows = pd.read_csv(tmp_path / "whole_model.csv")
     assert rows["provider"].tolist() == [plan.provider for plan in wanted]
     known = rows.loc[rows["shape"].str.contains(QWEN)]

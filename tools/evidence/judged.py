@@ -7,10 +7,10 @@ is not read.
 """
 
 import ast
+import contextlib
 import csv
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import sys
 import tempfile
@@ -80,6 +80,7 @@ PLAIN = {
     "vector_add": dataclasses.replace(TASKS["vector_add"], dtypes=(torch.float32,), **CONTIGUOUS),
     "softmax": dataclasses.replace(TASKS["softmax"], dtypes=(torch.float32,), **CONTIGUOUS),
     "product": PRODUCT,
+    "even": EVEN,
     "layer_norm": LAYER_NORM,
     "gradients": LAYER_NORM_GRADIENTS,
 }
@@ -91,13 +92,16 @@ STEPS = {
         ("softmax_zeros", "softmax", False),
         ("softmax_narrow", "softmax", False),
         ("softmax", "softmax", True),
-        ("matmul_products", "product", True),
+    ),
+    "matrix_product": (
+        ("matmul_fp32", "product", True),
         ("matmul_dot", "product", True),
-        ("matmul_large_tiles", "product", True),
+        ("matmul_written_out", "even", True),
         ("matmul", "product", True),
+        ("matmul_persistent", "even", True),
     ),
     "layer_norm": (
-        *((name, "layer_norm", True) for name in ("three_launches", "fused", "holding", "late", "corrected")),
+        *((name, "layer_norm", True) for name in ("three_launches", "fused", "several", "late", "corrected")),
         ("squares", "layer_norm", False),
         *(
             (name, "gradients", True)
@@ -117,24 +121,22 @@ def definitions(notebook: Path) -> str:
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             for node in ast.parse("".join(cell["source"])).body:
-                named = (
-                    isinstance(node, ast.Assign)
-                    and isinstance(node.targets[0], ast.Name)
-                    and node.targets[0].id.isupper()
-                )
+                named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).split("[")[0].isupper()
                 if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)) or named:
                     kept.append(ast.unparse(node))
     return "\n\n\n".join(kept)
 
 
 def module_of(text: str, name: str, folder: Path) -> ModuleType:
+    """The text as a module, but for what needs names that only a running chapter has."""
     path = folder / f"{name}.py"
     path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    for node in ast.parse(text).body:
+        with contextlib.suppress(NameError, KeyError):
+            exec(compile(ast.Module([node], []), str(path), "exec"), module.__dict__)  # noqa: S102
     return module
 
 
@@ -220,6 +222,13 @@ def entries(folder: Path) -> Iterator[tuple[dict[str, str], Path, Task]]:
         yield row, path, task
 
 
+def write(table: list[dict[str, str]]) -> None:
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+
+
 def main(arguments: list[str]) -> int:
     rows = list(csv.DictReader(TABLE.open(newline=""))) if TABLE.exists() and "--all" not in arguments else []
     before = {(row["kind"], row["name"]): row for row in rows}
@@ -241,14 +250,15 @@ def main(arguments: list[str]) -> int:
                 row["gpu"] = "right" if found.right else "refused"
                 row["sentence"] = found.sentence or row["sentence"]
             table.append({column: row[column] for column in COLUMNS})
+            done = {(one["kind"], one["name"]) for one in table}
+            write(
+                [*table, *(old for key, old in before.items() if key not in done)]
+            )  # a run that is stopped keeps what it has
             print(
                 f"{row['kind']:9} {row['name']:44} text: {row['text']:8} interpreter: {row['interpreter']:8} {row['sentence'][:110]}",
                 flush=True,
             )
-        with TABLE.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+        write(table)
     for row in table:
         verdicts = {row["interpreter"], row["gpu"]} - {""} | (
             {"refused"} if row["text"] == "refused" and row["kind"] == "cheat" else set()

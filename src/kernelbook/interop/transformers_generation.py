@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers.cache_utils import StaticLayer
 
+from kernelbook import arguments
 from kernelbook.train.capture import CapturedCalls, FixedInputs
 
 __all__ = ["fast_generate"]
@@ -25,15 +26,19 @@ def fast_generate(model: Any, *, max_length: int | None = None) -> Any:
     so far. The cache stays allocated between calls. A model with sliding windows or layers without attention, and a step
     that cannot be captured, run from Python, with a warning that names the reason; so it is without a GPU.
 
-    ``model.generation_config.cache_implementation = None`` goes back to the growing cache.
+    ``model.generation_config.cache_implementation = None`` goes back to the growing cache; ``save_pretrained`` would save the
+    other setting with the model.
 
     Args:
         model: a ``PreTrainedModel`` that generates, or a ``PeftModel`` around one.
         max_length: the tokens of prompt and answer that the cache is made for at first, so that it need not grow.
 
     Raises:
-        ValueError: the model cannot generate, or this version of transformers generates otherwise.
+        TypeError: ``max_length`` is not an integer.
+        ValueError: ``max_length`` is below 1, the model cannot generate, or this version of transformers generates otherwise.
     """
+    if max_length is not None:
+        max_length = arguments.integer("fast_generate", "max_length", max_length, "an int or None", least=1)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, transformers.GenerationMixin) or not hasattr(base, "get_compiled_call"):
         raise ValueError(
@@ -81,9 +86,11 @@ class _DecodingGraphs:
         model, cache = self._owner(), inputs.pop("past_key_values", None)
         ids = inputs.get("input_ids")
         layers = getattr(cache, "layers", [])
-        # Of others Python decides by counts of its own what is kept.
-        simple = all(type(layer) is StaticLayer for layer in layers)
-        if ids is None or ids.shape[1] != 1 or not layers or not simple or torch.is_grad_enabled():
+        # Of other layers Python decides by counts of its own what is kept.
+        others = {type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}
+        if ids is None or ids.shape[1] != 1 or not layers or others or torch.is_grad_enabled():
+            if others and self._calls.why_eager is None:
+                self._calls.go_on_eagerly(f"its cache has {' and '.join(sorted(others))}, which count in Python")
             return model(**inputs, past_key_values=cache)
         place = self._take(cache)
         kind, _, fixed = self._fixed((), inputs, ids.device)

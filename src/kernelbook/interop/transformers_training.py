@@ -44,7 +44,9 @@ class CapturedTrainer(transformers.Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         alone = self.args.n_gpu <= 1 and self.args.world_size <= 1
-        self.calls = CapturedCalls("CapturedTrainer", capture=alone)
+        self.calls = CapturedCalls("CapturedTrainer")
+        if not alone:
+            self.calls.go_on_eagerly("there are several GPUs")
         self._fixed = FixedInputs("CapturedTrainer")
         self._gradients: KeptGradients | None = None
         how = dict(self.args.gradient_checkpointing_kwargs or {"use_reentrant": False})

@@ -306,7 +306,9 @@ class _Asked:
         if len(outputs) != len(truth):
             raise _WrongError(f"it returned {len(outputs)} tensors where {len(truth)} were expected")
         names = ["the result"] if len(truth) == 1 else [f"result {i}" for i in range(len(truth))]
-        named = [*zip(names, outputs, truth, base, [check.FORWARD_FACTOR] * len(names), strict=True)]
+        named: list[tuple[Any, ...]] = [
+            *zip(names, outputs, truth, base, [check.FORWARD_FACTOR] * len(names), strict=True)
+        ]
         by = [f"the gradient by {name}" for name in self.task.grads]
         named += zip(by, grads, true_grads, base_grads, [check.GRADIENT_FACTOR] * len(by), strict=True)
         return [_compared(name, out.to(device), true, plain_, factor) for name, out, true, plain_, factor in named]

@@ -180,7 +180,7 @@ def _found(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if node.name.startswith("__") and node.name not in _DUNDERS:
                 yield node.lineno, f"defines {node.name}"
-            if node.name in kernels:
+            if isinstance(node, ast.FunctionDef) and node.name in kernels:
                 yield from _in_kernel(node, kernels, modules)
         elif isinstance(node, ast.ClassDef) and "torch.Tensor" in map(ast.unparse, node.bases):
             yield node.lineno, "derives a class from torch.Tensor"

@@ -332,8 +332,9 @@ class _Session:
                 except Exception as error:
                     computed = f"PyTorch computes in its backward pass: {host.computed[0]}"
                     raise RefusedError(computed if host.computed else self.sentence(error)) from error
-                if None in grads:
-                    raise RefusedError(f"there is no gradient by {request['grads'][list(grads).index(None)]}")
+                missing = [name for name, grad in zip(request["grads"], grads, strict=True) if grad is None]
+                if missing:
+                    raise RefusedError(f"there is no gradient by {missing[0]}")
                 self._plain(grads, [], "a gradient")
             kept_grads = self._copies(veil, grads)
         if host.computed:

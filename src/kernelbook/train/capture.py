@@ -157,7 +157,7 @@ class CapturedCalls:
         self.op, self.warm = op, warm
         self.why_eager: str | None = None if capture else "capture is off"
         if capture and runtime.DEVICE.type != "cuda":
-            self._go_on_eagerly("there is no GPU")
+            self.go_on_eagerly("there is no GPU")
         self._runs: dict[Hashable, int] = {}
         self._draws: dict[Hashable, bool] = {}  # whether a call of this key draws random numbers
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
@@ -193,7 +193,7 @@ class CapturedCalls:
         why = self._capture_as(key, call, draws=self._draws.get(key, False))
         if why is not None:
             out = _run_on(self._stream, call)  # an error of the call's own is raised here
-            self._go_on_eagerly(why)
+            self.go_on_eagerly(why)
             return out
         graph, out = self._captured[key]
         graph.replay()
@@ -209,7 +209,8 @@ class CapturedCalls:
             return str(error)
         return None
 
-    def _go_on_eagerly(self, why: str) -> None:
+    def go_on_eagerly(self, why: str) -> None:
+        """Captures nothing from here on, and warns why, in words."""
         self.why_eager = why
         warnings.warn(f"{self.op}: goes on without a CUDA graph: {why}", stacklevel=4)
 

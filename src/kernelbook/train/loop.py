@@ -81,7 +81,7 @@ class TrainConfig:
         dtype: ``"float32"`` or, by autocast, ``"bfloat16"``.
         log_every, eval_every, eval_batches, checkpoint_every: in steps; 0 for never (but at the end).
         probe_every: steps after which the choice of chunks is scored against the dense gradient; 0 for never.
-        cuda_graph: capture the step in a CUDA graph (needs a GPU), see :class:`kernelbook.train.capture.CapturedCalls`.
+        cuda_graph: capture the step in a CUDA graph (needs a GPU), see :class:`kernelbook.train.CapturedStep`.
         deterministic: ask PyTorch for deterministic algorithms, at a price, for runs that repeat bit by bit on a GPU. Some
             versions of PyTorch want ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment for that, and say so.
     """

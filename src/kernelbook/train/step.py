@@ -266,7 +266,7 @@ class CapturedStep:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"CapturedStep: loss must return a scalar, got {got}")
         (loss / self.accumulate if self.accumulate > 1 else loss).backward()
-        norm = self._clipped() if last and self.clip is not None else None
+        norm = None if self.clip is None or not last else self._clipped(self.clip)
         if last and self._in_graph:
             self.optimizer.step()
             if not self._keeps:
@@ -280,11 +280,11 @@ class CapturedStep:
         # No cache of casts: it would outlive the graph that made them.
         return torch.autocast(device, self.autocast or torch.get_autocast_dtype(device), cache_enabled=False)
 
-    def _clipped(self) -> torch.Tensor:
+    def _clipped(self, clip: float) -> torch.Tensor:
         """Clips as ``torch.nn.utils.clip_grad_norm_`` does, sparse gradients too; returns the norm before."""
         grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in self._trained() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        torch._foreach_mul_(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))  # type: ignore[operator]
+        torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
