@@ -654,8 +654,9 @@ class _Session:
                 base.__dict__.pop(name, None)
             base.generation_config.cache_implementation = base.generation_config.max_cache_len = None
         more = new - 1
-        spans = [(many.ms - once.ms) / more, (many.p20 - once.p80) / more, (many.p80 - once.p20) / more]
-        return timing.Timing(*spans, samples=many.samples)
+        return timing.Timing(
+            (many.ms - once.ms) / more, (many.p20 - once.p80) / more, (many.p80 - once.p20) / more, many.samples
+        )
 
     def _write(
         self,
