@@ -76,6 +76,7 @@ evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/faults.py
 	$(PY) tools/evidence/error_rule.py
 	$(PY) tools/evidence/fused_attention.py
+	$(PY) tools/evidence/judged.py
 	-$(PY) tools/evidence/host.py --seconds $(or $(SECONDS),14400) # where Cosmic Ray is installed
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
@@ -108,7 +109,7 @@ test-oldest test-next:
 test-oldest-interop:
 	$(PYTHON) -m venv --clear $(VENV)-$@
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis $(OLDEST) \
-		transformers==5.8.0 peft==0.18.0 accelerate==1.10.0 bitsandbytes==0.50.0
+		transformers==5.8.0 peft==0.19.0 accelerate==1.10.0 bitsandbytes==0.50.0
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py
 
 # A kernel repository for Hugging Face's kernels, in _build/hub.

@@ -97,14 +97,15 @@ def test_whatever_is_typed_is_answered_in_a_sentence(
 BAD = ("", "x", "-1", "0", "9" * 30, "nan", "1e999", "(", "a=b=c", "file", "file/x", "a" * 5000)
 
 
+def _commands() -> dict[str, argparse.ArgumentParser]:
+    return next(a.choices for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+
+
 def _options(command: str) -> list[str]:
-    """Of a command, all that is followed by a value."""
-    subcommands = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return [
-        action.option_strings[-1]
-        for action in subcommands.choices[command]._actions
-        if action.nargs != 0 and action.option_strings
-    ]
+    """Of a command, all that is followed by a value, and the file that one takes."""
+    actions = _commands()[command]._actions
+    found = [action.option_strings[-1] for action in actions if action.nargs != 0 and action.option_strings]
+    return found + [action.dest for action in actions if action.dest == "file"]
 
 
 NEEDED = {
@@ -112,6 +113,7 @@ NEEDED = {
     "tune": ["layer_norm"],
     "train": ["--config", "tiny", "--quiet", "--task", "copy"],
     "profile": [],
+    "judge": ["--task", "vector_add"],
 }
 
 
@@ -139,12 +141,16 @@ def test_no_value_of_any_option_ends_in_a_traceback(
     for name in ("begin", "end"):
         monkeypatch.setattr(profiling.StepProfiler, name, lambda *_: None)
     refused = 0
+    assert set(NEEDED) | {"doctor"} == set(_commands())
     for number, (option, value) in enumerate(itertools.product(_options(command), BAD)):
         if option in ("-h", "--steps") and value == "9" * 30 and command == "profile":
             continue  # so many steps are run
-        out = [] if option == "--out" else ["--out", f"new{number}"]
+        out = [f"--out=new{number}"] if "--out" in _options(command) and option != "--out" else []
+        given = [value] if option == "file" else [option, value]
+        if command == "judge" and option != "file":
+            given.append("file")
         try:
-            code: Any = cli.main([command, *NEEDED[command], *out, option, value])
+            code: Any = cli.main([command, *NEEDED[command], *out, *given])
         except SystemExit as error:  # argparse's own way
             code = error.code
         said = capsys.readouterr().err

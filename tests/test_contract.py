@@ -4,6 +4,7 @@ autocast, gradients, meta tensors. What is particular to a function stands in th
 
 import dataclasses
 import enum
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -483,9 +484,9 @@ ROUTING = kb.route(_ids(0, 1)[:, None], 2)
 IDENTITY = torch.eye(64, device=DEVICE)
 
 
-def _pages(scale: Any) -> torch.Tensor:
+def _pages(**how: Any) -> torch.Tensor:
     pages = Q.new_ones(2, 1, 16, 16)
-    return kb.paged_attention(Q[:, :, :1], pages, pages, _ids(0, 1)[None], _ids(20), scale=scale)
+    return kb.paged_attention(Q[:, :, :1], pages, pages, _ids(0, 1)[None], _ids(20), **how)
 
 
 def _scaled(scaling: Any) -> torch.Tensor:
@@ -515,6 +516,20 @@ def _quantized(kind: str) -> Callable[[Any], torch.Tensor]:
         return next(buffer for name, buffer in module.named_buffers() if "absmax" in name)
 
     return call
+
+
+def _cache_length(n: Any) -> torch.Tensor:
+    return _ids(interop.fast_generate(_model(), max_length=n).generation_config.max_cache_len)
+
+
+def _loss(n: Any) -> torch.Tensor:
+    ids = torch.arange(1, 11, device=DEVICE).view(2, 5)
+    return interop.loss_in_pieces(_model(), ids, ids, piece=n)
+
+
+@functools.cache
+def _model() -> Any:
+    return tiny_model("olmoe", num_hidden_layers=1)
 
 
 def _adam(name: str) -> Callable[[Any], torch.Tensor]:
@@ -564,6 +579,8 @@ INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "NF4Linear block_size": (_quantized("linear"), 64),
     "quantize_experts block_size": (_quantized("model"), 64),
     "NF4ExpertsConfig block_size": (lambda n: _ids(interop.NF4ExpertsConfig(block_size=n).block_size), 64),
+    "fast_generate max_length": (_cache_length, 64),
+    "loss_in_pieces piece": (_loss, 4),
     "NF4Linear.add_lora rank": (lambda n: nn.NF4Linear(64, 64).add_lora(n).lora_b, 2),
     "SparseFFN features": (_size_of(nn.SparseFFN, {"neurons": 3}, "features"), 5),
     "SparseFFN neurons": (_size_of(nn.SparseFFN, {"features": 3}, "neurons"), 5),
@@ -574,7 +591,9 @@ INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
 }  # fmt: skip
 NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "flash_attention scale": (lambda n: kb.flash_attention(Q, Q, Q, scale=n), 2),
-    "paged_attention scale": (_pages, 2),
+    "flash_attention softcap": (lambda n: kb.flash_attention(Q, Q, Q, softcap=n), 2),
+    "paged_attention scale": (lambda n: _pages(scale=n), 2),
+    "paged_attention softcap": (lambda n: _pages(softcap=n), 2),
     "GatedExperts.add_lora alpha": (lambda n: torch.tensor(nn.GatedExperts(2, 32, 32).add_lora(2, n).scaling), 2),
     "moe_lora scaling": (_scaled, 2),
     "layer_norm eps": (lambda n: kb.layer_norm(IDENTITY, eps=n), 1),

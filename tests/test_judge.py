@@ -1,6 +1,7 @@
 """The judge: right solutions pass, wrong ones fail with a sentence, and cheats are refused (a file each in ``cheats``)."""
 
 import ast
+import csv
 import dataclasses
 import itertools
 from pathlib import Path
@@ -40,16 +41,21 @@ def _about(path: Path) -> tuple[str, str, bool]:
 
 
 GPU_CHEATS = [name for name, path in CHEATS.items() if _about(path)[2]]
-# Those that nothing but reading their text can refuse without a GPU: see the page Evidence.
-BY_TEXT_ALONE = {"other_stream", "torch_on_gpu"}
+# Those that only their text gives away without a GPU: the page Evidence names them.
+BY_TEXT_ALONE = ("numpy_in_kernel", "worker_by_frames")
 
 
 @pytest.mark.unwatched
-@pytest.mark.parametrize("name", [name for name in CHEATS if name not in GPU_CHEATS])
+@pytest.mark.parametrize("name", [name for name in CHEATS if name not in (*GPU_CHEATS, *BY_TEXT_ALONE)])
 def test_a_cheat_is_refused_for_what_it_does(name: str) -> None:
     """Without reading its text, which names it sooner where it can."""
     found = judge(CHEATS[name], _about(CHEATS[name])[0], read=False, gpu=False)
     assert not found.right
+
+
+@pytest.mark.parametrize("name", BY_TEXT_ALONE)
+def test_a_cheat_is_refused_for_its_text(name: str) -> None:
+    assert judge(CHEATS[name], _about(CHEATS[name])[0], gpu=False).sentence.startswith("Its line ")
 
 
 def test_there_are_cheats_of_all_three_times() -> None:
@@ -196,7 +202,7 @@ def test_between_and_around_the_elements_there_is_nan() -> None:
 @pytest.mark.unwatched
 def test_the_command_judges_and_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["judge"]) == 0
-    assert all(name in capsys.readouterr().out for name in ())
+    assert set(TASKS) <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
     (tmp_path / "mine.py").write_text("def softmax(x):\n    return x\n")
     assert cli.main(["judge", str(tmp_path / "mine.py"), "--task", "softmax", "--hint", "--hint"]) == 1
     out = capsys.readouterr().out
@@ -221,3 +227,16 @@ def test_without_a_gpu_none_can_be_asked_for() -> None:
         with pytest.raises(ValueError, match="needs a GPU"):
             judge(SOLUTIONS["softmax"], "softmax", gpu=True)
     assert str(Judgement("softmax", "", 3)) == "softmax: right, 3 cases"
+
+
+def test_the_page_s_table_is_of_these_cheats_and_solutions() -> None:
+    """``python tools/evidence/judged.py`` writes it."""
+    rows = list(csv.DictReader((HERE.parent / "book" / "evidence" / "judge.csv").open(newline="")))
+    named = {(row["kind"], row["name"]): row for row in rows}
+    assert {name for kind, name in named if kind == "cheat"} == set(CHEATS)
+    assert {name for kind, name in named if kind == "solution"} == set(SOLUTIONS)
+    for name, path in CHEATS.items():
+        assert named["cheat", name]["text"] == ("refused" if judge_source.problems(path.read_text()) else "read")
+        refused = "refused" in (named["cheat", name]["text"], named["cheat", name]["interpreter"])
+        assert refused or _about(path)[2], f"{name} needs a GPU to be refused and does not say so"
+    assert all(row["interpreter"] == row["expected"] for row in rows if row["kind"] != "cheat")

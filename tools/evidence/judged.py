@@ -80,6 +80,7 @@ PLAIN = {
     "vector_add": dataclasses.replace(TASKS["vector_add"], dtypes=(torch.float32,), **CONTIGUOUS),
     "softmax": dataclasses.replace(TASKS["softmax"], dtypes=(torch.float32,), **CONTIGUOUS),
     "product": PRODUCT,
+    "even": EVEN,
     "layer_norm": LAYER_NORM,
     "gradients": LAYER_NORM_GRADIENTS,
 }
@@ -91,13 +92,16 @@ STEPS = {
         ("softmax_zeros", "softmax", False),
         ("softmax_narrow", "softmax", False),
         ("softmax", "softmax", True),
-        ("matmul_products", "product", True),
+    ),
+    "matrix_product": (
+        ("matmul_fp32", "product", True),
         ("matmul_dot", "product", True),
-        ("matmul_large_tiles", "product", True),
+        ("matmul_written_out", "even", True),
         ("matmul", "product", True),
+        ("matmul_persistent", "even", True),
     ),
     "layer_norm": (
-        *((name, "layer_norm", True) for name in ("three_launches", "fused", "holding", "late", "corrected")),
+        *((name, "layer_norm", True) for name in ("three_launches", "fused", "several", "late", "corrected")),
         ("squares", "layer_norm", False),
         *(
             (name, "gradients", True)
@@ -117,11 +121,7 @@ def definitions(notebook: Path) -> str:
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             for node in ast.parse("".join(cell["source"])).body:
-                named = (
-                    isinstance(node, ast.Assign)
-                    and isinstance(node.targets[0], ast.Name)
-                    and node.targets[0].id.isupper()
-                )
+                named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).split("[")[0].isupper()
                 if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)) or named:
                     kept.append(ast.unparse(node))
     return "\n\n\n".join(kept)
@@ -135,7 +135,7 @@ def module_of(text: str, name: str, folder: Path) -> ModuleType:
     module.__file__ = str(path)
     sys.modules[name] = module
     for node in ast.parse(text).body:
-        with contextlib.suppress(NameError):
+        with contextlib.suppress(NameError, KeyError):
             exec(compile(ast.Module([node], []), str(path), "exec"), module.__dict__)  # noqa: S102
     return module
 
@@ -250,6 +250,10 @@ def main(arguments: list[str]) -> int:
                 row["gpu"] = "right" if found.right else "refused"
                 row["sentence"] = found.sentence or row["sentence"]
             table.append({column: row[column] for column in COLUMNS})
+            done = {(one["kind"], one["name"]) for one in table}
+            write(
+                [*table, *(old for key, old in before.items() if key not in done)]
+            )  # a run that is stopped keeps what it has
             print(
                 f"{row['kind']:9} {row['name']:44} text: {row['text']:8} interpreter: {row['interpreter']:8} {row['sentence'][:110]}",
                 flush=True,

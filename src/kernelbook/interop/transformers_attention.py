@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from kernelbook import runtime
 from kernelbook.nn.named_attention import asked_for, boolean_mask, own_attention, statement
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register"]
@@ -42,7 +43,7 @@ def attention_mask(**asked: Any) -> torch.Tensor | None:
 
 
 def _captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return runtime.DEVICE.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _stated(

@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers.cache_utils import StaticLayer
 
+from kernelbook import arguments
 from kernelbook.train.capture import CapturedCalls, FixedInputs
 
 __all__ = ["fast_generate"]
@@ -33,8 +34,11 @@ def fast_generate(model: Any, *, max_length: int | None = None) -> Any:
         max_length: the tokens of prompt and answer that the cache is made for at first, so that it need not grow.
 
     Raises:
-        ValueError: the model cannot generate, or this version of transformers generates otherwise.
+        TypeError: ``max_length`` is not an integer.
+        ValueError: ``max_length`` is below 1, the model cannot generate, or this version of transformers generates otherwise.
     """
+    if max_length is not None:
+        max_length = arguments.integer("fast_generate", "max_length", max_length, "an int or None", least=1)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, transformers.GenerationMixin) or not hasattr(base, "get_compiled_call"):
         raise ValueError(

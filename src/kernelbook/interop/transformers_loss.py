@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from kernelbook import arguments
+
 __all__ = ["loss_in_pieces"]
 
 
@@ -31,7 +33,12 @@ def loss_in_pieces(
 
     Returns:
         () float32; 0 where no label counts. A router's auxiliary loss is no part of it.
+
+    Raises:
+        TypeError: ``piece`` is not an integer.
+        ValueError: ``piece`` is below 1.
     """
+    piece = arguments.integer("loss_in_pieces", "piece", piece, least=1)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = base.get_output_embeddings()
     body = base.base_model(input_ids, attention_mask=attention_mask, **({"use_cache": False} | others))

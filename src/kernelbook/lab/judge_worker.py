@@ -211,7 +211,12 @@ def _names() -> dict[tuple[str, str], Any]:
         "GridExecutor": triton_interpreter.GridExecutor, "InterpreterBuilder": triton_interpreter.InterpreterBuilder,
         "JITFunction": jit.JITFunction, "the judge": sys.modules[__name__], "the judge's host": _Host, "the judge's veil": _Veil,
     }  # fmt: skip
-    return {(where, name): value for where, owner in owners.items() for name, value in vars(owner).items()}
+    return {
+        (where, name): value
+        for where, owner in owners.items()
+        for name, value in vars(owner).items()
+        if callable(value) or not where.startswith("torch")  # PyTorch notes there itself what it has set up
+    }
 
 
 def _changed(before: Mapping[tuple[str, str], Any]) -> str | None:
