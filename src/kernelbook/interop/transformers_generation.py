@@ -59,9 +59,8 @@ class _DecodingGraphs:
         self._model = weakref.ref(model)
         self._calls = CapturedCalls("fast_generate")
         self._fixed = FixedInputs("fast_generate")
-        self._taken: dict[
-            Hashable, tuple[list[StaticLayer], Any]
-        ] = {}  # the layers that graphs read, and whose they are
+        # What graphs read of caches, and whose it is.
+        self._taken: dict[Hashable, tuple[list[torch.Tensor], Any]] = {}
         self._state: Hashable = None
 
     def __reduce__(self) -> Any:
@@ -106,9 +105,9 @@ class _DecodingGraphs:
         """Puts the cache's tensors where the graphs of its size read them; says which these are."""
         theirs = [tensor for layer in cache.layers for tensor in _tensors(layer)]
         kind = tuple((tensor.shape, tensor.dtype) for tensor in theirs)
-        ours, owner = self._taken.get(kind, (None, lambda: None))
-        if ours is None or owner() not in (None, cache):
-            if ours is not None:  # an earlier cache is still somebody's, and stays as it is
+        ours, owner = self._taken.get(kind, ([], lambda: None))
+        if not ours or owner() not in (None, cache):
+            if ours:  # an earlier cache is still somebody's, and stays as it is
                 self._calls.forget()
             ours = theirs
         elif any(mine is not other for mine, other in zip(ours, theirs, strict=True)):  # a new one, or reordered beams
@@ -119,7 +118,7 @@ class _DecodingGraphs:
         return kind, ours[0].data_ptr()
 
 
-def _tensors(layer: StaticLayer) -> tuple[torch.Tensor, ...]:
+def _tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return layer.keys, layer.values, layer.cumulative_length
 
 

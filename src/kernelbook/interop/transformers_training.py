@@ -18,7 +18,7 @@ from kernelbook.train.step import KeptGradients
 __all__ = ["CapturedTrainer"]
 
 
-def _draws(model: torch.nn.Module) -> bool:
+def _draws(model: Any) -> bool:
     """Whether a step of ``model`` draws random numbers, as dropout does."""
     settings = [module.config.to_dict() for module in model.modules() if hasattr(module, "config")][:1]
     modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
@@ -49,10 +49,9 @@ class CapturedTrainer(transformers.Trainer):
             self.calls.go_on_eagerly("there are several GPUs")
         self._fixed = FixedInputs("CapturedTrainer")
         self._gradients: KeptGradients | None = None
-        how = dict(self.args.gradient_checkpointing_kwargs or {"use_reentrant": False})
+        how: Any = self.args.gradient_checkpointing_kwargs or {"use_reentrant": False}
         if self.args.gradient_checkpointing and self.model is not None and not _draws(self.model):
-            how.setdefault("preserve_rng_state", False)
-            self.args.gradient_checkpointing_kwargs = how
+            self.args.gradient_checkpointing_kwargs = {"preserve_rng_state": False, **how}
 
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None, **others: Any

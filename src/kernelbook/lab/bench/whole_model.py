@@ -653,8 +653,10 @@ class _Session:
             for name in ("get_compiled_call", "_compiled_call"):
                 base.__dict__.pop(name, None)
             base.generation_config.cache_implementation = base.generation_config.max_cache_len = None
-        spans = (many.ms - once.ms, many.p20 - once.p80, many.p80 - once.p20)
-        return timing.Timing(*(span / (new - 1) for span in spans), many.samples)
+        more = new - 1
+        return timing.Timing(
+            (many.ms - once.ms) / more, (many.p20 - once.p80) / more, (many.p80 - once.p20) / more, many.samples
+        )
 
     def _write(
         self,
