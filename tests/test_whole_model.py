@@ -24,13 +24,16 @@ from kernelbook.lab import arithmetic, cli, record, timing
 from kernelbook.lab.bench import whole_model as bench
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
 
-QWEN, OLMOE = "Qwen3-30B-A3B", "OLMoE-1B-7B"
+QWEN, OLMOE, GPT_OSS = "Qwen3-30B-A3B", "OLMoE-1B-7B", "gpt-oss-20b"
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "billions", "active"), [(QWEN, 30.5, 3.3), (OLMOE, 6.9, 1.3)])
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [(QWEN, 30.5, 3.3), (OLMOE, 6.9, 1.3), (GPT_OSS, 20.9, 4.2), ("gpt-oss-120b", 116.8, 5.7)],
+)
 def test_the_published_sizes_come_out(name: str, billions: float, active: float) -> None:
     """Total and active parameters, as the models' cards give them."""
     sizes = arithmetic.Sizes.of(bench.configuration(name))
@@ -119,6 +122,11 @@ def test_tied_weights_stay_tied() -> None:
 @pytest.mark.parametrize("provider", ("kernelbook", "kernelbook:dense", "grouped_mm"))
 def test_providers_compute_the_same(provider: str) -> None:
     assert bench.error_ratio(QWEN, provider) < 3
+
+
+@pytest.mark.parametrize("provider", ("kernelbook", "grouped_mm"))
+def test_providers_compute_the_same_of_gpt_oss(provider: str) -> None:
+    assert bench.error_ratio(GPT_OSS, provider) < 3
 
 
 def test_a_wrong_provider_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,13 +225,15 @@ def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pyte
     wanted = [
         bench.Plan(QWEN, "kernelbook", "step", checkpoints=True),
         bench.Plan(QWEN, "kernelbook", "decode"),
+        bench.Plan(GPT_OSS, "kernelbook", "step", checkpoints=True),
+        bench.Plan(GPT_OSS, "kernelbook", "decode"),
         bench.Plan("GPT-2", "kernelbook:dense", "prefill"),
     ]
     wanted += [bench.Plan(QWEN, "bitsandbytes", "decode")] if importlib.util.find_spec("bitsandbytes") else []
     assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=wanted) == 0
     rows = pd.read_csv(tmp_path / "whole_model.csv")
     assert rows["provider"].tolist() == [plan.provider for plan in wanted]
-    known = rows.loc[rows["shape"].str.contains(QWEN)]
+    known = rows.loc[~rows["shape"].str.contains("GPT-2")]
     assert (known[["gbytes", "gflop"]] > 0).all(axis=None) and len(known) == len(rows) - 1
 
 
