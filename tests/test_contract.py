@@ -105,6 +105,14 @@ PROMISES = {
         lambda: {"q": _draw(2, 4, 20, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16), "causal": True},
         rows="", but=("in place",),
     ),
+    "attention with sinks": Promise(
+        kb.flash_attention,
+        lambda: {
+            "q": _draw(2, 4, 20, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16), "causal": True, "window": 7,
+            "sinks": _draw(4), "softcap": 2.0,
+        },
+        rows="", but=("in place",), op="flash_attention",
+    ),
     "decoding": Promise(
         kb.flash_attention, lambda: {"q": _draw(2, 4, 1, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16)},
         rows="", but=("in place",), op="flash_attention",
@@ -502,6 +510,7 @@ INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
 }  # fmt: skip
 NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "flash_attention scale": (lambda n: kb.flash_attention(Q, Q, Q, scale=n), 2),
+    "flash_attention softcap": (lambda n: kb.flash_attention(Q, Q, Q, softcap=n), 2),
     "paged_attention scale": (_pages, 2),
     "GatedExperts.add_lora alpha": (lambda n: torch.tensor(nn.GatedExperts(2, 32, 32).add_lora(2, n).scaling), 2),
     "moe_lora scaling": (_scaled, 2),
