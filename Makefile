@@ -12,15 +12,15 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-next clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-oldest-interop test-next clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
-# Building the book executes every notebook, whose cells check what they claim; then every page is opened. Tests and types are
-# checked beside it: each of the three leaves a core idle for a while. With a GPU one after the other: chapters take times.
+# Tests, types and the notebooks' cells are checked beside the build of the book, whose pages are opened afterwards: each of them
+# leaves a core idle for a while. With a GPU one after the other: chapters take times.
 test: style
-	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened types
+	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened test-notebooks types
 
 # For whoever changes a line: style, the rules of the house, and one room (make quick ROOM=nf4). Within two minutes.
 quick: style
@@ -76,27 +76,40 @@ evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/faults.py
 	$(PY) tools/evidence/error_rule.py
 	$(PY) tools/evidence/fused_attention.py
+	-$(PY) tools/evidence/host.py --seconds $(or $(SECONDS),14400) # where Cosmic Ray is installed
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
 
-# A chapter that was changed, cell by cell, as pytest shows tests: make test-notebooks NOTEBOOK=nf4; without NOTEBOOK, all.
+# Every cell of every chapter is a test, by nbval: the build of the book shows what cells print, this says which of them fail.
+# make test-notebooks NOTEBOOK=nf4 for one chapter.
 test-notebooks: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
 
+# Ten processes share a GPU of 80 GB. In two halves, each with whole functions: make test-gpu PART=1/2, make test-gpu PART=2/2.
 test-gpu: $(ENVIRONMENT)
-	$(PY) -m pytest -m gpu tests
+	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),10) --dist worksteal $(if $(PART),--part $(PART)) tests
+	$(PY) -m pytest -m "gpu and alone" $(if $(PART),--part $(PART)) tests
 
 # The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
 # environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy
 # 2.4 breaks Triton 3.6's interpreter.)
 SHORT := tests/test_runtime.py tests/test_launch.py tests/test_compiles.py tests/test_layer_norm.py tests/test_nf4.py
-test-oldest: OTHER := torch==2.11.0 triton==3.6.0 numpy==2.2.6
+OLDEST := torch==2.11.0 triton==3.6.0 numpy==2.2.6
+test-oldest: OTHER := $(OLDEST)
+test-oldest: test-oldest-interop
 test-next: OTHER := --upgrade --pre torch triton numpy
 test-oldest test-next:
 	$(PYTHON) -m venv --clear $(VENV)-$@
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis pandas tabulate tqdm matplotlib pyyaml
 	$(VENV)-$@/bin/python -m pip install --quiet $(OTHER)
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not gfx942"
+
+# The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. (Each transformers wants a kernels of its time.)
+test-oldest-interop:
+	$(PYTHON) -m venv --clear $(VENV)-$@
+	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis $(OLDEST) \
+		transformers==5.8.0 peft==0.18.0 accelerate==1.10.0 bitsandbytes==0.50.0
+	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py
 
 # A kernel repository for Hugging Face's kernels, in _build/hub.
 hub: $(ENVIRONMENT)

@@ -1,7 +1,9 @@
 """Shared by all tests. kernelbook comes first: it decides between GPU and interpreter before Triton is imported."""
 
+import fcntl
 import gc
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker; processes that tests start know it from here
@@ -10,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker; process
 import kernelbook  # noqa: F401
 
 # isort: split
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -34,11 +38,27 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelbook"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="of N parts of the chosen tests the I-th, from 1")
+
+
+@pytest.hookimpl(trylast=True)  # when marks have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` are skipped, with the reason, where kernels are not compiled and launched.
 
-    Those marked ``slow`` begin first: at the end every worker has short ones, and none waits for another.
+    Those marked ``slow`` begin first: at the end every worker has short ones, and none waits for another. A part of the tests
+    has whole functions, whose cases share what is compiled.
     """
+    if part := config.getoption("--part"):
+        own, of = map(int, part.split("/"))
+        if not 1 <= own <= of:
+            raise pytest.UsageError(f"--part must be I/N with I from 1 to N, got {part}")
+        cases = Counter(item.nodeid.split("[")[0] for item in items)
+        parts: list[dict[str, int]] = [{} for _ in range(of)]
+        for function, count in cases.most_common():
+            min(parts, key=lambda those: sum(those.values()))[function] = count
+        config.hook.pytest_deselected(items=[i for i in items if i.nodeid.split("[")[0] not in parts[own - 1]])
+        items[:] = [item for item in items if item.nodeid.split("[")[0] in parts[own - 1]]
     items.sort(key=lambda item: "slow" not in item.keywords)
     if runtime.DEVICE.type != "cuda":
         skip = pytest.mark.skip(reason="needs a GPU")
@@ -73,10 +93,33 @@ def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
     if unwatched or not triton.__version__.startswith(("3.6.", "3.7.")):
         yield
         return
-    from watched_memory import watched
+    from kernelbook.lab.watched_memory import watched
 
     with watched():
         yield
+
+
+LARGE = 4 * 2**30  # bytes of a GPU's memory that a test may take beside others
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that is marked ``memory`` has it while no other such test does, in whatever process; what is free is given back."""
+    if runtime.DEVICE.type != "cuda":
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        large = "memory" in request.keywords
+        if large:
+            lock = stack.enter_context(open(f"{tempfile.gettempdir()}/kernelbook-{os.getuid()}.lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        peak = torch.cuda.max_memory_allocated()
+        if torch.cuda.memory_reserved() > LARGE // 16:
+            gc.collect()
+            torch.cuda.empty_cache()
+    assert large or peak <= LARGE, f"needs the mark memory: it took {peak / 2**30:.1f} GiB"
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ import torch
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import interpreter
-from watched_memory import Bounded
 
+from kernelbook.lab.watched_memory import Bounded
 from kernelbook.packed import kernels, kernels_nvidia
 
 # A matrix has fewer than 2^31 elements (``products.plan``), and they are counted from its first one; strides that ``op`` checks.

@@ -150,7 +150,7 @@ class _Windows(windows.Windows):
 def by_windows(xs: Tensors, gates: Tensors, ids: Tensors, grads: Tensors, experts: int, share: int) -> Passed:
     n, (_, hidden), slots, size = len(xs), xs[0].shape, gates[0].shape[1], 1 << 14
     memory = [torch.randint(0, 255, (2 * size,), dtype=torch.uint8, device=xs[0].device) for _ in xs]
-    if watch := sys.modules.get("watched_memory"):
+    if watch := sys.modules.get("kernelbook.lab.watched_memory"):
         watch.reached[:] = memory
     ways = [
         windows._Way(_Windows(rank, memory, size, max(map(len, xs))), i, experts, share) for rank, i in enumerate(ids)

@@ -946,6 +946,7 @@ def test_no_host_synchronisation() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_more_than_2_31_elements() -> None:
     """The last head of the last batch lies behind 2^31 elements, as does the last row of a packed tensor."""
     n, d = 2**13, 128

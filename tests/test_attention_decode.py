@@ -509,7 +509,7 @@ def test_each_call_launches_once(n: int, monkeypatch: pytest.MonkeyPatch) -> Non
         check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v})
         assert torch.equal(kb.flash_attention(q, k, v), first)
         assert len(launched) == before + 2
-    assert len(op._plans) == 1
+    assert len({id(plan) for plan in op._plans.values()}) == 1  # for one query it is kept by two keys
     launched.clear()
     check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": k})
     assert len(launched) == 1
@@ -588,6 +588,7 @@ def test_no_host_synchronisation() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_more_than_2_31_elements() -> None:
     pages, page, d = 2**16 + 8, 256, 128
     pool = torch.zeros(pages, 1, page, d, dtype=torch.bfloat16, device=runtime.DEVICE)  # 2.1e9 elements

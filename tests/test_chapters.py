@@ -14,7 +14,13 @@ import nbformat
 import pandas as pd
 import pytest
 import torch
+import yaml
 from programs import program
+
+from kernelbook.lab import plots, record
+
+# isort: split
+import triton.language as tl
 
 ROOT = Path(__file__).resolve().parents[1]
 WITH_STEPS = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if "record=RECORD_STEPS" in path.read_text()]
@@ -71,11 +77,92 @@ def test_a_formula_that_is_not_understood_is_a_warning(monkeypatch: pytest.Monke
     assert warnings and r"\nosuchcommand" in warnings[0][1]
 
 
-def test_a_step_shows_the_runs_of_lines_that_are_marked() -> None:
+def test_a_step_highlights_what_is_new_and_the_lines_under_a_remark() -> None:
     tool = program("pages")
-    source = "a = 1\nb = 2  # New:\nc = 3\nd = 4\ne = 5"
-    assert tool.marked_runs(source, {2, 3, 5}) == [2, 3]
-    assert tool.marked_runs("a\nb\nc", {1, 3}) == [1, 3]
+    before = "@triton.jit\ndef _a_kernel(x):\n    y = x\n    z = y\n    w = z\n    tl.store(x, w)"
+    after = before.replace("_a_kernel", "_b_kernel").replace(
+        "    z = y", "    # New: twice\n    z = f(\n        2 * y,\n    )"
+    )
+    assert tool.highlighted(after, [before]) == [4, 5, 6, 7]
+    assert tool.highlighted(after, []) == [4, 5, 6, 7]
+    assert tool.highlighted(after.replace("# New: twice", "# twice"), [before]) == []
+    assert tool.changed_lines(after, [before]) == {5, 6, 7}
+
+
+REGION = re.compile(r"^[ \t]*# region ([^\n]+)\n(.*?)^[ \t]*# endregion$", re.MULTILINE | re.DOTALL)
+HIDDEN = {"hide-input", "remove-input", "remove-cell", "hide-cell"}
+CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def faults_of_folds(cells: list[Any]) -> list[str]:
+    """What a chapter folds and must not: a line that the text names next, one that is new, the end or the heart of a kernel."""
+    tool = program("pages")
+    faults, earlier = [], []
+    for place, cell in enumerate(cells):
+        if cell.cell_type != "code":
+            continue
+        source, hidden = re.sub(r"(?m)^%", "#", cell.source), set(cell.metadata.get("tags", [])) & HIDDEN
+        if len(re.findall(r"# (region |endregion)", source)) != 2 * len(REGION.findall(source)):
+            faults.append(f"{place}: a region without its end")
+        shown = "" if hidden else REGION.sub("", source)
+        folded = [(source.count("\n", 0, m.start()) + 2, m[2]) for m in REGION.finditer(source)]
+        # A hidden cell is folded too.
+        text = source if hidden else "\n".join(lines for _, lines in folded)
+        following = next((later.source for later in cells[place + 1 :] if later.cell_type == "markdown"), "")
+        paragraphs = following.split("\n#")[0] if not following.startswith(("#", "(")) else ""
+        names = {
+            name for code in re.findall(r"(?<!`)`([^`\n]+)`", paragraphs) for name in re.findall(r"[A-Za-z_]\w+", code)
+        }
+        if not hidden:
+            faults += [
+                f"{place}: the text names `{name}`, whose line is folded"
+                for name in sorted(names)
+                if re.search(rf"\b{name}\b", text) and not re.search(rf"\b{name}\b", shown)
+            ]
+        functions = tool.functions(source) if "def " in source else []
+        for first, function in functions:
+            lines = {line for start, part in folded for line in range(start, start + part.count("\n"))}
+            own = {line - first + 1 for line in lines if first <= line < first + function.count("\n") + 1}
+            if not own:
+                continue
+            faults += [
+                f"{place}: {function.splitlines()[line - 1].strip()!r} is new and folded"
+                for line in own & tool.changed_lines(function, earlier)
+            ]
+            head = next(i for i, line in enumerate(function.splitlines(), 1) if re.search(r"\):\s*(#.*)?$", line))
+            body = {line for line in own if line > head}
+            if body and function.startswith(("@triton.jit", "@gluon.jit")):
+                if not earlier or tool.changed_lines(function, earlier) == set():
+                    faults.append(f"{place}: a kernel that no earlier one is like is folded")
+                if max(body) >= function.count("\n"):
+                    faults.append(f"{place}: the end of a kernel is folded")
+        if hidden and re.search(r"^@(triton|gluon)\.jit", source, re.MULTILINE):
+            faults.append(f"{place}: a kernel in a hidden cell")
+        earlier += [function for _, function in functions]
+    return faults
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_what_the_lesson_is_about_is_not_folded(path: Path) -> None:
+    assert not faults_of_folds(nbformat.read(path, as_version=4).cells)
+
+
+def test_folds_that_hide_the_lesson_are_found() -> None:
+    code, words = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell
+    kernel = "@triton.jit\ndef _a_kernel(x):\n    y = tl.load(x)\n    z = y\n    w = z\n    tl.store(x, w)\n\n\n"
+    launch = (
+        "def run(x):\n    # region the launch\n    grid = (1,)\n    _a_kernel[grid](x)\n    # endregion\n    return x"
+    )
+    assert not faults_of_folds([code(kernel + launch), words("Programs are many.")])
+    [fault] = faults_of_folds([code(kernel + launch), words("The `grid` has one program.")])
+    assert "names `grid`" in fault
+    tail = kernel.replace("    w = z", "    # region more\n    w = z").rstrip() + "\n    # endregion"
+    assert any("no earlier one is like" in fault for fault in faults_of_folds([code(tail)]))
+    new = kernel.replace("    z = y\n", "    # region as before\n    z = 2 * y\n    # endregion\n")
+    assert any("is new and folded" in fault for fault in faults_of_folds([code(kernel), code(new)]))
+    assert any("without its end" in fault for fault in faults_of_folds([code("# region a\nx = 1")]))
+    hidden = code(kernel, metadata={"tags": ["hide-input"]})
+    assert any("hidden cell" in fault for fault in faults_of_folds([hidden]))
 
 
 def test_long_names_break_behind_underscores_and_points() -> None:
@@ -155,19 +242,19 @@ def _kernels_of_steps(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_STEPS if name != "together"])  # whose steps are the package's
-def test_a_recorded_ladder_is_of_the_kernels_on_the_page(name: str) -> None:
+def test_a_ladder_recorded_from_other_kernels_says_so(name: str) -> None:
     sources = _kernels_of_steps(ROOT / "notebooks" / f"{name}.ipynb")
     assert sources.count("@triton.jit") > 1
+    sources = re.sub(r"^ *# (region .*|endregion)\n", "", sources, flags=re.MULTILINE)
     digest = hashlib.sha256(sources.encode()).hexdigest()[:8]
     stem = re.search(
         r'time_steps\(\s*"(\w+)"', program("record_chapters").steps_program(ROOT / "notebooks" / f"{name}.ipynb")
     )
     assert stem is not None
-    for path in (ROOT / "book" / "results").glob(f"*/{stem[1]}.csv"):
-        packages = set(pd.read_csv(path)["package"])
-        assert packages == {f"{stem[1]}+{digest}"}, (
-            f"{path.parent.name}: python tools/record_chapters.py --steps {name}"
-        )
+    own = pd.DataFrame()
+    own.attrs["package"] = f"{stem[1]}+{digest}"  # as time_steps gives it to the page
+    recorded = set(record.load_results(stem[1])["package"])
+    assert ("of an earlier version" in plots.steps(stem[1], own=own)) == (own.attrs["package"] not in recorded)
 
 
 @pytest.mark.parametrize("left", [3, 2, 1, 0])
@@ -176,7 +263,7 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     name: str, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cell that measures the reader's own points, with as many of them as fit."""
-    from kernelbook.lab import plots, record, timing
+    from kernelbook.lab import timing
     from kernelbook.lab.bench import attention as bench
 
     recorded = record.load_results("attention")
@@ -195,3 +282,77 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     names |= {"torch": torch, "ceilings": ceilings, "bf16_tflops": ceilings["bf16_tflops"].median()}
     names["results"] = record.results_dir() / record.BOOKS_GPU
     exec(cell, names)  # noqa: S102  a cell of the book
+
+
+WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas
+TERMS = """accumulator, arithmetic intensity, atomic, bank conflict, coalesced, compute-bound, CUDA graph, deadlock, Gluon,
+grouped-query attention, HBM, interpreter, L2, latency, log-sum-exp, memory-bound, mixture of experts, occupancy, online softmax,
+partial sum, programmatic dependent launch, PTX, reduction, register, roofline, SASS, shared memory, SM, spill, spin lock, stride, swizzle,
+tensor core, tensor descriptor, TMA, warp"""
+TERMS = [" ".join(term.split()) for term in TERMS.split(",")]
+CODE_FENCE = re.compile(
+    r"^(`{3,})(?:\{(?:literalinclude|include|figure|instrument|code-cell)\}|\w+).*?^\1$", re.MULTILINE | re.DOTALL
+)
+
+
+def prose_of(cells: list[Any]) -> str:
+    """A chapter's text before its exercises, without listings, tables, formulas, headings' anchors and options of directives."""
+    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    text = CODE_FENCE.sub("", re.split(r"^## Exercises", text, flags=re.MULTILINE)[0])
+    text = re.sub(r"\$\$.*?\$\$(?: \(.*?\))?", "", text, flags=re.DOTALL)
+    return re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
+
+
+def unlinked_terms(prose: str, terms: list[str]) -> list[str]:
+    """Terms of the glossary that a text uses and nowhere links."""
+    linked = {
+        term.lower()
+        for one, other in re.findall(r"\{term\}`(?:[^`<]*<([^`>]+)>|([^`<]+))`", prose)
+        for term in (one, other)
+    }
+    plain = re.sub(r"^#.*$", "", prose, flags=re.MULTILINE)
+    plain = re.sub(r"(\{[\w:]+\})?`[^`\n]+`|\$[^$\n]+\$|\[[^\]]*\]\([^)]*\)", " ", plain)
+    return [term for term in terms if term.lower() not in linked and re.search(rf"\b{re.escape(term)}s?\b", plain)]
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_is_short_and_links_its_terms(path: Path) -> None:
+    prose = prose_of(nbformat.read(path, as_version=4).cells)
+    words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", prose))
+    assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
+    assert not unlinked_terms(prose, TERMS)
+
+
+def test_terms_without_a_link_are_found() -> None:
+    glossary = (ROOT / "book" / "notation.md").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{re.escape(term)}$", glossary, re.MULTILINE) for term in TERMS)
+    terms = ["warp", "tensor core", "SM"]
+    assert unlinked_terms("A {term}`warps <warp>` and tensor cores; `SM`.", terms) == ["tensor core"]
+    assert unlinked_terms("# Warps and SMs\n\n{term}`SM` $warp$", terms) == []
+
+
+def test_functions_of_triton_link_to_their_reference() -> None:
+    """Each chapter links the pages of those functions that no chapter before it has used."""
+    contents = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    files = [chapter["file"] for part in contents["parts"] for chapter in part["chapters"]]
+    known: set[str] = set()
+    missing = []
+    for file in (file for file in files if file.startswith("notebooks/")):
+        text, code = "", ""
+        for cell in nbformat.read(ROOT / f"{file}.ipynb", as_version=4).cells:
+            if cell.cell_type == "markdown" and re.search(r"^## Exercises", cell.source, re.MULTILINE):
+                break
+            text, code = (text, code + cell.source) if cell.cell_type == "code" else (text + cell.source, code)
+        used = {name for name in re.findall(r"\btl\.([a-z_0-9]+)\(", code) if callable(getattr(tl, name, None))}
+        known |= set(re.findall(r"triton\.language\.([a-z_0-9]+)\.html", text))
+        missing += [f"{file}: tl.{name}" for name in sorted(used - known) if not isinstance(getattr(tl, name), type)]
+        known |= used
+    assert not missing
+
+
+def test_the_way_without_tensor_cores_has_none() -> None:
+    """The first step of the matrix product runs on the FP32 units; products that are written out do not."""
+    cells = nbformat.read(ROOT / "notebooks" / "matrix_product.ipynb", as_version=4).cells
+    [source] = [cell.source for cell in cells if "on_tensor_cores" in cell.source]
+    assert 'on_tensor_cores["FP32 units"] == 0' in source and 'on_tensor_cores["written out"] > 0' in source
+    assert {"mma.sync", "wgmma", "fma.rn.f32"} <= set(re.findall(r'"([\w.]+)": r"', source))

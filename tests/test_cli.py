@@ -1,6 +1,9 @@
 """The command line: doctor and bench."""
 
+import argparse
 import dataclasses
+import itertools
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ import torch
 import kernelbook
 from kernelbook import runtime
 from kernelbook.lab import bench as registry
-from kernelbook.lab import cli, older, timing
+from kernelbook.lab import cli, older, profiling, timing
 from kernelbook.layer_norm import op
+from kernelbook.train import command as training
 
 
 @pytest.mark.slow
@@ -88,6 +92,94 @@ def test_whatever_is_typed_is_answered_in_a_sentence(
         code = error.code
     said = capsys.readouterr()
     assert code == 2 and said.err.strip() and not said.out and not (tmp_path / "new").exists()
+
+
+BAD = ("", "x", "-1", "0", "9" * 30, "nan", "1e999", "(", "a=b=c", "file", "file/x", "a" * 5000)
+
+
+def _options(command: str) -> list[str]:
+    """Of a command, all that is followed by a value."""
+    subcommands = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return [
+        action.option_strings[-1]
+        for action in subcommands.choices[command]._actions
+        if action.nargs != 0 and action.option_strings
+    ]
+
+
+NEEDED = {
+    "bench": ["layer_norm"],
+    "tune": ["layer_norm"],
+    "train": ["--config", "tiny", "--quiet", "--task", "copy"],
+    "profile": [],
+}
+
+
+@pytest.mark.parametrize("command", NEEDED)
+def test_no_value_of_any_option_ends_in_a_traceback(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes after the arguments have been taken, and would take its time, is left out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_bytes(b"\xff{")
+    for name, value in (
+        ("_can_measure", True),
+        ("_bench_cases", []),
+        ("_bench_extras", []),
+        ("_warm", None),
+        ("_run", 0),
+    ):
+        monkeypatch.setattr(cli, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(training, "_run", lambda *_: 0)
+    step_of = profiling._step_of
+    monkeypatch.setattr(profiling, "_step_of", lambda given: step_of(given) and (lambda: None))
+    monkeypatch.setattr(
+        profiling.StepProfiler, "close", lambda _: profiling.Report(Path(), None, Path(), 1, [], 0.0, None)
+    )
+    for name in ("begin", "end"):
+        monkeypatch.setattr(profiling.StepProfiler, name, lambda *_: None)
+    refused = 0
+    for number, (option, value) in enumerate(itertools.product(_options(command), BAD)):
+        if option in ("-h", "--steps") and value == "9" * 30 and command == "profile":
+            continue  # so many steps are run
+        out = [] if option == "--out" else ["--out", f"new{number}"]
+        try:
+            code: Any = cli.main([command, *NEEDED[command], *out, option, value])
+        except SystemExit as error:  # argparse's own way
+            code = error.code
+        said = capsys.readouterr().err
+        assert code in (0, 2) and (code == 0 or said.strip()) and "Traceback" not in said, (option, value, code, said)
+        refused += code == 2
+    assert refused > len(_options(command)) * len(BAD) / 3
+
+
+def test_a_run_whose_files_are_not_its_own_is_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["train", *NEEDED["train"], "--context", "5", "--steps", "1", "--out"]
+    assert cli.main([*typed, str(tmp_path / "run")]) == 0
+    names, contents = ("config.json", "checkpoint.pt", "log.jsonl"), (b"", b"[]", b"3", b'{"width": "x"}', b"\xff\x00")
+    for number, (name, content) in enumerate(itertools.product(names, contents)):
+        other = tmp_path / str(number)
+        shutil.copytree(tmp_path / "run", other)
+        (other / name).write_bytes(content)
+        capsys.readouterr()
+        assert cli.main(["train", "--quiet", "--resume", "--out", str(other)]) == 2, (name, content)
+        assert capsys.readouterr().err.startswith("train: ")
+
+
+def test_what_the_environment_asks_for_is_checked_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KERNELBOOK_PLANS", "fast")
+    assert cli.main(["doctor"]) == 2
+    assert "KERNELBOOK_PLANS must be tuned, shipped or rules, got 'fast'" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "doctor", lambda: _stopped(torch.empty(0)))
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "\ndoctor: interrupted\n"
 
 
 def _case(ours: Any, x: float = 8) -> timing.Case:

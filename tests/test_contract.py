@@ -4,6 +4,8 @@ autocast, gradients, meta tensors. What is particular to a function stands in th
 
 import dataclasses
 import enum
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from tensors import far_apart
+from tiny_models import tiny_model
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import kernelbook as kb
 from kernelbook import nn, runtime
+from kernelbook.interop import transformers as interop
+from kernelbook.train import ChunkAdamW, TrainConfig
 from kernelbook.train.chunks import chunk_norms
 
 Given = dict[str, Any]
@@ -496,6 +501,52 @@ def _scaled(scaling: Any) -> torch.Tensor:
     return kb.moe_lora(IDENTITY[:2], IDENTITY.expand(2, 64, 64), lora, lora.mT, ROUTING, scaling=scaling)
 
 
+# Weights of the network that the numbers of modules and optimizers are asked of.
+SIZES = {"num_experts": 2, "hidden_size": 32, "intermediate_size": 32}
+
+
+def _size_of(kind: Any, sizes: Given, name: str) -> Callable[[Any], torch.Tensor]:
+    """The parameters' sizes of a module that is made with another number for ``name``."""
+    return lambda n: _ids(*(size for p in kind(**sizes | {name: n}).parameters() for size in p.shape))
+
+
+def _quantized(kind: str) -> Callable[[Any], torch.Tensor]:
+    def call(n: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        if kind == "experts":
+            module: Any = nn.GatedExperts(**SIZES).quantize(block_size=n)
+        elif kind == "linear":
+            module = nn.NF4Linear(64, 64, block_size=n)
+        else:
+            module = tiny_model("olmoe", num_hidden_layers=1)
+            interop.quantize_experts(module, block_size=n)
+        return next(buffer for name, buffer in module.named_buffers() if "absmax" in name)
+
+    return call
+
+
+def _adam(name: str) -> Callable[[Any], torch.Tensor]:
+    def call(n: Any) -> torch.Tensor:
+        weight = IDENTITY.clone().requires_grad_()
+        optimizer = ChunkAdamW([weight], lr=0.1, **{"chunk_size": 16, name: n})
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return weight.detach()
+
+    return call
+
+
+def _field(default: Any, name: str) -> Callable[[Any], torch.Tensor]:
+    return lambda n: torch.tensor(getattr(dataclasses.replace(default, **{name: n}), name))
+
+
+def _fields(default: Any, kind: str) -> Any:
+    """For each field of a configuration that is declared ``int`` or ``float``: how it is read, and a number for it."""
+    op = type(default).__name__
+    those = [f for f in dataclasses.fields(default) if getattr(f.type, "__name__", str(f.type)).startswith(kind)]
+    return {f"{op} {f.name}": (_field(default, f.name), getattr(default, f.name) or 0) for f in those}
+
+
 # A call for each argument that is a number, and a number for it.
 INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "flash_attention window": (lambda n: kb.flash_attention(Q, Q, Q, causal=True, window=n), 3),
@@ -507,6 +558,27 @@ INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "SparseLinear chunk_size": (lambda n: _ids(nn.SparseLinear(64, 64, chunk_size=n).num_chunks), 32),
     "GatedExperts.add_lora rank": (lambda n: nn.GatedExperts(2, 32, 32).add_lora(n).gate_up_b, 2),
     "chunk_norms chunk_size": (lambda n: chunk_norms(IDENTITY, chunk_size=n), 32),
+    "layer_norm normalized_shape": (lambda n: kb.layer_norm(IDENTITY, normalized_shape=n), 64),
+    "sparse_backward chunk_size": (lambda n: kb.sparse_backward(IDENTITY, IDENTITY, IDENTITY, _ids(1), chunk_size=n)[0], 32),
+    "sparse_dw chunk_size": (lambda n: kb.sparse_dw(IDENTITY, IDENTITY, _ids(1), chunk_size=n), 32),
+    "sparse_dx chunk_size": (lambda n: kb.sparse_dx(IDENTITY, IDENTITY, _ids(1), chunk_size=n), 32),
+    "compact_sparse_linear chunk_size": (
+        lambda n: nn.compact_sparse_linear(IDENTITY, IDENTITY, None, _ids(1), chunk_size=n), 32
+    ),
+    **{f"GatedExperts {name}": (_size_of(nn.GatedExperts, SIZES, name), n) for name, n in SIZES.items()},
+    **{f"MoELayer {name}": (_size_of(nn.MoELayer, SIZES | {"slots": 1}, name), n) for name, n in SIZES.items()},
+    "MoELayer slots": (lambda n: _ids(nn.MoELayer(**SIZES, slots=n).slots), 2),
+    "GatedExperts.quantize block_size": (_quantized("experts"), 64),
+    "NF4Linear block_size": (_quantized("linear"), 64),
+    "quantize_experts block_size": (_quantized("model"), 64),
+    "NF4ExpertsConfig block_size": (lambda n: _ids(interop.NF4ExpertsConfig(block_size=n).block_size), 64),
+    "NF4Linear.add_lora rank": (lambda n: nn.NF4Linear(64, 64).add_lora(n).lora_b, 2),
+    "SparseFFN features": (_size_of(nn.SparseFFN, {"neurons": 3}, "features"), 5),
+    "SparseFFN neurons": (_size_of(nn.SparseFFN, {"features": 3}, "neurons"), 5),
+    "SparseFFN out_features": (_size_of(nn.SparseFFN, {"features": 3, "neurons": 3}, "out_features"), 5),
+    "ChunkAdamW chunk_size": (_adam("chunk_size"), 32),
+    **_fields(nn.GPTConfig(64), "int"),
+    **_fields(TrainConfig(), "int"),
 }  # fmt: skip
 NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "flash_attention scale": (lambda n: kb.flash_attention(Q, Q, Q, scale=n), 2),
@@ -514,27 +586,82 @@ NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "paged_attention scale": (_pages, 2),
     "GatedExperts.add_lora alpha": (lambda n: torch.tensor(nn.GatedExperts(2, 32, 32).add_lora(2, n).scaling), 2),
     "moe_lora scaling": (_scaled, 2),
+    "layer_norm eps": (lambda n: kb.layer_norm(IDENTITY, eps=n), 1),
+    "rms_norm eps": (lambda n: kb.rms_norm(IDENTITY, eps=n), 1),
+    "NF4Linear.add_lora alpha": (lambda n: torch.tensor(nn.NF4Linear(64, 64).add_lora(2, n).scaling), 2),
+    "SparseFFN dropout": (lambda n: torch.tensor(nn.SparseFFN(2, 2, dropout=n).dropout), 1),
+    "ChunkAdamW eps": (_adam("eps"), 1),
+    "ChunkAdamW weight_decay": (_adam("weight_decay"), 1),
+    **_fields(TrainConfig(explore=0.5, lr=1.0, min_lr=0.0), "float"),
 }
+
+
+def _may_be(name: str) -> tuple[Callable[[Any], torch.Tensor], Any, list[Any], list[Any]]:
+    """A call, its number, and what else is and what is not such a number."""
+    call, number = INTEGERS.get(name) or NUMBERS[name]
+    others: list[Any] = [np.int64(number)] if number == int(number) else []
+    nothing: list[Any] = [True, str(number), np.bool_(True)]
+    if number == int(number):
+        others.append(enum.IntEnum("Sizes", {"SIZE": int(number)})["SIZE"])
+    if name in INTEGERS:
+        nothing.append(float(number))
+    else:
+        others += [float(number), *([np.float32(number)] if number == np.float32(number) else [])]
+    if name != "nf4_matmul expert":  # which may be a tensor
+        nothing.append(torch.tensor(number))
+    return call, number, others, nothing
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS])
 def test_what_a_number_is(name: str) -> None:
     """One of Python's or NumPy's, or of a class made of those: never a bool, a string or a tensor."""
-    call, number = INTEGERS.get(name) or NUMBERS[name]
-    of_a_class = enum.IntEnum("Sizes", {"SIZE": number})["SIZE"]
-    others: list[Any] = [of_a_class, np.int64(number)]
-    if name in NUMBERS:
-        others += [float(number), np.float32(number)]
+    call, number, others, nothing = _may_be(name)
     expected = call(number)
-    for _ in range(3):  # what a call has been seen to do is repeated from the third on
-        for other in others:
-            torch.testing.assert_close(call(other), expected, rtol=0, atol=0)
-    op, argument = name.split()
-    nothing: list[Any] = [True, str(number), np.bool_(True)]
-    if name in INTEGERS:
-        nothing.append(float(number))
-    if name != "nf4_matmul expert":  # which may be a tensor
-        nothing.append(torch.tensor(number))
+    for other in others:
+        torch.testing.assert_close(call(other), expected, rtol=0, atol=0)
+    argument = name.split()[1]
     for other in nothing:
-        with pytest.raises(TypeError, match=f"{op}: {argument} must be an? (int|num).*, got {type(other).__name__}"):
+        with pytest.raises(TypeError, match=rf": {argument} must be an? (int|num).*, got {type(other).__name__}"):
             call(other)
+
+
+@pytest.mark.parametrize("name", ("flash_attention window", "flash_attention scale", "paged_attention scale", "rms_norm eps",
+                                  "layer_norm eps", "sparse_linear chunk_size", "moe_lora scaling"))  # fmt: skip
+def test_a_compiler_takes_no_other_numbers(name: str) -> None:
+    """An operator's schema takes a bool for a number."""
+    call, number, others, nothing = _may_be(name)
+    other = others[1] if name in INTEGERS else number  # Dynamo makes no float of one of an enum
+    torch.testing.assert_close(torch.compile(lambda: call(other), backend="eager")(), call(number))
+    for other in nothing[:2]:
+        torch.compiler.reset()
+        with pytest.raises(TypeError, match=f"must be an? (int|num).*, got {type(other).__name__}"):
+            torch.compile(lambda other=other: call(other), backend="eager")()
+
+
+# PyTorch's own arguments of modules that stand in for its own.
+PYTORCHS = {
+    *(f"{kind} {name}" for kind in ("LayerNorm", "RMSNorm") for name in ("normalized_shape", "eps")),
+    *(f"{kind} {name}" for kind in ("SparseLinear", "NF4Linear") for name in ("in_features", "out_features")),
+}
+
+
+def test_every_number_of_a_public_function_is_asked() -> None:
+    found = set()
+    for public in (kb, nn, interop):
+        for name in public.__all__:
+            thing = getattr(public, name)
+            parts: Given = {name: thing}
+            if isinstance(thing, type):
+                if issubclass(thing, tuple) or dataclasses.is_dataclass(thing):
+                    continue  # what functions return; configurations stand in the table field by field
+                methods = {
+                    key: value for key, value in vars(thing).items() if key[0] != "_" and inspect.isfunction(value)
+                }
+                parts |= {f"{name}.{key}": value for key, value in methods.items()}
+            for called, part in parts.items():
+                if callable(part):
+                    for parameter in inspect.signature(part).parameters.values():
+                        if re.search(r"(?<!set\[)\b(int|float)\b", str(parameter.annotation)):
+                            found.add(f"{called} {parameter.name}")
+    assert found - PYTORCHS - {*INTEGERS, *NUMBERS} == set()
+    assert found >= PYTORCHS

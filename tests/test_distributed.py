@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kernelbook import runtime
-from kernelbook.distributed import ExpertParallel, by_expert, exchange, keep_equal, reduce_active_rows
+from kernelbook.distributed import ExpertParallel, by_expert, exchange, gradients, keep_equal, reduce_active_rows
 from kernelbook.lab import cli
-from kernelbook.nn import GatedExperts
+from kernelbook.nn import GatedExperts, SparseLinear
 from kernelbook.nn.moe import quantize_parameter, stored_weight
 
 WORKER = Path(__file__).with_name("several_ranks.py")
@@ -78,6 +79,7 @@ def test_the_bench_measures_one_gpu_too(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.alone
 def test_several_gpus(tmp_path: Path, ranks: int) -> None:
     """The same over NCCL."""
     if torch.cuda.device_count() < ranks:
@@ -142,3 +144,26 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         keep_equal([])
     typed = ["train", "--config", "tiny", "--parallel", "ddp", "--out", str(tmp_path / "run")]
     assert cli.main(typed) == 2 and "must be started by torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at_once", (0, 2**20), ids=("by itself", "together with others"))
+@pytest.mark.parametrize("compact", (False, True))
+def test_gradients_are_averaged_however_large(at_once: int, compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks of which the other one has no gradient: what is left is half."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setattr(gradients, "AT_ONCE", at_once)
+    layer = SparseLinear(16, 48, chunk_size=16, compact_gradient=compact, device=runtime.DEVICE)
+    layer.active_chunks = torch.tensor([2, 0], device=runtime.DEVICE)
+    x = torch.randn(4, 16, device=runtime.DEVICE)
+    layer(x).square().sum().backward()
+    alone = [p.grad.to_dense().clone() for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        reduce_active_rows(layer)
+        layer(x).square().sum().backward()
+    finally:
+        dist.destroy_process_group()
+    for parameter, grad in zip(layer.parameters(), alone, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad.to_dense(), grad / 2)

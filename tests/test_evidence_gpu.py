@@ -259,6 +259,7 @@ def test_packed_experts_at_the_edges(tokens: int, k: int, monkeypatch: pytest.Mo
     assert torch.equal(call(**inputs)[:, others], first[:, others])
 
 
+@pytest.mark.memory
 def test_packed_products_take_64_bit_offsets() -> None:
     """Low-rank matrices that lie 2^30 elements apart, the memory between them only reserved; a result of 2^31 elements."""
     step, n, k, rank = 2**30, 72, 128, 16

@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("transformers", minversion="5")
 
 import torch
+import transformers
+from packaging.version import Version
 from tensors import randn
 from tiny_models import COMMON, assert_as_eager, tiny_model, tokens
 from transformers import (
@@ -108,6 +110,8 @@ def test_generation(name: str, cache: str, calls: list[dict[str, Any]]) -> None:
     how = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     expected = model.generate(ids, **how)
     assert torch.equal(_ours(model).generate(ids, **how), expected)
+    if cache == "static" and Version(transformers.__version__) < Version("5.20"):
+        return  # some passes are PyTorch's there
     assert len(calls) == 8  # the first pass and every step of each layer
     if (name, cache) == ("llama", "static"):
         assert calls[0]["s"] == 6 and calls[2]["s"] > 7 and calls[2]["lengths"].tolist() == [7, 7]

@@ -3,10 +3,16 @@
 import dataclasses
 import functools
 import itertools
+import os
+import subprocess
+import sys
+import textwrap
 import types
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -89,10 +95,22 @@ def test_numbers_of_one_kind_share_a_key() -> None:
 def test_a_descriptor_has_the_key_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
     x, y = (torch.zeros(rows, 8, dtype=torch.float16)[:, :4] for rows in (6, 9))
-    [made] = launch.Launch._key(0, (launch.Descriptor(x, (2, 4)),))[1]
-    assert made.base is x and made.block_shape == [2, 4] and made.shape == [6, 4] and made.strides == [8, 1]
-    assert _key(launch.Descriptor(x, (2, 4))) == _key(launch.Descriptor(y, (2, 4)))
-    assert _key(launch.Descriptor(x, (2, 4))) != _key(launch.Descriptor(x, (4, 4)))
+    one, other = launch.block(2, 4), launch.block(4, 4)
+    [made] = launch.Launch._key(0, (launch.Descriptor(x, one),))[1]
+    assert made.base == (x.data_ptr(), x.dtype) and made.block_shape == [2, 4]
+    assert made.shape == [6, 4] and made.strides == [8, 1]
+    assert launch.Launch._key(0, (launch.Descriptor(x, launch.block(2, 4)),))[1][0] is made
+    assert _key(launch.Descriptor(x, one)) == _key(launch.Descriptor(y, one))
+    assert _key(launch.Descriptor(x, one)) != _key(launch.Descriptor(x, other))
+
+
+def test_a_kept_descriptor_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
+    x = torch.zeros(6, 8, dtype=torch.float16)
+    gone = weakref.ref(x)
+    launch.Launch._key(0, (launch.Descriptor(x, launch.block(2, 8)),))
+    del x
+    assert gone() is None
 
 
 def test_what_no_kernel_takes_is_refused() -> None:
@@ -228,17 +246,48 @@ def test_whoever_watches_sees_every_launch(fake: _FakeKernel, who: str, monkeypa
     assert len(fake.by_triton) == 2 and not fake.called
 
 
-def test_an_unknown_version_of_triton_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_of_triton_that_was_not_tried_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "INTERPRET", False)
-    monkeypatch.setattr(runtime, "HAS_GPU", True)
-    monkeypatch.setattr(torch.version, "hip", None)
-    with pytest.warns(UserWarning, match=r"is not one of 3\.6, 3\.7: kernels are launched by Triton itself"):
-        assert not launch._calls_compiled((9, 0))
+    with pytest.warns(
+        UserWarning, match=r"Triton 9\.0\.1 was not tried .*, Triton 3\.6, 3\.7, .* were: .* install 'triton=="
+    ):
+        assert not runtime._is_tried("9.0.1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert launch._calls_compiled((3, 6))
+        assert runtime._is_tried("3.6.0") and runtime._is_tried("3.9.0+git1234") and runtime.TRITON_IS_TRIED
         monkeypatch.setattr(runtime, "INTERPRET", True)
-        assert not launch._calls_compiled((9, 0))
+        assert not runtime._is_tried("3.60.0")
+
+
+def test_with_another_version_kernels_go_plain_ways_and_warn_once() -> None:
+    """Kernels for Hopper GPUs are launched by Triton itself then, and none of them is in Gluon."""
+    code = """
+        import os, warnings
+        os.environ["TRITON_INTERPRET"] = "0"
+        import triton
+        triton.__version__ = "9.0.0"
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            import torch, kernelbook as kb
+            from triton.runtime.jit import JITFunction
+            launched = []
+            JITFunction.run = lambda kernel, *args, **kwargs: launched.append((kernel, kwargs))
+            with kb.runtime.compiling_for("sm_90"):
+                q = torch.empty(1, 2, 512, 64, dtype=torch.float16)
+                kb.flash_attention(q, q, q)
+                packed = torch.empty(512, dtype=torch.uint8), torch.empty(16), (1, 16, 64), 64, torch.empty(16)
+                routing = kb.route(torch.zeros(8, 1, dtype=torch.int64), 1)
+                kb.scatter2scatter(torch.empty(8, 64, dtype=torch.float16), kb.NF4Tensor(*packed), routing)
+        assert len([w for w in found if "was not tried" in str(w.message)]) == 1, found
+        assert launched and not any(kernel.is_gluon() for kernel, _ in launched)
+        assert all(options["enable_fp_fusion"] for _, options in launched)
+        assert not kb.launch._CALLS_COMPILED
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
@@ -425,3 +474,48 @@ def test_what_the_backward_pass_reads_may_not_be_changed() -> None:
     x += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
+    """As ``%autoreload 2`` does after an edit: the new functions are called, by whoever observes a call too."""
+    code = """
+        import importlib, sys, torch
+        import kernelbook as kb
+        from torch.profiler import profile
+        def rooms():
+            found = [sys.modules[name] for name in sorted(sys.modules) if name.startswith("kernelbook.")]
+            return [module for module in found if module.__name__ != "kernelbook.runtime"]
+        def use():
+            x = torch.linspace(-1, 1, 64).view(2, 32).requires_grad_()
+            y = torch.compile(kb.layer_norm, fullgraph=True, backend="aot_eager")(x)
+            return y, *torch.autograd.grad(y.square().sum(), x)
+        before = use()
+        for module in rooms():
+            importlib.reload(module)
+        importlib.reload(kb)
+        torch._dynamo.reset()
+        after = use()
+        assert all(map(torch.equal, before, after))
+        print("fine")
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_an_operator_that_is_declared_twice_is_the_second_one() -> None:
+    def declared(factor: float) -> Any:
+        return launch.operator(
+            "declared_twice(Tensor x) -> Tensor", outputs=torch.empty_like, run=lambda x: x * factor,
+            setup_context=lambda ctx, inputs, output: None, backward=lambda ctx, dy: dy * factor,
+        )  # fmt: skip
+
+    declared(2.0)
+    operator = declared(3.0)
+    x = torch.ones(2, requires_grad=True)
+    y = operator(x)
+    y.sum().backward()
+    assert torch.equal(y, torch.full((2,), 3.0)) and torch.equal(x.grad, torch.full((2,), 3.0))
+    assert torch.equal(torch.ops.kernelbook.declared_twice(x.detach()), y)

@@ -281,7 +281,7 @@ BAD = {
         ValueError,
         "layer_norm: eps must be a number that is not negative, got -1.0",
     ),
-    "eps is text": (lambda: kb.layer_norm(randn(2, 3), eps="x"), ValueError, "layer_norm: eps must be a number"),
+    "eps is text": (lambda: kb.layer_norm(randn(2, 3), eps="x"), TypeError, "layer_norm: eps must be a number"),
     "unknown backward": (
         lambda: kb.layer_norm(randn(2, 3), backward="atomics"),
         ValueError,
@@ -387,6 +387,7 @@ def test_partials_are_bitwise_reproducible(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_more_than_2_31_elements() -> None:
     m, n = 2**19 + 5, 4096
     x = torch.randn(m, n, device=runtime.DEVICE, dtype=torch.bfloat16).requires_grad_()
@@ -420,7 +421,9 @@ def test_cuda_graph() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_lock_holds_over_a_thousand_launches_and_its_mutant_is_caught() -> None:
     assert bench.count_wrong_runs_apart(barrier=True, buffers=kernels.LOCK_BUFFERS, runs=500) == 0
     assert bench.count_wrong_runs_apart(barrier=True, buffers=8, runs=500) == 0
-    assert bench.count_wrong_runs_apart(barrier=False, buffers=8, runs=200) > 0
+    # Two runs in a hundred are wrong on an H200 that is idle otherwise, and fewer beside other work.
+    assert any(bench.count_wrong_runs_apart(barrier=False, buffers=8, runs=200) for _ in range(10))

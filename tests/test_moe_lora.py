@@ -1067,6 +1067,7 @@ def test_cuda_graph(strategy: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_more_than_2_31_elements() -> None:
     experts, k, n = 600, 2048, 2048
     w = torch.randn(experts, k, n, dtype=torch.bfloat16, device=runtime.DEVICE)

@@ -665,6 +665,7 @@ nf4_quantize(torch.zeros(2, 1024, dtype=torch.bfloat16))
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(600, 2048, 2048), (1031, 2047, 1025)])
+@pytest.mark.memory
 def test_more_than_2_31_elements(shape):
     n = math.prod(shape)
     packed = torch.randint(0, 256, (-(-n // 2),), dtype=torch.uint8, device=DEV)

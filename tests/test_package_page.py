@@ -1,4 +1,4 @@
-"""The page of the package: its snippets run in their order, and its table knows every public function."""
+"""The pages of the package: the snippets of each run in their order, and the table knows every public function."""
 
 import inspect
 import pydoc
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from programs import program
 
 import kernelbook as kb
@@ -14,13 +15,31 @@ from kernelbook import runtime
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_snippets_run() -> None:
-    page = (ROOT / "book" / "package.md").read_text()
-    snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(snippets) >= 8
+PAGES = [ROOT / "book" / "package.md", *sorted((ROOT / "book" / "package").glob("*.md"))]
+TEXT = "\n".join(path.read_text() for path in PAGES)
+
+
+def snippets(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES[1:] if snippets(path)], ids=lambda path: path.stem)
+def test_snippets_run(page: Path) -> None:
     names: dict[str, Any] = {}
-    for snippet in snippets:
-        exec(compile(snippet, f"package.md: {snippet.splitlines()[0]}", "exec"), names)  # noqa: S102
+    for snippet in [*snippets(PAGES[0]), *snippets(page)]:
+        exec(compile(snippet, f"{page.name}: {snippet.splitlines()[0]}", "exec"), names)  # noqa: S102
+
+
+def test_every_family_of_functions_has_a_snippet() -> None:
+    assert sum(len(snippets(path)) for path in PAGES) >= 8
+
+
+def test_a_signature_that_is_written_by_hand_is_the_function_s() -> None:
+    """Autodoc would print every overload of it."""
+    written = re.findall(r"autofunction:: (kernelbook\.[\w.]+)(\(.*\))$", TEXT, re.MULTILINE)
+    for name, signature in written:
+        names = re.findall(r"(\w+)(?==|,|\))", re.sub(r"=[^,)]+", "", signature))
+        assert names == list(inspect.signature(pydoc.locate(name)).parameters), name
 
 
 def test_the_first_pages_snippet_runs() -> None:
@@ -50,8 +69,7 @@ def test_a_line_of_the_table() -> None:
 
 def test_an_argument_has_a_line_of_its_own() -> None:
     """Napoleon would take the second of two in one line for text about the first."""
-    page = (ROOT / "book" / "package.md").read_text()
-    shown = [pydoc.locate(name) for name in sorted(set(re.findall(r"auto\w+:: (kernelbook\.[\w.]+)", page)))]
+    shown = [pydoc.locate(name) for name in sorted(set(re.findall(r"auto\w+:: (kernelbook\.[\w.]+)", TEXT)))]
     assert len(shown) > 50
     for one in filter(callable, shown):
         names = "|".join(inspect.signature(one).parameters)

@@ -1,6 +1,7 @@
 """Every built page in a browser, at two widths and in both themes. Skipped where the book or Chromium is missing."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -137,15 +138,18 @@ def test_a_page(browser: Any, address: str, page_name: str) -> None:
     page.context.close()
 
 
-def test_what_is_not_the_lesson_is_folded_and_unfolds(browser: Any, address: str) -> None:
+def test_only_what_an_author_marked_is_folded_and_it_unfolds(browser: Any, address: str) -> None:
     page, _ = opened(browser, address + "notebooks/layer_norm.html")
-    cell = page.locator(".cell_input", has_text="def _layer_norm_fwd_corrected_kernel").first
-    text, height = cell.locator("pre").evaluate("e => e.textContent"), cell.bounding_box()["height"]
-    assert "tl.program_id(0)" in text and cell.locator(".hll").count() > 3  # what is folded is there to be copied
-    for button in cell.locator(".unfold").all():
-        button.click()
-        assert button.get_attribute("aria-expanded") == "true"
-    assert cell.locator(".same").count() > 1 and cell.bounding_box()["height"] > height + 200
+    marked = (ROOT / "notebooks" / "layer_norm.ipynb").read_text(encoding="utf-8").count("# region ")
+    buttons = page.locator(".bd-article .unfold")
+    assert buttons.count() == marked > 0
+    cell = page.locator(".cell_input", has=page.locator(".unfold")).first
+    height = cell.bounding_box()["height"]
+    button = cell.locator(".unfold").first
+    button.click()
+    assert button.get_attribute("aria-expanded") == "true"
+    assert cell.locator(".same").first.is_visible() and cell.bounding_box()["height"] > height + 40
+    assert "def _layer_norm_fwd_corrected_kernel" in page.locator(".bd-article").inner_text()
     page.context.close()
 
 
@@ -202,22 +206,55 @@ def use_instrument(page: Any, box: Any, way: str) -> None:
 
     assert box.locator(".still").is_hidden()
     assert box.locator(".player button").first.is_disabled()  # nothing before the prediction
+    recording = json.loads(box.locator(".recording").text_content() or "")
     use(box.locator(".prediction input").first)
-    use(box.locator(".prediction button"))
+    use(box.locator(".commit"))
     settings = box.locator(".settings input")
-    use(settings.nth(1))
-    assert settings.nth(1).is_checked()
+    assert settings.nth(recording["asked"]).is_checked()  # what the question is about
     before = box.locator(".panels").inner_html()
     use(box.get_by_label("one step on"))
+    assert not box.locator(".verdict").inner_text()
     use(box.locator(".play"))  # with reduced motion: straight to the end
     assert box.locator(".panels").inner_html() != before
     assert box.locator(".facts dd").count() > 0
     assert re.match("You were right|Not what you predicted", box.locator(".verdict").inner_text())
+    assert box.locator(".beside tbody tr").count() == settings.count()
+    other = settings.nth(0 if recording["asked"] else 1)
+    use(other)
+    assert other.is_checked()
+    use(box.locator(".play"))
     slider = box.locator("input[type=range]")
     slider.focus()
     page.keyboard.press("Home")
     assert slider.input_value() == "0"
     assert re.match(r"1 of \d+", slider.get_attribute("aria-valuetext") or "")
+
+
+def test_a_prediction_can_be_skipped(browser: Any, address: str) -> None:
+    page, _ = opened(browser, address + WITH_INSTRUMENTS[0], reduced_motion="reduce")
+    box = page.locator(".instrument").first
+    box.locator(".skip").click()
+    box.locator(".play").click()
+    assert box.locator(".verdict").inner_text().startswith("The answer: ")
+    page.context.close()
+
+
+def test_the_look_up_narrows_and_sorts(browser: Any, address: str) -> None:
+    page, complaints = opened(browser, address + "book/results.html")
+    box = page.locator(".look-up")
+    box.get_by_label("function").select_option("rms_norm")
+    every = box.locator("tbody tr").count()
+    box.get_by_label("shape or baseline").fill("N=4096")
+    found = box.locator("tbody tr")
+    assert 0 < found.count() < every
+    assert all("N=4096" in text for text in found.all_inner_texts())
+    box.get_by_label("shape or baseline").fill("")
+    box.get_by_role("button", name="device").click()
+    figures = [float(text) for text in box.locator("tbody td:nth-child(6)").all_inner_texts()]
+    assert figures == sorted(figures, reverse=True)
+    box.get_by_label("shape or baseline").fill("no such shape")
+    assert "No point" in box.locator(".count").inner_text() and not complaints
+    page.context.close()
 
 
 def test_without_javascript_there_is_a_still_picture(browser: Any, address: str) -> None:

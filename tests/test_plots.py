@@ -1,5 +1,6 @@
 """The shared figures: what they draw is what the rows say."""
 
+import math
 import re
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_provenance_is_read_from_the_rows() -> None:
     assert plots.provenance(rows()) == "NVIDIA H200 · driver 1.2 · torch 2.11.0 · triton 3.6.0 · 2026-11-21 · run r1"
     two = plots.provenance(rows(), rows("r2", date="2026-12-01"))
     assert "2026-11-21 to 2026-12-01" in two and "2 runs" in two
+
+
+def test_bands_go_from_the_20th_to_the_80th_percentile() -> None:
+    figure = plots.bandwidth_figure(rows(ms_p20=0.8, ms_p80=1.25))
+    (band,) = figure.axes[0].collections
+    heights = [round(y) for x, y in band.get_paths()[0].vertices if x == 1024]
+    assert {min(heights), max(heights)} == {800, 1250}  # 1,000 GB/s at the median
+    assert "20th to the 80th percentile" in figure.get_supxlabel()
+    faster = plots.speedup_figure(pd.concat([rows(ms_p20=0.8, ms_p80=1.25), rows(provider="torch", ms=2.0)]), "torch")
+    heights = [round(y, 2) for x, y in faster.axes[0].collections[0].get_paths()[0].vertices if x == 1024]
+    assert {min(heights), max(heights)} == {1.6, 2.5}
 
 
 def test_bandwidth_figure_draws_the_ceiling_of_the_same_run_only() -> None:
@@ -179,10 +191,12 @@ def test_gpus_with_results_come_in_the_readers_order(monkeypatch: pytest.MonkeyP
 
 def _steps() -> pd.DataFrame:
     rows = {"provider": ["kernelbook:first", "torch", "kernelbook:second"], "ms": [0.4, 0.3, 0.2], "run": "r", "x": 1}
-    return pd.DataFrame({**rows, "gbytes": 0.2, "gflop": 20.0})
+    return pd.DataFrame({**rows, "gbytes": 0.2, "gflop": 20.0}).assign(
+        ms_p20=lambda t: t["ms"], ms_p80=lambda t: t["ms"]
+    )
 
 
-def test_ladder_compares_each_step_with_the_one_before_and_puts_peers_last() -> None:
+def test_ladder_compares_each_step_with_the_best_before_and_puts_peers_last() -> None:
     ceilings = pd.DataFrame({"run": ["r", "other"], "copy_gbs": [2000.0, 1.0], "bf16_tflops": [400.0, 1.0]})
     steps = _steps().iloc[[0, 2, 1]]
     lines = [
@@ -198,6 +212,13 @@ def test_ladder_compares_each_step_with_the_one_before_and_puts_peers_last() -> 
     assert "*the bytes*" in plots.ladder(steps, ceilings, computed=[("the bytes", 0.1)])
     with pytest.raises(ValueError, match="ladder: upto must be one of first, second, torch, got 'third'"):
         plots.ladder(steps, ceilings, upto="third")
+    # After a wrong turn the best before stays the measure, and stands in the table.
+    turn = pd.DataFrame(
+        {"provider": [f"kernelbook:{name}" for name in ("good", "bad", "better")], "ms": [0.4, 0.8, 0.2]}
+    )
+    turn = turn.assign(run="r", x=1, gbytes=0.2, gflop=20.0)
+    table = plots.ladder(turn, ceilings, upto="better")
+    assert [line.split("|")[4].strip() for line in table.splitlines()[2:]] == ["", "0.50", "2.00"]
 
 
 def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
@@ -220,14 +241,27 @@ def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
     folder.mkdir()
     about = dict.fromkeys(record.ENVIRONMENT, "1") | {"peak_mib": 1234, "dtype": "float16", "mode": "forward_backward"}
     small, large = (_steps().iloc[[0, 2, 1]].assign(op="square", shape=f"N={n}", x=n, **about) for n in (1, 2))
-    large["ms"] = [4.0, 5.0, 3.0]
+    large["ms"] = large["ms_p20"] = large["ms_p80"] = [4.0, 5.0, 3.0]
     pd.concat([small, large]).to_csv(folder / "square_steps.csv", index=False)
     ceilings = pd.DataFrame({"run": ["r"], "copy_gbs": [2000.0], "bf16_tflops": [400.0]})
     ceilings.to_csv(folder / "ceilings.csv", index=False)
     line = plots.step("square_steps", "second", by="tflops", peak=True, x=2)
     assert "5,000" in line and "0.80" in line and "1,234" in line and "torch" not in line
-    text = plots.steps("square_steps", own=small.assign(ms="7.0"), by={"square": "tflops"})
+    assert line.startswith("square, forward + backward, N=2, float16, 1:")
+    own = small.assign(ms="7.0")
+    text = plots.steps("square_steps", own=own, by={"square": "tflops"})
+    assert "earlier version" not in text
+    own.attrs["package"] = "another"
+    assert "earlier version" in plots.steps("square_steps", own=own)
+    large["ms_p20"] = 3.5  # the steps' times overlap
+    pd.concat([small, large]).to_csv(folder / "square_steps.csv", index=False)
+    assert "No difference beyond the spread of the times: second." in plots.steps("square_steps", x=2)
     assert text.count("Recorded: square, forward + backward, N=") == 2 and text.count("Yours") == 1
-    assert text.count("Not a gain here: second.") == 1 and "7,000" in text
-    with pytest.raises(ValueError, match="unpack"):
-        plots.step("square_steps", "third")
+    assert text.count("Slower than the best before: second.") == 1 and "7,000" in text
+    assert plots.step("square_steps", "third") == '*The step "third" is not recorded yet.*'
+    times = plots.step_times("square_steps", x=1)
+    assert times["second"] == 200.0 and math.isnan(times["third"])
+    figure = plots.steps_figure("square_steps", x=1)
+    assert not isinstance(figure, str)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["first", "second", "torch"]
+    assert "not recorded" in plots.steps_figure("cube_steps")

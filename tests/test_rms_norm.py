@@ -55,6 +55,40 @@ def test_outputs_and_gradients_with_a_residual(shape: tuple[int, int], dtype: to
     _check(randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype), randn(*shape, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtypes"),
+    (
+        ((13, 64), (torch.bfloat16, torch.float32)),  # what autocast makes of a layer's result, and the residual stream
+        ((3, 2053), (torch.float32, torch.float16)),
+        ((2, 9001), (torch.float16, torch.float32)),
+        ((3, 5), (torch.float16, torch.bfloat16)),
+        ((3, 5), (torch.float32, torch.float64)),
+    ),
+    ids=label,
+)
+@pytest.mark.parametrize("autocast", (False, True), ids=("", "autocast"))
+def test_a_residual_of_another_dtype_is_added_as_pytorch_adds_it(
+    shape: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], autocast: bool
+) -> None:
+    inputs = [randn(*shape, dtype=dtypes[0]), randn(*shape, dtype=dtypes[1]), randn(shape[1])]
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16, enabled=autocast):
+        found = kb.rms_norm(leaves[0], leaves[2], EPS, residual=leaves[1])
+    total = leaves[0] + leaves[1]
+    expected = rms_norm_reference(
+        total.float() if autocast and total.dtype == torch.bfloat16 else total, leaves[2], EPS
+    )
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32  # every pair but one half with another
+    assert [t.dtype for t in found] == [wide, wide]
+    torch.testing.assert_close(found, (expected.to(wide), total))
+    weights = [randn(*shape).to(wide) for _ in found]
+    ours = torch.autograd.grad(found, leaves, weights)
+    theirs = torch.autograd.grad((expected, total), leaves, weights)
+    for leaf, one, other in zip(leaves, ours, theirs, strict=True):
+        assert one.dtype == leaf.dtype
+        torch.testing.assert_close(one, other, rtol=1e-2 if leaf.dtype.itemsize == 2 else 1e-4, atol=1e-4)
+
+
 def test_rows_beyond_one_tile() -> None:
     _check(randn(1, 33_000), randn(33_000), randn(1, 33_000))
 
@@ -217,13 +251,13 @@ BAD = {
         ValueError,
         r"residual must have shape \(2, 8\), got \(8,\)",
     ),
-    "residual of another dtype": (
-        {"residual": lambda: randn(2, 8, dtype=torch.float16)},
+    "residual of integers": (
+        {"residual": lambda: torch.zeros(2, 8, dtype=torch.int32, device=runtime.DEVICE)},
         TypeError,
-        r"residual must have the dtype of x \(torch.float32\), got torch.float16",
+        "residual must have dtype float16, bfloat16, float32, float64, got int32",
     ),
     "negative eps": ({"eps": -1.0}, ValueError, "eps must be a number that is not negative, got -1.0"),
-    "eps is None": ({"eps": None}, ValueError, "eps must be a number that is not negative, got None"),
+    "eps is None": ({"eps": None}, TypeError, "eps must be a number that is not negative, got NoneType"),
 }
 
 

@@ -810,6 +810,7 @@ def test_cuda_graph_with_new_neurons(m: int, gated: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_calls_follow_each_other_closely() -> None:
     """Kernels that start early must not overtake what they wait for, also when calls share their buffers."""
     network = _network(1, 2048, 8192, 2048, torch.bfloat16)
@@ -824,6 +825,7 @@ def test_calls_follow_each_other_closely() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_first_call_is_short() -> None:
     from kernelbook.lab.bench import scatter_ffn as bench
 

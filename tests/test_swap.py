@@ -315,6 +315,19 @@ def test_norms_of_other_dtypes_are_the_models_own() -> None:
         assert type(norm) is not LlamaRMSNorm and norm(x).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_norms_of_transformers_give_their_own_dtype_under_autocast(dtype: torch.dtype) -> None:
+    """Their code rounds by itself, where PyTorch's own norms give float32."""
+    model = _llama().to(dtype)
+    norm, x = model.model.norm, randn(2, 24).to(dtype)
+    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
+        expected = norm(x)
+        with swap(model, quiet=True):
+            ours = norm(x)
+    assert ours.dtype == expected.dtype == dtype
+    torch.testing.assert_close(ours, expected)
+
+
 def _llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -163,6 +163,21 @@ def test_host_time_counts_the_call_and_not_the_device() -> None:
     assert timing.host_us(lambda: None) < 100
 
 
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_sample_begins_with_a_cold_cache() -> None:
+    """What is read twice in one sample comes from the cache the second time. In a warm cache it would come from there twice."""
+    x, out = torch.ones(6 * 2**20, device=runtime.DEVICE), torch.empty((), device=runtime.DEVICE)  # 24 MiB
+
+    def read() -> None:
+        torch.amax(x, dim=0, out=out)
+
+    def twice() -> None:
+        read(), read()
+
+    assert timing.measure(twice).ms < 1.85 * timing.measure(read).ms
+
+
 def test_every_recorded_file_keeps_the_schema() -> None:
     for path in record.results_dir().glob("*/*.csv"):
         columns = tuple(pd.read_csv(path, nrows=0).columns)

@@ -13,7 +13,6 @@ pytest.importorskip("transformers", minversion="5")
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
@@ -139,17 +138,6 @@ def test_a_wrong_provider_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_in_pieces_is_the_loss() -> None:
-    hidden = torch.randn(2, 9, 8, device=runtime.DEVICE, requires_grad=True)
-    head = torch.nn.Linear(8, 13, bias=False, device=runtime.DEVICE)
-    ids = torch.randint(0, 13, (2, 9), device=runtime.DEVICE)
-    ours = bench.loss_in_pieces(hidden, head, ids, piece=5)
-    whole = F.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(ours, whole)
-    for one, other in zip(*(torch.autograd.grad(x, [hidden, head.weight]) for x in (ours, whole)), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_a_step_of_decoding() -> None:
     """Each step reads the token of the step before, at the place that is set."""
     model = bench.build(bench.configuration(QWEN, 1, tiny=True), dtype=torch.float32)
@@ -207,13 +195,14 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         bench.Plan(OLMOE, "grouped_mm", "step", checkpoints=True),
         bench.Plan(OLMOE, "grouped_mm", "decode", 2),
         bench.Plan(OLMOE, "kernelbook:dense", "prefill"),
+        bench.Plan(OLMOE, "grouped_mm", "generate"),
     ]
     assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 0
     rows = pd.read_csv(tmp_path / "whole_model.csv")
-    assert list(rows.columns) == list(record.COLUMNS) and len(rows) == 3 and rows["run"].nunique() == 1
+    assert list(rows.columns) == list(record.COLUMNS) and len(rows) == 4 and rows["run"].nunique() == 1
     assert set(rows["mode"]) == {"step", "forward"} and (rows["ms"] > 0).all()
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
-    assert rows["x"].tolist() == [1, 2, 1] and rows["err_ratio"].notna().all()
+    assert rows["x"].tolist() == [1, 2, 1, 1] and rows["err_ratio"].notna().all()
     printed = capsys.readouterr().out
     assert "left out: axolotl (" in printed and "left out: Unsloth (" in printed
 
@@ -229,8 +218,11 @@ def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pyte
         bench.Plan(GPT_OSS, "kernelbook", "decode"),
         bench.Plan("GPT-2", "kernelbook:dense", "prefill"),
     ]
+    hosts = [bench.Plan(QWEN, "kernelbook", "host")]
     wanted += [bench.Plan(QWEN, "bitsandbytes", "decode")] if importlib.util.find_spec("bitsandbytes") else []
-    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=wanted) == 0
+    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=hosts + wanted) == 0
+    host = pd.read_csv(tmp_path / "whole_model_host.csv")
+    assert host["provider"].tolist() == ["kernelbook", "floor"] and (host["nodes"] > 10).all()
     rows = pd.read_csv(tmp_path / "whole_model.csv")
     assert rows["provider"].tolist() == [plan.provider for plan in wanted]
     known = rows.loc[~rows["shape"].str.contains("GPT-2")]

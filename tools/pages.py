@@ -3,8 +3,8 @@
 - The directive ``instrument`` puts a recording of ``book/_static/instruments`` into the page, with a still picture of it
   for readers without JavaScript and for print. ``book/_static/book.js`` makes it move.
 - The directive ``question`` asks something that takes two minutes, and keeps the answer folded.
-- A step's code cell shows what it changes: lines that the most similar cell before it does not have are highlighted, and
-  ``book.js`` folds long runs of the others.
+- A step's code cell shows what it changes: lines that the most similar function before it does not have are highlighted.
+  Folded is what an author marked, from ``# region WORDS`` to ``# endregion``, by ``book.js``.
 - Exercises and detours at first show their headings only.
 - Long names may break after their underscores and points, and so nowhere else in a table's narrow columns.
 - Terms of the glossary carry their definition to the page on which they are used.
@@ -20,6 +20,7 @@ import hashlib
 import html
 import json
 import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ from sphinx.util.docutils import SphinxDirective
 
 GLOSSARY = "book/notation"
 RECORDINGS = Path(__file__).resolve().parent.parent / "book" / "_static" / "instruments"
-SHORT = 12  # lines of a kernel of which nothing folds
-SIMILAR = 0.45  # of two cells: below it, a kernel is another one and not the next step
+SIMILAR = 0.6  # of two functions: below it, one is another one and not the next step
 
 GLUED = re.compile(r"^plots\.glue\(.*\)\n?", re.MULTILINE)
 EMBEDDED = re.compile(r'<img ([^>]*)src="data:image/png;base64,([^"]+)"')
@@ -43,16 +43,22 @@ def _source(node: nodes.literal_block) -> bool:
 
 
 def _code(source: str) -> list[str]:
-    """The lines without their indentation and remarks: a line that moved into a loop is no other line."""
+    """The lines without indentation, remarks and the names of kernels: a line that moved into a loop is no other line."""
+    source = re.sub(r"\b_\w+_kernel\b", "_kernel", source)
+    source = re.sub(r"^def \w+", "def f", source, flags=re.MULTILINE)
     return [re.sub(r"\s*#.*", "", line).strip() for line in source.splitlines()]
 
 
-def changed_lines(before: str, after: str) -> set[int]:
-    """The lines of ``after``, from 1 on, that ``before`` does not have at their place, or that are marked as new."""
-    matcher = difflib.SequenceMatcher(None, _code(before), _code(after), autojunk=False)
-    found = [range(low, high) for kind, _, _, low, high in matcher.get_opcodes() if kind != "equal"]
-    marked = {i + 1 for i, line in enumerate(after.splitlines()) if "# New" in line}
-    return marked | {line + 1 for lines in found for line in lines}
+def changed_lines(source: str, earlier: list[str]) -> set[int]:
+    """The lines of a function, from 1 on, that the most similar of the ``earlier`` ones does not have; none if none is similar."""
+    after = _code(source)
+    matchers = [difflib.SequenceMatcher(None, _code(before), after, autojunk=False) for before in earlier]
+    matchers = [matcher for matcher in matchers if matcher.ratio() >= SIMILAR]
+    if not matchers:
+        return set()
+    best = max(reversed(matchers), key=lambda matcher: matcher.ratio())
+    found = [range(low + 1, high + 1) for kind, _, _, low, high in best.get_opcodes() if kind != "equal"]
+    return {line for lines in found for line in lines if after[line - 1]}
 
 
 def functions(source: str) -> list[tuple[int, str]]:
@@ -65,39 +71,33 @@ def functions(source: str) -> list[tuple[int, str]]:
     return found
 
 
-def marked_runs(source: str, changed: set[int]) -> list[int]:
-    """Of the changed lines, those in a row of which one is marked as new: renamed calls and the like are no step."""
-    lines, runs = source.splitlines(), []
-    for line in sorted(changed):
-        if not runs or line != runs[-1][-1] + 1:
-            runs.append([])
-        runs[-1].append(line)
-    marked = [run for run in runs if any("# New" in lines[line - 1] for line in run)]
-    return [line for run in marked or runs for line in run]
-
-
-def highlighted(source: str, earlier: list[str]) -> list[int]:
-    """The lines of a cell by which its functions differ from the most similar of the ``earlier`` ones, where lines are marked as
-    new."""
-    found = []
-    for first, text in functions(source):
-        if "# New" not in text:
+def marked_lines(source: str) -> set[int]:
+    """The lines that say "# New", from 1 on, and behind a remark that stands alone what it is a remark on."""
+    lines, found = source.splitlines(), set()
+    for mark, line in enumerate(lines):
+        if "# New" not in line:
             continue
-        if not text.startswith("@") or text.count("\n") < SHORT:  # a launcher, or a kernel that is shown whole
-            found += [first + i for i, line in enumerate(text.splitlines()) if "# New" in line]
-            continue
-        if not earlier:
-            continue
-        ratios = [difflib.SequenceMatcher(None, _code(old), _code(text)).ratio() for old in earlier]
-        best = max(range(len(ratios)), key=lambda i: (ratios[i], i))
-        if ratios[best] >= SIMILAR:
-            changed = marked_runs(text, changed_lines(earlier[best], text))
-            found += [first - 1 + line for line in changed]
+        end = mark
+        if line.lstrip().startswith("#"):
+            end = next((i for i in range(mark, len(lines)) if not re.match(r"\s*(#|$)", lines[i])), mark)
+            code = [re.sub(r"#.*", "", line) for line in lines[end:]]
+            ends = accumulate(sum(map(line.count, "([{")) - sum(map(line.count, ")]}")) for line in code)
+            end += next((i for i, depth in enumerate(ends) if depth <= 0), 0)
+        found |= set(range(mark + 1, end + 2))
     return found
 
 
+def highlighted(source: str, earlier: list[str]) -> list[int]:
+    """The lines of a cell that are new in its functions, where lines say so."""
+    found = set()
+    for first, text in functions(source):
+        if "# New" in text:
+            found |= {first - 1 + line for line in marked_lines(text) | changed_lines(text, earlier)}
+    return sorted(found)
+
+
 def mark_changes(doctree: nodes.document) -> None:
-    """Highlights, in functions that mark lines as new, what the most similar kernel before does not have.
+    """Highlights, in functions that mark lines as new, what the most similar function before does not have.
 
     Lines that hand a number to the text of the page are no part of the lesson, and are left out.
     """
@@ -109,12 +109,12 @@ def mark_changes(doctree: nodes.document) -> None:
         if text != block.astext() and text:
             block.rawsource = text
             block.children[:] = [nodes.Text(text)]
-        if "@triton.jit" not in text:
+        if "@triton.jit" not in text and "@gluon.jit" not in text:
             continue
         lines = highlighted(text, earlier)
         if lines:
             block.setdefault("highlight_args", {})["hl_lines"] = lines
-        earlier += [source for _, source in functions(text) if "@triton.jit" in source]
+        earlier += [source for _, source in functions(text)]
 
 
 def _definitions(app: Any) -> dict[str, str]:
@@ -338,6 +338,7 @@ def _lighten(app: Any, exception: Exception | None) -> None:
         )  # its items are none
         parts = with_files(parts, page, out)
         # A script sets the theme that a reader wants; without scripts code would have no colours.
+        parts = parts.replace(' data-theme="auto"', "")
         parts = parts.replace(
             '<html lang="en" data-content_root', '<html lang="en" data-theme="light" data-content_root'
         )

@@ -2,10 +2,12 @@
 
 usage: python tools/record_chapters.py [--steps] attention_forward attention_backward
        python tools/record_chapters.py --profile
+       python tools/record_chapters.py --slow
 
 With --steps only the ladder is recorded, by RECORD_STEPS, and the chapter ends there.
 The notebooks themselves stay as they are.
-With --profile Nsight Compute counts in the kernels that the page "How a GPU runs your program" reads, into profile.csv.
+With --profile Nsight Compute counts in the kernels that the page "How a GPU runs your program" reads, into profile.csv;
+with --slow in those that the chapter "A kernel is wrong, a kernel is slow" asks about, into slow_kernels.csv.
 """
 
 import io
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -97,7 +100,29 @@ def call_profiled() -> None:
     torch.cuda.profiler.stop()
 
 
-def read_profile(text: str) -> pd.DataFrame:
+def slow_calls() -> dict[str, tuple[str, Callable[[], object]]]:
+    """The slow kernels of a chapter: by name, the problem and a call of it on the GPU."""
+    sys.path.append(str(NOTEBOOKS.parent / "book" / "solutions"))
+    import slow
+
+    return slow.calls("cuda")
+
+
+def call_slow() -> None:
+    """As :func:`call_profiled`, for :func:`slow_calls`."""
+    import torch
+
+    calls = slow_calls()
+    for counted in (False, True):
+        if counted:
+            torch.cuda.profiler.start()
+        for _, call in calls.values():
+            call()
+        torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def read_profile(text: str, problems: Mapping[str, str] = PROFILED) -> pd.DataFrame:
     """The page "raw" of Nsight Compute, as comma-separated values: a row for each kernel and metric of those that are kept."""
     lines = [line for line in text.splitlines() if not line.startswith("==")]
     units, *kernels = pd.read_csv(io.StringIO("\n".join(lines)), dtype=str, keep_default_na=False).to_dict("records")
@@ -105,20 +130,22 @@ def read_profile(text: str) -> pd.DataFrame:
         [
             {
                 "kernel": row["Kernel Name"],
-                "problem": PROFILED[row["Kernel Name"]],
+                "problem": problems[row["Kernel Name"]],
                 "metric": metric,
                 "unit": units[metric],
             }
             | {"value": row[metric].replace(",", "")}
             for row in kernels
             for metric in row
-            if METRICS.fullmatch(str(metric)) and row["Kernel Name"] in PROFILED
+            if METRICS.fullmatch(str(metric)) and row["Kernel Name"] in problems
         ]
     )
 
 
-def record_profile(scratch: Path) -> bool:
-    """Counts inside :data:`PROFILED`, at the clock that the GPU has; whether that went well."""
+def record_profile(scratch: Path, what: str = "--profiled") -> bool:
+    """Counts inside :data:`PROFILED` or the slow kernels, at the clock that the GPU has; whether that went well."""
+    slow = what == "--slowly"
+    problems = {name: problem for name, (problem, _) in slow_calls().items()} if slow else PROFILED
     ncu = shutil.which("ncu")
     if ncu is None:
         print("record_profile: expected Nsight Compute's 'ncu' on the path, found none", file=sys.stderr)
@@ -126,12 +153,12 @@ def record_profile(scratch: Path) -> bool:
     raw = scratch / "raw.csv"
     sections = [argument for name in SECTIONS for argument in ("--section", name)]
     command = [ncu, *sections, "--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--clock-control", "none"]
-    command += ["--profile-from-start", "off", "--kernel-name", f"regex:^({'|'.join(PROFILED)})$"]
+    command += ["--profile-from-start", "off", "--kernel-name", f"regex:^({'|'.join(problems)})$"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(raw)]
-    done = subprocess.run([*command, sys.executable, __file__, "--profiled"], check=False).returncode == 0
+    done = subprocess.run([*command, sys.executable, __file__, what], check=False).returncode == 0
     text = raw.read_text(encoding="utf-8") if raw.exists() else ""
-    rows = read_profile(text) if done and '"Kernel Name"' in text else None
-    missing = set(PROFILED) - set(rows["kernel"] if rows is not None else ())
+    rows = read_profile(text, problems) if done and '"Kernel Name"' in text else None
+    missing = set(problems) - set(rows["kernel"] if rows is not None else ())
     if rows is None or missing:
         print(f"record_profile: nothing counted in {', '.join(sorted(missing))}\n{text[-2000:]}", file=sys.stderr)
         return False
@@ -139,8 +166,9 @@ def record_profile(scratch: Path) -> bool:
     from kernelbook.lab import record, timing
 
     package = Path(timing.__file__).parent
-    where = record.environment(record.package_version(package / "layer_norm", package / "attention"))
-    path = record.results_dir() / runtime.device_slug() / "profile.csv"
+    sources = (NOTEBOOKS.parent / "book" / "solutions",) if slow else (package / "layer_norm", package / "attention")
+    where = record.environment(record.package_version(*sources))
+    path = record.results_dir() / runtime.device_slug() / ("slow_kernels.csv" if slow else "profile.csv")
     path.unlink(missing_ok=True)  # a metric or a problem that is counted no longer must not stay
     record.write_results(path, rows.assign(**where), key=("kernel", "metric"))
     return True
@@ -151,9 +179,12 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--profiled"]:
         call_profiled()
         return 0
-    if arguments == ["--profile"]:
+    if arguments == ["--slowly"]:
+        call_slow()
+        return 0
+    if arguments in (["--profile"], ["--slow"]):
         with tempfile.TemporaryDirectory() as scratch:
-            return int(not record_profile(Path(scratch)))
+            return int(not record_profile(Path(scratch), "--slowly" if arguments == ["--slow"] else "--profiled"))
     steps = arguments[:1] == ["--steps"]
     chapters = arguments[steps:]
     if not chapters:

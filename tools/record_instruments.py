@@ -7,7 +7,7 @@ is replayed: the operations and their order within a program are recorded, how t
 
 A recording has panels of cells, and runs, one for each setting of the control. A run is a list of frames; a frame sets
 cells of panels, ``[panel, first cell, codes, words]``, and says in a note what happens. ``answer`` is the index of the
-right choice, and is computed.
+right choice, and is computed; ``asked`` is the index of the run that the question is about.
 """
 
 import ast
@@ -214,6 +214,7 @@ def first_kernel() -> Recording:
         "question": "Tiles of 4, 8 or 16: which moves the fewest bytes?",
         "choices": ["tiles of 4", "tiles of 16", "all the same"],
         "answer": 2,
+        "asked": 0,
         "because": f"Every element is loaded once and stored once, {moved.pop()} bytes, whoever does it. What changes is how many programs share the work.",
         "control": "size of a tile",
         "panels": [panel(name, name, room) for name in ("x", "y", "out")],
@@ -330,6 +331,7 @@ def layer_norm() -> Recording:
             "nowhere: each program stores all it has",
         ],
         "answer": 1,
+        "asked": 2,
         "because": "A lock without the barrier opens while some threads have not stored yet, and loses what they had.",
         "control": "how the two run",
         "panels": [
@@ -402,6 +404,7 @@ def attention_online() -> Recording:
         "question": "The largest scores come in the first tile. How many of the later tiles make it shrink what was summed so far?",
         "choices": choices,
         "answer": {0: 0, 1: 1, 3: 2}[first],
+        "asked": 1,
         "because": "A factor below 1 is needed where the maximum grows. The result is the same in every order.",
         "control": "order of the keys",
         "panels": [panel("scores", "scores, a row a tile", tile, keys // tile)],
@@ -452,6 +455,7 @@ def attention_causal() -> Recording:
         "question": "As many keys as queries, eight tiles of each. What share of the tiles does a kernel visit that skips what nobody sees?",
         "choices": choices,
         "answer": choices.index(share),
+        "asked": 1,
         "because": "The tiles on the diagonal count whole: a bit more than half. With smaller tiles it comes nearer to half.",
         "control": "what the program does with tiles that nobody sees",
         "panels": [panel("tiles", "queries down, keys across", 8, 8)],
@@ -508,6 +512,7 @@ def choosing_tiles() -> Recording:
         "question": "Six tiles for one product. Does the one with the highest occupancy take the least time?",
         "choices": ["yes", "no"],
         "answer": answer,
+        "asked": 4,
         "because": f"The fastest of the six, {runs[fastest]['name']}, fills {shares[fastest]:.0%} of the places for warps; the fullest fills {max(shares):.0%}.",
         "control": "tile",
         "panels": [panel("warps", "64 places for warps", 16, 4)],
@@ -569,6 +574,7 @@ def nf4() -> Recording:
         "question": "Each lane makes one element, and fetches its byte itself. How many loads of a byte is that for sixteen elements?",
         "choices": choices,
         "answer": [8, 16, 32].index(simple),
+        "asked": 0,
         "because": "Two lanes load the same byte and take another half of it. A lane that keeps both halves loads half as often.",
         "control": "the kernel",
         "panels": [
@@ -655,6 +661,7 @@ def moe_lora() -> Recording:
         "question": f"{rows} rows, {experts} experts, tiles of {height} rows. The host does not know the counts. How many programs does it launch, so that it is always enough?",
         "choices": choices,
         "answer": choices.index(str(room)),
+        "asked": 1,
         "because": "Every expert has at most one tile that is not full. So the number is known without asking, and some programs find nothing to do.",
         "control": "how the tokens chose",
         "panels": [
@@ -719,6 +726,7 @@ def sparse_linear() -> Recording:
         "question": "Two of eight chunks are active. Which of these is not a quarter of what it would be with all of them?",
         "choices": choices,
         "answer": 1,
+        "asked": 1,
         "because": "Every active feature's gradient needs all of X. So X is what the sparse kernel cannot save.",
         "control": "active chunks",
         "panels": [
@@ -793,6 +801,7 @@ def scatter_ffn() -> Recording:
         "question": "The programs end in another order. What changes?",
         "choices": ["the last bits of the sum", "which program adds up", "both"],
         "answer": 1,
+        "asked": 1,
         "because": "Who draws the last ticket is chance. It adds the rows in their order, so the bits are the same.",
         "control": "order in which the programs end",
         "panels": [
@@ -855,6 +864,7 @@ def attention_backward() -> Recording:
         "question": "Both load, add and store the same rows at the same time. What is missing in the end?",
         "choices": ["nothing", "one program's share, in some rows", "both shares, everywhere"],
         "answer": 1,
+        "asked": 1,
         "because": "Where both had loaded before one stored, the later store overwrites the earlier. Which rows those are is timing: the interpreter never shows it.",
         "control": "how the two run",
         "panels": [
@@ -928,6 +938,7 @@ def attention_decoding() -> Recording:
         "question": "Which program merges the parts?",
         "choices": ["program 0", "the one with the last keys", "whichever draws the last ticket"],
         "answer": 2,
+        "asked": 2,
         "because": "The last ticket says that all parts are stored. Who draws it is chance; the parts are read in their order, so that the bits of the output are not.",
         "control": "order of the programs",
         "panels": [
@@ -977,6 +988,7 @@ def sparse_training() -> Recording:
             "it does no better than chance",
         ],
         "answer": 1,
+        "asked": 1,
         "because": f"It finds {found['ema_topk']:.0%} in the mean; chance finds {found['random']:.0%}. What it did not look at it does not know, so every move costs it some steps.",
         "control": "scheduler",
         "panels": [panel("steps", "a row a step", chunks, steps)],
@@ -1026,6 +1038,7 @@ def together() -> Recording:
         "question": "From bfloat16 to four bits with a float32 scale for each 64: how much is left?",
         "choices": choices,
         "answer": 0 if share == 0.25 else 1 if share < 0.35 else 2,
+        "asked": 1,
         "because": f"It is {share:.1%}: the codes are a quarter, and the scales come on top.",
         "control": "how the weights are kept",
         "panels": [panel("gib", "a cell a GiB", columns, room // columns)],
@@ -1069,6 +1082,7 @@ def launches() -> Recording:
         "question": "N is 16, 32, 48 and so on, up to 256. How many kernels are compiled for the sixteen calls?",
         "choices": choices,
         "answer": choices.index(str(compiled[0])),
+        "asked": 0,
         "because": "A kernel is made for what an argument is like, not for its value: divisible by 16, equal to 1, or neither.",
         "control": "what differs between the calls",
         "panels": [
@@ -1117,10 +1131,136 @@ def several_gpus() -> Recording:
         "question": "From one expert a token to eight, on four GPUs: how much does the traffic grow, if a row goes to each GPU only once?",
         "choices": ["not at all", "at most four times", "eight times"],
         "answer": 1,
+        "asked": 3,
         "because": f"A row goes to no more GPUs than there are. Here it grew from {rows[0]} rows to {rows[-1]}.",
         "control": "experts a token",
         "panels": [panel("goes", "tokens down, GPUs across", gpus, tokens)],
         "legend": {"c": "the token's row travels there"},
+        "runs": runs,
+    }
+
+
+def bytes_in_flight() -> Recording:
+    """How much an SM gets of its memory's bandwidth, by how much it has asked for: Little's law, played."""
+    gpu, latency, piece, step, end = runtime.TARGETS["sm_90"], 600, 512, 75, 1500  # nanoseconds, bytes
+    rate = 4800 / gpu.num_sms  # bytes a nanosecond, by the data sheet
+    room = 64
+    runs = []
+    for kib in (4, 8, 16, 32):
+        slots = kib * 1024 // piece
+        # A slot asks again as soon as it has its piece; pieces leave the memory one after the other.
+        asked, free, arrivals = [0.0] * slots, 0.0, []
+        while min(asked) < 11 * latency:
+            slot = asked.index(min(asked))
+            free = max(asked[slot], free) + piece / rate
+            asked[slot] = max(free, asked[slot] + latency)
+            arrivals.append(asked[slot])
+        frames = Frames(
+            f"The SM asks for {slots} pieces of {piece} bytes at once: {kib} KiB.", [["way", 0, "a" * slots]]
+        )
+        for now in range(step, end + 1, step):
+            there = sum(arrival <= now for arrival in arrivals)
+            frames.show(f"After {now} ns: {there} pieces are there.", [["there", 0, "b" * there]])
+        share = sum(latency < arrival <= 11 * latency for arrival in arrivals) * piece / (10 * latency) / rate
+        facts = {
+            "KiB on their way": kib,
+            "bytes a nanosecond": f"{share * rate:.1f}",
+            "share of what one SM can get": f"{min(1.0, share):.0%}",
+        }
+        runs.append({"name": f"{kib} KiB", "frames": frames, "facts": facts})
+    shares = [int(run["facts"]["share of what one SM can get"][:-1]) for run in runs]
+    choices = [20, 50, 90]
+    return {
+        "title": "Bytes in flight",
+        "question": f"An SM waits {latency} ns for each answer and has 4 KiB on their way at any time. Which share of its bandwidth does it get?",
+        "choices": [f"about {choice}%" for choice in choices],
+        "answer": min(range(3), key=lambda i: abs(choices[i] - shares[0])),
+        "asked": 0,
+        "because": f"Bandwidth times latency, {rate * latency / 1024:.0f} KiB, have to be on their way. Whoever asks for less waits with nothing to do.",
+        "control": "asked for at any time",
+        "panels": [
+            panel("way", "on their way, a cell is 512 bytes", room),
+            panel("there", f"there after {end} ns", 32, 4),
+        ],
+        "legend": {"a": "asked for", "b": "arrived"},
+        "runs": runs,
+    }
+
+
+def splits_against_time() -> Recording:
+    """Shares of one head's keys on eight SMs: how many finish first. A model of the scheduler, in units of one block of keys."""
+    sms, blocks, start, merged = 8, 96, 2, 4  # a program takes two units to begin; a unit merges four parts
+    width, runs = 28, []
+    for splits in (4, 6, 8, 12, 32):
+        busy, frames = (
+            [0] * sms,
+            Frames(f"{blocks} blocks of keys in {splits} shares. A share begins on the SM that is free first."),
+        )
+        for share in range(splits):
+            sm, own = busy.index(min(busy)), blocks // splits
+            frames.show(
+                f"Share {share} on SM {sm}: {start} units to begin, {own} blocks of keys.",
+                [["time", sm * width + busy[sm], "x" * start + "a" * own]],
+            )
+            busy[sm] += start + own
+        merge = -(-splits // merged)
+        frames.show(
+            f"The last program merges {splits} parts.",
+            [["time", busy.index(max(busy)) * width + max(busy), "c" * merge]],
+        )
+        total = max(busy) + merge
+        facts = {"units of time": total, "waves": -(-splits // sms), "SMs at work": f"{sum(busy) / (sms * total):.0%}"}
+        runs.append({"name": f"{splits} shares", "frames": frames, "facts": facts})
+    times = [run["facts"]["units of time"] for run in runs]
+    best = times.index(min(times))
+    return {
+        "title": "Shares of one head's keys on eight SMs",
+        "question": "Eight SMs, 96 blocks of keys. Into how many shares should one cut them?",
+        "choices": [run["name"] for run in runs],
+        "answer": best,
+        "asked": best,
+        "because": "One share for each SM fills one wave. Fewer leave SMs without work; more begin a second wave, and there is more to begin and to merge.",
+        "control": "shares",
+        "panels": [panel("time", "SMs down, time across", width, sms)],
+        "legend": {"x": "begins", "a": "reads a block of keys", "c": "merges"},
+        "runs": runs,
+    }
+
+
+def tile_height() -> Recording:
+    """Rows of routed tokens in tiles of an expert: how often a matrix is read, and how many rows are not there."""
+    experts, slots, tokens, width = 8, 2, 64, 64
+    ids = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(2)).topk(slots).indices
+    counts = torch.bincount(ids.flatten(), minlength=experts).tolist()
+    runs = []
+    for height in (8, 16, 32, 64):
+        frames = Frames(f"{sum(counts)} rows, sorted by expert. Tiles have {height} rows.")
+        tiles = 0
+        for expert, count in enumerate(counts):
+            own = -(-count // height)
+            tiles += own
+            code = "".join("ab"[i // height % 2] for i in range(count)) + "x" * (own * height - count)
+            frames.show(
+                f"Expert {expert}: {count} rows, {own} tile{'s' * (own > 1)}. Each reads the expert's matrix once.",
+                [["rows", expert * width, code]],
+            )
+        facts = {
+            "reads of a matrix": tiles,
+            "rows that do not exist": tiles * height - sum(counts),
+            "rows computed for each real one": f"{tiles * height / sum(counts):.2f}",
+        }
+        runs.append({"name": f"{height} rows", "frames": frames, "facts": facts})
+    reads = [run["facts"]["reads of a matrix"] for run in runs]
+    return {
+        "title": "The height of a tile",
+        "question": "From tiles of 8 rows to tiles of 32: how often are the experts' matrices read?",
+        "choices": ["more often", "as often", "less often"],
+        "answer": 2 if reads[2] < reads[0] else 1 if reads[2] == reads[0] else 0,
+        "asked": 2,
+        "because": f"Each tile reads its expert's matrix once: {reads[2]} times instead of {reads[0]}. The rows that do not exist cost arithmetic and no bytes.",
+        "control": "height of a tile",
+        "panels": [panel("rows", "experts down, their rows across", width, experts)],
+        "legend": {"a": "a tile's rows", "b": "the next tile's", "x": "rows that do not exist"},
         "runs": runs,
     }
 

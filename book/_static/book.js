@@ -1,4 +1,4 @@
-/* What moves on a page of this book: instruments, definitions of terms, figures that enlarge, folded lines of code.
+/* What moves on a page of this book: instruments, definitions of terms, figures that enlarge, tables that sort, folded lines of code.
    Plain DOM and SVG. Without this script every page is complete; what it adds is marked in book.css. */
 "use strict";
 (() => {
@@ -64,7 +64,8 @@
     }
   }
 
-  /** One instrument: a prediction is locked in, then the control and the steps answer, then the truth is shown. */
+  /** One instrument: a prediction is locked in or skipped, the run that the question is about plays, and at its end stand the answer
+      and all runs side by side. */
   class Instrument {
     constructor(box, recording, number) {
       this.box = box;
@@ -102,13 +103,16 @@
           make("span", {}, choice),
         ),
       );
-      this.commit = make("button", { type: "button", disabled: true, onclick: () => this.lock(true) }, "Lock in my prediction");
+      this.commit = make("button", { type: "button", class: "commit", disabled: true, onclick: () => this.lock(true) }, "Lock in my prediction");
+      this.skip = make("button", { type: "button", class: "skip", onclick: () => this.lock(true) }, "Skip, just show me");
       this.question = make(
         "fieldset",
         { class: "prediction" },
         make("legend", {}, question),
         make("div", { class: "choices" }, ...options),
         this.commit,
+        " ",
+        this.skip,
       );
       return this.question;
     }
@@ -154,6 +158,9 @@
         chip.append(draw("rect", { width: 12, height: 12, rx: 2, class: `c-${code}` }));
         legend.append(make("span", {}, chip, ` ${meaning}`));
       }
+      const outline = draw("svg", { width: 14, height: 14, "aria-hidden": "true" });
+      outline.append(draw("rect", { x: 1, y: 1, width: 12, height: 12, rx: 2, class: "c-none now" }));
+      legend.append(make("span", {}, outline, " touched by this step"));
       this.slider = make("input", {
         type: "range",
         min: 0,
@@ -174,19 +181,28 @@
 
     truth() {
       this.verdict = make("p", { class: "verdict", "aria-live": "polite" });
-      return this.verdict;
+      this.beside = make("div", { class: "beside" });
+      return make("div", {}, this.verdict, this.beside);
     }
 
     lock(committed) {
       this.committed = committed;
       for (const control of this.question.querySelectorAll("input")) control.disabled = committed;
-      if (committed) this.commit.textContent = "Locked in";
+      if (committed) {
+        this.commit.textContent = this.answer === null ? "Skipped" : "Locked in";
+        this.skip.remove();
+      }
       this.commit.disabled = true;
       for (const part of [this.settings, this.player]) {
         for (const control of part.querySelectorAll("input, button")) control.disabled = !committed;
       }
       this.bench.classList.toggle("open", committed);
-      if (committed) this.show(this.at, true);
+      if (!committed) return;
+      // The run that the question is about.
+      const asked = this.settings.querySelectorAll("input")[this.data.asked];
+      asked.checked = true;
+      this.choose(this.data.asked);
+      this.play.focus({ preventScroll: true });
     }
 
     choose(index) {
@@ -244,10 +260,27 @@
         this.facts.replaceChildren(
           ...Object.entries(this.run.facts).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))]),
         );
-        const right = this.answer === this.data.answer;
-        this.verdict.textContent = `${right ? "You were right" : "Not what you predicted"}: ${this.data.choices[this.data.answer]}. ${this.data.because}`;
-        this.verdict.dataset.right = right;
+        if (this.run === this.data.runs[this.data.asked]) this.tell();
       }
+    }
+
+    /** The answer, and what all runs came to. */
+    tell() {
+      const right = this.answer === this.data.answer;
+      const said = this.answer === null ? "The answer" : right ? "You were right" : "Not what you predicted";
+      this.verdict.textContent = `${said}: ${this.data.choices[this.data.answer]}. ${this.data.because}`;
+      if (this.answer !== null) this.verdict.dataset.right = right;
+      const names = Object.keys(this.run.facts);
+      const head = make("tr", {}, ...[this.data.control, ...names].map((name) => make("th", { scope: "col" }, name)));
+      const rows = this.data.runs.map((run) =>
+        make(
+          "tr",
+          { class: run === this.run ? "asked" : false },
+          make("th", { scope: "row" }, run.name),
+          ...names.map((name) => make("td", {}, String(run.facts[name]))),
+        ),
+      );
+      this.beside.replaceChildren(make("table", { class: "points" }, make("thead", {}, head), make("tbody", {}, ...rows)));
     }
   }
 
@@ -327,6 +360,102 @@
     }
   }
 
+  /* ------------------------------------------------------------------------------------------------------ tables */
+
+  /** What a cell is sorted by: data-sort, else the number that it begins with, else its text. */
+  function key(row, column) {
+    const cell = row.cells[column];
+    const text = cell.dataset.sort ?? cell.textContent.trim();
+    const number = parseFloat(text.replaceAll(",", ""));
+    return Number.isNaN(number) ? text.toLowerCase() : number;
+  }
+
+  /** Makes the heads of a table's columns into buttons that sort by them; empty cells stay below. */
+  function sortable(table) {
+    const heads = [...table.tHead.rows[0].cells];
+    heads.forEach((head, column) => {
+      if (head.querySelector("button") || !head.textContent.trim()) return;
+      const button = make("button", { type: "button", class: "sort" }, ...head.childNodes);
+      head.append(button);
+      button.addEventListener("click", () => {
+        // Numbers are wanted from the largest on, words from A on.
+        const rows = [...table.tBodies[0].rows];
+        const numbers = rows.some((row) => typeof key(row, column) === "number");
+        const before = head.getAttribute("aria-sort");
+        const down = before ? before === "ascending" : numbers;
+        for (const other of heads) other.removeAttribute("aria-sort");
+        head.setAttribute("aria-sort", down ? "descending" : "ascending");
+        const compare = (a, b) => {
+          const [x, y] = [key(a, column), key(b, column)];
+          if (x === "" || y === "") return (x === "") - (y === "");
+          if (typeof x !== typeof y) return typeof x === "number" ? -1 : 1;
+          return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
+        };
+        table.tBodies[0].append(...rows.sort(compare));
+      });
+    });
+  }
+
+  /** The look-up of the page "Measured": points of one function on one GPU, narrowed down by words. */
+  function lookUp(box) {
+    const { columns, rows } = JSON.parse(box.querySelector("script").textContent);
+    const MOST = 40; // rows that show
+    const values = (column, those = rows) => [...new Set(those.map((row) => row[column]))];
+    const select = (name, onchange) => {
+      const element = make("select", { onchange });
+      return [element, make("label", {}, name, element)];
+    };
+    const fill = (element, names) => {
+      const kept = element.value;
+      element.replaceChildren(...names.map((name) => make("option", { value: name, selected: name === kept }, name)));
+    };
+    const [gpu, gpuLabel] = select("GPU", () => narrow());
+    const [name, nameLabel] = select("function", () => narrow());
+    const [pass, passLabel] = select("pass", () => show());
+    const words = make("input", { type: "search", placeholder: "N=4096", oninput: () => show() });
+    const count = make("p", { "aria-live": "polite", class: "count" });
+    const table = make("table", { class: "points" });
+    box.append(
+      make("div", { class: "look-up-form" }, gpuLabel, nameLabel, passLabel, make("label", {}, "shape or baseline", words)),
+      count,
+      make("div", { class: "wide-table" }, table),
+    );
+
+    function narrow() {
+      fill(name, values(1, rows.filter((row) => row[0] === gpu.value)).sort());
+      fill(pass, values(2, rows.filter((row) => row[0] === gpu.value && row[1] === name.value)));
+      show();
+    }
+
+    function show() {
+      const asked = words.value.trim().split(/\s+/).filter(Boolean);
+      const fits = (row) => {
+        const text = `${row[3]} ${row[4]} ${row[6]} `;
+        return asked.every((word) => (word.includes("=") ? ` ${text}`.includes(` ${word} `) : text.includes(word)));
+      };
+      const found = rows.filter((row) => row[0] === gpu.value && row[1] === name.value && row[2] === pass.value && fits(row));
+      const slower = (column) => found.filter((row) => row[column] === "slower").length;
+      count.textContent = found.length
+        ? `${found.length} ${found.length === 1 ? "point" : "points"}; slower at ${slower(9)} on the device, at ${slower(11)} from Python.` +
+          (found.length > MOST ? ` The first ${MOST} are shown.` : "")
+        : "No point is recorded for that.";
+      const shown = [4, 3, 5, 6, 7, 8, 10];
+      const cell = (row, column) => {
+        const verdict = column >= 8 ? row[column + 1] : "";
+        const value = row[column] === null ? "" : column >= 8 ? row[column].toFixed(2) : row[column].toLocaleString("en");
+        return make("td", { class: verdict === "faster" || verdict === "slower" ? verdict : false }, value);
+      };
+      table.replaceChildren(
+        make("thead", {}, make("tr", {}, ...shown.map((column) => make("th", { scope: "col" }, columns[column])))),
+        make("tbody", {}, ...found.slice(0, MOST).map((row) => make("tr", {}, ...shown.map((column) => cell(row, column))))),
+      );
+      sortable(table);
+    }
+
+    fill(gpu, values(0));
+    narrow();
+  }
+
   /* -------------------------------------------------------------------------------------------------------- code */
 
   /** The lines of a listing, each as the list of its nodes. */
@@ -362,91 +491,26 @@
     return button;
   }
 
-  /** The functions at the top of a listing and what lies between them, as {from, to, name, kernel}: to is behind the last line. */
-  function blocks(texts) {
-    const found = [];
-    let i = 0;
-    while (i < texts.length) {
-      const from = i;
-      while (i < texts.length && texts[i].startsWith("@")) i++;
-      const head = i < texts.length && texts[i].match(/^def (\w+)/);
-      if (head) {
-        i++;
-        while (i < texts.length && /^([\s)]|$)/.test(texts[i])) i++;
-        found.push({ from, to: i, name: head[1], kernel: texts[from].startsWith("@triton") });
-      } else {
-        i = Math.max(i, from + 1);
-        const last = found.at(-1);
-        if (last && !last.name) last.to = i;
-        else found.push({ from, to: i, name: "", kernel: false });
-      }
-    }
-    return found;
-  }
-
-  /** Folds what is not the lesson: lines that a step leaves as they were, helpers, launchers, checks, the tail of long listings.
-      The text stays where it is, so that copying copies all of it. */
+  /** Folds what an author marked, from a line "# region WORDS" to "# endregion", and nothing else. The text stays, so that copying copies all. */
   function folds() {
-    let kernelCells = 0;
     for (const pre of document.querySelectorAll(".bd-article :is(.highlight-python, .highlight-ipython3) pre")) {
       const lines = linesOf(pre);
-      const changed = lines.map((nodes) => nodes.some((node) => node.classList && node.classList.contains("hll")));
-      const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join(""));
-      const cell = pre.closest(".cell_input");
-      const parts = blocks(texts);
-      const kernels = cell ? parts.filter((part) => part.kernel) : [];
-      kernelCells += kernels.length > 0;
-      // What fits a screen is shown whole.
-      const step = kernels.length > 0 && changed.some(Boolean) && lines.length > 24;
-      const any = (from, to) => changed.slice(from, to).some(Boolean);
+      const texts = lines.map((nodes) => nodes.map((node) => node.textContent).join("").trim());
+      const blank = (i) => texts[i] === "" && i > 0 && texts[i - 1] === "";
       const pieces = [];
-      const show = (from, to) => {
-        for (let i = from; i < to; i++) {
-          const blank = texts[i].trim() === "" && i > 0 && texts[i - 1].trim() === "";
-          pieces.push(line(lines[i], blank));
+      for (let i = 0; i < lines.length; i++) {
+        const words = texts[i].match(/^# region (.+)/);
+        const end = words ? texts.indexOf("# endregion", i) : -1;
+        if (end < 0) {
+          pieces.push(line(lines[i], blank(i)));
+          continue;
         }
-      };
-      const fold = (from, to, label) => {
         const run = make("span", { class: "same", hidden: true });
-        run.append(...lines.slice(from, to).map((nodes) => line(nodes)));
-        const toggle = () => !(run.hidden = !run.hidden);
-        let count = to - from;
-        while (texts[from + count - 1].trim() === "") count--;
-        const said = `${count} ${count === 1 ? "line" : "lines"} ${label}`;
-        pieces.push(unfolding(said, `show ${said}`, toggle), run);
-      };
-      const launches = (part) => texts.slice(part.from, part.to).some((text) => /_kernel\[/.test(text));
-      /** A kernel: its lines, without those that stay as before, and without its arguments if there are many. */
-      const body = (part) => {
-        const near = (i) => any(Math.max(0, i - 1), i + 2);
-        const most = step ? Infinity : 28; // lines that show at first
-        let i = part.from;
-        const close = texts.findIndex((text, j) => j > part.from && j < part.to && text.startsWith(")"));
-        const first = texts.findIndex((text, j) => j >= part.from && text.startsWith("def ")) + 1;
-        while (i < part.to) {
-          let end = i;
-          while (step && part.to - part.from > 15 && end < part.to && !near(end)) end++;
-          if (i - part.from > most && part.to - i > 4) fold(i, (end = part.to), "more");
-          else if (end - i >= 4) fold(i, end, "as before");
-          else if (!step && kernelCells > 1 && i === first && close - i >= 6) fold(i, (end = close), "of arguments");
-          else show(i, (end = i + 1));
-          i = end;
-        }
-      };
-      if (kernels.length) {
-        for (const part of parts) {
-          const size = part.to - part.from;
-          if (part.kernel && (any(part.from, part.to) || (!step && part === kernels.at(-1)) || size < 5)) body(part);
-          else if (part.kernel) fold(part.from, part.to, `of ${part.name}`);
-          else if (part.name && size >= 6 && !any(part.from, part.to)) fold(part.from, part.to, `of ${part.name}${launches(part) ? ", which launches it" : ""}`);
-          else if (!part.name && part === parts.at(-1) && size >= 4) fold(part.from, part.to, "that check it");
-          else show(part.from, part.to);
-        }
-      } else {
-        const most = cell ? 7 : 9; // lines that show at first
-        const end = lines.length > most + 3 ? most : lines.length;
-        show(0, end);
-        if (end < lines.length) fold(end, lines.length, "more");
+        run.append(...lines.slice(i, end + 1).map((nodes) => line(nodes)));
+        const count = texts.slice(i + 1, end).filter(Boolean).length;
+        const said = `${count} ${count === 1 ? "line" : "lines"}: ${words[1]}`;
+        pieces.push(unfolding(said, `show ${said}`, () => !(run.hidden = !run.hidden)), run);
+        i = end;
       }
       pre.replaceChildren(...pieces);
     }
@@ -473,6 +537,8 @@
     folds();
     figures();
     definitions();
+    document.querySelectorAll("table.sortable").forEach(sortable);
+    document.querySelectorAll(".look-up").forEach(lookUp);
     document.querySelectorAll(".instrument").forEach((box, i) => {
       new Instrument(box, JSON.parse(box.querySelector(".recording").textContent), i);
     });

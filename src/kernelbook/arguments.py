@@ -1,7 +1,9 @@
 """Checks of what users pass in: every message names the function, the argument, what was expected and what came."""
 
+import dataclasses
 import functools
 import numbers
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -15,6 +17,7 @@ __all__ = [
     "autocast_dtype",
     "check_choice",
     "check_dtype",
+    "check_fields",
     "check_index_values",
     "check_indices",
     "check_linear",
@@ -73,6 +76,15 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+@functools.cache  # once
+def _warn_of_bfloat16(gpu: str) -> None:
+    warnings.warn(
+        f"kernelbook: {gpu} has no bfloat16: kernels compute in float32 and convert, which takes several times as long. "
+        "Take float16 there",
+        stacklevel=2,
+    )
+
+
 def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
     """Raises unless ``value`` is a tensor of one of ``dtypes`` on a device where kernels run in this process."""
     if not isinstance(value, torch.Tensor):
@@ -81,6 +93,8 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
     _check_transforms(op, name, value)
+    if value.dtype == torch.bfloat16 and not value.is_meta and not runtime.properties(value.device).has_tensor_cores:
+        _warn_of_bfloat16(runtime.properties(value.device).name)
     if value.device.type in ("meta", "cuda"):
         if runtime.TOO_OLD and value.is_cuda:
             raise ValueError(f"{op}: {name} must be on the CPU: {runtime.TOO_OLD}")
@@ -178,6 +192,17 @@ def integer(op: str, name: str, value: Any, expected: str = "an integer", *, lea
     if least is not None and value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     return cast(int, value)
+
+
+def check_fields(config: Any) -> None:
+    """Has every field of a dataclass that is declared an ``int`` or a ``float`` hold one; :func:`integer`, :func:`number`."""
+    op = type(config).__name__
+    for field in dataclasses.fields(config):
+        value, declared = getattr(config, field.name), getattr(field.type, "__name__", str(field.type))
+        if declared == "int":
+            object.__setattr__(config, field.name, integer(op, field.name, value))
+        elif declared.startswith("float") and (value is not None or declared == "float"):
+            object.__setattr__(config, field.name, number(op, field.name, value))
 
 
 def number(op: str, name: str, value: Any, expected: str = "a number") -> float:

@@ -5,7 +5,6 @@ kernel is given failed. And float32 in the place of bfloat16, whose arithmetic i
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ def mend() -> None:
 def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
     """A kernel's arguments with float32 copies of bfloat16 tensors, which lie in memory alike; what it wrote is copied back.
 
-    A tensor is an argument itself, or the ``tensor`` of one that is a dataclass.
+    A tensor is an argument itself, or the ``tensor`` of a descriptor.
     """
     copies: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -51,7 +50,7 @@ def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bfloat16:
             given.append(arg)
         else:
-            given.append(copy_of(arg) if tensor is arg else dataclasses.replace(arg, tensor=copy_of(tensor)))
+            given.append(copy_of(arg) if tensor is arg else arg._replace(tensor=copy_of(tensor)))
     yield given
     for tensor, wide, before in copies.values():
         if not torch.equal(wide.view(torch.int32), before.view(torch.int32)):

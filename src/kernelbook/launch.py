@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +22,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
     "NAMESPACE",
+    "OPTIONS",
     "PLAIN",
+    "Block",
     "Descriptor",
     "Launch",
     "are_tensors",
+    "block",
     "cdiv",
     "composite",
     "form",
@@ -34,6 +36,7 @@ __all__ = [
     "is_observed",
     "is_transformed",
     "launcher",
+    "library",
     "observed",
     "operator",
     "sources",
@@ -118,29 +121,15 @@ def is_aligned(*tensors: torch.Tensor | None) -> bool:
 
 # --- the launcher ---------------------------------------------------------------------------------------------------
 
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-_KNOWN_VERSIONS = ((3, 6), (3, 7))  # whose compiled kernels are called as below
+# Whether a product and a sum become one instruction is part of what a kernel computes: no version's default decides it.
+OPTIONS = {"enable_fp_fusion": True}
 _RUN = JITFunction.run
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def _calls_compiled(version: tuple[int, ...]) -> bool:
-    """Whether compiled kernels are called without ``kernel[grid]``: on NVIDIA's GPUs, with a Triton that is known here."""
-    if runtime.INTERPRET or not runtime.HAS_GPU or torch.version.hip is not None:
-        return False
-    if version not in _KNOWN_VERSIONS:
-        known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_VERSIONS)
-        warnings.warn(
-            f"kernelbook: Triton {triton.__version__} is not one of {known}: kernels are launched by Triton itself, which "
-            "takes the host longer",
-            stacklevel=2,
-        )
-        return False
-    return True
-
-
-_CALLS_COMPILED = _calls_compiled(_VERSION)
+# Whether compiled kernels are called without ``kernel[grid]``.
+_CALLS_COMPILED = not runtime.INTERPRET and runtime.HAS_GPU and torch.version.hip is None and runtime.TRITON_IS_TRIED
 
 
 def _is_watched() -> bool:
@@ -170,28 +159,55 @@ class _IntegerKinds(dict[int, int]):
 _integer_kinds = _IntegerKinds()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Descriptor:
-    """A tensor that a kernel reads or writes through a tensor descriptor (TMA), in blocks of ``block_shape``.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Block:
+    """What a kernel reads or writes at a time through a tensor descriptor (TMA); made by :func:`block`."""
 
-    ``layout`` is the blocks' layout in shared memory, for Gluon's kernels.
-    """
+    shape: tuple[int, ...]
+    layout: Any  # of the block in shared memory, for Gluon's kernels
+
+
+@functools.cache
+def block(*shape: int, layout: Any = None) -> Block:
+    """The one :class:`Block` of this shape and layout: keys hold it, and to hash a layout takes the host longer."""
+    return Block(shape, layout)
+
+
+class Descriptor(NamedTuple):
+    """A tensor that a kernel reads or writes through a tensor descriptor, block by block."""
 
     tensor: torch.Tensor
-    block_shape: tuple[int, ...]
-    layout: Any = None
+    block: Block
+
+    def for_triton(self) -> Any:
+        """Triton's own descriptor (without a layout) or Gluon's (with one)."""
+        return _descriptor(self.tensor, self.tensor.shape, self.tensor.stride(), self.block)
+
+
+class _Address(NamedTuple):
+    """Stands for a tensor in a descriptor that is kept: it says where memory begins, and keeps none."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _descriptor(base: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: Block) -> Any:
+    if block.layout is None:
+        return TensorDescriptor(base, [*shape], [*strides], [*block.shape])
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(base, [*shape], [*strides], [*block.shape], block.layout)
+
+
+# Triton checks a descriptor where it is made, which takes the host longer than a small launch; steps use the same memory again.
+_kept_descriptor = functools.lru_cache(maxsize=4096)(_descriptor)
 
 
 def _for_triton(arg: Any) -> Any:
-    """An argument of a launch as Triton takes it: its own descriptor (without a layout) or Gluon's (with one)."""
-    if type(arg) is not Descriptor:
-        return arg
-    what = arg.tensor, [*arg.tensor.shape], [*arg.tensor.stride()], [*arg.block_shape]
-    if arg.layout is None:
-        return TensorDescriptor(*what)
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-    return GluonDescriptor(*what, arg.layout)
+    return arg.for_triton() if type(arg) is Descriptor else arg
 
 
 class _Compiled(NamedTuple):
@@ -226,7 +242,7 @@ class Launch:
     kept under what Triton specializes on (dtypes, alignment of pointers, integers that are 1, multiples of 16 or wide, the
     device; constants and options belong to this object). What was not seen before goes through Triton, which compiles it;
     so does every launch while a hook, recorder or debugger watches, in the interpreter, on other vendors' GPUs and with a
-    Triton whose version is not known here. While a graph is traced, the kernel goes into the graph.
+    Triton that was not tried. While a graph is traced, the kernel goes into the graph.
 
     Args:
         kernel: a function under ``triton.jit`` or ``gluon.jit``.
@@ -289,10 +305,11 @@ class Launch:
                 key += (arg.dtype, address % 16 == 0)
                 values.append(address)
             elif kind is Descriptor:
-                tensor = arg.tensor
+                tensor, block = arg
                 runtime.ensure_context(tensor.device)
-                key += (tensor.dtype, arg.block_shape, arg.layout)
-                values.append(_for_triton(arg))
+                base = _Address(tensor.data_ptr(), tensor.dtype)
+                key += (tensor.dtype, block)
+                values.append(_kept_descriptor(base, tensor.shape, tensor.stride(), block))
             elif kind is float or kind is bool:
                 key.append(kind)
                 values.append(arg)
@@ -311,7 +328,7 @@ class Launch:
                 return self.kernel[grid](*map(_for_triton, wide), **self.constants)
         tensors = (getattr(arg, "tensor", arg) for arg in args)
         with runtime.on_device_of(next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
-            return self.kernel[grid](*map(_for_triton, args), **self.constants)
+            return self.kernel[grid](*map(_for_triton, args), **{**OPTIONS, **self.constants})
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -323,7 +340,17 @@ def launcher(kernel: Any, /, **constants: Any) -> Launch:
 # --- operators ------------------------------------------------------------------------------------------------------
 
 NAMESPACE = "kernelbook"
+# By operator what PyTorch holds of it. A reload of this module keeps it: rooms that are reloaded declare theirs again.
+_libraries: dict[str, torch.library.Library] = globals().get("_libraries", {})
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def library(name: str) -> torch.library.Library:
+    """Where to declare an operator; what was declared of it before, by a module that is being reloaded, is dropped."""
+    if name in _libraries:
+        _libraries[name]._destroy()
+    _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    return _libraries[name]
 
 
 def operator(
@@ -337,7 +364,7 @@ def operator(
 ) -> Any:
     """Declares the operator ``kernelbook::<name>``, for whoever compiles, traces, transforms, profiles or brings other tensors.
 
-    A public function calls it where a call is :func:`observed`; where nobody observes, it does without.
+    To declare one again, as ``importlib.reload`` of a room does, replaces it. A public function calls it where a call is :func:`observed`; where nobody observes, it does without.
 
     Args:
         schema: name, arguments and results, such as ``"scale(Tensor x, float factor) -> Tensor"``.
@@ -361,17 +388,18 @@ def operator(
         # Dynamo, where it is at work, would read this too; it does not read while a program that it has made runs.
         return run(*args) if _dynamo_callback() is None else untraced()(*args)
 
-    torch.library.define(qualified, bracket + rest, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "default", dispatched)
-    torch.library.register_fake(qualified, outputs)
+    owner = library(name)
+    torch.library.define(qualified, bracket + rest, lib=owner, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", dispatched, lib=owner)
+    torch.library.register_fake(qualified, outputs, lib=owner)
     keep = setup_context or (lambda ctx, inputs, output: None)
-    torch.library.register_autograd(qualified, backward or cannot, setup_context=keep)
+    torch.library.register_autograd(qualified, backward or cannot, setup_context=keep, lib=owner)
     if visible and _CALLS_COMPILED:
-        _decompose(qualified, run)
+        _decompose(qualified, run, owner)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _decompose(qualified: str, run: Callable[..., Any]) -> None:
+def _decompose(qualified: str, run: Callable[..., Any], owner: torch.library.Library) -> None:
     """Has the compiler see the kernels that the operator launches, as ``torch.library.triton_op`` does."""
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
     from torch.utils._pytree import tree_leaves
@@ -398,7 +426,7 @@ def _decompose(qualified: str, run: Callable[..., Any]) -> None:
         finally:
             _of_thread.tracing = before
 
-    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed)
+    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed, lib=owner)
 
 
 def composite(schema: str, function: Callable[..., Any]) -> Any:
@@ -410,10 +438,9 @@ def composite(schema: str, function: Callable[..., Any]) -> Any:
     name, bracket, rest = schema.partition("(")
     qualified = f"{NAMESPACE}::{name}"
     arguments, arrow, result = rest.rpartition(") ->")
-    torch.library.define(
-        qualified, f"{bracket}{arguments}, str sources{arrow}{result}", tags=(torch.Tag.pt2_compliant_tag,)
-    )
-    torch.library.impl(qualified, "CompositeImplicitAutograd", lambda *args: function(*args[:-1]))
+    owner, tags = library(name), (torch.Tag.pt2_compliant_tag,)
+    torch.library.define(qualified, f"{bracket}{arguments}, str sources{arrow}{result}", lib=owner, tags=tags)
+    torch.library.impl(qualified, "CompositeImplicitAutograd", lambda *args: function(*args[:-1]), lib=owner)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,7 +36,7 @@ def poisonable() -> Iterator[None]:
         _poisoned.pop()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """``torch.empty(shape, dtype=dtype, device=like.device)``, on a GPU for less than half of its host time."""
     if (
         _new is not None and type(like) in PLAIN and like.get_device() == _current_device()
@@ -48,7 +48,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch
 
 
 @functools.lru_cache(maxsize=4096)
-def _contiguous(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape and the strides of a contiguous tensor, as tuples."""
     return tuple(shape), tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 

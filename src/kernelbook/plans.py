@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -55,12 +56,15 @@ BOOKKEEPING_REGISTERS = 70
 
 # What matmul_resources counts beside the tiles. Fitted to what the compiler reports for sm_90 (Triton 3.6 and 3.7), over
 # the configurations of tests/test_plans.py and of the chapter "Choosing tiles", which draws how far off they are.
-LOOP_REGISTERS = {"wgmma": 20, "mma.sync": 28}  # counters, masks, the pipeline's state
+LOOP_REGISTERS = {"wgmma": 20, "mma.sync": 28, "fma": 28}  # counters, masks, the pipeline's state
 COPY_REGISTERS = (
     3  # a load that a thread does in each step: its 64-bit address, and its mask or its place in shared memory
 )
 PASSING_REGISTERS = 1  # 16 bytes of operands in a step: mma.sync takes them from registers, a few at a time
 DESCRIPTOR_REGISTERS = 28  # the whole loop where tensor descriptors load: there are no addresses
+FMA_REGISTERS = (
+    0.65  # 16 bits of operands that a thread multiplies in a step of fma; fitted for sm_75. It streams wider ones
+)
 STAGING_BYTES = 128  # a thread: at most so much shared memory turns the result around before it is stored
 BARRIER_BYTES = 8  # a stage and operand, where tensor descriptors load
 
@@ -98,11 +102,13 @@ def tile_resources(
 
 
 def tensor_core(rows: int, num_warps: int, properties: runtime.DeviceProperties) -> str:
-    """The instruction that ``tl.dot`` becomes: ``wgmma`` (operands read from shared memory) or ``mma.sync``.
+    """The instruction that ``tl.dot`` becomes: ``wgmma`` (operands read from shared memory), ``mma.sync`` or, before Ampere, ``fma``.
 
     Four warps together multiply at least 64 rows, on Hopper and later (where Blackwell's ``tcgen05`` takes its place).
     """
-    hopper = properties.arch in ("sm_90", "sm_100", "interpreter")
+    if not properties.has_tensor_cores:
+        return "fma"
+    hopper = properties.arch in ("sm_90", "sm_100", "sm_103", "interpreter")
     return "wgmma" if hopper and rows % 64 == 0 and num_warps % 4 == 0 else "mma.sync"
 
 
@@ -150,7 +156,7 @@ def matmul_resources(
         # An asynchronous copy takes 4, 8 or 16 bytes. Narrower loads go
         # through registers, into a single buffer.
         wide = box or min(copy_bytes, size // threads) >= 4
-        ahead = wide and config.num_stages > 1
+        ahead = wide and config.num_stages > 1 and core != "fma"  # no asynchronous copies before Ampere
         staged += size * (buffers if ahead else 1)
         passing += 0 if ahead else size / 4 / threads
         staged += BARRIER_BYTES * config.num_stages if box else 0
@@ -159,6 +165,11 @@ def matmul_resources(
     shared = max(staged, min(turned, STAGING_BYTES * threads))
 
     kept = sum(n * size / 4 for n, size in (*accumulators, *held)) / threads
+    if (
+        core == "fma" and operands[0][1] == 2
+    ):  # a thread's rows and columns of its square of the result, all of the step
+        depth = math.sqrt(operands[0][0] * operands[1][0] / accumulators[0][0])
+        passing += FMA_REGISTERS * depth * 2 * math.sqrt(accumulators[0][0] / threads)
     if core == "mma.sync":
         passing += PASSING_REGISTERS * sum(tiles) / 16 / threads
     copies = loaded / copy_bytes / threads
@@ -174,7 +185,7 @@ def bucket(count: int, *, lowest: int = 16) -> int:
     It stands in a plan's key for a size that changes from batch to batch, so
     that batches of nearly one size share a plan.
     """
-    return max(triton.next_power_of_2(max(count, 1)), lowest)
+    return max(1 << max(count - 1, 0).bit_length(), lowest)
 
 
 def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProperties) -> bool:
@@ -189,9 +200,9 @@ def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProp
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 Plans = dict[str, dict[str, dict[str, Any]]]  # by planner and problem: the plan, and what was measured
 
-# What the tuner uses: plans that come before all files, and what planners were asked since forget(), by name and key.
+# What the tuner uses: plans that come before all files, and what planners were asked since forget(), by name and problem.
 trial: Plans = {}
-asked: dict[tuple[str, str], tuple[Any, ...]] = {}
+asked: dict[tuple[str, tuple[Any, ...]], None] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,12 +238,10 @@ class Planner:
 
     def find(self, problem: Sequence[Any]) -> Any:
         """The plan for a problem, whose last part is the GPU's properties."""
-        key = self.key(problem)
         if len(asked) < 4096:
-            asked[self.name, key] = tuple(problem)
+            asked[self.name, tuple(problem)] = None
         for where, stored in stored_plans(problem[-1]):
-            entry = stored.get(self.name, {}).get(key)
-            if entry is not None:
+            if self.name in stored and (entry := stored[self.name].get(key := self.key(problem))) is not None:
                 try:
                     return self.from_json(entry["plan"], problem)
                 except ValueError as error:

@@ -45,6 +45,8 @@ __all__ = [
     "INTERPRET",
     "TARGETS",
     "TOO_OLD",
+    "TRIED_TRITON",
+    "TRITON_IS_TRIED",
     "DeviceProperties",
     "cache_dir",
     "can_launch",
@@ -78,7 +80,7 @@ def _has_gpu() -> bool:
             os.environ[name] = before
 
 
-OLDEST = (8, 0)  # the compute capability from which on Triton is maintained and has bfloat16
+OLDEST = (7, 5)  # the compute capability from which on all kernels compile
 
 
 def _newest_nvidia_gpu() -> tuple[str, tuple[int, int]] | None:
@@ -113,11 +115,11 @@ def _why_too_old() -> str:
     newest = _newest_nvidia_gpu() if torch.version.hip is None and _has_gpu() else None
     if newest is None or newest[1] >= OLDEST:
         return ""
-    (major, minor), (needed, _) = newest[1], OLDEST
+    (major, minor), needed = newest[1], ".".join(map(str, OLDEST))
     return (
-        f"this GPU ({newest[0]}, compute capability {major}.{minor}) is too old for Triton, which needs {needed}.0 (Ampere) or "
+        f"this GPU ({newest[0]}, compute capability {major}.{minor}) is too old for Triton, which needs {needed} (Turing) or "
         "newer, so kernels run in the interpreter on the CPU, right but slow: keep tensors on the CPU, or take a newer GPU "
-        "(on Colab an L4 or an A100)"
+        "(on Colab a T4, an L4 or an A100)"
     )
 
 
@@ -125,6 +127,11 @@ TOO_OLD: str = _why_too_old()
 if TOO_OLD:
     warnings.warn(f"kernelbook: {TOO_OLD}", stacklevel=2)
 HAS_GPU: bool = _has_gpu() and not TOO_OLD
+
+
+# The versions of Triton with which all kernels were compiled and run, as the page "Running the book" lists them. On others
+# kernels are launched by Triton itself, and those in Gluon, which is experimental, are left out.
+TRIED_TRITON = ("3.6", "3.7", "3.8", "3.9")
 
 
 def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
@@ -231,6 +238,28 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
 INTERPRET: bool = _choose_mode(os.environ.get("TRITON_INTERPRET"), HAS_GPU)
 _set_up_triton(INTERPRET)
 
+
+def _is_tried(version: str) -> bool:
+    """Whether this version of Triton was tried; says so where it was not, and kernels are compiled."""
+    if ".".join(version.split(".")[:2]) in TRIED_TRITON:
+        return True
+    if not INTERPRET:
+        warnings.warn(
+            f"kernelbook: Triton {version} was not tried with this version of kernelbook, Triton "
+            f"{', '.join(TRIED_TRITON)} were: kernels take plain ways, which can be slower. Should one fail, install "
+            f"'triton=={TRIED_TRITON[-1]}.*'",
+            stacklevel=2,
+        )
+    return False
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+TRITON_IS_TRIED: bool = _is_tried(_triton_version())
 COMPILE_ONLY: bool = not INTERPRET and not HAS_GPU
 DEVICE: torch.device = torch.device("cuda" if HAS_GPU and not INTERPRET else "cpu")
 
@@ -249,16 +278,28 @@ class DeviceProperties:
     l2_bytes: int
     warp_size: int = 32
 
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether ``tl.dot`` becomes instructions of tensor cores.
+
+        Triton knows those of Ampere and later, and multiplies on Turing as if it had none; cuBLAS uses Turing's too.
+        """
+        return not self.arch.startswith("sm_") or int(self.arch[3:].rstrip("a")) >= 80
+
 
 # The GPUs that kernels are compiled for where there is none, from the vendors' data sheets.
 TARGETS: dict[str, DeviceProperties] = {
+    "sm_75": DeviceProperties("Tesla T4", "sm_75", 40, 65_536, 65_536, 65_536, 1024, 4 * 2**20),
     "sm_80": DeviceProperties("NVIDIA A100", "sm_80", 108, 166_912, 167_936, 65_536, 2048, 40 * 2**20),
     "sm_86": DeviceProperties("NVIDIA GeForce RTX 3090", "sm_86", 82, 101_376, 102_400, 65_536, 1536, 6 * 2**20),
     "sm_89": DeviceProperties("NVIDIA GeForce RTX 4090", "sm_89", 128, 101_376, 102_400, 65_536, 1536, 72 * 2**20),
     "sm_90": DeviceProperties("NVIDIA H200", "sm_90", 132, 232_448, 233_472, 65_536, 2048, 50 * 2**20),
     "sm_100": DeviceProperties("NVIDIA B200", "sm_100", 148, 232_448, 233_472, 65_536, 2048, 126 * 2**20),
+    "sm_103": DeviceProperties("NVIDIA B300", "sm_103", 148, 232_448, 233_472, 65_536, 2048, 126 * 2**20),
     "sm_120": DeviceProperties("NVIDIA GeForce RTX 5090", "sm_120", 170, 101_376, 102_400, 65_536, 1536, 96 * 2**20),
+    "sm_121": DeviceProperties("NVIDIA GB10", "sm_121", 48, 101_376, 102_400, 65_536, 1536, 24 * 2**20),
     "gfx942": DeviceProperties("AMD MI300X", "gfx942", 304, 65_536, 65_536, 131_072, 2048, 4 * 2**20, 64),
+    "gfx1201": DeviceProperties("AMD Radeon RX 9070 XT", "gfx1201", 64, 65_536, 65_536, 98_304, 1024, 8 * 2**20),
 }
 
 # Few multiprocessors, so that persistent kernels loop in the interpreter too; an H200's limits on the rest.

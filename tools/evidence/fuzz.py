@@ -34,13 +34,13 @@ import kernelbook as kb  # noqa: E402
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-import watched_memory  # noqa: E402
 from common import command_line, forked, keep  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from kernelbook import check, nn, runtime  # noqa: E402
 from kernelbook.attention import flash_attention_reference, paged_attention_reference  # noqa: E402
 from kernelbook.attention.reference import _seen, append_to_pages_reference  # noqa: E402
+from kernelbook.lab import watched_memory  # noqa: E402
 from kernelbook.layer_norm import layer_norm_reference, rms_norm_reference  # noqa: E402
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference  # noqa: E402
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference  # noqa: E402
@@ -514,7 +514,7 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
                 told["drawn_again"] += 1
                 continue
             told["element"] = max(told["element"], verdict.element)
-            if verdict.ratio > told["worst"]:
+            if verdict.error > 0 and verdict.ratio > told["worst"]:  # an empty tensor has no error to tell of
                 told["worst"], told["where"] = verdict.ratio, f"{verdict.name}: {text}"
 
     try:

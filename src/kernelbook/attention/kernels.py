@@ -31,7 +31,7 @@ import dataclasses
 import math
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.plans import planner
+from kernelbook.plans import FMA_REGISTERS, planner
 
 # isort: split
 import triton
@@ -684,6 +684,30 @@ TILES = {
         256: _Tiles(64, 32, 8, 2),
     },
 }
+# Without tensor cores each thread holds its rows and columns of both operands, over all features and in float32.
+FMA_TILES = {
+    "fwd": {
+        16: _Tiles(64, 64, 8, 1),
+        32: _Tiles(64, 32, 8, 1),
+        64: _Tiles(32, 32, 8, 1),
+        128: _Tiles(32, 32, 8, 1),
+        256: _Tiles(16, 16, 16, 1),
+    },
+    "dkdv": {
+        16: _Tiles(64, 64, 8, 1),
+        32: _Tiles(64, 32, 8, 1),
+        64: _Tiles(32, 32, 8, 1),
+        128: _Tiles(16, 16, 8, 1),
+        256: _Tiles(16, 16, 8, 1),
+    },
+    "dq": {
+        16: _Tiles(64, 64, 8, 1),
+        32: _Tiles(64, 32, 8, 1),
+        64: _Tiles(32, 32, 8, 1),
+        128: _Tiles(16, 16, 8, 1),
+        256: _Tiles(16, 16, 8, 1),
+    },
+}
 
 
 def has_descriptors(properties: runtime.DeviceProperties) -> bool:
@@ -716,12 +740,15 @@ def _allowed(
     owned, moved = (m, n) if kernel != "dkdv" else (n, m)
     # In registers: the sums (two of dk and dv), a tile of scores, and that again in 16 bits.
     kept = ((2 if kernel == "dkdv" else 1) * owned * width + 1.5 * owned * moved) / (32 * config.num_warps)
+    fma = not properties.has_tensor_cores
+    if fma:
+        kept += FMA_REGISTERS * width * 2 * math.sqrt(m * n / (32 * config.num_warps))
     # Ordinary loads of the backward pass feed the tensor cores and, turned, registers too.
     pipelined = config.num_stages == 1 or boxes or kernel == "fwd"
     tiles, amd = _Tiles(m, n, config.num_warps, config.num_stages), properties.arch.startswith("gfx")
     shared = _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program
-    large = min(m, n) >= 16 and owned >= 8 * config.num_warps
-    return itemsize == 2 and width == block_d(d) and large and kept <= 180 and pipelined and shared
+    large = min(m, n) >= 16 and (fma or owned >= 8 * config.num_warps)
+    return itemsize == 2 and width == block_d(d) and large and kept <= (190 if fma else 180) and pipelined and shared
 
 
 @planner("attention.plain", _allowed)
@@ -729,11 +756,13 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)
     hopper = boxes and properties.arch in ("sm_90", "interpreter")
-    tiles = (HOPPER_TILES if hopper else TILES)[kernel][width]
+    tiles = (HOPPER_TILES if hopper else TILES if properties.has_tensor_cores else FMA_TILES)[kernel][width]
     if itemsize > 2:
         # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
         wide = kernel == "fwd" and itemsize == 4 and width <= 64 and boxes
         tiles = _Tiles(64, 32, 8, 2) if wide else _Tiles(16, 16, 4, 2)
+        if itemsize == 4 and width <= 64 and not properties.has_tensor_cores:
+            tiles = _Tiles(32, 32, 8, 1)
     # Ordinary loads that feed the tensor cores and, turned, registers too are not pipelined (see sparse_linear).
     stages = 1 if itemsize > 2 and not boxes else tiles.stages
     amd = properties.arch.startswith("gfx")

@@ -420,6 +420,10 @@ def _tiles(
     queries are asked for with the keys, where there is shared memory for a copy of them beside each tile that is under way.
     """
     width = block_d(d)
+    if itemsize == 2 and not properties.has_tensor_cores:  # a thread holds its rows and columns of both operands
+        blocks = {"BLOCK_M": 16, "BLOCK_N": 32 if width <= 64 else 16, "BLOCK_D": width, "PIECES": 1}
+        warps = 16 if width > 128 and not paged else 8
+        return triton.Config({**blocks, "Q_LATE": False, "STAGES": 1}, num_warps=warps, num_stages=1), 2
     if itemsize > 2:  # takes each operand into registers three times over
         block_m, block_n, stages = 16, max(16, min(32, 16384 // (width * itemsize))), 4
     elif rows <= 32:
@@ -528,7 +532,7 @@ def _allowed(
     stored, tiles = min(block_m, triton.next_power_of_2(rows)), heads * -(-rows // block_m)
     shared = (2 * block_n * stages + block_m) * width * itemsize
     return (
-        config.kwargs == blocks and config.num_stages == stages and config.num_warps in (4, 8)
+        config.kwargs == blocks and config.num_stages == stages and config.num_warps in (4, 8, rule.num_warps)
         and pieces in _pieces(tiles, stored, width, d, properties.num_sms)
         and 16 <= block_n <= 128 and shared <= properties.shared_memory_per_program - 2048
         and splits * block_n <= max(2 * keys, own)

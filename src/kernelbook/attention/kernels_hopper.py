@@ -16,6 +16,7 @@ Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot 
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.gluon_names import tma
 from kernelbook.plans import planner
 
 # isort: split
@@ -25,7 +26,6 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
-from kernelbook.launch import Descriptor, Launch, cdiv, is_aligned, launcher
+from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, is_aligned, launcher
 from kernelbook.memory import tl_accumulator
 from kernelbook.tensors import aligned_steps, allows_tf32
 
@@ -24,8 +24,8 @@ try:  # Gluon is experimental: where Triton has changed it, the plain kernels do
 
     from kernelbook.attention import kernels_hopper
 
-    HAS_GLUON = True
-except ImportError:
+    HAS_GLUON = gluon_names.USABLE
+except (ImportError, AttributeError):
     HAS_GLUON = False
 
 LOG2_E = math.log2(math.e)
@@ -85,8 +85,11 @@ def problem(
 
 
 def precision(q: Tensor | None) -> str:
-    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every vendor has them."""
-    if q is None or q.dtype != torch.float32 or runtime.properties(q.device).arch.startswith("gfx"):
+    """How float32 is multiplied. Three tf32 products have float32's error on tensor cores; not every GPU has them."""
+    if q is None or q.dtype != torch.float32:
+        return "ieee"
+    properties = runtime.properties(q.device)
+    if properties.arch.startswith("gfx") or not properties.has_tensor_cores:
         return "ieee"
     return "tf32" if allows_tf32() else "tf32x3"
 
@@ -180,16 +183,14 @@ def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
 class Rows:
     """How a kernel is given rows: by pointer and strides, or by tensor descriptor, in blocks."""
 
-    block_shape: tuple[int, ...] | None = None
-    layout: Any = None  # of the blocks in shared memory, for Gluon's kernels, which take no strides
+    block: Block | None = None
 
     def of(self, tensor: Tensor) -> tuple[Any, ...]:
-        """The tensor as the kernel's arguments."""
-        if self.block_shape is None:
+        """The tensor as the kernel's arguments; Gluon's kernels, whose blocks have a layout, take no strides."""
+        if self.block is None:
             return (tensor, *tensor.stride())
-        if self.layout is None:
-            return Descriptor(tensor, self.block_shape), 0, 0, 0, 0
-        return (Descriptor(tensor, self.block_shape, self.layout),)
+        descriptor = Descriptor(tensor, self.block)
+        return (descriptor, 0, 0, 0, 0) if self.block.layout is None else (descriptor,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -338,7 +339,7 @@ def _plain(
         ACC=tl_accumulator(p.dtype), PRECISION=p.precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    queries, keys = (Rows((1, 1, block, width) if reach.reads else None) for block in (block_m, block_n))
+    queries, keys = (Rows(block(1, 1, rows, width) if reach.reads else None) for rows in (block_m, block_n))
     grid = cdiv(rows, block_n if name == "dkdv" else block_m) * p.b * heads
     sizes = p.b, p.h, p.n, p.s, *n_padded, _section(p, walked, heads)
     return Tiles(launch, (grid,), queries, keys, Rows(), None, sizes, p.window or 0)
@@ -349,12 +350,12 @@ def _hopper(kernel: Any, config: Any, p: Problem, grid: int, sizes: tuple[int, .
     blocks, width = config.kwargs, config.kwargs["BLOCK_D"]
     launch = launcher(kernel, GROUP=p.group, CAUSAL=p.causal, **constants, **blocks, num_warps=config.num_warps)
     layout = NVMMASharedLayout(min(128, 2 * width), 16, rank=4)
-    own = Rows((1, 1, blocks["ROWS"], width), layout)
+    own = Rows(block(1, 1, blocks["ROWS"], width, layout=layout))
     if "BLOCK_M" in blocks:  # programs own keys
-        queries, keys = Rows((1, 1, blocks["BLOCK_M"], width), layout), own
-        vectors = Rows((blocks["BLOCK_M"],), NVMMASharedLayout(0, 32, rank=1))
+        queries, keys = Rows(block(1, 1, blocks["BLOCK_M"], width, layout=layout)), own
+        vectors = Rows(block(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1)))
     else:
-        queries, keys, vectors = own, Rows((1, 1, blocks["BLOCK_N"], width), layout), None
+        queries, keys, vectors = own, Rows(block(1, 1, blocks["BLOCK_N"], width, layout=layout)), None
     return Tiles(launch, (grid,), queries, keys, own, vectors, (p.b, p.h, p.n, p.s, *sizes), None)
 
 

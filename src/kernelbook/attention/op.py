@@ -20,6 +20,7 @@ from kernelbook.launch import (
     composite,
     form,
     is_aligned,
+    library,
     observed,
     operator,
     sources,
@@ -74,6 +75,9 @@ def flash_attention(
             ``softcap`` not a number, or ``window`` not an integer.
         ValueError: a shape, a device, ``scale``, ``window``, ``softcap`` or an entry of ``lengths`` is not as above.
     """
+    are_numbers = type(scale) in _NUMBER and type(softcap) in _NUMBER
+    if type(causal) is not bool or not are_numbers or type(window) not in (NoneType, int):
+        causal, scale, window, softcap = _plain_arguments("flash_attention", causal, scale, window, softcap)
     if is_dynamo_compiling() and are_tensors(q, k, v, lengths, sinks):
         return _flash_whole(q, k, v, causal, scale, lengths, window, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
     if observed(q, k, v, lengths, sinks):
@@ -117,6 +121,8 @@ def paged_attention(
         ValueError: a shape, a device, ``scale`` or ``softcap`` is not as above, or, where they are checked, an entry of ``lengths`` or
             ``block_table``.
     """
+    if type(scale) not in _NUMBER or type(softcap) not in _NUMBER:
+        _, scale, _, softcap = _plain_arguments("paged_attention", True, scale, None, softcap)
     tensors = q, k_pages, v_pages, block_table, lengths
     if is_dynamo_compiling() and are_tensors(*tensors, sinks):
         return _paged_whole(*tensors, scale, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
@@ -211,7 +217,6 @@ def _check_flash(
     arguments.check_shape(op, "k", k, (b, *k.shape[1:3], d))
     arguments.check_shape(op, "v", v, (b, *k.shape[1:3], d))
     _check_heads(op, "k and v", h, k.shape[1])
-    causal, scale, window, softcap = _plain_arguments(op, causal, scale, window, softcap)
     _check_sinks(op, q, sinks, softcap)
     if lengths is not None:
         arguments.check_indices(op, "lengths", lengths)
@@ -253,7 +258,6 @@ def _check_paged(
         raise ValueError(f"{op}: q must have at most {kernels_decode.MAX_QUERIES} queries, got shape {tuple(q.shape)}")
     _check_pages(op, k_pages, v_pages, block_table, lengths, "q", q)
     _check_heads(op, "k_pages and v_pages", q.shape[1], k_pages.shape[1])
-    _, scale, _, softcap = _plain_arguments(op, True, scale, None, softcap)
     _check_sinks(op, q, sinks, softcap)
     return _checked_scale(op, scale, q.shape[3]), softcap
 
@@ -304,9 +308,6 @@ def _flash_plan(
     sinks: Tensor | None, softcap: float | None, with_lse: bool,
 ) -> _Plan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
-    are_numbers = type(scale) in _NUMBER and type(softcap) in _NUMBER
-    if type(causal) is not bool or not are_numbers or type(window) not in (NoneType, int):
-        causal, scale, window, softcap = _plain_arguments("flash_attention", causal, scale, window, softcap)
     aligned, precision = is_aligned(q, k, v), launches.precision(q)
     tensors = form(q), form(k), form(v), form(lengths)
     asked = causal, scale, window, form(sinks), softcap, with_lse
@@ -526,8 +527,6 @@ def _paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
     sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    if type(scale) not in _NUMBER or type(softcap) not in _NUMBER:
-        _, scale, _, softcap = _plain_arguments("paged_attention", True, scale, None, softcap)
     aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
     tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths), form(sinks)
     key = tensors, aligned, scale, softcap, precision, runtime.compile_target
@@ -647,13 +646,15 @@ _paged_operator = operator(
 )
 
 # launch.operator() is for operators that return what they compute; this one writes into its arguments.
+_append_library = library("append_to_pages")
 torch.library.define(
     f"{NAMESPACE}::append_to_pages",
     "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
+    lib=_append_library,
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append)
-torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None)
+torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append, lib=_append_library)
+torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None, lib=_append_library)
 _append_operator = torch.ops.kernelbook.append_to_pages.default
 
 SOURCES = sources()

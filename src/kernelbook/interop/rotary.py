@@ -71,12 +71,14 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        _keep(ctx, inputs, None)
+        *_, ctx.cos, ctx.sin, ctx.back = (
+            inputs  # all layers have the same, and activation checkpoints need not keep them
+        )
         return _run(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, dq, dk)
+        return *_rotate(dq, dk, ctx.cos, ctx.sin, not ctx.back), None, None, None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -25,7 +25,10 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from kernelbook.interop.transformers_attention import known_masks
 from kernelbook.interop.transformers_fp4 import MXFP4ExpertsConfig
+from kernelbook.interop.transformers_generation import fast_generate
+from kernelbook.interop.transformers_loss import loss_in_pieces
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor
@@ -33,22 +36,36 @@ from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
 from kernelbook.nn.experts import Float8Tensor, LoRAPair, Weight, gated_experts
 from kernelbook.nn.parameters import is_turned, quantizable, quantize_parameter, stored_weight
 
+if TYPE_CHECKING:
+    from kernelbook.interop.transformers_training import CapturedTrainer
+
 __all__ = [
     "NAME",
+    "CapturedTrainer",
     "MXFP4ExpertsConfig",
     "NF4ExpertsConfig",
     "check_experts",
     "expert_modules",
     "expert_parameters",
     "experts_forward",
+    "fast_generate",
     "is_experts",
+    "known_masks",
+    "loss_in_pieces",
     "quantize_experts",
     "register",
     "use_kernels",
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = moved(__name__)
+
+    def __getattr__(name: str) -> Any:
+        if name == "CapturedTrainer":  # transformers' Trainer takes its time to import, and not everybody trains
+            from kernelbook.interop.transformers_training import CapturedTrainer
+
+            return CapturedTrainer
+        return moved(__name__)(name)
+
 
 NAME = "kernelbook"
 HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass

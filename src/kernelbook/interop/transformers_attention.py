@@ -5,7 +5,7 @@ After :func:`register`, ``model.set_attn_implementation("kernelbook")`` and
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from kernelbook.nn.named_attention import asked_for, boolean_mask, own_attention, statement
 
-__all__ = ["NAME", "attention_forward", "attention_mask", "register"]
+__all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register"]
 
 NAME = "kernelbook"
 SDPA_KEYWORDS = frozenset(inspect.signature(sdpa_attention_forward).parameters)
@@ -41,6 +41,10 @@ def attention_mask(**asked: Any) -> torch.Tensor | None:
     return stated if stated is None or isinstance(stated, torch.Tensor) else sdpa_mask(**asked)
 
 
+def _captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _stated(
     *,
     batch_size: int,
@@ -57,10 +61,11 @@ def _stated(
     **_others: Any,
 ) -> torch.Tensor | bool | None:
     """The mask as a statement; False where it has to be made."""
-    tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    compiling = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    tracing = compiling or _captured()
     # A step of decoding with a static cache is told to make its mask, and so is a mask with something added.
     static = isinstance(q_offset, torch.Tensor)
-    plain = mask_function is causal_mask_function if static else not tracing and _is_window(mask_function, local_size)
+    plain = mask_function is causal_mask_function if static else not compiling and _is_window(mask_function, local_size)
     if not (allow_is_causal_skip or (q_length == 1 and plain)):
         return False
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
@@ -95,6 +100,31 @@ def _is_window(mask_function: Any, window: int | None) -> bool:
         return False
     overlay = getattr(parts[0], "__code__", None) is sliding_window_overlay(1).__code__
     return overlay and [cell.cell_contents for cell in parts[0].__closure__] == [window]
+
+
+def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch for a captured step: a mask that leaves nothing out, or none, becomes the word that attention is causal.
+
+    While a graph is captured nobody can look whether a mask leaves tokens out or whether ``position_ids`` begin anew, so
+    that transformers makes a mask of (B, 1, N, N), which flash attention does not take. This looks before; where there is a
+    mask on the device the host waits for it. Models whose attention is not ours, or that have sliding windows, and batches
+    with padding, with ``position_ids`` or with router logits keep what they have.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config, found = getattr(base, "config", None), dict(batch)
+    if getattr(config, "_attn_implementation", None) != NAME or found.get("position_ids") is not None:
+        return found
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    window = getattr(config, "sliding_window", None) if getattr(config, "layer_types", None) is None else None
+    router = found.get("output_router_logits") or getattr(config, "output_router_logits", False)
+    mask = found.get("attention_mask")
+    if set(kinds) != {"full_attention"} or window is not None or router:
+        return found
+    if mask is None or (mask.ndim == 2 and bool(mask.all())):
+        tokens = found.get("input_ids", found.get("inputs_embeds"))
+        device = None if tokens is None else tokens.device
+        found["attention_mask"] = statement(torch.empty(0, dtype=torch.int64, device=device), None)
+    return found
 
 
 def attention_forward(

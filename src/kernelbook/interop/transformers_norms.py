@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kernelbook.layer_norm import rms_norm
+from kernelbook.tensors import without_autocast
 
 __all__ = ["rms_norms"]
 
@@ -23,7 +24,8 @@ class _Norm(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.dtype != self.weight.dtype:  # the models' norms differ in what comes out then
             return super().forward(hidden_states)  # type: ignore[no-any-return, misc]
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        with without_autocast(hidden_states):  # it gives float32 there, and these the dtype that they were given
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle finds classes by their names, which this one does not have: it is made again."""

@@ -44,12 +44,13 @@ class NF4ExpertsConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, double_quant: bool = False, block_size: int = 64, **others: Any) -> None:
+        block_size = arguments.integer("NF4ExpertsConfig", "block_size", block_size)
         arguments.check_choice("NF4ExpertsConfig", "block_size", block_size, BLOCK_SIZES)
         unknown = set(others) - {"quant_method"}  # which a saved configuration has
         if unknown:
             raise TypeError(f"NF4ExpertsConfig: arguments must be double_quant and block_size, got {sorted(unknown)}")
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.double_quant, self.block_size = bool(double_quant), int(block_size)
+        self.double_quant, self.block_size = bool(double_quant), block_size
 
     @property
     def bytes_a_weight(self) -> float:
@@ -76,6 +77,10 @@ class NF4ExpertsQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:  # without it generate() leaves a static cache to Python
         return True
 
     def is_serializable(self) -> bool:

@@ -1,4 +1,4 @@
-"""``python -m kernelbook``: does this machine work, how fast is it, faster plans for it, a training run, a profile."""
+"""``python -m kernelbook``: does this machine work, how fast is it, is a kernel right, faster plans, a training run, a profile."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+WITHOUT_TENSOR_CORES = (
+    "float16 and float32; bfloat16 is right, and several times slower. Triton has no tensor cores before Ampere: attention and "
+    "experts do without, sparse layers and lists of neurons have them by cuBLAS"
+)
 # What a command needs beside the package's own requirements: all of the extra ``lab``.
 NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
 
@@ -53,6 +57,8 @@ def _machine() -> list[tuple[str, str]]:
             ("L2 cache", f"{p.l2_bytes / 2**20:.0f} MiB"),
             ("plans", _plans(p.name)),
         ]
+        if not p.has_tensor_cores:
+            lines.append(("to expect", WITHOUT_TENSOR_CORES))
     return lines
 
 
@@ -268,6 +274,26 @@ def _bench_extras(one: registry.Bench, folder: Path) -> list[str]:
     return []
 
 
+# --- judge ----------------------------------------------------------------------------------------------------------
+
+
+def judge(file: Path | None, task: str | None, hints: int, seed: int | None) -> int:
+    """Judges a file, or lists the tasks; 0 if it is right, 1 if not, 2 if there is nothing to judge."""
+    from kernelbook.lab import judge as judging
+
+    if file is None or task is None:
+        for one in judging.TASKS.values():
+            print(f"{one.name:18} {one.says}")
+        return 0 if file is None and task is None else 2
+    try:
+        found = judging.judge(file, task, hints=hints, seed=seed)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(found)
+    return 0 if found.right else 1
+
+
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
@@ -290,6 +316,12 @@ def _positive(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number above zero, got {text}")
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) < 2**31:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number above zero, got {text}")
 
 
 def _pattern(text: str) -> str:
@@ -326,7 +358,14 @@ def parser() -> argparse.ArgumentParser:
         "--warm", action="store_true", help="call all once and record nothing: fills compilers' caches"
     )
     measure.add_argument("--missing", action="store_true", help="only cases without rows of these sources in --out")
-    measure.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
+    measure.add_argument("--layers", type=_count, help="whole_model: so many layers of each model (default: all)")
+    judged = commands.add_parser(
+        "judge", help="judge a kernel of yours: is it right, and on a GPU how fast; without a file, list the tasks"
+    )
+    judged.add_argument("file", nargs="?", type=Path, help="a file with a function of the task's name")
+    judged.add_argument("--task", help="what it has to do; my_tasks.py:name for a Task of your own")
+    judged.add_argument("--hint", action="count", default=0, help="a hint if it is not right; again: one more")
+    judged.add_argument("--seed", type=int, help="of sizes and numbers (default: new ones each time)")
     tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), registry.ROOMS)
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
@@ -343,12 +382,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[lab]'", file=sys.stderr
         )
         return 2
+    try:
+        runtime.plans_in_use()
+    except ValueError as error:  # of the environment
+        print(f"{given.command}: {error}", file=sys.stderr)
+        return 2
+    try:
+        return _command(top, given)
+    except KeyboardInterrupt:
+        print(f"\n{given.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _command(top: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     if given.command == "doctor":
         return doctor()
     if given.command == "tune":
         return tuning.main(given, registry.ROOMS)
     if given.command == "train":
         return training.train(given)
+    if given.command == "judge":
+        return judge(given.file, given.task, given.hint, given.seed)
     if given.command == "profile":
         return profiling.profile(given)
     if bool(given.room) == given.all:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.launch import OPTIONS
 
 # isort: split
 import torch
@@ -54,13 +55,17 @@ __all__ = [
 REPORT_COLUMNS = ("key", "name", "target", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
 
 _GPU_TARGETS = {
+    "sm_75": GPUTarget("cuda", 75, 32),
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_86": GPUTarget("cuda", 86, 32),
     "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
     "sm_120": GPUTarget("cuda", 120, 32),
+    "sm_121": GPUTarget("cuda", 121, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx1201": GPUTarget("hip", "gfx1201", 32),
 }
 
 _POINTERS = {
@@ -223,10 +228,16 @@ def _definitions(using: Sequence[Callable[..., Any]], constants: Mapping[str, An
 # --- occupancy -------------------------------------------------------------------------------------------------------
 
 # How registers and shared memory are handed out, and how many programs run at a time at most: CUDA C++ Programming Guide,
-# "Compute Capabilities", 8.0 to 12.0.
+# "Compute Capabilities", 7.5 to 12.1.
 REGISTER_UNIT, WARP_UNIT = 256, 4  # registers a warp gets at a time; warps, one on each quarter of a multiprocessor
-SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program
-MAX_PROGRAMS = {"sm_86": 16, "sm_89": 24, "sm_120": 24}  # on a multiprocessor; 32 on all others
+SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes; the latter a program, from Ampere on
+MAX_PROGRAMS = {
+    "sm_75": 16,
+    "sm_86": 16,
+    "sm_89": 24,
+    "sm_120": 24,
+    "sm_121": 24,
+}  # on a multiprocessor; 32 on all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,10 +266,11 @@ def occupancy(
     """
     p = properties or runtime.properties()
     per_warp = -(-registers * p.warp_size // REGISTER_UNIT) * REGISTER_UNIT
-    per_program = -(-(shared_bytes + SHARED_RESERVED) // SHARED_UNIT) * SHARED_UNIT
+    reserved = SHARED_RESERVED if p.has_tensor_cores else 0
+    per_program = -(-(shared_bytes + reserved) // SHARED_UNIT) * SHARED_UNIT
     limits = {
         "registers": p.registers_per_sm // per_warp // WARP_UNIT * WARP_UNIT // num_warps,
-        "shared memory": p.shared_memory_per_sm // per_program,
+        "shared memory": p.shared_memory_per_sm // max(per_program, 1),
         "warps": p.max_threads_per_sm // (p.warp_size * num_warps),
         "programs": MAX_PROGRAMS.get(p.arch, 32),
     }
@@ -297,7 +309,9 @@ def _type_of(value: Any) -> str:
 def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Launch:
     """What Triton's launcher derives from the arguments: types, constants, divisibility by 16."""
     names = [parameter.name for parameter in kernel.params]
-    options = {name: value for name, value in kwargs.items() if name not in names}
+    options = {
+        name: value for name, value in kwargs.items() if name not in names and (name, value) not in OPTIONS.items()
+    }
     values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     signature, constants, aligned = {}, {}, []
     for parameter in kernel.params:
@@ -442,7 +456,7 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
         {(names.index(name),): value for name, value in launch.constants},
         {(index,): [["tt.divisibility", 16]] for index in launch.aligned},
     )
-    compiled = triton.compile(source, target=_GPU_TARGETS[target], options=dict(launch.options))
+    compiled = triton.compile(source, target=_GPU_TARGETS[target], options={**OPTIONS, **dict(launch.options)})
     texts = {name: text for name, text in compiled.asm.items() if name in asm and isinstance(text, str)}
     if _GPU_TARGETS[target].backend == "cuda":
         registers, spills, sass = _cubin_report(compiled.asm["cubin"], "sass" in asm)

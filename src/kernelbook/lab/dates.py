@@ -101,6 +101,10 @@ class Sources:
         return [*(tree_of(file.read_text()) for file in files), *kernels]
 
 
+_HOST = (
+    "launch.py", "memory.py", "plans.py", "tensors.py", "attention/op.py", "attention/launches.py", "layer_norm/op.py",
+    "moe_lora/op.py", "moe_lora/routing.py", "moe_lora/grouped.py", "nf4/op.py", "scatter_ffn/op.py", "sparse_linear/op.py",
+)  # fmt: skip
 _EXPERTS = ("moe_lora", "nf4", "packed", "packed/products.py", "nn")
 _MODEL = (*_EXPERTS, "attention", "layer_norm")
 _TRAINING = ("sparse_linear", "attention", "layer_norm", "train")
@@ -111,15 +115,19 @@ DATED: dict[str, Sources] = {
     "attention_decoding_steps": Sources(page="attention_decoding"),
     "attention_errors": Sources(("attention",)),
     "attention_forward": Sources(page="attention_forward"),
+    "attention_hopper_steps": Sources(("attention",)),
     "attention_race": Sources(page="attention_backward"),
     "choosing_tiles": Sources(("sparse_linear",)),
     "choosing_tiles_compiled": Sources(("sparse_linear", "moe_lora")),
     "first_kernel": Sources(page="first_kernel"),
+    "host": Sources(_HOST),
     "first_kernel_steps": Sources(page="first_kernel"),
     "launches": Sources(("layer_norm", "launch.py")),
     "layer_norm_barrier": Sources(("layer_norm",)),
     "layer_norm_lock": Sources(page="layer_norm"),
     "layer_norm_steps": Sources(page="layer_norm"),
+    "matrix_product": Sources(page="matrix_product"),
+    "matrix_product_steps": Sources(page="matrix_product"),
     "moe_block_choice": Sources(_EXPERTS),
     "moe_block_parts": Sources(_EXPERTS),
     "moe_lora_steps": Sources(page="moe_lora"),

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import kernelbook  # noqa: F401  (before Triton, which it sets up)
+from kernelbook.launch import OPTIONS  # before Triton, which it sets up
 
 # isort: split
 from triton.language import constexpr
@@ -194,7 +194,11 @@ def _launch_text(kernel: Any, args: Sequence[Any], grid: Any, options: Mapping[s
     ]
     unspecialized = [parameter.do_not_specialize for parameter in kernel.params]
     grid = tuple(grid(given) if callable(grid) else grid)
-    others = sorted((name, _value_text(value)) for name, value in options.items() if name not in names)
+    others = sorted(
+        (name, _value_text(value))
+        for name, value in options.items()
+        if name not in names and (name, value) not in OPTIONS.items()
+    )
     return digest(text_of(kernel)), values, unspecialized, (*grid, 1, 1)[:3], others
 
 

@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -42,7 +43,9 @@ __all__ = [
     "roofline_points",
     "speedup_figure",
     "step",
+    "step_times",
     "steps",
+    "steps_figure",
     "tabs",
     "with_records",
 ]
@@ -81,6 +84,9 @@ STYLE: Any = {
 
 # Decorates what draws: the style then holds there, and nothing global changes.
 _styled: Any = plt.rc_context(STYLE)
+
+# Dense bf16 and fp16 products, by NVIDIA's data sheets.
+DATA_SHEET_TFLOPS = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989}
 
 # Peers keep their colours between chapters; others take the next colour that is free.
 _FIXED = {"kernelbook": 0, "torch": 1, "dense": 1, "torch.compile": 2}
@@ -205,6 +211,8 @@ def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | Non
         lines.append(provenance(*tables))
     if own is not None and len(own):
         lines.append("open markers, yours: " + provenance(own))
+    if any(shape.get_gid() == BAND for ax in figure.axes for shape in ax.collections):
+        lines.append("bands: from the 20th to the 80th percentile")
     figure.supxlabel("\n".join(lines), fontsize=7, color=GREY, x=0.01, ha="left")
     plt.close(figure)
     return figure
@@ -236,12 +244,29 @@ def _lines(ax: Axes, rows: pd.DataFrame, y: str, styles: dict[str, dict[str, Any
         if 2 * group["x"].nunique() < rows["x"].nunique():  # a line would claim the points that were not measured
             style |= {"linestyle": "none"}
         ax.plot(group["x"], group[y], label=str(provider) if label else None, **style)
+        if not own:
+            low, high = group[y] * group["low"], group[y] * group["high"]
+            ax.fill_between(group["x"], low, high, color=style["color"], alpha=0.22, linewidth=0, gid=BAND)
+
+
+BAND = "band"  # from the 20th to the 80th percentile
 
 
 def _with_rates(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with ``gbs`` and ``tflops``, and figures as numbers (rows that were just measured hold text)."""
-    figures = rows[["x", "ms", "gbytes", "gflop"]].apply(pd.to_numeric)
-    return rows.assign(**figures, gbs=figures["gbytes"] / figures["ms"] * 1e3, tflops=figures["gflop"] / figures["ms"])
+    """The rows with ``gbs`` and ``tflops``, and figures as numbers (rows that were just measured hold text).
+
+    ``low`` and ``high``: what the 80th and the 20th percentile of the time make of a rate, as factors.
+    """
+    spread = [name for name in ("ms_p20", "ms_p80") if name in rows.columns]
+    figures = rows[["x", "ms", "gbytes", "gflop", *spread]].apply(pd.to_numeric)
+    ms = figures["ms"]
+    return rows.assign(
+        **figures,
+        gbs=figures["gbytes"] / ms * 1e3,
+        tflops=figures["gflop"] / ms,
+        low=ms / figures.get("ms_p80", ms),
+        high=ms / figures.get("ms_p20", ms),
+    )
 
 
 def _tables(rows: pd.DataFrame | None, own: pd.DataFrame | None) -> Iterator[tuple[pd.DataFrame, bool]]:
@@ -308,9 +333,11 @@ def bandwidth_figure(
 def _ratios(rows: pd.DataFrame, over: str) -> pd.DataFrame:
     """``speedup``: the time of ``over`` divided by each row's, within one run, operation, mode, dtype, shape and x."""
     key = ["run", "op", "mode", "dtype", "shape", "x"]
-    base = rows.loc[rows["provider"] == over, [*key, "ms"]].rename(columns={"ms": "base_ms"})
-    joined = rows.merge(base, on=key)
-    return joined.assign(speedup=joined["base_ms"] / joined["ms"]).loc[joined["provider"] != over]
+    base = rows.loc[rows["provider"] == over, [*key, "ms", "low", "high"]]
+    joined = rows.merge(base, on=key, suffixes=("", "_base"))
+    speedup = joined["ms_base"] / joined["ms"]
+    low, high = joined["low"] / joined["high_base"], joined["high"] / joined["low_base"]
+    return joined.assign(speedup=speedup, low=low, high=high).loc[joined["provider"] != over]
 
 
 @_styled
@@ -348,6 +375,10 @@ def _microseconds(ms: float) -> str:
     return f"{1e3 * ms:,.0f}" if ms >= 1 else f"{1e3 * ms:.1f}"
 
 
+def _without_ours(providers: pd.Series) -> pd.Series:
+    return providers.str.removeprefix("kernelbook:").replace("kernelbook", "the package")
+
+
 def ladder(
     rows: pd.DataFrame,
     ceilings: pd.DataFrame,
@@ -357,13 +388,13 @@ def ladder(
     computed: Sequence[tuple[str, float]] = (),
     peak: bool = False,
 ) -> str:
-    """The steps of a chapter as a Markdown table: microseconds, share of the ceiling, times the step before.
+    """The steps of a chapter as a Markdown table: microseconds, share of the ceiling, times the best step before.
 
     Args:
         rows: the steps of one operation, mode and shape in one run, in their order; providers that are not ours are peers
             and come last.
         ceilings: recorded ceilings; that of the rows' run, else the median.
-        upto: the last step to show, with the one before it; ``None`` for all of them.
+        upto: the last step to show, with the one before it and the best before it; ``None`` for all of them.
         by: ``gbs`` for a share of the copy's bandwidth, ``tflops`` for one of the matrix product's rate.
         computed: further lines that no kernel ran for, as (name, milliseconds).
         peak: name the most memory that a step holds at a time beyond its inputs, too.
@@ -371,29 +402,35 @@ def ladder(
     Raises:
         ValueError: there is no step ``upto``.
     """
-    rows = _with_rates(rows)
+    rows = _with_rates(rows).reset_index(drop=True)
     ours = rows["provider"].str.startswith("kernelbook")
-    names = rows["provider"].str.removeprefix("kernelbook:").replace("kernelbook", "the package, as it is")
+    names = _without_ours(rows["provider"])
     column = {"gbs": "copy_gbs", "tflops": "bf16_tflops"}[by]
     own = ceilings.loc[ceilings["run"].isin(rows["run"]), column]
     share = rows[by] / float((own if len(own) else ceilings[column]).median())
     steps = rows["ms"].where(ours)
-    gain = steps.shift(1) / steps
+    gain = steps.cummin().shift(1) / steps
     table = pd.DataFrame(
         {
             "step": names,
             "µs": [_microseconds(ms) for ms in rows["ms"]],
-            "of the copy's bandwidth" if by == "gbs" else "of the matmul ceiling": [f"{value:.0%}" for value in share],
-            "times the step before": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
+            "of the copy's bandwidth" if by == "gbs" else "of a large cuBLAS product": [
+                f"{value:.0%}" for value in share
+            ],
+            "times the best so far": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
         }
     )
+    sheet = [DATA_SHEET_TFLOPS.get(str(gpu)) for gpu in rows["gpu"]] if by == "tflops" and "gpu" in rows else []
+    if sheet and all(sheet):
+        table["of the data sheet"] = [f"{rate / most:.0%}" for rate, most in zip(rows["tflops"], sheet, strict=True)]
     if peak:
         table["MiB"] = [f"{float(value):,.0f}" for value in rows["peak_mib"]]
     if upto is not None:
         places = [i for i, name in enumerate(names) if name == upto]
         if not places:
             raise ValueError(f"ladder: upto must be one of {', '.join(names)}, got {upto!r}")
-        table = table.iloc[max(places[0] - 1, 0) : places[0] + 1]
+        last = places[0]
+        table = table.iloc[sorted({steps[: max(last, 1)].idxmin(), max(last - 1, 0), last})]
     else:
         table = pd.concat([table[ours], table[~ours]])
         for name, ms in computed:
@@ -415,7 +452,7 @@ def _ladders(rows: pd.DataFrame, only: Mapping[str, Any]) -> list[tuple[str, pd.
 
 
 def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: Any) -> str:
-    """The line of a recorded :func:`ladder` for one step, or a word on what is missing.
+    """The line of a recorded :func:`ladder` for one step, under its shape and GPU, or a word on what is missing.
 
     Args:
         stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
@@ -424,10 +461,54 @@ def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: A
         only: values of columns that pick one ladder among the rows.
     """
     recorded = _recorded(stem)
-    if recorded is None:
-        return "*This step is not recorded yet.*"
-    [(_, rows)] = [found for found in _ladders(recorded, only) if f"kernelbook:{upto}" in set(found[1]["provider"])]
-    return ladder(rows, record.load_ceilings(), upto=upto, by=by, peak=peak)
+    found = [] if recorded is None else _ladders(recorded, only)
+    found = [(name, rows) for name, rows in found if upto in set(_without_ours(rows["provider"]))]
+    if not found:
+        return f'*The step "{upto}" is not recorded yet.*'
+    [(name, rows)] = found
+    table = ladder(rows, record.load_ceilings(), upto=upto, by=by, peak=peak)
+    return f"{name}, {', '.join(sorted(set(rows['gpu'].astype(str))))}:\n\n{table}"
+
+
+def step_times(stem: str, **only: Any) -> dict[str, float]:
+    """Microseconds of the steps and peers of the first recorded ladder that ``only`` picks, by name, in their order; NaN for
+    what is not recorded."""
+    recorded = _recorded(stem)
+    ladders = [] if recorded is None else _ladders(recorded, only)
+    times: dict[str, float] = defaultdict(lambda: math.nan)
+    for _, rows in ladders[:1]:
+        times |= dict(zip(_without_ours(rows["provider"]), 1e3 * rows["ms"].astype(float), strict=True))
+    return times
+
+
+@_styled
+def steps_figure(stem: str, **only: Any) -> Figure | str:
+    """A recorded ladder as a small chart, a bar for each step with its time, peers in grey; a word where it is not recorded.
+
+    Args:
+        stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
+        only: values of columns that pick one ladder among the rows; the first of several is drawn.
+    """
+    recorded = _recorded(stem)
+    ladders = [] if recorded is None else _ladders(recorded, only)
+    if not ladders:
+        return "The ladder is not recorded yet."
+    name, rows = ladders[0]
+    ours = rows["provider"].str.startswith("kernelbook")
+    rows = pd.concat([rows[ours], rows[~ours]])
+    times, names = 1e3 * rows["ms"].astype(float), _without_ours(rows["provider"])
+    figure, (ax,) = new_figure(width=6.0, height=0.6 + 0.27 * len(rows))
+    colors = [BLUE if mine else GREY for mine in rows["provider"].str.startswith("kernelbook")]
+    bars = ax.barh(range(len(rows)), times, color=colors, height=0.62)
+    ax.bar_label(bars, labels=[f"{_microseconds(ms / 1e3)} µs" for ms in times], padding=3, fontsize=8)
+    ax.set_yticks(range(len(rows)), list(names))
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.18 * times.max())
+    ax.xaxis.set_visible(False)
+    ax.grid(visible=False)
+    ax.spines["bottom"].set_visible(False)
+    ax.set_title(name)
+    return finish(figure, rows)
 
 
 def steps(
@@ -437,7 +518,8 @@ def steps(
 
     Args:
         stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
-        own: the same, measured by the reader.
+        own: what :func:`kernelbook.lab.timing.time_steps` returned: the reader's times, if any, and the version of the
+            page's kernels, which says whether the recorded ones are of an earlier version.
         by, peak: see :func:`ladder`; ``by`` for all or by operation.
         only: values of columns that pick some of the ladders.
     """
@@ -450,11 +532,16 @@ def steps(
             text += (
                 f"{title}: {name}. {provenance(part)}\n\n{ladder(part, record.load_ceilings(), by=kind, peak=peak)}\n\n"
             )
-            ours = _with_rates(part.loc[part["provider"].str.startswith("kernelbook")])
-            gains = ours["ms"].shift(1) / ours["ms"]
-            lost = ours["provider"].str.removeprefix("kernelbook:").replace("kernelbook", "the package")[gains < 0.99]
-            if len(lost):
-                text += f"Not a gain here: {', '.join(lost)}.\n\n"
+            ours = part.loc[part["provider"].str.startswith("kernelbook")].reset_index(drop=True)
+            ms, low, high = (ours[column].astype(float) for column in ("ms", "ms_p20", "ms_p80"))
+            best = [0 if i == 0 else int(ms[:i].idxmin()) for i in range(len(ms))]
+            steps = _without_ours(ours["provider"])
+            slower = [name for i, name in enumerate(steps) if i and low[i] > high[best[i]]]
+            alike = [name for i, name in enumerate(steps) if i and low[i] <= high[best[i]] and high[i] >= low[best[i]]]
+            text += f"Slower than the best before: {', '.join(slower)}.\n\n" if slower else ""
+            text += f"No difference beyond the spread of the times: {', '.join(alike)}.\n\n" if alike else ""
+        if title == "Recorded" and own is not None and own.attrs.get("package", "") not in {"", *rows["package"]}:
+            text += "These times are of an earlier version of this page's steps: steps that joined since are not among them.\n\n"
         # Such rows carry the version of the page's kernels, which says nothing of the package's.
         if title == "Recorded" and "kernelbook" in set(rows["provider"]):
             text += "A ladder is a run of its own; the package in it is that of the day.\n\n"

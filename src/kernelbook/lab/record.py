@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import inspect
 import os
+import re
 import subprocess
 import tempfile
 import uuid
@@ -103,6 +104,7 @@ def source_digest(*places: Path) -> str:
 def page_version(stem: str, kernels: Iterable[Any]) -> str:
     """``<stem>+<digest>`` of the sources of a page's own kernels, and of the package where its files or folders are given."""
     sources = "".join(source_digest(k) if isinstance(k, Path) else inspect.getsource(k.fn) for k in kernels)
+    sources = re.sub(r"^ *# (region .*|endregion)\n", "", sources, flags=re.MULTILINE)  # what a page folds
     if not sources:
         raise ValueError("page_version: kernels must name what a row measures, got none")
     return f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
@@ -192,7 +194,10 @@ def drop_unused_ceilings(folder: Path) -> None:
 
 def check_folder(op: str, out: Path) -> None:
     """Raises a ``ValueError`` unless ``out`` is a folder that can be written to, or may become one."""
-    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{op}: out must be a folder to write to, got {str(out)[:80]}, {error.strerror}") from None
     if not there.is_dir() or not os.access(there, os.W_OK):
         kind = "that cannot be written to" if there.is_dir() else "that is a file"
         raise ValueError(f"{op}: out must be a folder to write to, got {out}, {kind} ({there})")

@@ -76,7 +76,12 @@ class Timing:
 
 
 def measure(
-    fn: Callable[[], Any], *, warmup_ms: float = WARMUP_MS, rep_ms: float = 100.0, min_samples: int = 20
+    fn: Callable[[], Any],
+    *,
+    warmup_ms: float = WARMUP_MS,
+    rep_ms: float = 100.0,
+    min_samples: int = 20,
+    before: Callable[[], object] = lambda: None,
 ) -> Timing:
     """The time of ``fn()`` on the device, with a cold L2 cache, after warm-up.
 
@@ -84,9 +89,9 @@ def measure(
     overwritten and read again, so that nothing of the call's is in it and no line has to be written back first (between
     the layers of a model most lines are clean too); and the device is kept busy for a little longer than the host needs to
     enqueue the call: so the sample holds the device's time, not the host's (:func:`host_us`). Without a GPU the wall clock
-    is read, which tells nothing about a GPU.
+    is read, which tells nothing about a GPU. ``before`` runs before each sample and does not count.
     """
-    return Timing.of(_sampler(fn)(warmup_ms, rep_ms, min_samples))
+    return Timing.of(_sampler(fn, before)(warmup_ms, rep_ms, min_samples))
 
 
 def measure_in_turn(
@@ -106,10 +111,12 @@ def measure_in_turn(
     return {name: Timing.of(samples) for name, samples in times.items()}
 
 
-def _sampler(fn: Callable[[], Any]) -> Callable[[float, float, int], list[float]]:
+def _sampler(
+    fn: Callable[[], Any], before: Callable[[], object] = lambda: None
+) -> Callable[[float, float, int], list[float]]:
     """Calls ``fn`` a few times; -> what warms it up for so many ms and returns samples of as many, at least so many."""
     if runtime.DEVICE.type != "cuda":
-        return lambda warmup_ms, rep_ms, min_samples: _samples_on_cpu(fn, rep_ms)
+        return lambda warmup_ms, rep_ms, min_samples: _samples_on_cpu(fn, rep_ms, before)
 
     def host_ms() -> float:
         start = time.perf_counter()
@@ -136,6 +143,7 @@ def _sampler(fn: Callable[[], Any]) -> Callable[[float, float, int], list[float]
         count = max(min_samples, min(500, math.ceil(rep_ms / estimate)))
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         for begin, finish in events:
+            before()
             torch.amax(flush.zero_(), dim=0, out=read)
             torch.cuda._sleep(head_start)
             begin.record()
@@ -147,9 +155,10 @@ def _sampler(fn: Callable[[], Any]) -> Callable[[float, float, int], list[float]
     return sample
 
 
-def _samples_on_cpu(fn: Callable[[], Any], rep_ms: float) -> list[float]:
+def _samples_on_cpu(fn: Callable[[], Any], rep_ms: float, before: Callable[[], object]) -> list[float]:
     times: list[float] = []
     while not times or (sum(times) < rep_ms and len(times) < 100):
+        before()
         start = time.perf_counter()
         fn()
         times.append((time.perf_counter() - start) * 1e3)
@@ -500,6 +509,8 @@ def time_steps(
 ) -> pd.DataFrame:
     """Checks and times the steps of a chapter, see :func:`run_cases`; without a GPU checks them and returns no row.
 
+    What is returned has the version of the page's kernels in ``attrs["package"]``.
+
     Args:
         stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv``, and the ceilings beside them.
         cases: one for each ladder; the providers are its steps in their order, peers last.
@@ -516,6 +527,7 @@ def time_steps(
     rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
     if failures:
         raise RuntimeError("time_steps: " + "; ".join(failures))
+    rows.attrs["package"] = package
     if not gpu:
         return rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
     if record:

@@ -87,7 +87,10 @@ def parse_shape(text: str | None) -> dict[str, float]:
     """``M=4096 active=0.1`` -> numbers by name."""
     try:
         pairs = [part.split("=") for part in (text or "").replace(",", " ").split()]
-        return {name: float(value) for name, value in pairs}
+        shape = {name: float(value) for name, value in pairs}
+        if not all(0 < value < 2**31 for value in shape.values()):
+            raise ValueError
+        return shape
     except ValueError:
         raise ValueError(f"tune: --shape must be like 'M=4096 N=5120', got {text!r}") from None
 
@@ -176,7 +179,7 @@ def asked(place: Place, trial: plans.Plans) -> dict[tuple[str, str], tuple[Any, 
     """Calls a case once; -> the problems that planners are asked for, by planner and key."""
     with _trying(trial):
         _problem(place).providers["kernelbook"]()
-        return dict(plans.asked)
+        return {(name, plans.planners()[name].key(problem)): problem for name, problem in plans.asked}
 
 
 def tried(place: Place, trial: plans.Plans) -> float | str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -60,21 +59,23 @@ def layer_norm(
             is used.
 
     Returns:
-        The shape of ``x``, contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own.
+        The shape of ``x``, contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own on a GPU.
 
     Raises:
-        TypeError: an argument is not a tensor of a supported dtype.
+        TypeError: an argument is not a tensor of a supported dtype, or ``eps`` not a number.
         ValueError: ``weight`` or ``bias`` has another shape or device, ``normalized_shape`` is not how ``x`` ends, or
             ``eps`` or ``backward`` has another value.
     """
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape, backward)
+    if type(eps) is not float or type(backward) is not str:
+        eps, backward = _checked_numbers("layer_norm", eps, backward)
     if is_dynamo_compiling() and are_tensors(x, weight, bias):
         return _layer_norm_whole(x, weight, bias, eps, backward, SOURCES)  # type: ignore[no-any-return]
     if observed(x, weight, bias):
         return _layer_norm_by_operators(x, weight, bias, eps, backward)
     differentiable = wants_gradient(x, weight, bias)
-    plan = _forward_plan("layer_norm", x, None, weight, bias, eps, _out_dtype(x), differentiable, backward)
+    plan = _forward_plan("layer_norm", x, None, weight, bias, eps, _out_dtype(x, None), differentiable, backward)
     if plan.differentiable:
         return _Norm.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
     return _forward(plan, x, None, weight, bias)[0]
@@ -108,18 +109,21 @@ def rms_norm(
         x: (..., N), float16, bfloat16, float32 or float64, any strides.
         weight: (N,) or ``None``, any of those dtypes.
         eps: added to the mean square; not negative.
-        residual: the shape and dtype of ``x``, any strides, or ``None``. It is added to ``x`` first, in the same pass over
-            memory, forward and backward.
+        residual: the shape of ``x``, any of those dtypes and any strides, or ``None``. It is added to ``x`` first, in the same
+            pass over memory, forward and backward.
 
     Returns:
-        (..., N), contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own. With a residual the pair of the
-        normalized sum and the sum ``x + residual``, which has the dtype of ``x`` and is what the next layer adds to.
+        (..., N), contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own on a GPU. With a residual the
+        pair of the normalized sum and the sum ``x + residual``, which is what the next layer adds to, both in the dtype that
+        PyTorch gives such a sum (bfloat16 and a float32 residual: float32).
 
     Raises:
-        TypeError: an argument is not a tensor of a supported dtype, or ``residual`` has not the dtype of ``x``.
+        TypeError: an argument is not a tensor of a supported dtype, or ``eps`` not a number.
         ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
     """
     found: Any
+    if type(eps) is not float:
+        eps, _ = _checked_numbers("rms_norm", eps, "partials")
     if is_dynamo_compiling() and are_tensors(x, weight, residual):
         found = _rms_norm_whole(x, weight, eps, residual, SOURCES)
         return found[0] if residual is None else (found[0], found[1])
@@ -127,7 +131,8 @@ def rms_norm(
         found = _rms_norm_by_operators(x, weight, eps, residual)
         return found[0] if residual is None else (found[0], found[1])
     differentiable = wants_gradient(x, weight, residual)
-    plan = _forward_plan("rms_norm", x, residual, weight, None, eps, _out_dtype(x), differentiable, "partials")
+    dtype = _out_dtype(x, residual)
+    plan = _forward_plan("rms_norm", x, residual, weight, None, eps, dtype, differentiable, "partials")
     if residual is None:
         found = _Norm.apply(x, weight, None, plan) if plan.differentiable else _forward(plan, x, None, weight, None)[0]
     elif plan.differentiable:
@@ -140,7 +145,8 @@ def rms_norm(
 def _over_several(
     x: torch.Tensor, weight: Any, bias: Any, eps: float, normalized_shape: int | Sequence[int], backward: str
 ) -> torch.Tensor:
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    given: Any = normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+    shape = tuple(arguments.integer("layer_norm", "normalized_shape", n, "an integer or several") for n in given)
     arguments.check_tensor("layer_norm", "x", x)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
@@ -155,11 +161,17 @@ def _over_several(
     return layer_norm(rows, weight, bias, eps, backward=backward).view(x.shape)
 
 
-def _out_dtype(x: torch.Tensor) -> torch.dtype:
+def _sum_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
+    """Of what is normalized: x, or x + residual."""
+    return x.dtype if residual is None or residual.dtype == x.dtype else torch.promote_types(x.dtype, residual.dtype)
+
+
+def _out_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
     """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
+    dtype = _sum_dtype(x, residual)
     if not torch._C._is_any_autocast_enabled() or arguments.autocast_dtype(x) is None:
-        return x.dtype
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        return dtype
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _check(op: str, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, backward: str) -> None:
@@ -181,16 +193,16 @@ def _check(op: str, x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps:
     if residual is not None:
         arguments.check_tensor(op, "residual", residual)
         arguments.check_shape(op, "residual", residual, x.shape)
-        arguments.check_same_dtype(op, x=x, residual=residual)
     arguments.check_same_device(op, x=x, weight=weight, bias=bias, residual=residual)
 
 
 def _checked_numbers(op: str, eps: float, backward: str) -> tuple[float, str]:
     """``eps`` as a float and ``backward`` as it is: what a plan's key holds of them."""
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not 0 <= eps < math.inf:
+    found = arguments.number(op, "eps", eps, "a number that is not negative")
+    if not 0 <= found < math.inf:
         raise ValueError(f"{op}: eps must be a number that is not negative, got {eps!r}")
     arguments.check_choice(op, "backward", backward, BACKWARDS)
-    return float(eps), backward
+    return found, backward
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -206,7 +218,8 @@ class _ForwardPlan:
     backward: str  # of BACKWARDS
     shape: torch.Size
     dtype: torch.dtype  # of the result
-    sums_dtype: torch.dtype  # of the statistics
+    sum_dtype: torch.dtype  # of x + residual
+    statistics_dtype: torch.dtype
     rows: int
     columns: int
     x_stride: int | None  # from row to row; None: no kernel can read the tensors as they lie
@@ -223,8 +236,6 @@ def _forward_plan(
     eps: float, dtype: torch.dtype, differentiable: bool, backward: str,
 ) -> _ForwardPlan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
-    if type(eps) is not float or type(backward) is not str:
-        eps, backward = _checked_numbers(op, eps, backward)
     tensors = form(x), form(residual), form(weight), form(bias)
     key = (op, tensors, eps, dtype, differentiable, backward, runtime.compile_target)
     plan = _forward_plans.get(key)
@@ -239,19 +250,19 @@ def _new_forward_plan(
     has_mean: bool, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
     bias: torch.Tensor | None, eps: float, dtype: torch.dtype, differentiable: bool, backward: str,
 ) -> _ForwardPlan:  # fmt: skip
-    m, n = math.prod(x.shape[:-1]), x.shape[-1]
-    config = kernels.plan_forward(n, x.element_size(), runtime.properties(x.device))
+    m, n, sum_dtype = math.prod(x.shape[:-1]), x.shape[-1], _sum_dtype(x, residual)
+    config = kernels.plan_forward(n, sum_dtype.itemsize, runtime.properties(x.device))
     kernel = kernels._layer_norm_fwd_looped_kernel if config is None else kernels._layer_norm_fwd_kernel
-    config = config or kernels.looped_config(x.element_size())
+    config = config or kernels.looped_config(sum_dtype.itemsize)
     launch = launcher(
         kernel, EPS=eps, HAS_MEAN=has_mean, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None, HAS_STATISTICS=differentiable, ACC=tl_accumulator(x.dtype),
+        HAS_BIAS=bias is not None, HAS_STATISTICS=differentiable, ACC=tl_accumulator(sum_dtype),
         **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
     readable = _is_in_rows(x) and _is_in_rows(residual) and _is_dense(weight) and _is_dense(bias)
     return _ForwardPlan(
         eps=eps, has_mean=has_mean, differentiable=differentiable, backward=backward,
-        shape=x.shape, dtype=dtype, sums_dtype=accumulator(x.dtype), rows=m, columns=n,
+        shape=x.shape, dtype=dtype, sum_dtype=sum_dtype, statistics_dtype=accumulator(sum_dtype), rows=m, columns=n,
         x_stride=_row_stride(x) if readable else None, residual_stride=_row_stride(residual) if readable else 0,
         launch=launch, grid=(cdiv(m, config.kwargs.get("BLOCK_M", 1)),),
     )  # fmt: skip
@@ -264,9 +275,9 @@ def _forward(
     """-> y; with a residual x + residual, else None; if the plan is differentiable the statistics, else None."""
     m, n = plan.rows, plan.columns
     y = empty(plan.shape, plan.dtype, x)
-    total = None if residual is None else empty(plan.shape, x.dtype, x)
+    total = None if residual is None else empty(plan.shape, plan.sum_dtype, x)
     # Mean and rstd, (2, M), or rstd, (1, M).
-    statistics = empty((1 + plan.has_mean, m), plan.sums_dtype, x) if plan.differentiable else None
+    statistics = empty((1 + plan.has_mean, m), plan.statistics_dtype, x) if plan.differentiable else None
     if m * n == 0:
         return y, total, statistics if statistics is None else statistics.zero_()
     x_stride, residual_stride = plan.x_stride, plan.residual_stride
@@ -547,9 +558,9 @@ def _layer_norm_by_operators(x: torch.Tensor, weight: Any, bias: Any, eps: float
     _check("layer_norm", x, None, weight, bias, eps, backward)
     y: torch.Tensor
     if wants_gradient(x, weight, bias):
-        y, _ = _norm(x, weight, bias, float(eps), _out_dtype(x), True, backward)
+        y, _ = _norm(x, weight, bias, eps, _out_dtype(x, None), True, backward)
     else:
-        y = _norm_inference(x, weight, bias, float(eps), _out_dtype(x), True)
+        y = _norm_inference(x, weight, bias, eps, _out_dtype(x, None), True)
     return y
 
 
@@ -557,16 +568,16 @@ def _rms_norm_by_operators(x: torch.Tensor, weight: Any, eps: float, residual: A
     """-> y, and with a residual x + residual."""
     _check("rms_norm", x, residual, weight, None, eps, "partials")
     if residual is not None:
-        y, total, _ = _norm_of_sum(x, residual, weight, float(eps), _out_dtype(x))
+        y, total, _ = _norm_of_sum(x, residual, weight, eps, _out_dtype(x, residual))
         return [y, total]
     if wants_gradient(x, weight):
-        y, _ = _norm(x, weight, None, float(eps), _out_dtype(x), False, "partials")
+        y, _ = _norm(x, weight, None, eps, _out_dtype(x, None), False, "partials")
         return [y]
-    return [_norm_inference(x, weight, None, float(eps), _out_dtype(x), False)]
+    return [_norm_inference(x, weight, None, eps, _out_dtype(x, None), False)]
 
 
-def _new_statistics(x: torch.Tensor, has_mean: bool) -> torch.Tensor:
-    return empty((1 + has_mean, math.prod(x.shape[:-1])), accumulator(x.dtype), x)
+def _new_statistics(x: torch.Tensor, has_mean: bool, dtype: torch.dtype) -> torch.Tensor:
+    return empty((1 + has_mean, math.prod(x.shape[:-1])), accumulator(dtype), x)
 
 
 def _run_norm(
@@ -627,7 +638,10 @@ def _keep_norm_of_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 _norm = operator(
     "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean, str backward) "
     "-> (Tensor, Tensor)",
-    outputs=lambda x, weight, bias, eps, dtype, has_mean, _: (empty(x.shape, dtype, x), _new_statistics(x, has_mean)),
+    outputs=lambda x, weight, bias, eps, dtype, has_mean, _: (
+        empty(x.shape, dtype, x),
+        _new_statistics(x, has_mean, x.dtype),
+    ),
     run=_run_norm,
     setup_context=_keep_norm,
     backward=lambda ctx, dy, _: (*_gradients(ctx, dy), None, None, None, None),
@@ -644,7 +658,7 @@ _norm_inference = operator(
 _norm_of_sum = operator(
     "norm_of_sum(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
     outputs=lambda x, residual, weight, eps, dtype: (
-        empty(x.shape, dtype, x), empty(x.shape, x.dtype, x), _new_statistics(x, False),
+        empty(x.shape, dtype, x), empty(x.shape, total := _sum_dtype(x, residual), x), _new_statistics(x, False, total),
     ),
     run=_run_norm_of_sum,
     setup_context=_keep_norm_of_sum,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.launch import Descriptor, Launch, cdiv, launcher
+from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.moe_lora import kernels
 from kernelbook.moe_lora.routing import Routing, tiles_of_height
@@ -144,8 +144,8 @@ class _RowsKernel:
     """The kernel of this room."""
 
     step: Step
-    x_block: tuple[int, ...] | None  # of a tensor descriptor; None: by pointers
-    w_block: tuple[int, ...] | None
+    x_block: Block | None  # of a tensor descriptor; None: by pointers
+    w_block: Block | None
     w_by_row: bool
     in_words: bool  # of eight packed elements
 
@@ -205,7 +205,8 @@ def _chosen_strategy(
     if strategy == "auto":
         experts, k, n = shape
         strategy = kernels.choose_strategy(rows, experts, k, n, rank, properties)
-    return "split" if rank > kernels.FUSED_RANK or dtype == torch.float64 else strategy
+    fits = rank <= kernels.FUSED_RANK and dtype != torch.float64 and properties.has_tensor_cores
+    return strategy if fits else "split"
 
 
 def _rows_kernel(
@@ -242,8 +243,8 @@ def _rows_kernel(
     _, num_m = tiles_of_height(rows, experts, tiles.height)
     return _RowsKernel(
         step=Step(launch, (num_m * cdiv(n, block_n),), (experts, k, n, layout.slots, num_m)),
-        x_block=(tiles.height, block_k) if access == "boxes" and layout.grouped else None,
-        w_block=(1, *((block_k, block_n) if by_row else (block_n, block_k))) if access == "boxes" else None,
+        x_block=block(tiles.height, block_k) if access == "boxes" and layout.grouped else None,
+        w_block=block(1, *((block_k, block_n) if by_row else (block_n, block_k))) if access == "boxes" else None,
         w_by_row=by_row, in_words=access == "packed",
     ), tiles.height  # fmt: skip
 
@@ -348,7 +349,7 @@ def factors(
 def recompute_step(left: Layout, factor: torch.Tensor, right: Layout, q: int) -> Step:
     """For dA or dB without U and D."""
     experts, c, rank = factor.shape
-    tiles = kernels.recompute_tiles(rank, factor.element_size())
+    tiles = kernels.recompute_tiles(rank, factor.element_size(), runtime.properties(factor.device))
     launch = _tiled(
         kernels._moe_lora_bwd_recompute_kernel, tiles, L_GROUPED=left.grouped, Z_GROUPED=right.grouped,
         ACC=tl_accumulator(factor.dtype), PRECISION=precision(factor.dtype), r=rank, RANK=kernels.padded_rank(rank),

@@ -735,13 +735,14 @@ def rows_tiles(
     addresses take so many registers that only small tiles have room.
     """
     mean = _mean_rows(rows, experts)
-    if access == "packed" and itemsize == 2:
+    if access == "packed" and itemsize == 2 and properties.has_tensor_cores:
         if mean <= 16:
             return tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)
         return tiles(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=64)
     if itemsize == 8:
         return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
-    if itemsize == 4 or access == "narrow":
+    # Without tensor cores each thread holds its rows and columns of both operands.
+    if itemsize == 4 or access == "narrow" or not properties.has_tensor_cores:
         height = max(16, min(32, mean))
         return tiles(4, 2, BLOCK_M=height, BLOCK_N=32, BLOCK_K=32, GROUP=8, SMALL_M=height)
     if access == "boxes" and 8 < mean <= 16 and rank > 0:
@@ -782,7 +783,7 @@ def thin_tiles(
     split = 1  # a long sum is shared by several programs where there are too few
     while split < 8 and programs * split * 2 <= properties.num_sms and k >= 2048 * split:
         split *= 2
-    if itemsize > 2:
+    if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_M=height, BLOCK_K=32, BLOCK_R=min(block_r, 32), SPLIT=split)
     if not has_boxes(properties):
         return tiles(4, 2, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
@@ -811,7 +812,7 @@ def _gram_allowed(
 @planner("moe_lora.gram", _gram_allowed, buckets=("rows",))
 def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
     """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
-    if itemsize > 2:
+    if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_P=min(32, padded_rank(columns)), BLOCK_Q=32, BLOCK_M=16)
     if columns > 64:
         return tiles(8, 3 if has_boxes(properties) else 2, BLOCK_P=128, BLOCK_Q=128, BLOCK_M=32)
@@ -819,9 +820,9 @@ def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties:
     return tiles(4, 2, BLOCK_P=min(64, padded_rank(columns)), BLOCK_Q=128, BLOCK_M=block_m)
 
 
-def recompute_tiles(rank: int, itemsize: int) -> Tiles:
+def recompute_tiles(rank: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
     """The tiles of sums over rows that compute their left operand themselves."""
-    if itemsize > 2:
+    if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_Q=32, BLOCK_M=16, BLOCK_C=32)
     return tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)
 

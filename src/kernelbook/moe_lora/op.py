@@ -89,7 +89,7 @@ def moe_lora(
         gates: (T, k) weights of the slots, in the dtype of ``x`` or float32, or ``None``.
         strategy: how the low-rank product is added. ``"fused"``: x A^T is accumulated beside x W in one kernel.
             ``"split"``: x A^T comes from a kernel of its own, and its product with B^T is the last step of the base's
-            kernel; so are ranks above 64 in any case. ``"auto"``: by shape, see :func:`kernels.choose_strategy`.
+            kernel; so are ranks above 64, and GPUs before Ampere, in any case. ``"auto"``: by shape, see :func:`kernels.choose_strategy`.
         grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
         transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
 
@@ -449,12 +449,21 @@ class _MoeLora(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         plan, given, flat = args[_DIFFERENTIABLE:]
         y, u = _forward(plan, given, with_u=True)
-        _keep(ctx, u, flat)
+        # Where activations are checkpointed, each tensor that autograd keeps costs the host some 25 us. A routing and frozen
+        # weights in few bits have no gradient, and no memory is won by dropping them.
+        packed = isinstance(given.w, Matrices)
+        ctx.save_for_backward(u, given.x, None if packed else given.w, *flat[2:_DIFFERENTIABLE])
+        ctx.packed, ctx.others = flat[1] if packed else None, flat[_DIFFERENTIABLE:]
+        ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return *_gradients(ctx, dy), None, None, None
+        if dy is None:
+            return (None,) * (_DIFFERENTIABLE + 3)
+        u, x, w, *pairs = ctx.saved_tensors
+        flat = (x, w if ctx.packed is None else ctx.packed, *pairs, *ctx.others)
+        return *_differentiate(dy, u, flat, tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])), None, None, None
 
 
 def _keep(ctx: Any, u: torch.Tensor | None, flat: tuple[Any, ...]) -> None:

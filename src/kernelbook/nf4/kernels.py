@@ -334,6 +334,8 @@ def matmul_config(tokens: int, n: int, properties: runtime.DeviceProperties) -> 
     """
     rows = 1 if n < 4096 else 2
     unroll = 4 if rows == 2 or tokens > 4 else 8  # eight words beside eight tokens would spill
+    if rows * tokens == 16 and not properties.has_tensor_cores:  # of an older generation, whose compiler takes more
+        unroll = 2
     return triton.Config({"ROWS": rows, "BLOCK_W": 32, "UNROLL": unroll}, num_warps=1)
 
 

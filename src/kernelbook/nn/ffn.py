@@ -74,7 +74,13 @@ class SparseFFN(torch.nn.Module):
             raise ValueError(
                 f"SparseFFN: activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
             )
-        out_features = features if out_features is None else out_features
+        op, out_features = "SparseFFN", features if out_features is None else out_features
+        features = arguments.integer(op, "features", features, least=0)
+        neurons = arguments.integer(op, "neurons", neurons, least=0)
+        out_features = arguments.integer(op, "out_features", out_features, least=0)
+        dropout = arguments.number(op, "dropout", dropout)
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"{op}: dropout must lie in [0, 1], got {dropout}")
         self.features, self.num_neurons, self.out_features = features, neurons, out_features
         self.activation, self.router, self.deterministic, self.dropout = activation, router, deterministic, dropout
         self.neurons = None

@@ -66,6 +66,7 @@ class GPTConfig:
     compact_gradient: bool = False
 
     def __post_init__(self) -> None:
+        arguments.check_fields(self)
         for name in ("vocab_size", "context", "width", "depth", "heads", "mlp_ratio"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GPTConfig: {name} must be at least 1, got {getattr(self, name)}")

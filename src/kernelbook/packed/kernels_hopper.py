@@ -15,11 +15,12 @@ start the products. Words are on their way for STAGES + AHEAD - 2 steps. The sum
 Needs x and W as ``products.plan`` says: 16-bit numbers, aligned rows, K a multiple of 64.
 """
 
+from kernelbook.gluon_names import async_copy
+
 # isort: split
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 import triton.language as tl  # whose barrier has one name in every version
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernelbook.packed.kernels import lookup, scaled_table, twice_rounded

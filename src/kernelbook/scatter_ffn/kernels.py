@@ -696,9 +696,8 @@ def _strategy_allowed(
     plan: str, m: int, k: int, k_out: int, active: int, dtype: str, gated: bool, properties: runtime.DeviceProperties
 ) -> bool:  # fmt: skip
     """Tensor cores multiply in 16 bits: exactly in float32 they are slower than anything else."""
-    return (
-        plan == "packed" or (plan == "vector" and m <= 4 and dtype != "float64") or (plan == "tiles" and _narrow(dtype))
-    )
+    tiles = _narrow(dtype) and properties.has_tensor_cores
+    return plan == "packed" or (plan == "vector" and m <= 4 and dtype != "float64") or (plan == "tiles" and tiles)
 
 
 @planner("scatter_ffn.strategy", _strategy_allowed, buckets=("m", "active"))
@@ -721,10 +720,14 @@ def strategy(
                                         PyTorch allows it
     float64             any             ``packed``
     ==================  ==============  =======================================
+
+    Where ``tl.dot`` has no tensor cores, as on a T4, 16 bits go the way of
+    float32: cuBLAS uses them there too.
     """
-    if (_narrow(dtype) and m == 1) or (dtype == "float32" and m <= 4):
+    tiles = _narrow(dtype) and properties.has_tensor_cores
+    if m <= (1 if tiles else 4) and dtype != "float64":
         return "vector"
-    return "tiles" if _narrow(dtype) and m < PACKED_TOKENS else "packed"
+    return "tiles" if tiles and m < PACKED_TOKENS else "packed"
 
 
 @derived
@@ -940,7 +943,7 @@ def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProper
 
 def _has_wgmma(properties: runtime.DeviceProperties) -> bool:
     """Whether tensor cores read both operands from shared memory; elsewhere they take registers that large tiles need."""
-    return properties.arch in ("sm_90", "sm_100")
+    return properties.arch in ("sm_90", "sm_100", "sm_103")
 
 
 def _stages(wanted: int, stage_bytes: int, properties: runtime.DeviceProperties) -> int:

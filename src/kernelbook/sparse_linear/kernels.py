@@ -621,7 +621,10 @@ POINTER_TILES = (
 )
 
 
-def strategy(m: int, d_in: int, active: int, chunk: int, itemsize: int, aligned: bool, by_chunk: bool) -> str:
+def strategy(
+    m: int, d_in: int, active: int, chunk: int, itemsize: int, aligned: bool, by_chunk: bool,
+    properties: runtime.DeviceProperties,
+) -> str:  # fmt: skip
     """``"packed"``: by cuBLAS on the active features, copied together. ``"tiles"``: by the kernels above, in place.
 
     Args:
@@ -629,8 +632,9 @@ def strategy(m: int, d_in: int, active: int, chunk: int, itemsize: int, aligned:
         aligned: rows or columns of all operands are contiguous and begin on 16 bytes.
         by_chunk: an operand's contiguous dimension is that of the chunks, so that no load is longer than a chunk.
     """
-    # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow.
-    if itemsize != 2 or d_in == 0:
+    # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow. And
+    # cuBLAS uses those of Turing, which tl.dot does not.
+    if itemsize != 2 or d_in == 0 or not properties.has_tensor_cores:
         return "packed"
     most = math.inf
     if by_chunk and chunk % BOX:

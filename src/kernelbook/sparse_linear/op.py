@@ -13,9 +13,11 @@ from torch.compiler import is_dynamo_compiling
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import (
     NAMESPACE,
+    Block,
     Descriptor,
     Launch,
     are_tensors,
+    block,
     cdiv,
     composite,
     form,
@@ -166,6 +168,7 @@ def _linear(
     op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: Any, chunk_size: int, compact: bool, mode: Any
 ) -> torch.Tensor:
     """Y, of :func:`sparse_linear` and, without a mode, of :func:`sparse_forward`."""
+    chunk_size = arguments.integer(op, "chunk_size", chunk_size)
     if is_dynamo_compiling() and are_tensors(x, weight, bias, ids):
         return _linear_whole(op, x, weight, bias, ids, chunk_size, compact, mode, SOURCES)  # type: ignore[no-any-return]
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
@@ -187,6 +190,7 @@ def _products(
     op: str, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, chunk_size: int, compact: bool, wanted: Sequence[bool]
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """dX (of weight), dW (of x) and db, those of a public function; the others are ``None`` or empty."""
+    chunk_size = arguments.integer(op, "chunk_size", chunk_size)
     if is_dynamo_compiling() and are_tensors(dy, x, weight, ids):
         return _backward_whole(op, dy, x, weight, ids, chunk_size, compact, wanted, SOURCES)  # type: ignore[no-any-return]
     if op != "sparse_backward":
@@ -267,7 +271,7 @@ class _Tiles:
     counts: tuple[int, ...]  # of tiles and of zeros, the kernel's last arguments
     split: int = 1  # partial sums of each of dW's
     # Of the tensor descriptors of x, dY (for dW and for dX) and W, where there are any.
-    block_shapes: tuple[tuple[int, int] | None, ...] = (None, None, None, None)
+    blocks: tuple[Block | None, ...] = (None, None, None, None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -316,7 +320,8 @@ def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tenso
     if chunks.listed == chunks.total and not (chunks.y_compact or chunks.w_compact or chunks.dw_compact):
         return "dense"
     aligned = all(has_aligned_rows(t) or has_aligned_rows(t.t()) for t in operands)
-    return kernels.strategy(m, d_in, chunks.active, chunks.size, operands[0].element_size(), aligned, by_chunk)
+    size, properties = operands[0].element_size(), runtime.properties(operands[0].device)
+    return kernels.strategy(m, d_in, chunks.active, chunks.size, size, aligned, by_chunk, properties)
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -436,8 +441,8 @@ def _backward_tiles(
         num_warps=cut.config.num_warps, num_stages=cut.config.num_stages,
     )  # fmt: skip
     counts = num_dw, num_dx, num_zero, (num_later + num_zero) // max(num_zero, 1)
-    for_dw = ((k, d), (k, kernels.BOX)) if dw_by_descriptor else (None, None)
-    for_dx = ((r, k), (k, d)) if dx_by_descriptor else (None, None)
+    for_dw = (block(k, d), block(k, kernels.BOX)) if dw_by_descriptor else (None, None)
+    for_dx = (block(r, k), block(k, d)) if dx_by_descriptor else (None, None)
     return _Tiles(launch, (num_dw + num_dx + num_zero,), counts, split, (*for_dw, *for_dx))
 
 
@@ -477,13 +482,13 @@ def _run_tiles(
     if tiles.split > 1:
         to_dw = empty((tiles.split, chunks.active, d_in), accumulator(dy.dtype), dy)
         to_db = None if db is None else empty((tiles.split, chunks.active), accumulator(dy.dtype), dy)
-    read = zip((x, dy, dy, weight), tiles.block_shapes, strict=True)
+    read = zip((x, dy, dy, weight), tiles.blocks, strict=True)
     tiles.launch(
         tiles.grid,
         ids,
         *strided(x, 2, dy), dy, *dy.stride(), *strided(weight, 2, dy),
         *(dy if target is None else target for target in (dx, to_dw, to_db)),
-        *(None if shape is None else Descriptor(tensor, shape) for tensor, shape in read),
+        *(None if by is None else Descriptor(tensor, by) for tensor, by in read),
         m, d_in, chunks.d_out, chunks.listed, *tiles.counts,
     )  # fmt: skip
     if tiles.split > 1:
@@ -514,12 +519,14 @@ def _pack(
 
     A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.
     """
-    shape, strides, config = list(source.shape), source.stride(), kernels.PACK_CONFIG
-    m, shape[axis] = shape[1 - axis], chunks.active
+    strides, config, m = source.stride(), kernels.PACK_CONFIG, source.shape[1 - axis]
+    shape = (chunks.active, m) if axis == 0 else (m, chunks.active)
     packed = source
     if copy:
         turned = strides[0] == 1 and strides[1] != 1
-        packed = empty(shape[::-1], source.dtype, source).t() if turned else empty(shape, source.dtype, source)
+        packed = (
+            empty(tuple(shape[::-1]), source.dtype, source).t() if turned else empty(tuple(shape), source.dtype, source)
+        )
     to = packed.stride()
     grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
     partial = empty((grid[1], chunks.active), accumulator(source.dtype), source) if sums else None

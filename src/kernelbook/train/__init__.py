@@ -15,12 +15,14 @@ from kernelbook.train.chunks import (
 from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer, make_data
 from kernelbook.train.optimizer import ChunkAdamW
 from kernelbook.train.schedulers import SCHEDULERS, Scheduler, make_scheduler, weight_features
+from kernelbook.train.step import CapturedStep
 from kernelbook.train.synthetic import CopyData, PlantedTeacher, Score, score_chunks, score_scheduler
 from kernelbook.train.text import Corpus, TextData, book_encoding, get_encoding, train_ranks
 
 __all__ = [
     "CONFIGS",
     "SCHEDULERS",
+    "CapturedStep",
     "ChunkAdamW",
     "CopyData",
     "Corpus",

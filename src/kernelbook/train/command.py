@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kernelbook import runtime
 from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
 
@@ -145,8 +147,10 @@ def _trainer(given: argparse.Namespace) -> Trainer:
 def _train(given: argparse.Namespace) -> int:
     try:
         trainer = _trainer(given)
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        print(f"train: {error}", file=sys.stderr)
+    except Exception as error:  # PyTorch refuses sizes that it cannot have in many ways
+        if runtime.debug_enabled():
+            raise
+        print(f"train: {error or type(error).__name__}", file=sys.stderr)
         return 2
     if trainer.rank != 0:  # the first rank speaks for all
         with contextlib.redirect_stdout(io.StringIO()):
@@ -182,6 +186,11 @@ def _run(trainer: Trainer, given: argparse.Namespace) -> int:
         )
         return 1
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
+            print(
+                f"train: --batch-size, --context or --width must be smaller for this machine; {error}", file=sys.stderr
+            )
+            return 2
         if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
             raise
         print(f"train: --deterministic must come with CUBLAS_WORKSPACE_CONFIG=:4096:8 set; {error}", file=sys.stderr)

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kernelbook import runtime
+from kernelbook import arguments, runtime
 from kernelbook.nn.gpt import ACTIVATIONS, ATTENTION, GPT, OUTPUTS, GPTConfig
+from kernelbook.train.capture import CapturedCalls
 from kernelbook.train.chunks import Layout, chunk_norms
 from kernelbook.train.files import replacing, sweep
 from kernelbook.train.optimizer import INACTIVE, ChunkAdamW
@@ -80,7 +81,7 @@ class TrainConfig:
         dtype: ``"float32"`` or, by autocast, ``"bfloat16"``.
         log_every, eval_every, eval_batches, checkpoint_every: in steps; 0 for never (but at the end).
         probe_every: steps after which the choice of chunks is scored against the dense gradient; 0 for never.
-        cuda_graph: capture the step in a CUDA graph (needs a GPU).
+        cuda_graph: capture the step in a CUDA graph (needs a GPU), see :class:`kernelbook.train.capture.CapturedCalls`.
         deterministic: ask PyTorch for deterministic algorithms, at a price, for runs that repeat bit by bit on a GPU. Some
             versions of PyTorch want ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment for that, and say so.
     """
@@ -127,6 +128,15 @@ class TrainConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        arguments.check_fields(self)
+        for field in dataclasses.fields(self):
+            value, bits = getattr(self, field.name), 63 if field.name == "seed" else 31
+            if isinstance(value, int) and value >= 2**bits:
+                raise ValueError(f"TrainConfig: {field.name} must be below 2^{bits}, got {value}")
+            if isinstance(value, float) and not math.isfinite(value) and field.name != "clip":
+                raise ValueError(f"TrainConfig: {field.name} must be finite, got {value}")
+        if self.seed < 0:
+            raise ValueError(f"TrainConfig: seed must not be negative, got {self.seed}")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -297,9 +307,7 @@ class Trainer:
         self._active_norms = torch.zeros(self.scheduler.layout.total_active, device=device)
         self._inputs, self._targets = (t.clone() for t in self.data.batch(0))
         self._loss, self._grad_norm = torch.zeros((), device=device), torch.zeros((), device=device)
-        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self._eager_steps: dict[str, int] = {}
-        self._stream = torch.cuda.Stream() if config.cuda_graph else None
+        self._calls = CapturedCalls("Trainer", capture=config.cuda_graph)
 
     def _decays(self, parameter: torch.Tensor) -> bool:
         embeddings = {id(self.model.tokens.weight), id(self.model.positions.weight)}
@@ -390,20 +398,7 @@ class Trainer:
                 self.scheduler.refresh(self._weights(), config.chunk_size)
         name = "sparse" if sparse else "dense"
         body: Callable[[], None] = self._sparse_step if sparse else self._dense_step
-        if self._stream is None:
-            body()
-            return
-        # The first steps run as they are: kernels are compiled and the optimizer's states made.
-        if self._eager_steps.get(name, 0) < 3:
-            self._eager_steps[name] = self._eager_steps.get(name, 0) + 1
-            body()
-            return
-        if name not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream):
-                body()
-            self._graphs[name] = graph
-        self._graphs[name].replay()
+        self._calls(name, body)
 
     # --- the run ---
 
@@ -414,12 +409,9 @@ class Trainer:
         """
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
-        losses, norms = (torch.zeros(config.log_every, device=runtime.DEVICE) for _ in range(2))
+        losses, norms = (torch.zeros(max(0, min(config.log_every, end)), device=runtime.DEVICE) for _ in range(2))
         with contextlib.ExitStack() as stack:
             stack.enter_context(_determinism(config.deterministic))
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream())
-                stack.enter_context(torch.cuda.stream(self._stream))
             bar: Any = None
             if self.progress:
                 from tqdm import tqdm
@@ -447,8 +439,6 @@ class Trainer:
                         bar.set_postfix({name: f"{value[0]:.3f}" for name, value in shown.items() if value})
                     _wait()
                     started, pending = time.perf_counter(), 0
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
         return self.records
 
     def _due(self, every: int) -> bool:

@@ -103,19 +103,21 @@ class ChunkAdamW(torch.optim.Optimizer):
 
     @staticmethod
     def _check(group: dict[str, Any]) -> None:
-        op, betas = "ChunkAdamW", group["betas"]
+        op = "ChunkAdamW"
         arguments.check_choice(op, "inactive", group["inactive"], INACTIVE)
+        betas = group["betas"] = tuple(arguments.number(op, "betas", beta, "two numbers") for beta in group["betas"])
         if not (0 <= betas[0] < 1 and 0 < betas[1] < 1):
             raise ValueError(f"{op}: betas must lie in [0, 1) and (0, 1), got {betas}")
+        group["chunk_size"] = arguments.integer(op, "chunk_size", group["chunk_size"], least=1)
         for name in ("lr", "eps", "weight_decay"):
             value = group[name]
             if isinstance(value, torch.Tensor) and name == "lr":
                 if value.numel() != 1:
                     raise ValueError(f"{op}: lr must have one element, got shape {tuple(value.shape)}")
-            elif not 0 <= value < math.inf:
+                continue
+            value = group[name] = arguments.number(op, name, value)
+            if not 0 <= value < math.inf:
                 raise ValueError(f"{op}: {name} must not be negative, and finite, got {value}")
-        if group["chunk_size"] < 1:
-            raise ValueError(f"{op}: chunk_size must be at least 1, got {group['chunk_size']}")
         for param in group["params"]:
             if type(param) not in (torch.Tensor, torch.nn.Parameter):
                 kind = type(param.data if isinstance(param, torch.nn.Parameter) else param).__name__

@@ -23,7 +23,7 @@ __all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches"]
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
 CASE_BY_CASE = (*ROOMS, "moe_block")
 # Those beyond have tables and a clock of their own.
-NAMES = (*CASE_BY_CASE, "several_gpus", "whole_model", "same_loss", "sparse_inference", "study")
+NAMES = (*CASE_BY_CASE, "host", "several_gpus", "whole_model", "same_loss", "sparse_inference", "study")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

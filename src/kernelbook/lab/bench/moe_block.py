@@ -56,6 +56,7 @@ MODELS = {
     "Mixtral-8x7B": (8, 4096, 14336, 2),
 }
 RANK = 16
+ZIPF = 0.5  # experts' preferences fall off like 1 / sqrt(rank): of 128 the most wanted one gets five times its share
 # By model: tokens of a forward pass without LoRA, and of a training step with it.
 DECODING = {"Qwen3-30B-A3B": (1, 4, 8, 16, 64, 2048), "OLMoE-1B-7B": (1, 8, 2048), "Mixtral-8x7B": (1, 2048)}
 TRAINING = {"Qwen3-30B-A3B": (16, 128, 2048, 8192), "OLMoE-1B-7B": (16, 2048), "Mixtral-8x7B": (16, 2048)}
@@ -192,17 +193,26 @@ class _Layer:
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 
-def _routing(tokens: int, experts: int, slots: int, seed: int = 0) -> torch.Tensor:
-    """Each token to different experts, evenly at random: drawn on the CPU, so the same ones on every machine."""
-    drawn = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+def _routing(tokens: int, experts: int, slots: int, seed: int = 0, zipf: float = 0.0) -> torch.Tensor:
+    """Each token to different experts at random: drawn on the CPU, so the same ones on every machine.
+
+    Evenly, or with preferences that fall off like ``1 / rank ** zipf``: a softmax's numbers with Gumbel noise, the largest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(tokens, experts, generator=generator)
+    if zipf:
+        rank = torch.randperm(experts, generator=generator) + 1.0
+        drawn = -zipf * rank.log() - (-drawn.log()).log()
     return drawn.topk(slots).indices.to(runtime.DEVICE)
 
 
-def _inputs(tokens: int, sizes: Sequence[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(
+    tokens: int, sizes: Sequence[int], seed: int = 0, zipf: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     experts, hidden, _, slots = sizes
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=runtime.DEVICE)
     gates = torch.rand(tokens, slots, device=runtime.DEVICE)
-    return x, _routing(tokens, experts, slots, seed), (gates / gates.sum(1, keepdim=True)).to(torch.bfloat16)
+    return x, _routing(tokens, experts, slots, seed, zipf), (gates / gates.sum(1, keepdim=True)).to(torch.bfloat16)
 
 
 def _providers(mode: str, tokens: int, sizes: Sequence[int]) -> list[str]:
@@ -219,9 +229,9 @@ def _providers(mode: str, tokens: int, sizes: Sequence[int]) -> list[str]:
     return names
 
 
-def _problem(mode: str, tokens: int, sizes: Sequence[int]) -> Problem:
+def _problem(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) -> Problem:
     layer = _Layer(sizes, RANK if mode == "forward_backward" else None)
-    x, ids, gates = _inputs(tokens, sizes)
+    x, ids, gates = _inputs(tokens, sizes, zipf=zipf)
     upstream = torch.randn_like(x)
     weights = layer.weights["gate_up_proj"], layer.weights["down_proj"]
 
@@ -260,7 +270,7 @@ def _problem(mode: str, tokens: int, sizes: Sequence[int]) -> Problem:
     )
 
 
-def _case(mode: str, tokens: int, sizes: Sequence[int]) -> Case:
+def _case(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) -> Case:
     experts, hidden, inner, slots = sizes
     rank = RANK if mode == "forward_backward" else 0
     passes = 2 if rank else 1
@@ -273,23 +283,26 @@ def _case(mode: str, tokens: int, sizes: Sequence[int]) -> Case:
         op="moe_block",
         mode=mode,
         dtype=torch.bfloat16,
-        shape={"E": experts, "H": hidden, "I": inner, "k": slots, "r": rank},
+        shape={"E": experts, "H": hidden, "I": inner, "k": slots, "r": rank} | ({"zipf": zipf} if zipf else {}),
         x_name="T",
         x=tokens,
         gbytes=(passes * stored + factors + 2 * passes * 2 * tokens * hidden) / 1e9,
         # Backward: the products again with the gradient, and those of the LoRA parameters' own gradients.
         gflop=(2 * products * passes + (2 * tokens * slots * rank * (2 * hidden + 3 * inner) if rank else 0)) / 1e9,
-        build=lambda: _problem(mode, tokens, sizes),
+        build=lambda: _problem(mode, tokens, sizes, zipf),
     )
 
 
 def cases() -> Iterator[Case]:
-    """Decoding without LoRA and training with it, for three models' layers."""
+    """Decoding without LoRA and training with it, for three models' layers; routers are even, and of many experts skewed too."""
     for name, sizes in MODELS.items():
         for tokens in TRAINING[name]:
             yield _case("forward_backward", tokens, sizes)
         for tokens in DECODING[name]:
             yield _case("forward", tokens, sizes)
+        if sizes[0] > 8:
+            yield _case("forward_backward", 2048, sizes, ZIPF)
+            yield _case("forward", 64, sizes, ZIPF)
 
 
 # --- what choosing costs --------------------------------------------------------------------------------------------
@@ -350,6 +363,41 @@ def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
     return pd.DataFrame([{**row, **about} for row in rows])
 
 
+CLOCKS_KEY = ("gpu", "provider", "mode", "tokens", "zipf")
+
+
+def clocks_experiment(repeats: int = 10) -> pd.DataFrame:
+    """One layer of Qwen3-30B-A3B's size by three clocks.
+
+    Columns: provider, mode (``forward``, or ``forward_backward`` with LoRA), tokens, zipf (of the router; 0 is even), in
+    milliseconds ``device_ms``, ``step_ms`` (the wall clock from Python) and ``step_graph_ms`` (in a CUDA graph; empty where
+    a peer cannot be captured), and ``add_host_us``, what ``torch.add`` cost this host meanwhile.
+    """
+    import pandas as pd
+
+    sizes, rows = MODELS["Qwen3-30B-A3B"], []
+    x = torch.ones(4, device=runtime.DEVICE)
+    y = torch.empty_like(x)
+    for mode, tokens, zipf in (
+        ("forward", 1, 0.0), ("forward_backward", 2048, 0.0), ("forward_backward", 2048, ZIPF),
+    ):  # fmt: skip
+        problem = _problem(mode, tokens, sizes, zipf)
+        for provider in ("kernelbook", "kernelbook:dense", "grouped_mm"):
+            call = problem.providers[provider]
+            for _ in range(3):
+                call()
+            row: dict[str, Any] = {"provider": provider, "mode": mode, "tokens": tokens, "zipf": zipf}
+            row["device_ms"] = f"{timing.measure(call).ms:.5g}"
+            row["step_ms"] = f"{timing.wall(call, calls=5, samples=repeats)[0].ms:.5g}"
+            row["step_graph_ms"] = ""
+            with contextlib.suppress(RuntimeError):
+                row["step_graph_ms"] = f"{timing.wall(Captured(call), calls=5, samples=repeats)[0].ms:.5g}"
+            row["add_host_us"] = f"{timing.host_us(lambda: torch.add(x, 1, out=y)):.3g}"
+            rows.append(row)
+    about = record.environment(record.package_version(*SOURCES))
+    return pd.DataFrame([{**row, **about} for row in rows])
+
+
 PARTS_KEY = ("gpu", "provider", "tokens", "part")
 # What a kernel belongs to, by what its name contains; the first that fits.
 PARTS = {
@@ -399,6 +447,7 @@ def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
     """Tables of another kind."""
     yield "moe_block_choice", choosing_experiment(), CHOICE_KEY
     yield "moe_block_parts", parts_experiment(), PARTS_KEY
+    yield "moe_block_clocks", clocks_experiment(), CLOCKS_KEY
 
 
 def small_checks() -> list[check.Verdict]:

@@ -175,15 +175,6 @@ def _trainer(variant: Variant, width: int, data: Data, **changes: Any) -> Traine
     return Trainer(variant.config(width, dense_steps=0, **changes), data, progress=False)
 
 
-def _on_stream(trainer: Trainer, body: Callable[[], Any]) -> Any:
-    """``body()`` on the stream that the trainer captures its graphs on."""
-    if trainer._stream is None:
-        return body()
-    trainer._stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(trainer._stream):
-        return body()
-
-
 def _error_ratio(variant: Variant, width: int, data: Data) -> float:
     """The worst error of the active chunks' gradients over that of dense bfloat16, both against float32.
 
@@ -412,7 +403,7 @@ class Study:
             ratio = self._ratios[key]
         before = _fresh_peak()
         trainer = _trainer(variant, self.width, self.data)
-        found = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 6, 30, graph=variant.graph))
+        found = _step_times(trainer._enqueue, 6, 30, graph=variant.graph)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
         self._write_step(variant.provider, config, found, peak, ratio)
         return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
@@ -535,7 +526,7 @@ class Study:
             if variant.mode != "dense":
                 _error_ratio(variant, self.width, self.data)
             trainer = _trainer(variant, self.width, self.data)
-            self._ms[key] = _on_stream(trainer, lambda: _step_times(trainer._enqueue, 6, 30)).ms
+            self._ms[key] = _step_times(trainer._enqueue, 6, 30).ms
         return self._ms[key]
 
     def _budget(self, variant: Variant, lr_times: float, seed: int) -> str:

@@ -5,7 +5,8 @@ nothing is downloaded, and no time depends on what the weights are. Tasks:
 
 - ``step``: a step of LoRA fine-tuning (rank 16, on the experts and on attention's projections): forward, backward, AdamW;
 - ``prefill``: a forward pass of a prompt into an empty cache;
-- ``decode``: one more token for each sequence, with a static cache that holds 2,048.
+- ``decode``: one more token for each sequence, with a static cache that holds 2,048;
+- ``generate``: the same by ``model.generate``, which chooses the tokens too: the time of 64 of them over 64.
 
 Providers, on the same weights as far as they are the same:
 
@@ -18,14 +19,19 @@ Providers, on the same weights as far as they are the same:
 gpt-oss' experts are in MXFP4 instead, as they are published, and its baseline is the model that transformers makes dense,
 with its eager attention: PyTorch's has no sinks.
 
-``graph=1`` is one CUDA graph of the whole task, captured once; ``graph=compile`` is ``torch.compile``'s, of a model with few
-layers, beside its captured graph. All steps have the
-same loss, of the output layer in pieces, so that no logits of all tokens exist.
+Three clocks: ``graph=0`` is the call from Python; ``graph=1`` is what a user gets in a CUDA graph, for a step by
+:class:`kernelbook.train.CapturedStep`, for ``generate`` by ``fast_generate``, for others one captured call; ``graph=compile``
+is ``torch.compile``'s, for ``generate`` as transformers compiles a static cache by itself. What the device does in it is
+``ms`` without the part ``none`` of ``whole_model_parts.csv``, which the profiler says. All steps have the same loss, of the
+output layer in pieces, so that no logits of all tokens exist.
 
 A row's ``ms`` is wall time with the device waited for, ``host_us`` the host's part until it has nothing more to enqueue,
 ``peak_mib`` everything that the process holds on the GPU, the model included. ``err_ratio`` is of the same architecture at a
 tiny size in float32, checked in the same process. ``whole_model_parts.csv`` says by the profiler where a step's time goes;
 what no kernel covers is the part ``none``: the device waits for the host.
+
+``host`` is no task of a user's: ``whole_model_host.csv`` says what of the host's time for a layer of a step is ours. Provider
+``floor`` is the same step with our functions returning memory that is there, and one node of autograd each.
 """
 
 import contextlib
@@ -41,9 +47,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from tabulate import tabulate
-from torch.utils.checkpoint import checkpoint
 
 from kernelbook import check, runtime
 from kernelbook.lab import profiling, record, timing
@@ -51,6 +55,7 @@ from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.lab.bench import Bench
 from kernelbook.nn.named_attention import statement
 from kernelbook.train.capture import Captured
+from kernelbook.train.step import CapturedStep
 
 __all__ = ["BENCH", "MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
 
@@ -59,11 +64,14 @@ SOURCES = (
     record.PACKAGE / "lab" / "arithmetic.py",
     *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "transformers_fp4", "peft")),
     *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
+    *(record.PACKAGE / "interop" / f"transformers_{name}.py" for name in ("generation", "loss")),
+    *(record.PACKAGE / "train" / f"{name}.py" for name in ("capture", "step")),
     *(record.PACKAGE / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
 )
-RANK, PROMPT, ROOM, PIECE = 16, 2048, 64, 512
-STEM, PARTS_STEM = "whole_model", "whole_model_parts"
+RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
+STEM, PARTS_STEM, HOST_STEM = "whole_model", "whole_model_parts", "whole_model_host"
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
+HOST_KEY = ("gpu", "provider", "model", "checkpoint")
 COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
 GPT_OSS: dict[str, Any] = COMMON | {
     "attention_bias": True, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
@@ -106,8 +114,9 @@ TINY: dict[str, dict[str, Any]] = {
                 "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8},
     "gpt2": {"vocab_size": 67, "n_embd": 64, "n_head": 4},
 }  # fmt: skip
-ATTENTION = "kernelbook"  # the name of our implementation in transformers
 COMPILED_LAYERS = 6  # a compiler takes minutes for all
+HOST_LAYERS = 8  # each costs the host the same
+ONE_TOKEN = ("decode", "generate")
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
 KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"}
 
@@ -240,23 +249,11 @@ def _running(model: Any, provider: str) -> Iterator[None]:
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def loss_in_pieces(hidden: torch.Tensor, head: torch.nn.Module, ids: torch.Tensor, piece: int = PIECE) -> torch.Tensor:
-    """The mean cross entropy of the next token, hidden (B, N, H), ids (B, N), of ``piece`` tokens' logits at a time."""
-    rows, targets = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-
-    def of(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(head(part).float(), wanted, reduction="sum")
-
-    parts = [
-        checkpoint(of, part, wanted, use_reentrant=False, preserve_rng_state=False)
-        for part, wanted in zip(rows.split(piece), targets.split(piece), strict=True)
-    ]
-    return torch.stack(parts).sum() / targets.numel()
-
-
 def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph: bool) -> Callable[[], torch.Tensor]:
     """A step of training what requires a gradient; returns the loss."""
     from transformers import DynamicCache
+
+    from kernelbook.interop.transformers import known_masks, loss_in_pieces
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids = torch.randint(0, base.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
@@ -272,30 +269,42 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
         parameter.grad = None
     real = runtime.DEVICE.type == "cuda"
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=real, capturable=real)
-    # While a graph is captured nobody can look whether sequences are packed, and transformers would make a mask for that. Ours
-    # is told that the mask is the causal one; its own asks no such thing where there is a cache, be it empty.
-    ours = base.config._attn_implementation == ATTENTION
-    mask = _causal_masks(base.config) if ours else None
+    batch_ = known_masks(base, {"input_ids": ids}) if graph else {"input_ids": ids}
+    known = _masks_of_windows(base.config)
+
+    def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
+        # While a graph is captured nobody can look whether sequences are packed, and transformers would make a mask for
+        # that; it asks no such thing where there is a cache, be it empty. A model with windows has a mask for each kind.
+        mask = attention_mask if known is None else known
+        cache = DynamicCache() if graph and mask is None else None
+        return loss_in_pieces(model, input_ids, input_ids, mask, past_key_values=cache)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
-        cache = DynamicCache() if graph and not ours else None
-        hidden = base.base_model(ids, attention_mask=mask, past_key_values=cache, use_cache=False).last_hidden_state
-        loss = loss_in_pieces(hidden, base.get_output_embeddings(), ids)
+        loss = loss_of(model, **batch_)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    return step
+    if not graph:
+        return step
+    captured = CapturedStep(model, optimizer, loss=loss_of, warm=WARM)
+    for _ in range(WARM + 1):
+        captured(**batch_)
+    if captured.why_eager is not None:
+        raise RuntimeError(f"the step was not captured: {captured.why_eager}")
+    return lambda: captured(**batch_)
 
 
-def _causal_masks(config: Any) -> Any:
-    """The statement that a batch has no padding: one mask, or one for each kind of layers."""
+def _masks_of_windows(config: Any) -> dict[str, torch.Tensor] | None:
+    """That a batch has no padding, for each kind of layers, where our attention is to know of windows; else ``None``."""
+    if config._attn_implementation != "kernelbook" or "sliding_attention" not in (
+        getattr(config, "layer_types", None) or ()
+    ):
+        return None
     everything = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
-    full = statement(everything, None)
-    if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
-        return full
-    return {"full_attention": full, "sliding_attention": statement(everything, config.sliding_window)}
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    return {kind: statement(everything, window) for kind, window in windows.items()}
 
 
 def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
@@ -346,6 +355,77 @@ def _decode_task(
         return logits
 
     return step, rewind
+
+
+def _generate_task(model: Any, batch: int, context: int, graph: str) -> Callable[[int], torch.Tensor]:
+    """-> a function that generates so many tokens after a prompt of ``context``, greedily."""
+    from kernelbook.interop.transformers import fast_generate
+
+    model.eval()
+    ids = torch.randint(0, model.config.vocab_size, (batch, context), device=runtime.DEVICE)
+    how: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    if graph != "0":
+        how["cache_implementation"] = "static"
+    if graph == "1":
+        fast_generate(model, max_length=context + ROOM)
+
+    def generate(new: int) -> torch.Tensor:
+        found: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **how)
+        return found
+
+    return generate
+
+
+# --- the host's part of a layer -------------------------------------------------------------------------------------------
+
+
+class _Ready(torch.autograd.Function):
+    """One node and no launch: outputs like the first ``count`` inputs, and gradients, are memory with whatever is in it."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *inputs: torch.Tensor) -> Any:
+        ctx.like = [t if t.requires_grad else None for t in inputs]
+        outputs = tuple(torch.empty_like(t) for t in inputs[:count])
+        return outputs if count > 1 else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(None if t is None else torch.empty_like(t) for t in ctx.like)
+
+
+@contextlib.contextmanager
+def _ready_tensors() -> Iterator[None]:
+    """Within the context our functions cost the host next to nothing, and compute nothing."""
+    from unittest import mock
+
+    from kernelbook.interop import rotary, transformers_norms
+    from kernelbook.interop import transformers as interop
+    from kernelbook.nn import named_attention
+
+    def experts(
+        x: Any, up: Any, down: Any, ids: Any, gates: Any, *, gate_up_lora: Any, down_lora: Any, **_: Any
+    ) -> Any:
+        pairs = [part for pair in (gate_up_lora, down_lora) if pair is not None for part in pair[:2]]
+        return _Ready.apply(1, x, gates, *pairs)
+
+    with (
+        mock.patch.object(interop, "gated_experts", experts),
+        mock.patch.object(named_attention, "flash_attention", lambda q, k, v, **_: _Ready.apply(1, q, k, v)),
+        mock.patch.object(transformers_norms, "rms_norm", lambda x, weight, eps: _Ready.apply(1, x, weight)),
+        mock.patch.object(rotary, "rotate", lambda q, k, cos, sin: _Ready.apply(2, q, k)),
+    ):
+        yield
+
+
+def _nodes(output: torch.Tensor) -> int:
+    """How many nodes of autograd are behind a tensor."""
+    seen, todo = set(), [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return len(seen)
 
 
 # --- parts of a step ------------------------------------------------------------------------------------------------------
@@ -422,7 +502,7 @@ class Plan:
         if self.task == "step":
             parts |= {"N": tokens, "r": RANK, "checkpoint": int(self.checkpoints)}
         else:
-            parts |= {"N": 1, "S": tokens} if self.task == "decode" else {"N": tokens, "S": 0}
+            parts |= {"N": 1, "S": tokens} if self.task in ONE_TOKEN else {"N": tokens, "S": 0}
         return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
 
     def __str__(self) -> str:
@@ -466,6 +546,12 @@ def plans() -> list[Plan]:
     for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
         for graph in ("1", "compile"):
             found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
+    found += [Plan("Qwen3-30B-A3B", "kernelbook", "host", 1, on, layers=HOST_LAYERS) for on in (True, False)]
+    # What transformers gives by itself: a growing cache, and all layers compiled.
+    for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
+        found += [Plan(model, "kernelbook", "generate", graph=graph) for graph in ("1", "0")]
+        found += [Plan(model, "grouped_mm", "generate", graph=graph) for graph in ("0", "compile")]
+        found.append(Plan(model, "grouped_mm", "decode", graph="compile"))
     return found
 
 
@@ -474,7 +560,7 @@ def _figures(plan: Plan, sizes: Sizes | None, tokens: int) -> tuple[float, float
     if sizes is None:
         return math.nan, math.nan
     kind = plan.kind if plan.kind in BITS else "nf4_double"
-    if plan.task == "decode":
+    if plan.task in ONE_TOKEN:
         return sizes.step_gb(kind, plan.batch, tokens), sizes.forward_gflop(plan.batch, 1, tokens)
     if plan.task == "prefill":
         return sizes.held_gb(kind), sizes.forward_gflop(plan.batch, tokens, logits=1)
@@ -506,7 +592,7 @@ class _Session:
 
     def _model(self, plan: Plan) -> Any:
         """The model of the plan, with LoRA pairs for a step; built anew where another one is held."""
-        lora = plan.task == "step" and plan.model != "GPT-2"
+        lora = plan.task in ("step", "host") and plan.model != "GPT-2"
         layers = self.layers if plan.layers is None else plan.layers
         held = (plan.model, plan.kind, plan.provider == "kernelbook:all", layers)
         if self._held[:4] != held or (self._held[4] and not lora):
@@ -553,6 +639,13 @@ class _Session:
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
         before: Callable[[], object] = timing.wait
         calls, samples = 1, self.samples
+        if plan.task == "host":
+            self._measure_host(plan, model, base)
+            return
+        if plan.task == "generate":
+            found = self._token_times(plan, base)
+            self._write(plan, base, ratio, found, math.nan)
+            return
         if plan.task == "decode":
             call, before = _decode_task(model, plan.batch, self.tokens, compiled=plan.graph == "compile")
             calls = ROOM // 4
@@ -560,9 +653,9 @@ class _Session:
             call = _prefill_task(model, plan.batch, self.tokens)
         else:
             call = _step_task(model, plan.batch, self.tokens, plan.checkpoints, graph=plan.graph == "1")
-        if plan.graph == "1":
+        if plan.graph == "1" and plan.task != "step":
             call = Captured(call)
-        else:
+        elif plan.graph != "1":
             samples = min(samples, 3)
             for _ in range(5 if plan.graph == "compile" else 2):
                 call()
@@ -572,6 +665,66 @@ class _Session:
             raise check.CheckError(f"{plan}: the outcome must be finite")
         found, host = timing.wall(call, calls=calls, samples=samples, before=before)
         before()
+        self._write(plan, base, ratio, found, host, call)
+
+    def _measure_host(self, plan: Plan, model: Any, base: Any) -> None:
+        """Writes what the host does for a layer of a step, as it is and with our functions returning ready tensors."""
+        layers, rows = base.config.num_hidden_layers, []
+        trained = [p for p in model.parameters() if p.requires_grad]
+        values = [p.detach().clone() for p in trained]
+        for provider, context in (("kernelbook", contextlib.nullcontext()), ("floor", _ready_tensors())):
+            step = _step_task(model, plan.batch, self.tokens, plan.checkpoints, graph=False)
+            with context:
+                for _ in range(3):
+                    step()
+                _, host = timing.wall(step, samples=2 * self.samples)
+                kernels = len(profiling.device_kernels(step)) if runtime.DEVICE.type == "cuda" else math.nan
+                ids = torch.zeros(1, 8, dtype=torch.int64, device=runtime.DEVICE)
+                nodes = (
+                    _nodes(base.base_model(ids, use_cache=False).last_hidden_state)
+                    if not plan.checkpoints
+                    else math.nan
+                )
+            with torch.no_grad():
+                torch._foreach_copy_(trained, values)  # the floor's gradients are anything
+            rows.append(
+                {"provider": provider, "model": plan.model, "checkpoint": int(plan.checkpoints), "layers": layers,
+                 "host_ms": f"{host / 1e3 / layers:.4g}", "kernels": f"{kernels / layers:.4g}",
+                 "nodes": f"{nodes / layers:.4g}", "add_host_us": f"{self._add_host_us():.3g}", **self.about}
+            )  # fmt: skip
+        record.write_results(self.folder / f"{HOST_STEM}.csv", pd.DataFrame(rows), key=HOST_KEY)
+        print(f"{plan}: " + ", ".join(f"{row['provider']} {row['host_ms']} ms a layer" for row in rows), flush=True)
+
+    def _add_host_us(self) -> float:
+        """How fast this host is, and how busy: what ``torch.add`` into a small tensor costs it."""
+        x = torch.ones(4, device=runtime.DEVICE)
+        y = torch.empty_like(x)
+        return timing.host_us(lambda: torch.add(x, 1, out=y))
+
+    def _token_times(self, plan: Plan, base: Any) -> timing.Timing:
+        """Of a new token of ``generate``: what :data:`ROOM` more of them take."""
+        new = ROOM if runtime.DEVICE.type == "cuda" else 2
+        try:
+            generate = _generate_task(base, plan.batch, self.tokens, plan.graph)
+            generate(new)
+            once, many = (timing.wall(functools.partial(generate, n), samples=self.samples)[0] for n in (1, new))
+        finally:  # as the model was
+            for name in ("get_compiled_call", "_compiled_call"):
+                base.__dict__.pop(name, None)
+            base.generation_config.cache_implementation = base.generation_config.max_cache_len = None
+        spans = (many.ms - once.ms, many.p20 - once.p80, many.p80 - once.p20)
+        return timing.Timing(*(span / (new - 1) for span in spans), many.samples)
+
+    def _write(
+        self,
+        plan: Plan,
+        base: Any,
+        ratio: float,
+        found: timing.Timing,
+        host: float,
+        call: Callable[[], Any] | None = None,
+    ) -> None:
+        """The row, and by the profiler the parts of ``call``."""
         peak = torch.cuda.max_memory_allocated() / 2**20 if runtime.DEVICE.type == "cuda" else math.nan
         layers = base.config.num_hidden_layers
         sizes = None if plan.model == "GPT-2" else Sizes.of(base.config)
@@ -591,7 +744,7 @@ class _Session:
             "GiB": peak / 1024,
             "host ms": host / 1e3,
         }
-        if runtime.DEVICE.type == "cuda":
+        if runtime.DEVICE.type == "cuda" and call is not None:
             parts = _profile(call, found.ms)
             shown["idle"] = parts["none"][0] / found.ms
             rows = [
@@ -603,7 +756,7 @@ class _Session:
         print(f"{plan}: " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
 
     def _tokens_of(self, plan: Plan) -> int:
-        return plan.batch * (1 if plan.task == "decode" else self.tokens)
+        return plan.batch * (1 if plan.task in ONE_TOKEN else self.tokens)
 
 
 # --- correctness ----------------------------------------------------------------------------------------------------

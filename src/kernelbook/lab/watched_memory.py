@@ -22,9 +22,9 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
@@ -46,7 +46,7 @@ _FOLLOWED = (
 _LARGEST = 2**26  # bytes of a tensor whose stores are remembered
 reached: list[
     torch.Tensor
-] = []  # by addresses that kernels load: every launch counts as given these too, until the test ends
+] = []  # by addresses that kernels load: every launch counts as given these too, until the context ends
 
 
 class Bounded(int):
@@ -314,20 +314,20 @@ def watched() -> Iterator[None]:
         current[0].barrier()
         return real["create_barrier"](self)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "_init_args_hst", init_args)
-        patch.setattr(interpreter, "_implicit_cvt", converted)
-        for name in _FOLLOWED:
-            patch.setattr(builder, name, follow(name))
-        for name, function in (
-            ("set_grid_idx", set_grid_idx),
-            ("create_masked_load", load),
-            ("create_masked_store", store),
-            ("create_atomic_cas", compare_and_swap),
-            ("create_atomic_rmw", modify),
-            ("create_barrier", barrier),
-            ("create_addptr", addptr),
-        ):
-            patch.setattr(builder, name, function)
+    patches = {
+        **{name: follow(name) for name in _FOLLOWED},
+        "set_grid_idx": set_grid_idx,
+        "create_masked_load": load,
+        "create_masked_store": store,
+        "create_atomic_cas": compare_and_swap,
+        "create_atomic_rmw": modify,
+        "create_barrier": barrier,
+        "create_addptr": addptr,
+    }
+    with (
+        mock.patch.object(executor, "_init_args_hst", init_args),
+        mock.patch.object(interpreter, "_implicit_cvt", converted),
+        mock.patch.multiple(builder, **patches),
+    ):
         reached.clear()
         yield

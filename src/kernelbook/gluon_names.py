@@ -1,0 +1,35 @@
+"""Functions of Gluon that Triton has renamed, under the names by which the kernels call them: those of Triton 3.6.
+
+Gluon is experimental, and this is the one place that knows what moved. ``USABLE`` says whether kernels in Gluon are taken at
+all: a Triton that nobody has tried them with runs those that every GPU has.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from kernelbook import runtime  # before Triton, which it sets up
+
+__all__ = ["USABLE", "async_copy", "tma"]
+
+
+def _named(module: Any, **newer: str) -> Any:
+    """The module; where it has the ``newer`` names, a copy in which these functions have the older ones too."""
+    renamed = {old: getattr(module, new) for old, new in newer.items() if hasattr(module, new)}
+    if not renamed:
+        return module
+    copy = ModuleType(module.__name__)
+    vars(copy).update(vars(module), **renamed)
+    return copy
+
+
+tma: Any = None
+async_copy: Any = None
+try:
+    from triton.experimental.gluon.language.nvidia import ampere, hopper
+
+    tma = _named(hopper.tma, async_copy_global_to_shared="async_load", async_copy_shared_to_global="async_store")
+    async_copy = _named(ampere.async_copy, async_copy_global_to_shared="async_load")
+except (ImportError, AttributeError):
+    USABLE = False
+else:
+    USABLE = runtime.TRITON_IS_TRIED

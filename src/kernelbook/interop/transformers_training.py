@@ -1,0 +1,81 @@
+"""transformers' Trainer with its steps in CUDA graphs.
+
+:class:`CapturedTrainer` takes the place of ``Trainer``::
+
+    trainer = CapturedTrainer(model, TrainingArguments(folder, bf16=True, ...), train_dataset=data)
+    trainer.train()
+"""
+
+from typing import Any
+
+import torch
+import transformers
+
+from kernelbook.interop.transformers_attention import known_masks
+from kernelbook.train.capture import CapturedCalls, FixedInputs
+from kernelbook.train.step import KeptGradients
+
+__all__ = ["CapturedTrainer"]
+
+
+def _draws(model: torch.nn.Module) -> bool:
+    """Whether a step of ``model`` draws random numbers, as dropout does."""
+    settings = [module.config.to_dict() for module in model.modules() if hasattr(module, "config")][:1]
+    modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    named = (v for s in settings for k, v in s.items() if k.endswith(("dropout", "pdrop")) and isinstance(v, float))
+    return modules or any(named)
+
+
+class CapturedTrainer(transformers.Trainer):
+    """``transformers.Trainer``, whose forward and backward passes are captured in CUDA graphs and replayed.
+
+    Arguments and results are ``Trainer``'s. Clipping, the optimizer, the scheduler, callbacks, evaluation, checkpoints and
+    resuming are its own code and run as they do there. There is a graph for each shape of a batch, so batches should be
+    filled up to a few lengths (``DataCollatorForLanguageModeling(pad_to_multiple_of=...)``). The first three steps of each
+    shape run as they are. A step that cannot be captured (see :class:`kernelbook.train.CapturedStep`) goes on so, and a
+    warning names the line; so it does without a GPU and on several.
+
+    Activation checkpoints keep no state of the generator (``preserve_rng_state=False``) where the model has no dropout.
+
+    Attributes:
+        calls: the graphs; ``calls.why_eager`` says why steps run as they are, or is ``None``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        alone = self.args.n_gpu <= 1 and self.args.world_size <= 1
+        self.calls = CapturedCalls("CapturedTrainer", capture=alone)
+        self._fixed = FixedInputs("CapturedTrainer")
+        self._gradients: KeptGradients | None = None
+        how = dict(self.args.gradient_checkpointing_kwargs or {"use_reentrant": False})
+        if self.args.gradient_checkpointing and self.model is not None and not _draws(self.model):
+            how.setdefault("preserve_rng_state", False)
+            self.args.gradient_checkpointing_kwargs = how
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None, **others: Any
+    ) -> torch.Tensor:
+        """``Trainer.training_step``, captured: the loss of a batch, whose gradients are added to those that are there."""
+        step = super().training_step
+        if self.calls.why_eager is not None and not len(self.calls):
+            return step(model, inputs, num_items_in_batch, **others)
+        if self._gradients is None:
+            self._gradients = KeptGradients(model.parameters())
+        model.train()
+        batch = known_masks(self.model, self._prepare_inputs(inputs))
+        if num_items_in_batch is not None:  # as a number it would be another one in each step, and a part of the graph
+            batch["num_items_in_batch"] = torch.as_tensor(num_items_in_batch)
+        kind, _, fixed = self._fixed((), batch, self.args.device)
+        items = fixed.pop("num_items_in_batch", None)
+        gradients, first, before = self._gradients, self._gradients.begin(), len(self.calls)
+
+        def body() -> torch.Tensor:
+            if first:
+                gradients.clear()
+            return step(model, dict(fixed), items, **others)
+
+        parts = getattr(self, "current_gradient_accumulation_steps", None)
+        loss: torch.Tensor = self.calls((kind, first, parts, gradients.places()), body)
+        if len(self.calls) == before:
+            gradients.keep("CapturedTrainer")
+        return loss.clone()

@@ -1,0 +1,588 @@
+"""What :mod:`kernelbook.lab.judge` can judge: each task is a reference in plain PyTorch, inputs, sizes, and what it has to move.
+
+A task of your own takes ten lines, in a file of yours (``--task my_tasks.py:row_max``) or a cell (``judge(row_max, ROW_MAX)``)::
+
+    ROW_MAX = Task(
+        name="row_max",
+        says="row_max(x): the largest number of each row. x (M, N) -> (M,)",
+        reference=lambda x: x.amax(-1),
+        inputs=lambda draw, M, N: {"x": draw(M, N)},
+        sizes=({"M": 1, "N": 1}, {"M": 5, "N": 7}, {"M": 3, "N": 1031}),
+        real={"M": 8192, "N": 4096},
+    )
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kernelbook.nf4 import nf4_code_reference
+
+__all__ = ["LAYOUTS", "TASKS", "Draw", "Task", "task"]
+
+# How a tensor of floating-point numbers may lie in memory. Between and around its elements there is NaN.
+LAYOUTS = ("contiguous", "padded", "transposed", "offset")
+_GUARD = 64  # elements of NaN before the first and after the last
+EPS = 1e-6
+
+Sizes = Mapping[str, int]
+
+
+class Draw:
+    """Makes the inputs of one case: random, in one dtype and layout, from one generator."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, layout: str = "contiguous", scale: float = 1.0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.layout, self.scale = dtype, layout, scale
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normal numbers with the standard deviation ``scale``."""
+        return self._placed(torch.randn(shape, generator=self.generator) * self.scale, dtype or self.dtype)
+
+    def near_one(self, *shape: int) -> torch.Tensor:
+        """What a trained weight of a norm looks like."""
+        return self._placed(1 + 0.3 * torch.randn(shape, generator=self.generator), self.dtype)
+
+    def probabilities(self, *shape: int) -> torch.Tensor:
+        """Rows that sum to one."""
+        return self._placed(torch.randn(shape, generator=self.generator).softmax(-1), self.dtype)
+
+    def positive(self, *shape: int) -> torch.Tensor:
+        """Between 0.1 and 1.1, always float32."""
+        return self._placed(0.1 + torch.rand(shape, generator=self.generator), torch.float32)
+
+    def ids(self, below: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Integers from 0 to ``below`` - 1."""
+        return torch.randint(0, max(below, 1), shape, generator=self.generator, dtype=dtype)
+
+    def packed_bytes(self, *shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, generator=self.generator, dtype=torch.uint8)
+
+    def angles(self, positions: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of a rotary embedding, (positions, half) each."""
+        angle = torch.arange(positions)[:, None] * torch.logspace(0, -4, half)[None, :]
+        return self._placed(angle.cos(), self.dtype), self._placed(angle.sin(), self.dtype)
+
+    def _placed(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        shape = list(values.shape)
+        order = list(range(len(shape)))
+        if self.layout == "transposed" and len(shape) > 1:
+            order[-2:] = order[:-3:-1]
+        strides, step = [0] * len(shape), 3 if self.layout == "padded" and len(shape) == 1 else 1
+        for i in reversed(order):
+            strides[i] = step
+            step *= max(shape[i], 1) + (5 if self.layout == "padded" and i == order[-1] else 0)
+        before = _GUARD + (1 if self.layout == "offset" else 0)
+        memory = torch.full((before + step + _GUARD,), math.nan, dtype=dtype)
+        placed = memory.as_strided(shape, strides, before)
+        return placed.copy_(values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One thing to write.
+
+    Attributes:
+        name: the function's name in a reader's file.
+        says: its signature and what it returns, in a sentence or two, with shapes.
+        reference: the same in plain PyTorch, for any dtype up to float64.
+        inputs: ``inputs(draw, **sizes)`` makes the arguments by name; ``draw`` is a :class:`Draw`.
+        sizes: small sizes for the interpreter, edges first: one row, primes, more than a tile. Further ones are drawn between them.
+        real: one size for a GPU.
+        multiple: a size that is always a multiple of a number.
+        powers: sizes that are powers of two.
+        empty: a size that may be zero.
+        grads: inputs by which the result is differentiated.
+        dtypes: of the floating-point inputs.
+        strided: whether inputs may have any strides; else they are contiguous.
+        scales: standard deviations of the inputs that are tried.
+        also: PyTorch's operators (``sum``) that a solution may call beside those that only allocate, view, copy or convert.
+        peer: what a PyTorch user would call, where that is not ``reference``.
+        book: the book's own function.
+        moved: bytes that have to be moved, from the sizes and the bytes of an element; default: all inputs and outputs once.
+        flops: floating-point operations, from the sizes, where they may bound it.
+        hints: from a nudge to nearly the answer.
+    """
+
+    name: str
+    says: str
+    reference: Callable[..., Any]
+    inputs: Callable[..., dict[str, Any]]
+    sizes: Sequence[Sizes]
+    real: Sizes
+    multiple: Sizes = dataclasses.field(default_factory=dict)
+    powers: Sequence[str] = ()
+    empty: str | None = None
+    grads: Sequence[str] = ()
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16)
+    strided: bool = True
+    scales: Sequence[float] = (1.0, 20.0)
+    also: Sequence[str] = ()
+    peer: Callable[..., Any] | None = None
+    book: Callable[..., Any] | None = None
+    moved: Callable[[Sizes, int], int] | None = None
+    flops: Callable[[Sizes], int] | None = None
+    hints: Sequence[str] = ()
+
+
+TASKS: dict[str, Task] = {}
+
+
+def task(name: str) -> Task:
+    """The task of this name."""
+    if name not in TASKS:
+        raise ValueError(f"judge: task must be one of {', '.join(sorted(TASKS))}, got {name!r}")
+    return TASKS[name]
+
+
+def _add(**fields: Any) -> None:
+    TASKS[fields["name"]] = Task(**fields)
+
+
+def _rows(*pairs: tuple[int, int]) -> tuple[Sizes, ...]:
+    return tuple({"M": m, "N": n} for m, n in pairs)
+
+
+# One element, one row, primes, many rows, more than a tile of 1,024.
+_MATRICES = _rows((1, 1), (1, 7), (3, 16), (7, 97), (67, 8), (2, 1031))
+_MODEL = {"M": 8192, "N": 4096}  # tokens and a model's width
+
+
+def _book(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        import kernelbook
+
+        return getattr(kernelbook, name)(*args, **kwargs)
+
+    return call
+
+
+# --- elementwise and rows -------------------------------------------------------------------------------------------
+
+_add(
+    name="vector_add",
+    says="vector_add(x, y): their sum. x, y (n,) -> (n,)",
+    reference=lambda x, y: x + y,
+    inputs=lambda draw, n: {"x": draw(n), "y": draw(n)},
+    sizes=tuple({"n": n} for n in (1, 97, 1024, 2503)),
+    real={"n": 2**26},
+    empty="n",
+    hints=(
+        "Each program adds one block of elements: tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).",
+        "n need not be a multiple of BLOCK: give every load and the store mask=offs < n.",
+        "x and y have strides of their own (x.stride(0)): an element's address is x_ptr + offs * stride, in 64 bits.",
+    ),
+)
+
+_add(
+    name="bias_relu",
+    says="bias_relu(x, bias): max(x + bias, 0), with one bias a column. x (M, N), bias (N,) -> (M, N)",
+    reference=lambda x, bias: torch.relu(x + bias),
+    inputs=lambda draw, M, N: {"x": draw(M, N), "bias": draw(N)},
+    sizes=_MATRICES,
+    real=_MODEL,
+    empty="M",
+    hints=(
+        "One program a row, or a tile of rows and columns; the bias is loaded by column.",
+        "tl.maximum(x + bias, 0.0), computed in float32 and stored in the dtype of the result.",
+    ),
+)
+
+_add(
+    name="silu_mul",
+    says="silu_mul(gate, up): silu(gate) * up, the middle of a gated MLP. gate, up (M, N) -> (M, N)",
+    reference=lambda gate, up: F.silu(gate) * up,
+    inputs=lambda draw, M, N: {"gate": draw(M, N), "up": draw(M, N)},
+    sizes=_MATRICES,
+    real=_MODEL,
+    empty="M",
+    hints=("silu(g) = g * sigmoid(g): tl.sigmoid takes float32.", "gate and up may lie in memory in different ways."),
+)
+
+_add(
+    name="softmax",
+    says="softmax(x): of each row. x (M, N), rows of up to 4096 -> (M, N)",
+    reference=lambda x: torch.softmax(x, -1),
+    inputs=lambda draw, M, N: {"x": draw(M, N)},
+    sizes=_MATRICES,
+    real=_MODEL,
+    empty="M",
+    hints=(
+        "One program a row; BLOCK_N = triton.next_power_of_2(N) holds the row.",
+        "Beyond N a sum needs zeros after the exponential: load other=-inf.",
+        "Subtract the largest number of the row first: exp(89) is infinite in float32.",
+    ),
+)
+
+_add(
+    name="softmax_backward",
+    says="softmax_backward(dy, y): the gradient by x of y = softmax(x). dy, y (M, N) -> dx (M, N)",
+    reference=lambda dy, y: y * (dy - (dy * y).sum(-1, keepdim=True)),
+    inputs=lambda draw, M, N: {"dy": draw(M, N), "y": draw.probabilities(M, N)},
+    sizes=_MATRICES,
+    real=_MODEL,
+    empty="M",
+    hints=(
+        "dx = y * (dy - sum(dy * y)), the sum over the row.",
+        "Masked elements must add nothing to the sum: other=0.0 for both.",
+    ),
+)
+
+_add(
+    name="logsumexp",
+    says="logsumexp(x): log of the sum of the exponentials of each row. x (M, N) -> (M,)",
+    reference=lambda x: torch.logsumexp(x, -1),
+    inputs=lambda draw, M, N: {"x": draw(M, N)},
+    sizes=_MATRICES,
+    real=_MODEL,
+    empty="M",
+    hints=(
+        "m + log(sum(exp(x - m))), m the largest number of the row.",
+        "In a loop over tiles: when m grows from m_old to m_new the sum so far is multiplied by exp(m_old - m_new).",
+    ),
+)
+
+_add(
+    name="row_products",
+    says="row_products(a, b): the sum of a * b over each row. a, b (M, N) -> (M,)",
+    reference=lambda a, b: (a * b).sum(-1),
+    inputs=lambda draw, M, N: {"a": draw(M, N), "b": draw(M, N)},
+    sizes=_MATRICES,
+    real=_MODEL,
+    empty="M",
+    hints=("Convert both to float32 before the product: a 16-bit product is rounded.",),
+)
+
+_add(
+    name="column_sum",
+    says="column_sum(x): the sum over the rows. x (M, N) -> (N,)",
+    reference=lambda x: x.sum(0),
+    inputs=lambda draw, M, N: {"x": draw(M, N)},
+    sizes=_rows((1, 1), (1, 7), (16, 3), (97, 7), (128, 5), (131, 67)),
+    real=_MODEL,
+    hints=(
+        "A program owns a block of columns and goes down the rows.",
+        "That is few programs for few columns: let several share the rows, each with a row of partial sums, and add these in a second launch.",
+    ),
+)
+
+_add(
+    name="cross_entropy",
+    says="cross_entropy(logits, targets): the loss of each row. logits (M, N), targets (M,) int64 -> (M,)",
+    reference=lambda logits, targets: torch.logsumexp(logits, -1) - logits.gather(1, targets[:, None])[:, 0],
+    inputs=lambda draw, M, N: {"logits": draw(M, N), "targets": draw.ids(N, M)},
+    sizes=_MATRICES,
+    real={"M": 4096, "N": 32000},
+    empty="M",
+    peer=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none"),
+    hints=(
+        "loss = logsumexp(row) - row[target].",
+        "Load the target's logit by its own address: x_ptr + row * stride + target * stride_n.",
+        "A vocabulary of 32,000 is a loop over tiles with a running maximum and a running sum.",
+    ),
+)
+
+# --- RMSNorm, piece by piece ----------------------------------------------------------------------------------------
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def _rms_norm_dx(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    g, xhat = dy * weight, x * rstd
+    return rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+
+
+def _rms_norm_dw(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)).sum(0)
+
+
+def _norm_inputs(draw: Draw, M: int, N: int) -> dict[str, Any]:
+    return {"x": draw(M, N), "weight": draw.near_one(N)}
+
+
+def _norm_grad_inputs(draw: Draw, M: int, N: int) -> dict[str, Any]:
+    return {"dy": draw(M, N), **_norm_inputs(draw, M, N)}
+
+
+# Numbers of all sizes: the mean square of what randn gives is 1, and a kernel that leaves the norm out would be right.
+_NORM = {"sizes": _MATRICES, "real": _MODEL, "empty": "M", "scales": (1.0, 20.0, 0.01)}
+
+_add(
+    name="rms_norm",
+    says="rms_norm(x, weight): x / sqrt(mean(x^2) + 1e-6) * weight, the mean over a row. x (M, N), weight (N,) -> (M, N)",
+    reference=_rms_norm,
+    inputs=_norm_inputs,
+    **_NORM,
+    peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
+    book=_book("rms_norm"),
+    hints=(
+        "One program a row: load it once, reduce it, scale it, store it.",
+        "The row in float32: x.to(tl.float32). The mean divides by N, not by BLOCK_N; masked elements are 0.",
+        "Offsets: row = tl.program_id(0).to(tl.int64), then x_ptr + row * stride_xm + offs_n * stride_xn. Weight has a stride too.",
+        "y = x * (1 / tl.sqrt(tl.sum(x * x) / N + EPS)) * w, stored as y.to(y_ptr.dtype.element_ty) with mask=offs_n < N.",
+    ),
+)
+
+_add(
+    name="rms_norm_dx",
+    says="rms_norm_dx(dy, x, weight): the gradient of rms_norm by x. dy, x (M, N), weight (N,) -> dx (M, N)",
+    reference=_rms_norm_dx,
+    inputs=_norm_grad_inputs,
+    **_NORM,
+    hints=(
+        "g = dy * weight and xhat = x * rstd: what of g lies along xhat is taken off.",
+        "dx = rstd * (g - xhat * mean(g * xhat)), the mean over the row.",
+        "One program a row again; dy, x and weight are loaded once each, with other=0.0.",
+    ),
+)
+
+_add(
+    name="rms_norm_dw",
+    says="rms_norm_dw(dy, x, weight): the gradient of rms_norm by weight. dy, x (M, N), weight (N,) -> dw (N,)",
+    reference=_rms_norm_dw,
+    inputs=_norm_grad_inputs,
+    **{**_NORM, "empty": None},
+    also=("sum",),
+    hints=(
+        "dw = sum over the rows of dy * xhat: programs of different rows add into the same place.",
+        "Let a few programs take every P-th row each, keep a row of float32 sums, and store it as its own row of partial (P, N).",
+        "A second launch (or partial.sum(0)) adds the P rows. tl.atomic_add works too, into zeros in float32, in an order that changes.",
+    ),
+)
+
+_add(
+    name="rms_norm_autograd",
+    says="rms_norm_autograd(x, weight): rms_norm with gradients by x and weight, as an autograd.Function. x (M, N), weight (N,) -> (M, N)",
+    reference=_rms_norm,
+    inputs=_norm_inputs,
+    **{**_NORM, "empty": None, "sizes": _rows((1, 1), (1, 7), (3, 16), (7, 97), (19, 8), (2, 1031))},
+    grads=("x", "weight"),
+    also=("sum",),
+    peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
+    book=_book("rms_norm"),
+    hints=(
+        "class RMSNorm(torch.autograd.Function): forward(ctx, x, weight) calls ctx.save_for_backward(x, weight).",
+        "backward(ctx, dy) returns one gradient for each argument of forward: dx, dw. dy may have any strides.",
+    ),
+)
+
+_add(
+    name="add_rms_norm",
+    says="add_rms_norm(x, residual, weight): s = x + residual, and rms_norm(s, weight). x, residual (M, N), weight (N,) -> s, y (M, N)",
+    reference=lambda x, residual, weight: (x + residual, _rms_norm(x + residual, weight)),
+    inputs=lambda draw, M, N: {"x": draw(M, N), "residual": draw(M, N), "weight": draw.near_one(N)},
+    **_NORM,
+    hints=(
+        "s is written and not read back: it is in registers.",
+        "Normalize the sum before it is rounded, or after: both pass.",
+    ),
+)
+
+# --- moving -----------------------------------------------------------------------------------------------------------
+
+_add(
+    name="transposed_copy",
+    says="transposed_copy(x): the transposed matrix in memory of its own. x (M, N) -> (N, M) contiguous",
+    reference=lambda x: x.T.contiguous(),
+    inputs=lambda draw, M, N: {"x": draw(M, N)},
+    sizes=_rows((1, 1), (1, 7), (16, 3), (7, 97), (33, 65)),
+    real=_MODEL,
+    empty="M",
+    hints=(
+        "A program loads a tile of x and stores it at the transposed place.",
+        "tl.trans turns the tile in registers, so that both the load and the store go along memory.",
+    ),
+)
+
+_add(
+    name="topk_gather",
+    says="topk_gather(table, ids): the chosen rows of each token. table (R, N), ids (T, k) int64 below R -> (T, k, N)",
+    reference=lambda table, ids: table[ids],
+    inputs=lambda draw, R, N, T, k: {"table": draw(R, N), "ids": draw.ids(R, T, k)},
+    sizes=tuple(
+        dict(zip(("R", "N", "T", "k"), s, strict=True))
+        for s in ((1, 1, 1, 1), (5, 7, 3, 2), (11, 97, 5, 3), (4, 1031, 2, 2))
+    ),
+    real={"R": 65536, "N": 4096, "T": 4096, "k": 4},
+    empty="T",
+    moved=lambda s, size: 2 * s["T"] * s["k"] * s["N"] * size + 8 * s["T"] * s["k"],
+    hints=("One program a chosen row: it loads its id, then the row. The id is 64 bits: so is the offset.",),
+)
+
+_add(
+    name="combine",
+    says="combine(y, gates): the sum of a token's k rows, each times its gate. y (T, k, N), gates (T, k) -> (T, N)",
+    reference=lambda y, gates: (y * gates[..., None]).sum(1),
+    inputs=lambda draw, T, k, N: {"y": draw(T, k, N), "gates": draw.probabilities(T, k)},
+    sizes=tuple(dict(zip(("T", "k", "N"), s, strict=True)) for s in ((1, 1, 1), (3, 2, 7), (5, 4, 97), (2, 3, 1031))),
+    real={"T": 4096, "k": 8, "N": 4096},
+    empty="T",
+    hints=("Accumulate the k products in float32; round once, at the store.",),
+)
+
+_add(
+    name="rope",
+    says="rope(x, cos, sin): x1 * cos - x2 * sin beside x2 * cos + x1 * sin, x1 and x2 the halves of a head. "
+    "x (T, H, D), cos, sin (T, D / 2) -> (T, H, D)",
+    reference=lambda x, cos, sin: torch.cat(
+        [
+            x.chunk(2, -1)[0] * cos[:, None] - x.chunk(2, -1)[1] * sin[:, None],
+            x.chunk(2, -1)[1] * cos[:, None] + x.chunk(2, -1)[0] * sin[:, None],
+        ],
+        -1,
+    ),
+    inputs=lambda draw, T, H, D: {
+        "x": draw(T, H, D),
+        **dict(zip(("cos", "sin"), draw.angles(T, D // 2), strict=True)),
+    },
+    sizes=tuple(dict(zip(("T", "H", "D"), s, strict=True)) for s in ((1, 1, 2), (3, 2, 6), (5, 3, 34), (2, 2, 128))),
+    real={"T": 8192, "H": 32, "D": 128},
+    multiple={"D": 2},
+    empty="T",
+    hints=(
+        "A program takes a token (and a head); both halves are loaded before either is stored.",
+        "cos and sin are of the token, not of the head: load them once for several heads.",
+    ),
+)
+
+_add(
+    name="expert_counts",
+    says="expert_counts(ids, num_experts): how many slots chose each expert. ids (T,) int64, num_experts int -> (num_experts,) int32",
+    reference=lambda ids, num_experts: torch.bincount(ids, minlength=num_experts).to(torch.int32),
+    inputs=lambda draw, T, E: {"ids": draw.ids(E, T), "num_experts": E},
+    sizes=tuple({"T": t, "E": e} for t, e in ((1, 1), (7, 3), (97, 8), (515, 17))),
+    real={"T": 2**24, "E": 128},
+    dtypes=(torch.float32,),
+    scales=(1.0,),
+    hints=(
+        "tl.atomic_add into zeros, one for each slot; a masked slot adds nothing.",
+        "Fewer atomics: tl.histogram counts a block in registers first.",
+    ),
+)
+
+# --- products and packed numbers ------------------------------------------------------------------------------------
+
+_add(
+    name="matmul",
+    says="matmul(a, b): the matrix product. a (M, K), b (K, N) -> (M, N)",
+    reference=lambda a, b: a @ b,
+    inputs=lambda draw, M, K, N: {"a": draw(M, K), "b": draw(K, N)},
+    sizes=tuple(
+        dict(zip(("M", "K", "N"), s, strict=True))
+        for s in ((1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41), (64, 128, 32))
+    ),
+    real={"M": 4096, "K": 4096, "N": 4096},
+    empty="M",
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    hints=(
+        "A program owns a tile of the result and loops over K: acc = tl.dot(a, b, acc), acc in float32.",
+        "K need not be a multiple of BLOCK_K: mask both tiles of the last step, with other=0.0.",
+        'float32 inputs: tl.dot(..., input_precision="ieee"), or ten of 23 bits are kept.',
+        "Tiles are at least 16 in every direction; smaller matrices are masked.",
+    ),
+)
+
+_add(
+    name="gather_linear",
+    says="gather_linear(x, weight, rows): x times the chosen rows of weight. x (M, K), weight (N, K), rows (L,) int64 below N -> (M, L)",
+    reference=lambda x, weight, rows: x @ weight[rows].T,
+    inputs=lambda draw, M, K, N, L: {"x": draw(M, K), "weight": draw(N, K), "rows": draw.ids(N, L)},
+    sizes=tuple(
+        dict(zip(("M", "K", "N", "L"), s, strict=True))
+        for s in ((1, 1, 1, 1), (1, 17, 5, 3), (3, 64, 41, 7), (17, 70, 100, 37))
+    ),
+    real={"M": 1, "K": 4096, "N": 14336, "L": 1434},
+    moved=lambda s, size: (s["M"] * s["K"] + s["L"] * s["K"] + s["M"] * s["L"]) * size + 8 * s["L"],
+    flops=lambda s: 2 * s["M"] * s["K"] * s["L"],
+    hints=(
+        "Load the block of row numbers first (64 bits), then the rows of weight at these addresses.",
+        "For one row of x no tensor core is needed: multiply, and tl.sum over K.",
+    ),
+)
+
+
+def _nf4_decode(packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    ids = torch.stack([packed >> 4, packed & 15], -1).flatten().long()
+    return table[ids] * absmax.repeat_interleave(64)
+
+
+_add(
+    name="nf4_decode",
+    says="nf4_decode(packed, absmax, table): two values a byte, the first in its high half; the i-th is table[nibble] * absmax[i // 64]. "
+    "packed (n / 2,) uint8, absmax (n / 64,) and table (16,) float32, all contiguous -> (n,) float32",
+    reference=_nf4_decode,
+    inputs=lambda draw, n: {
+        "packed": draw.packed_bytes(n // 2),
+        "absmax": draw.positive(n // 64),
+        "table": nf4_code_reference(torch.float32),
+    },
+    sizes=tuple({"n": n} for n in (64, 192, 1024, 64 * 41)),
+    real={"n": 2**26},
+    multiple={"n": 64},
+    empty="n",
+    dtypes=(torch.float32,),
+    strided=False,
+    scales=(1.0,),
+    hints=(
+        "packed >> 4 is the first value of a byte, packed & 15 the second.",
+        "The table's 16 numbers: tl.load from it by nibble, table_ptr + nibble.to(tl.int32).",
+        "tl.interleave(high, low) puts the two values beside each other, so that the store goes along memory.",
+    ),
+)
+
+
+def _decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    heads, size = k.shape[1], k.shape[2]
+    grouped = q.unflatten(1, (heads, -1))  # (B, H_kv, G, D)
+    scores = grouped @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    beyond = torch.arange(size, device=q.device) >= lengths[:, None]
+    weights = scores.masked_fill(beyond[:, None, None], -math.inf).softmax(-1)
+    return (weights @ v).flatten(1, 2)
+
+
+_add(
+    name="decode_attention",
+    says="decode_attention(q, k, v, lengths): one query a sequence against the first lengths[b] keys, scaled by 1 / sqrt(D); consecutive "
+    "heads of q share one of k and v. q (B, H, D), k, v (B, H_kv, S, D), lengths (B,) int64 from 1 to S -> (B, H, D)",
+    reference=_decode_attention,
+    inputs=lambda draw, B, H_kv, G, S, D: {
+        "q": draw(B, H_kv * G, D),
+        "k": draw(B, H_kv, S, D),
+        "v": draw(B, H_kv, S, D),
+        "lengths": draw.ids(S, B) + 1,
+    },
+    sizes=tuple(
+        dict(zip(("B", "H_kv", "G", "S", "D"), s, strict=True))
+        for s in ((1, 1, 1, 1, 16), (2, 1, 2, 5, 16), (3, 2, 2, 97, 32), (2, 1, 1, 300, 16))
+    ),
+    real={"B": 16, "H_kv": 8, "G": 4, "S": 8192, "D": 128},
+    powers=("D",),
+    scales=(1.0, 3.0),
+    moved=lambda s, size: s["B"] * s["H_kv"] * s["S"] * s["D"] * size,  # k and v, of which half lies before the lengths
+    hints=(
+        "One program a sequence and head: a loop over tiles of keys, with a running maximum, sum and result.",
+        "Keys beyond the length: scores of -inf. Their values must be masked as well: 0 times NaN is NaN.",
+        "One program a head is few programs: split the keys into parts, each with its maximum and sum, and merge these in a second launch.",
+    ),
+)
+
+_add(
+    name="chunk_norms",
+    says="chunk_norms(w): the Euclidean norm of each chunk of 16 rows. w (R, N), R a multiple of 16 -> (R / 16,)",
+    reference=lambda w: w.unflatten(0, (-1, 16)).square().sum((1, 2)).sqrt(),
+    inputs=lambda draw, R, N: {"w": draw(R, N)},
+    sizes=tuple({"R": r, "N": n} for r, n in ((16, 1), (32, 7), (48, 97), (16, 1031))),
+    real={"R": 16384, "N": 4096},
+    multiple={"R": 16},
+    empty="R",
+    hints=("One program a chunk, with a loop over columns; the sum of squares in float32, the root at the end.",),
+)

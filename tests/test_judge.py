@@ -1,0 +1,223 @@
+"""The judge: right solutions pass, wrong ones fail with a sentence, and cheats are refused (a file each in ``cheats``)."""
+
+import ast
+import dataclasses
+import itertools
+from pathlib import Path
+
+import kernelbook  # noqa: F401
+
+# isort: split
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernelbook import check, runtime
+from kernelbook.lab import cli, judge_source
+from kernelbook.lab import judge as judging
+from kernelbook.lab.judge import TASKS, Judgement, Task, judge
+
+HERE = Path(__file__).parent
+CHEATS = {path.stem: path for path in sorted((HERE / "cheats").glob("*.py"))}
+SOLUTIONS = {
+    node.name: path
+    for path in sorted((HERE / "solutions").glob("*.py"))
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name in TASKS
+}
+pytestmark = pytest.mark.skipif(
+    not triton.__version__.startswith(("3.6.", "3.7.")), reason="the judge watches the interpreter's memory"
+)
+
+
+def _about(path: Path) -> tuple[str, str, bool]:
+    """A cheat's task, when it was written, and whether only a GPU shows it."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "(TASK, WRITTEN, NEEDS_GPU)":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{path} does not say what it is")
+
+
+GPU_CHEATS = [name for name, path in CHEATS.items() if _about(path)[2]]
+# Those that nothing but reading their text can refuse without a GPU: see the page Evidence.
+BY_TEXT_ALONE = {"other_stream", "torch_on_gpu"}
+
+
+@pytest.mark.unwatched
+@pytest.mark.parametrize("name", [name for name in CHEATS if name not in GPU_CHEATS])
+def test_a_cheat_is_refused_for_what_it_does(name: str) -> None:
+    """Without reading its text, which names it sooner where it can."""
+    found = judge(CHEATS[name], _about(CHEATS[name])[0], read=False, gpu=False)
+    assert not found.right
+
+
+def test_there_are_cheats_of_all_three_times() -> None:
+    written = [_about(path)[1] for path in CHEATS.values()]
+    assert len(written) >= 40 and written.count("frozen") >= 10
+    assert written.count("before") * 2 >= len(written)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_refused_on_a_gpu(name: str) -> None:
+    assert not judge(CHEATS[name], _about(CHEATS[name])[0], read=False).right
+
+
+@pytest.mark.unwatched
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_a_right_solution_passes(name: str) -> None:
+    found = judge(SOLUTIONS[name], name, gpu=False, seed=7)
+    assert found.right, found
+    assert found.cases >= 9
+
+
+def test_every_task_has_a_right_solution() -> None:
+    assert set(SOLUTIONS) == set(TASKS)
+    for task in TASKS.values():
+        assert task.hints and task.says.startswith(f"{task.name}("), task.name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_a_right_solution_is_timed(name: str) -> None:
+    found = judge(SOLUTIONS[name], name).require()
+    assert found.speed is not None and 0 < found.speed.bound_ms / found.speed.ms < 1.1
+
+
+@triton.jit
+def _double_kernel(x_ptr, y_ptr, n, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0)
+    tl.store(y_ptr + offs, FACTOR * x, mask=offs < n)
+
+
+TWICE = 2.0
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(x):
+        _double_kernel[(triton.cdiv(len(x), 64),)](x, y, len(x), FACTOR=TWICE, BLOCK=64)
+    return y
+
+
+DOUBLE = Task(
+    name="double",
+    says="double(x): twice x. x (n,) contiguous -> (n,)",
+    reference=lambda x: 2 * x,
+    inputs=lambda draw, n: {"x": draw(n)},
+    sizes=({"n": 1}, {"n": 97}),
+    real={"n": 2**24},
+    strided=False,
+    empty="n",
+)
+
+
+@pytest.mark.unwatched
+def test_a_function_of_a_notebook_is_judged_with_what_it_uses_by_a_task_of_the_readers() -> None:
+    assert judge(double, DOUBLE, gpu=False).right
+    found = judge(double, dataclasses.replace(DOUBLE, reference=lambda x: 3 * x, hints=("three",)), gpu=False, hints=1)
+    assert not found.right and "off by 3.3e-01" in found.sentence and found.hints == ("three",)
+    with pytest.raises(check.CheckError, match="not right"):
+        found.require()
+
+
+def test_the_text_of_a_function_is_a_file() -> None:
+    text = judge_source.text_of(double)
+    assert "TWICE = 2.0" in text and text.index("def _double_kernel") < text.index("def double")
+    assert not judge_source.problems(text)
+    with pytest.raises(ValueError, match="top level"):
+        judge_source.text_of(lambda x: x)
+    with pytest.raises(ValueError, match="a function or a file, got int"):
+        judge_source.text_of(3)
+
+
+WRONG = {
+    "no_mask": ("mask=offs < n, other=0.0", "", "out of bounds"),
+    "not_written": ("tl.store(y_ptr + offs, FACTOR * x, mask=offs < n)", "pass", "NaN"),
+    "in_32_bits": ("tl.program_id(0).to(tl.int64) * BLOCK", "tl.program_id(0) * n", "32 bits"),
+    "no_kernel": ("_double_kernel[(", "no_such_kernel[(", "NameError"),
+    "syntax": ("def double", "def double double", "no Python"),
+}
+
+
+@pytest.mark.unwatched
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_in_a_sentence_with_its_case(name: str, tmp_path: Path) -> None:
+    before, after, words = WRONG[name]
+    text = judge_source.text_of(double)
+    assert before in text
+    (tmp_path / "double.py").write_text(text.replace(before, after, 1))
+    found = judge(tmp_path / "double.py", DOUBLE, gpu=False)
+    assert words in found.sentence and not found.right
+    assert ("For n=" in found.sentence) == (name != "syntax")
+
+
+@pytest.mark.parametrize(
+    "line",
+    (
+        "import os", "from torch import _C", "import torch.utils.cpp_extension", "x = torch.cuda.Event()", "eval('1')",
+        "torch.softmax = None", "from kernelbook import rms_norm", "y = triton.runtime.driver", "import gc as torch2",
+        "z = torch.sys", "x = (1).__class__", "def f(x):\n    return x.untyped_storage()", "class A(torch.Tensor):\n    pass",
+        "@triton.jit\ndef k(x):\n    helper(x)", "from torch import *",
+    ),
+)  # fmt: skip
+def test_what_a_file_of_kernels_has_no_use_for_is_found_in_its_text(line: str) -> None:
+    [problem, *_] = judge_source.problems(f"import math\nimport torch\nimport triton\n{line}\n")
+    assert problem.startswith("line ")
+
+
+def test_what_runs_only_as_a_script_is_not_read() -> None:
+    assert not judge_source.problems('import torch\n\nif __name__ == "__main__":\n    import time\n')
+
+
+def test_sizes_and_numbers_are_new_each_time_and_lie_within_the_tasks() -> None:
+    import random
+
+    for task in TASKS.values():
+        cases = judging._cases(task, random.Random(1))
+        assert cases == judging._cases(task, random.Random(1)) != judging._cases(task, random.Random(2))
+        most = max(map(judging._elements, task.sizes))
+        assert all(judging._elements(case.sizes) <= 2 * most for case in cases), task.name
+        for case, (name, step) in itertools.product(cases, task.multiple.items()):
+            assert case.sizes[name] % step == 0
+        assert {case.dtype for case in cases} == set(task.dtypes)
+
+
+def test_between_and_around_the_elements_there_is_nan() -> None:
+    for layout in judging.tasks.LAYOUTS:
+        drawn = judging.Draw(3, torch.float32, layout)(5, 7)
+        memory = torch.empty(0).set_(drawn.untyped_storage())
+        assert not drawn.isnan().any() and int((~memory.isnan()).sum()) == drawn.numel()
+        assert drawn.is_contiguous() == (layout in ("contiguous", "offset"))
+
+
+@pytest.mark.unwatched
+def test_the_command_judges_and_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["judge"]) == 0
+    assert all(name in capsys.readouterr().out for name in ())
+    (tmp_path / "mine.py").write_text("def softmax(x):\n    return x\n")
+    assert cli.main(["judge", str(tmp_path / "mine.py"), "--task", "softmax", "--hint", "--hint"]) == 1
+    out = capsys.readouterr().out
+    assert "memory of an input" in out and out.count("Hint:") == 2
+    assert cli.main(["judge", str(tmp_path / "mine.py"), "--task", "kitchen"]) == 2
+    assert "must be one of" in capsys.readouterr().err
+    assert cli.main(["judge", str(tmp_path / "none.py"), "--task", "softmax"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from kernelbook.lab.judge import Task\n"
+        "SAME = Task(name='same', says='same(x)', reference=lambda x: x, inputs=lambda draw, n: {'x': draw(n)},\n"
+        "            sizes=({'n': 3},), real={'n': 8})\n"
+    )
+    assert judging.find_task(f"{own}:same").name == "same"
+    with pytest.raises(ValueError, match="must be one of same"):
+        judging.find_task(f"{own}:other")
+
+
+def test_without_a_gpu_none_can_be_asked_for() -> None:
+    if runtime.DEVICE.type != "cuda":
+        with pytest.raises(ValueError, match="needs a GPU"):
+            judge(SOLUTIONS["softmax"], "softmax", gpu=True)
+    assert str(Judgement("softmax", "", 3)) == "softmax: right, 3 cases"

@@ -1,0 +1,271 @@
+"""What the judge says of cheats, of right solutions, and of the steps and broken kernels of chapters: ``book/evidence/judge.csv``.
+
+    python tools/evidence/judged.py          # what is missing or changed; with --all everything again
+
+On a machine with a GPU the column ``gpu`` is filled as well. A cheat is judged twice: by its text, and by what it does when its text
+is not read.
+"""
+
+import ast
+import contextlib
+import csv
+import dataclasses
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import kernelbook  # noqa: F401
+
+# isort: split
+import torch
+import torch.nn.functional as F  # noqa: N812
+from common import EVIDENCE
+
+from kernelbook import runtime
+from kernelbook.lab import judge_source
+from kernelbook.lab.judge import TASKS, Task, judge
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = EVIDENCE / "judge.csv"
+COLUMNS = ("kind", "name", "task", "written", "expected", "text", "interpreter", "gpu", "sentence", "digest")
+GPU = runtime.DEVICE.type == "cuda"
+SEED = 20261124
+
+# --- the steps of chapters ----------------------------------------------------------------------------------------------
+
+CONTIGUOUS: dict[str, Any] = {"strided": False, "empty": None}
+ROWS = tuple({"M": m, "N": n} for m, n in ((1, 7), (3, 16), (37, 97), (2, 1031)))
+
+
+def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias)
+
+
+def _gradients(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+        return torch.autograd.grad(_layer_norm(*leaves), leaves, dy)
+
+
+LAYER_NORM = Task(
+    name="layer_norm",
+    says="layer_norm(x, weight, bias)",
+    reference=_layer_norm,
+    inputs=lambda draw, M, N: {"x": 1000 + draw(M, N), "weight": draw.near_one(N), "bias": draw(N)},
+    sizes=ROWS,
+    real={"M": 8192, "N": 4096},
+    dtypes=(torch.float32,),
+    **CONTIGUOUS,
+)
+LAYER_NORM_GRADIENTS = dataclasses.replace(
+    LAYER_NORM,
+    name="layer_norm_gradients",
+    reference=_gradients,
+    inputs=lambda draw, M, N: {"dy": draw(M, N), "x": draw(M, N), "weight": draw.near_one(N), "bias": draw(N)},
+    dtypes=(torch.float32, torch.float16),
+)
+LARGE = {"scales": (1.0,), **CONTIGUOUS}
+PRODUCT = dataclasses.replace(TASKS["matmul"], dtypes=(torch.float16,), **LARGE)
+EVEN = dataclasses.replace(
+    PRODUCT,
+    sizes=tuple(dict(zip("MKN", s, strict=True)) for s in ((64, 64, 64), (64, 128, 192))),
+    multiple=dict.fromkeys("MKN", 64),
+)
+PLAIN = {
+    "vector_add": dataclasses.replace(TASKS["vector_add"], dtypes=(torch.float32,), **CONTIGUOUS),
+    "softmax": dataclasses.replace(TASKS["softmax"], dtypes=(torch.float32,), **CONTIGUOUS),
+    "product": PRODUCT,
+    "layer_norm": LAYER_NORM,
+    "gradients": LAYER_NORM_GRADIENTS,
+}
+# By chapter: function, task, and whether it is right. What a step says that it does not do is no part of its task.
+STEPS = {
+    "first_kernel": (
+        ("add_whole_tiles", "vector_add", False),
+        ("add", "vector_add", True),
+        ("softmax_zeros", "softmax", False),
+        ("softmax_narrow", "softmax", False),
+        ("softmax", "softmax", True),
+        ("matmul_products", "product", True),
+        ("matmul_dot", "product", True),
+        ("matmul_large_tiles", "product", True),
+        ("matmul", "product", True),
+    ),
+    "layer_norm": (
+        *((name, "layer_norm", True) for name in ("three_launches", "fused", "holding", "late", "corrected")),
+        ("squares", "layer_norm", False),
+        *(
+            (name, "gradients", True)
+            for name in ("three_launches_back", "fused_back", "atomics", "locks", "partials", "tiles", "ahead")
+        ),
+    ),
+}
+ADAPTERS = {
+    "layer_norm": "def judged(x, weight, bias):\n    return {step}(x, weight, bias)[0]\n",
+    "gradients": "def judged(dy, x, weight, bias):\n    _, mean, rstd = corrected(x, weight, bias)\n    return {step}(dy, x, weight, mean, rstd)\n",
+}
+
+
+def definitions(notebook: Path) -> str:
+    """The imports, functions and plain constants of a chapter."""
+    kept: list[str] = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            for node in ast.parse("".join(cell["source"])).body:
+                named = (
+                    isinstance(node, ast.Assign)
+                    and isinstance(node.targets[0], ast.Name)
+                    and node.targets[0].id.isupper()
+                )
+                if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)) or named:
+                    kept.append(ast.unparse(node))
+    return "\n\n\n".join(kept)
+
+
+def module_of(text: str, name: str, folder: Path) -> ModuleType:
+    """The text as a module, but for what needs names that only a running chapter has."""
+    path = folder / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    for node in ast.parse(text).body:
+        with contextlib.suppress(NameError):
+            exec(compile(ast.Module([node], []), str(path), "exec"), module.__dict__)  # noqa: S102
+    return module
+
+
+def steps(chapter: str, folder: Path) -> Iterator[tuple[str, str, Task, bool]]:
+    """Name, text, task and whether it is right, of each step of a chapter."""
+    text = definitions(ROOT / "notebooks" / f"{chapter}.ipynb")
+    for step, task, right in STEPS[chapter]:
+        stem = f"{chapter}_{step}"
+        adapter = ADAPTERS.get(task, "").format(step=step)
+        module = module_of(f"{text}\n\n\n{adapter}", stem, folder)
+        yield (
+            f"{chapter}: {step}",
+            judge_source.text_of(module.judged if adapter else getattr(module, step)),
+            PLAIN[task],
+            right,
+        )
+
+
+def broken(folder: Path) -> Iterator[tuple[str, str, Task, bool]]:
+    """The broken kernels of "A kernel is wrong, a kernel is slow", and what its solutions mend."""
+    chapter = ROOT / "notebooks" / "wrong_and_slow.ipynb"
+    text = definitions(chapter)
+    module = module_of(text, "wrong_and_slow_definitions", folder)
+    source = "\n".join(
+        "".join(c["source"]) for c in json.loads(chapter.read_text())["cells"] if c["cell_type"] == "code"
+    )
+    for call in [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "ask"]:
+        name, task, *_ = map(ast.unparse, call.args)
+        parts = getattr(module, ast.unparse(call.keywords[0].value))
+        found = TASKS[ast.literal_eval(task)] if task.startswith(("'", '"')) else getattr(module, task)
+        yield (
+            f"wrong_and_slow: {name}",
+            judge_source.text_of(getattr(module, name)),
+            dataclasses.replace(found, **parts),
+            name.endswith("_mended"),
+        )
+
+
+# --- the table ------------------------------------------------------------------------------------------------------------
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
+
+
+def about(cheat: Path) -> tuple[str, str, bool]:
+    """A cheat's task, when it was written, and whether only a GPU shows it."""
+    for node in ast.parse(cheat.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "(TASK, WRITTEN, NEEDS_GPU)":
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{cheat} does not say what it is")
+
+
+def entries(folder: Path) -> Iterator[tuple[dict[str, str], Path, Task]]:
+    """A row without its verdicts, the file and the task, of all that is judged."""
+    for cheat in sorted((ROOT / "tests" / "cheats").glob("*.py")):
+        task, written, _ = about(cheat)
+        yield (
+            {"kind": "cheat", "name": cheat.stem, "task": task, "written": written, "expected": "refused"},
+            cheat,
+            TASKS[task],
+        )
+    for path in sorted((ROOT / "tests" / "solutions").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name in TASKS:
+                row = {"kind": "solution", "name": node.name, "task": node.name, "written": "", "expected": "right"}
+                yield row, path, TASKS[node.name]
+    every = [("step", entry) for chapter in STEPS for entry in steps(chapter, folder)] + [
+        ("broken", entry) for entry in broken(folder)
+    ]
+    for i, (kind, (name, text, task, right)) in enumerate(every):
+        path = folder / f"judged_{i}.py"
+        function = name.split(": ")[1]
+        function = "judged" if task.name in ("layer_norm", "layer_norm_gradients") else function
+        path.write_text(f"{text}\n\n{task.name} = {function}\n" if function != task.name else text, encoding="utf-8")
+        row = {
+            "kind": kind,
+            "name": name,
+            "task": task.name,
+            "written": "",
+            "expected": "right" if right else "refused",
+        }
+        yield row, path, task
+
+
+def write(table: list[dict[str, str]]) -> None:
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+
+
+def main(arguments: list[str]) -> int:
+    rows = list(csv.DictReader(TABLE.open(newline=""))) if TABLE.exists() and "--all" not in arguments else []
+    before = {(row["kind"], row["name"]): row for row in rows}
+    table, surprises = [], 0
+    with tempfile.TemporaryDirectory() as place:
+        for row, path, task in entries(Path(place)):
+            text = path.read_text(encoding="utf-8")
+            row["digest"] = digest(text)
+            old = before.get((row["kind"], row["name"]), {})
+            if old.get("digest") == row["digest"] and (not GPU or old.get("gpu")):
+                table.append({column: old[column] for column in COLUMNS})
+                continue
+            row["text"] = "refused" if judge_source.problems(text) else "read"
+            found = judge(path, task, read=False, gpu=False, seed=SEED)
+            row["interpreter"], row["sentence"] = "right" if found.right else "refused", found.sentence
+            row["gpu"] = old.get("gpu", "") if old.get("digest") == row["digest"] else ""
+            if GPU:
+                found = judge(path, task, read=False, seed=SEED, speed=row["kind"] == "cheat")
+                row["gpu"] = "right" if found.right else "refused"
+                row["sentence"] = found.sentence or row["sentence"]
+            table.append({column: row[column] for column in COLUMNS})
+            print(
+                f"{row['kind']:9} {row['name']:44} text: {row['text']:8} interpreter: {row['interpreter']:8} {row['sentence'][:110]}",
+                flush=True,
+            )
+        write(table)
+    for row in table:
+        verdicts = {row["interpreter"], row["gpu"]} - {""} | (
+            {"refused"} if row["text"] == "refused" and row["kind"] == "cheat" else set()
+        )
+        fine = "refused" in verdicts if row["expected"] == "refused" else verdicts == {"right"}
+        surprises += not fine
+        if not fine:
+            print(f"NOT AS EXPECTED ({row['expected']}): {row['kind']} {row['name']}")
+    print(f"{len(table)} judged, {surprises} not as expected")
+    return 1 if surprises else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
