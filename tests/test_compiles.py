@@ -54,6 +54,16 @@ for h, h_kv, n, d, dtype in DECODED:
     pages, table, lengths = k.view(2 * 128, h_kv, 64, d), *(torch.zeros(s, dtype=torch.int32) for s in ((2, 128), (2,)))
     kb.paged_attention(q, pages, pages, table, lengths)
 kb.append_to_pages(k[:, :, :1], v[:, :, :1], pages, pages, table, lengths)
+for d, how in (  # gpt-oss' two kinds of layers, Gemma 2's
+    (64, {}), (64, {"window": 128}), (256, {"softcap": 50.0}), (256, {"softcap": 50.0, "window": 512})
+):
+    sinks = torch.empty(8, dtype=torch.bfloat16, requires_grad=True) if d == 64 else None
+    q, k, v = (torch.empty(1, h, 1024, d, dtype=torch.bfloat16, requires_grad=True) for h in (8, 1, 1))
+    o = kb.flash_attention(q, k, v, causal=True, sinks=sinks, **how)
+    o.backward(torch.empty_like(o))
+    kb.flash_attention(q[:, :, :1], k, v, causal=True, sinks=sinks, **how)
+    if not how:
+        kb.paged_attention(q[:, :, :1], k.view(16, 1, 64, d), v.view(16, 1, 64, d), table[:1, :16], lengths[:1], sinks=sinks)
 """,
     "distributed": """
 import torch, kernelbook

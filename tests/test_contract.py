@@ -111,6 +111,14 @@ PROMISES = {
         lambda: {"q": _draw(2, 4, 20, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16), "causal": True},
         rows="", but=("in place",),
     ),
+    "attention with sinks": Promise(
+        kb.flash_attention,
+        lambda: {
+            "q": _draw(2, 4, 20, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16), "causal": True, "window": 7,
+            "sinks": _draw(4), "softcap": 2.0,
+        },
+        rows="", but=("in place",), op="flash_attention",
+    ),
     "decoding": Promise(
         kb.flash_attention, lambda: {"q": _draw(2, 4, 1, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16)},
         rows="", but=("in place",), op="flash_attention",

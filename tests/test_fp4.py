@@ -167,3 +167,33 @@ def test_no_host_synchronisation(format: str) -> None:
         kb.fp4_quantize(w, format=format)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_better_of_two_scales() -> None:
+    """It never loses more than the specification's, and a small change of what is in MXFP4 changes nothing."""
+    w = torch.randn(16, 256, device=runtime.DEVICE) * torch.logspace(-3, 3, 16, device=runtime.DEVICE)[:, None]
+    w[3], w[4, 5], w[5, 6] = 0, torch.inf, torch.nan
+
+    def lost(q: kb.NF4Tensor) -> torch.Tensor:
+        return (kb.nf4_dequantize(q, dtype=torch.float32) - w).unflatten(-1, (-1, 32)).square().sum(-1)
+
+    ours, theirs = (lost(kb.fp4_quantize(w, scale=scale)) for scale in ("best", "ocp"))
+    assert torch.equal(ours.isnan(), theirs.isnan()) and ours.isnan().sum() == 2
+    assert not (ours > theirs).any() and (ours < theirs).any()
+    q = kb.fp4_quantize(w)
+    packed = kb.nf4_dequantize(q, dtype=torch.float32)
+    again = kb.fp4_quantize(packed * 0.999, scale="best")
+    assert torch.equal(kb.nf4_dequantize(again, dtype=torch.float32).nan_to_num(), packed.nan_to_num())
+    cut = kb.nf4_dequantize(kb.fp4_quantize(packed * 0.999), dtype=torch.float32)
+    assert not torch.equal(cut.nan_to_num(), packed.nan_to_num())
+    with pytest.raises(ValueError, match="fp4_quantize: scale must be"):
+        kb.fp4_quantize(w, format="nvfp4", scale="best")
+
+
+def test_bytes_that_become_the_tensors_own() -> None:
+    blocks, scales, _ = fp4_parts(kb.fp4_quantize(torch.randn(3, 64, device=runtime.DEVICE)))
+    expected = kb.fp4_tensor(blocks, scales)
+    q = kb.fp4_tensor(blocks, scales, in_place=True)
+    assert torch.equal(q.packed, expected.packed) and q.packed.data_ptr() == blocks.data_ptr()
+    with pytest.raises(ValueError, match="fp4_tensor: packed must be contiguous with in_place=True"):
+        kb.fp4_tensor(blocks.mT.contiguous().mT, scales, in_place=True)

@@ -18,7 +18,10 @@ ABOVE_THE_ROOMS = {"nn", "distributed", "train", "interop", "lab"}
 # What each door of a room may import of the package (the room's own modules apart) and of the outside world.
 DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
-    "kernels.py": {"kernelbook": {"runtime", "plans", "packed", "tiles", "gluon_names"}, "outside": {"torch", "triton"}},
+    "kernels.py": {
+        "kernelbook": {"runtime", "plans", "packed", "tiles", "gluon_names"},
+        "outside": {"torch", "triton"},
+    },
     "op.py": {
         "kernelbook": {"runtime", "arguments", "launch", "memory", "plans", "tensors", "packed", "gluon_names"},
         "outside": {"torch", "triton"},

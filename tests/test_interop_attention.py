@@ -24,6 +24,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     StaticCache,
+    masking_utils,
 )
 
 from kernelbook import check, runtime
@@ -111,9 +112,7 @@ def test_generation(name: str, cache: str, calls: list[dict[str, Any]]) -> None:
     assert torch.equal(_ours(model).generate(ids, **how), expected)
     if cache == "static" and Version(transformers.__version__) < Version("5.20"):
         return  # some passes are PyTorch's there
-    # The first pass and every step of each layer, but for the window that a static cache keeps.
-    kept = {"mistral": 2, **dict.fromkeys(MIXED, 5)}
-    assert len(calls) == (kept.get(name, 8) if cache == "static" else 8)
+    assert len(calls) == 8  # the first pass and every step of each layer
     if (name, cache) == ("llama", "static"):
         assert calls[0]["s"] == 6 and calls[2]["s"] > 7 and calls[2]["lengths"].tolist() == [7, 7]
 
@@ -143,6 +142,14 @@ def test_padding_is_pytorchs(name: str, calls: list[dict[str, Any]]) -> None:
     assert torch.equal(_ours(model).generate(ids, **how), expected)
     # But for the window's later queries, which see none of it.
     assert all(call["n"] == 1 and call["s"] <= WINDOW for call in calls) and (name == "mistral" or not calls)
+
+
+def test_a_window_with_something_added_is_no_window() -> None:
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    assert interop._is_window(window, 4) and not interop._is_window(window, 5)
+    causal = masking_utils.causal_mask_function
+    for other in (masking_utils.and_masks(window, causal), masking_utils.chunked_causal_mask_function(4, None), causal):
+        assert not interop._is_window(other, 4)
 
 
 @pytest.mark.parametrize("name", MIXED)

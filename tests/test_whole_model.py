@@ -23,13 +23,16 @@ from kernelbook.lab import arithmetic, cli, record, timing
 from kernelbook.lab.bench import whole_model as bench
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
 
-QWEN, OLMOE = "Qwen3-30B-A3B", "OLMoE-1B-7B"
+QWEN, OLMOE, GPT_OSS = "Qwen3-30B-A3B", "OLMoE-1B-7B", "gpt-oss-20b"
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "billions", "active"), [(QWEN, 30.5, 3.3), (OLMOE, 6.9, 1.3)])
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [(QWEN, 30.5, 3.3), (OLMOE, 6.9, 1.3), (GPT_OSS, 20.9, 4.2), ("gpt-oss-120b", 116.8, 5.7)],
+)
 def test_the_published_sizes_come_out(name: str, billions: float, active: float) -> None:
     """Total and active parameters, as the models' cards give them."""
     sizes = arithmetic.Sizes.of(bench.configuration(name))
@@ -120,6 +123,11 @@ def test_providers_compute_the_same(provider: str) -> None:
     assert bench.error_ratio(QWEN, provider) < 3
 
 
+@pytest.mark.parametrize("provider", ("kernelbook", "grouped_mm"))
+def test_providers_compute_the_same_of_gpt_oss(provider: str) -> None:
+    assert bench.error_ratio(GPT_OSS, provider) < 3
+
+
 def test_a_wrong_provider_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = interop.gated_experts
     monkeypatch.setattr(interop, "gated_experts", lambda *args, **kwargs: 1.001 * real(*args, **kwargs))
@@ -206,6 +214,8 @@ def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pyte
     wanted = [
         bench.Plan(QWEN, "kernelbook", "step", checkpoints=True),
         bench.Plan(QWEN, "kernelbook", "decode"),
+        bench.Plan(GPT_OSS, "kernelbook", "step", checkpoints=True),
+        bench.Plan(GPT_OSS, "kernelbook", "decode"),
         bench.Plan("GPT-2", "kernelbook:dense", "prefill"),
     ]
     hosts = [bench.Plan(QWEN, "kernelbook", "host")]
@@ -215,7 +225,7 @@ def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pyte
     assert host["provider"].tolist() == ["kernelbook", "floor"] and (host["nodes"] > 10).all()
     rows = pd.read_csv(tmp_path / "whole_model.csv")
     assert rows["provider"].tolist() == [plan.provider for plan in wanted]
-    known = rows.loc[rows["shape"].str.contains(QWEN)]
+    known = rows.loc[~rows["shape"].str.contains("GPT-2")]
     assert (known[["gbytes", "gflop"]] > 0).all(axis=None) and len(known) == len(rows) - 1
 
 

@@ -190,7 +190,7 @@ def _flash_attention_fwd_steps(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
-    unit = 1.0 if SOFTCAP else scale  # what is left to scale
+    unit = 1.0 if SOFTCAP > 0.0 else scale  # what is left to scale
     for start in range(first, last, BLOCK_N):
         k_tile = _rows(
             k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
@@ -198,7 +198,7 @@ def _flash_attention_fwd_steps(
         )  # fmt: skip
         zeros = tl.zeros((q.shape[0], BLOCK_N), ACC)
         scores = _dot(q, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         if MASKED:
             offs_n = start + tl.arange(0, BLOCK_N)
@@ -389,7 +389,7 @@ def _flash_attention_bwd_dkdv_steps(
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The queries from ``first`` to ``last``; masked where a query does not see all of the keys."""
-    unit = 1.0 if SOFTCAP else scale
+    unit = 1.0 if SOFTCAP > 0.0 else scale
     for start in range(first, last, BLOCK_M):
         start = tl.multiple_of(start, BLOCK_M)
         offs_m = start + tl.arange(0, BLOCK_M)
@@ -402,7 +402,7 @@ def _flash_attention_bwd_dkdv_steps(
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < N, other=0.0)
         zeros = tl.zeros((k_tile.shape[0], BLOCK_M), ACC)
         scores = _dot(k_tile, q_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         p = tl.math.exp2(scores * unit - lse[None, :])
         if MASKED:
@@ -418,7 +418,7 @@ def _flash_attention_bwd_dkdv_steps(
         dp = _dot(v_tile, do_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
         dv = _dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
         ds = p * (dp - delta[None, :])
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             ds = ds * (1.0 - (scores * (1.0 / SOFTCAP)) * (scores * (1.0 / SOFTCAP)))
         dk = _dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
     return dk, dv
@@ -523,7 +523,7 @@ def _flash_attention_bwd_dq_steps(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
-    unit = 1.0 if SOFTCAP else scale
+    unit = 1.0 if SOFTCAP > 0.0 else scale
     for start in range(first, last, BLOCK_N):
         k_tile = _rows(
             k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
@@ -535,7 +535,7 @@ def _flash_attention_bwd_dq_steps(
         )  # fmt: skip
         zeros = tl.zeros((q_tile.shape[0], BLOCK_N), ACC)
         scores = _dot(q_tile, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         p = tl.math.exp2(scores * unit - lse[:, None])
         if MASKED:
@@ -549,7 +549,7 @@ def _flash_attention_bwd_dq_steps(
         zeros = tl.zeros((do_tile.shape[0], BLOCK_N), ACC)
         dp = _dot(do_tile, v_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
         ds = p * (dp - delta[:, None])
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             ds = ds * (1.0 - (scores * (1.0 / SOFTCAP)) * (scores * (1.0 / SOFTCAP)))
         dq = _dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
     return dq

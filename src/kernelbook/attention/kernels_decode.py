@@ -73,7 +73,7 @@ def _decode_steps(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``low`` to ``high``."""
-    unit = 1.0 if SOFTCAP else scale  # what is left to scale
+    unit = 1.0 if SOFTCAP > 0.0 else scale  # what is left to scale
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         offs_n = start + tl.arange(0, BLOCK_N)
         there = offs_n < high
@@ -96,7 +96,7 @@ def _decode_steps(
         else:
             q_tile = q
         scores = _dot(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         seen = there[None, :]
         if CAUSAL:

@@ -128,7 +128,7 @@ def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]
     """Adds the active LoRA pairs to the 4-bit experts' weights of a ``PeftModel``, expert by expert.
 
     ``"dense"``: the weights become dense in their own dtype. ``"mxfp4"``: those that are in MXFP4 are rounded to it again, in
-    the same memory, as published checkpoints are. An update much smaller than the step between two values of 4 bits is then
+    the same memory, each block with the better of two scales. An update much smaller than the step between two values of 4 bits is then
     lost in the rounding; the errors say how much. Pairs elsewhere, and on experts that are dense, are left to PEFT:
     ``model.merge_and_unload()`` takes them up afterwards, and the pairs that are merged here off.
 
@@ -181,7 +181,7 @@ def _merge(experts: Any, name: str, q: NF4Tensor, pairs: list[LoRAPair], across:
             dense[e] = exact
             rounded = dense[e].float()
         else:
-            one = fp4_quantize(exact)
+            one = fp4_quantize(exact, scale="best")
             for part, blocks in ((q.packed, one.packed), (q.absmax, one.absmax)):
                 part.view(q.shape[0], -1)[e] = blocks
             rounded = nf4_dequantize(one, dtype=torch.float32)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_overlay
 
 from kernelbook import runtime
 from kernelbook.nn.named_attention import asked_for, boolean_mask, own_attention, statement
@@ -62,10 +62,12 @@ def _stated(
     **_others: Any,
 ) -> torch.Tensor | bool | None:
     """The mask as a statement; False where it has to be made."""
-    tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _captured()
-    # A compiled step of decoding with a static cache is told to make its mask, and so is a mask with something added.
+    compiling = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    tracing = compiling or _captured()
+    # A step of decoding with a static cache is told to make its mask, and so is a mask with something added.
     static = isinstance(q_offset, torch.Tensor)
-    if not (allow_is_causal_skip or (static and q_length == 1 and mask_function is causal_mask_function)):
+    plain = mask_function is causal_mask_function if static else not compiling and _is_window(mask_function, local_size)
+    if not (allow_is_causal_skip or (q_length == 1 and plain)):
         return False
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
         return False  # chunks, which are passed as a size too
@@ -89,6 +91,16 @@ def _stated(
     if window is None and q_length in (1, kv_length):
         return None
     return statement(torch.empty(0, dtype=torch.int64, device=device), window)
+
+
+def _is_window(mask_function: Any, window: int | None) -> bool:
+    """Whether it is transformers' ``sliding_window_causal_mask_function(window)``, with nothing added."""
+    cells = getattr(mask_function, "__closure__", None) or ()
+    parts = cells[0].cell_contents if len(cells) == 1 else ()
+    if not isinstance(parts, tuple) or len(parts) != 2 or parts[1] is not causal_mask_function:
+        return False
+    overlay = getattr(parts[0], "__code__", None) is sliding_window_overlay(1).__code__
+    return overlay and [cell.cell_contents for cell in parts[0].__closure__] == [window]
 
 
 def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 __all__ = ["BITS", "Sizes"]
 
 # Bits of a stored weight. NF4: 4, and an absmax of 32 bits for 64 weights; doubly quantized 8 bits for 64, 32 for 256 of those.
-BITS = {"dense": 16.0, "nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256)}
+# MXFP4: an exponent of 8 bits for 32.
+BITS = {"dense": 16.0, "nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256), "mxfp4": 4 + 8 / 32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Any) -> "Sizes":
-        """Of a configuration of transformers, such as Qwen3-MoE's or OLMoE's."""
+        """Of a configuration of transformers, such as Qwen3-MoE's or OLMoE's. Of windows it knows nothing: gpt-oss' too are whole."""
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            experts=config.num_experts,
+            experts=getattr(config, "num_experts", None) or config.num_local_experts,
             slots=config.num_experts_per_tok,
             inner=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
             vocab=config.vocab_size,

@@ -120,7 +120,7 @@ def fp4_parts(q: NF4Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return packed, q.absmax.view(kind).view(*rest, k // q.block_size), q.nested_absmax
 
 
-def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4") -> NF4Tensor:
+def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4", scale: str = "ocp") -> NF4Tensor:
     """Quantizes ``w`` (..., K) to MXFP4 or NVFP4, each element to the nearest value, halves to the even code.
 
     MXFP4's scale is the power of two that the OCP Microscaling specification gives (version 1.0, section 6.3): elements
@@ -130,12 +130,16 @@ def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4") -> NF4Tensor:
     Args:
         w: float32, float16 or bfloat16, any strides; K a multiple of 32 or 16.
         format: ``"mxfp4"`` or ``"nvfp4"``.
+        scale: ``"ocp"``, as above; or ``"best"``, of MXFP4: that power of two or the next one, whichever a block loses less
+            with. What is in MXFP4 already and has changed a little then keeps its scale where the specification's would cut
+            its largest elements.
 
     Raises:
-        TypeError, ValueError: ``w`` or ``format`` is not as above.
+        TypeError, ValueError: ``w``, ``format`` or ``scale`` is not as above.
     """
     op = "fp4_quantize"
     arguments.check_choice(op, "format", format, tuple(FORMATS))
+    arguments.check_choice(op, "scale", scale, ("ocp", "best") if format == "mxfp4" else ("ocp",))
     if not isinstance(w, torch.Tensor):
         raise TypeError(f"{op}: w must be a torch.Tensor, got {type(w).__name__}")
     arguments.check_dtype(op, "w", w, DTYPES)
@@ -151,17 +155,35 @@ def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4") -> NF4Tensor:
         exponent = torch.frexp(largest).exponent - 3  # the largest is in [4, 8) times the scale
         # 2^-127 is the smallest; 255 stands for NaN.
         stored = (exponent + 127).clamp(0, 254).where(largest.isfinite(), 255).to(torch.uint8)
-        step = torch.ldexp(torch.ones_like(largest), stored.int() - 127)
+        step = _power(stored)
+        if scale == "best":
+            next_one = (stored + 1).where(stored < 254, stored)  # 255 stands for NaN
+            lost = [(_nearest(values, power) - values).square().sum(-1) for power in (step, _power(next_one))]
+            stored = next_one.where(lost[1] < lost[0], stored)
+            step = _power(stored)
         scales = stored.view(kind)
     else:
         finite = largest.isfinite()
         tensor_scale = (largest.where(finite, 0.0).amax() if largest.numel() else largest.new_zeros(())) / (6 * 448)
         scales = (largest / 6 / tensor_scale).nan_to_num(0.0).where(finite, torch.nan).to(kind)  # all zeros: 0 / 0
         step = scales.float() * tensor_scale
+    code = _codes(values, step).flatten(-2)
+    return fp4_tensor(code[..., 0::2] | code[..., 1::2] << 4, scales, tensor_scale, dtype=w.dtype)
+
+
+def _power(stored: torch.Tensor) -> torch.Tensor:
+    """The powers of two that e8m0's bytes stand for."""
+    return torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
+
+
+def _codes(values: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """The codes of values (..., block) over their steps (...)."""
     scaled = (values / step[..., None]).nan_to_num(0.0, 6.0, -6.0)
-    magnitudes = _values(w.device)[:8]
+    magnitudes = _values(values.device)[:8]
     edges = (magnitudes[1:] + magnitudes[:-1]) / 2
     edges[1::2] = torch.nextafter(edges[1::2], torch.zeros_like(edges[1::2]))  # there the value above has the even code
-    code = torch.bucketize(scaled.abs(), edges).to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
-    code = code.flatten(-2)
-    return fp4_tensor(code[..., 0::2] | code[..., 1::2] << 4, scales, tensor_scale, dtype=w.dtype)
+    return torch.bucketize(scaled.abs(), edges).to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
+
+
+def _nearest(values: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    return _values(values.device)[_codes(values, step).int()] * step[..., None]

@@ -16,6 +16,9 @@ Providers, on the same weights as far as they are the same:
   bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too;
 - ``torch``: PyTorch's own layers, for a model without experts.
 
+gpt-oss' experts are in MXFP4 instead, as they are published, and its baseline is the model that transformers makes dense,
+with its eager attention: PyTorch's has no sinks.
+
 Three clocks: ``graph=0`` is the call from Python; ``graph=1`` is what a user gets in a CUDA graph, for a step by
 :class:`kernelbook.train.CapturedStep`, for ``generate`` by ``fast_generate``, for others one captured call; ``graph=compile``
 is ``torch.compile``'s, for ``generate`` as transformers compiles a static cache by itself. What the device does in it is
@@ -50,6 +53,7 @@ from kernelbook import check, runtime
 from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.lab.bench import Bench
+from kernelbook.nn.named_attention import statement
 from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 
@@ -58,7 +62,7 @@ __all__ = ["BENCH", "MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
 SOURCES = (
     Path(__file__),
     record.PACKAGE / "lab" / "arithmetic.py",
-    *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
+    *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "transformers_fp4", "peft")),
     *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
     *(record.PACKAGE / "interop" / f"transformers_{name}.py" for name in ("generation", "loss")),
     *(record.PACKAGE / "train" / f"{name}.py" for name in ("capture", "step")),
@@ -69,6 +73,11 @@ STEM, PARTS_STEM, HOST_STEM = "whole_model", "whole_model_parts", "whole_model_h
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
 HOST_KEY = ("gpu", "provider", "model", "checkpoint")
 COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
+GPT_OSS: dict[str, Any] = COMMON | {
+    "attention_bias": True, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
 # The published configurations, as far as they decide what is computed.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B-A3B": (
@@ -88,6 +97,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
         },
     ),
+    "gpt-oss-20b": ("gpt_oss", GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": ("gpt_oss", GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),
     "GPT-2": (
         "gpt2",
         {"vocab_size": 50257, "n_positions": 4096, "n_embd": 768, "n_layer": 12, "n_head": 12,
@@ -99,6 +110,8 @@ TINY: dict[str, dict[str, Any]] = {
                   "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "olmoe": {"vocab_size": 67, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
               "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "gpt_oss": {"vocab_size": 67, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+                "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8},
     "gpt2": {"vocab_size": 67, "n_embd": 64, "n_head": 4},
 }  # fmt: skip
 COMPILED_LAYERS = 6  # a compiler takes minutes for all
@@ -119,6 +132,9 @@ def configuration(model: str, layers: int | None = None, *, tiny: bool = False) 
     changes = dict(TINY[kind]) if tiny else {}
     if layers is not None:
         changes["n_layer" if kind == "gpt2" else "num_hidden_layers"] = layers
+    if kind == "gpt_oss":  # as many as there are layers
+        count = changes.get("num_hidden_layers", values["num_hidden_layers"])
+        changes["layer_types"] = [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
     return AutoConfig.for_model(kind, **(values | changes))
 
 
@@ -126,7 +142,8 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
     """A random model whose weights are drawn on the device, one module after the other, and stored as ``kind``.
 
     ``"dense"``, ``"nf4"``, ``"nf4_double"``, or ``"bitsandbytes"``: 4 bits, doubly quantized, of that library. No more than
-    one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is.
+    one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is, but for ``"mxfp4"``:
+    random bytes with one scale, as large as the others, which are never dense.
     """
     from transformers import AutoModelForCausalLM
 
@@ -136,11 +153,15 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator(runtime.DEVICE).manual_seed(seed)
-    experts = {id(module) for _, module in interop.expert_modules(model)}
+    experts = {id(module): interop._weight_names(module) for _, module in interop.expert_modules(model)}
     done: dict[int, torch.nn.Parameter] = {}  # by the parameter that it stands for: tied ones are drawn once
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
+                continue
+            weight_of_experts = name in experts.get(id(module), ())
+            if weight_of_experts and kind == "mxfp4":
+                _draw_mxfp4(module, name, config.initializer_range, dtype, generator)
                 continue
             if id(parameter) not in done:
                 value = torch.empty(parameter.shape, dtype=dtype, device=runtime.DEVICE)
@@ -150,7 +171,7 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
                     value.fill_(0.0 if name == "bias" else 1.0)
                 done[id(parameter)] = torch.nn.Parameter(value, requires_grad=False)
             setattr(module, name, done[id(parameter)])
-            if id(module) in experts:
+            if weight_of_experts:
                 done.pop(id(parameter))
                 if kind == "bitsandbytes":
                     from bitsandbytes.nn.parametrize import replace_parameter_4bit
@@ -164,6 +185,21 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
             for name in module._buffers:
                 module._buffers[name] = fresh._buffers[name]
     return model.eval()
+
+
+def _draw_mxfp4(experts: Any, name: str, deviation: float, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Random codes in the place of a parameter without storage."""
+    from kernelbook.nn.parameters import store_parameter
+    from kernelbook.packed.fp4 import fp4_tensor
+
+    e, *sides = getattr(experts, name).shape
+    n, k = reversed(sides) if experts.is_transposed else sides
+    blocks = torch.empty(e, n, k // 32, 16, dtype=torch.uint8, device=runtime.DEVICE)
+    blocks.random_(0, 256, generator=generator)
+    # Sixteen equally frequent values have a standard deviation of 2.93.
+    exponent = 127 + round(math.log2(deviation / 2.93))
+    scales = torch.full((e, n, k // 32), exponent, dtype=torch.uint8, device=runtime.DEVICE)
+    store_parameter(experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), turned=experts.is_transposed)
 
 
 def _quantize_linears(model: Any) -> None:
@@ -201,7 +237,7 @@ def _running(model: Any, provider: str) -> Iterator[None]:
     if not provider.startswith("kernelbook"):
         if has_experts:
             base.set_experts_implementation(EXPERTS[provider])
-        base.set_attn_implementation("sdpa")
+        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
         yield
         return
     if has_experts:
@@ -234,12 +270,14 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
     real = runtime.DEVICE.type == "cuda"
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=real, capturable=real)
     batch_ = known_masks(base, {"input_ids": ids}) if graph else {"input_ids": ids}
+    known = _masks_of_windows(base.config)
 
-    def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
         # While a graph is captured nobody can look whether sequences are packed, and transformers would make a mask for
-        # that; it asks no such thing where there is a cache, be it empty.
-        cache = DynamicCache() if graph and attention_mask is None else None
-        return loss_in_pieces(model, input_ids, input_ids, attention_mask, past_key_values=cache)
+        # that; it asks no such thing where there is a cache, be it empty. A model with windows has a mask for each kind.
+        mask = attention_mask if known is None else known
+        cache = DynamicCache() if graph and mask is None else None
+        return loss_in_pieces(model, input_ids, input_ids, mask, past_key_values=cache)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -256,6 +294,17 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
     if captured.why_eager is not None:
         raise RuntimeError(f"the step was not captured: {captured.why_eager}")
     return lambda: captured(**batch_)
+
+
+def _masks_of_windows(config: Any) -> dict[str, torch.Tensor] | None:
+    """That a batch has no padding, for each kind of layers, where our attention is to know of windows; else ``None``."""
+    if config._attn_implementation != "kernelbook" or "sliding_attention" not in (
+        getattr(config, "layer_types", None) or ()
+    ):
+        return None
+    everything = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    return {kind: statement(everything, window) for kind, window in windows.items()}
 
 
 def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
@@ -290,6 +339,8 @@ def _decode_task(
     def rewind() -> None:
         for layer in cache.layers:
             layer.cumulative_length.fill_(context)
+            if hasattr(layer, "cumulative_length_int"):  # of a window, which is full
+                layer.cumulative_length_int = context
 
     rewind()
     # The cache is there before anything is compiled, as generate() has it after the prompt.
@@ -438,7 +489,8 @@ class Plan:
     @property
     def kind(self) -> str:
         """How the experts are stored."""
-        return KINDS.get(self.provider, "bitsandbytes" if self.provider == "bitsandbytes" else "nf4_double")
+        packed = "mxfp4" if MODELS[self.model][0] == "gpt_oss" else "nf4_double"
+        return KINDS.get(self.provider, "bitsandbytes" if self.provider == "bitsandbytes" else packed)
 
     @property
     def mode(self) -> str:
@@ -484,6 +536,13 @@ def plans() -> list[Plan]:
                 if provider.startswith("kernelbook"):
                     found.append(Plan(model, provider, "step", 4, False, "1"))
         found += [Plan(model, "kernelbook:all", "decode", batch, graph="1") for batch in batches[:2]]
+    for provider in ("kernelbook", "grouped_mm"):
+        for graph in ("1", "0"):
+            found += [
+                Plan("gpt-oss-20b", provider, task, 1, task == "step", graph) for task in ("step", "decode", "prefill")
+            ]
+    found += [Plan("gpt-oss-120b", "kernelbook", "step", 1, True, graph) for graph in ("0", "1")]
+    found += [Plan("gpt-oss-120b", "kernelbook", "decode", graph="1")]
     for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
         for graph in ("1", "compile"):
             found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
