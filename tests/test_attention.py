@@ -383,7 +383,7 @@ def test_what_the_backward_pass_is_given(causal: bool, n: int) -> None:
     """The logarithm of each query's sum, and infinity where a query sees no key."""
     q, k, v = _qkv(3, 4, 2, n, 30, 16)
     lengths = torch.tensor([30, 3, 0], device=q.device)
-    o, lse = torch.ops.kernelbook.flash_attention(q, k, v, causal, 0.25, lengths, None)
+    o, lse = torch.ops.kernelbook.flash_attention(q, k, v, causal, 0.25, lengths, None, None, None)
     keys, queries = torch.arange(30, device=q.device), torch.arange(n, device=q.device)
     seen = (keys < lengths[:, None, None]).expand(3, n, 30)
     if causal:
@@ -904,10 +904,10 @@ def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch:
     q, k, v = _qkv(1, 4, 2, 512 if small else 2048, 512 if small else 2048, d, dtype=dtype)
     do = torch.randn_like(q)
     with timing.allow_tf32(True):
-        o, lse = torch.ops.kernelbook.flash_attention(q, k, v, True, d**-0.5, None, None)
+        o, lse = torch.ops.kernelbook.flash_attention(q, k, v, True, d**-0.5, None, None, None, None)
         first = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5, None, None))
         for _ in range(250):
-            o, lse = torch.ops.kernelbook.flash_attention(q, k, v, True, d**-0.5, None, None)
+            o, lse = torch.ops.kernelbook.flash_attention(q, k, v, True, d**-0.5, None, None, None, None)
             again = (o, lse, *op._backward(do, q, k, v, o, lse, True, d**-0.5, None, None))
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 

@@ -241,7 +241,7 @@ def _kernels_of_steps(path: Path) -> str:
     return "".join(functions[name].rstrip("\n") + "\n" for name in names)
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_STEPS if name != "together"])  # whose steps are the package's
+@pytest.mark.parametrize("name", sorted(set(WITH_STEPS) - {"together", "attention_hopper"}))  # whose steps are the package's
 def test_a_ladder_recorded_from_other_kernels_says_so(name: str) -> None:
     sources = _kernels_of_steps(ROOT / "notebooks" / f"{name}.ipynb")
     assert sources.count("@triton.jit") > 1
@@ -253,8 +253,12 @@ def test_a_ladder_recorded_from_other_kernels_says_so(name: str) -> None:
     assert stem is not None
     own = pd.DataFrame()
     own.attrs["package"] = f"{stem[1]}+{digest}"  # as time_steps gives it to the page
-    recorded = set(record.load_results(stem[1])["package"])
-    assert ("of an earlier version" in plots.steps(stem[1], own=own)) == (own.attrs["package"] not in recorded)
+    text = plots.steps(stem[1], own=own)
+    if not (record.results_dir() / record.BOOKS_GPU / f"{stem[1]}.csv").exists():
+        assert text == "Nothing is recorded yet."
+    else:
+        recorded = set(record.load_results(stem[1])["package"])
+        assert ("of an earlier version" in text) == (own.attrs["package"] not in recorded)
 
 
 @pytest.mark.parametrize("left", [3, 2, 1, 0])

@@ -169,7 +169,7 @@ def test_what_is_to_be_recalled() -> None:
         ({"sparse_dx": "outputs"}, "sparse_dx must be one of 'all', 'inputs', got 'outputs'"),
         ({"sparse_layers": "some"}, "sparse_layers must be one of 'all', 'mlp', got 'some'"),
         ({"lr": 0.0}, "lr must be positive, got 0.0"),
-        ({"lr": float("nan")}, "lr must be positive, got nan"),
+        ({"lr": float("nan")}, "lr must be finite, got nan"),
         ({"lr": 1e-4, "min_lr": 1e-3}, r"min_lr must lie in \[0, lr\] \(\[0, 0.0001\]\), got 0.001"),
         ({"weight_decay": -0.1}, "weight_decay must not be negative, got -0.1"),
     ),

@@ -174,7 +174,13 @@ def run(folder: Path) -> int:
     return 0
 
 
-BENCH = registry.Bench(name="host", sources=SOURCES, library=("kernelbook",), baselines={"torch": "torch"}, run=run)
+BENCH = registry.Bench(
+    name="host",
+    sources=SOURCES,
+    library=tuple(f"kernelbook.{room}.op" for room in registry.ROOMS),
+    baselines={"torch": "torch"},
+    run=run,
+)
 
 if __name__ == "__main__":
     print(json.dumps(measured()))
