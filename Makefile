@@ -103,7 +103,7 @@ test-oldest test-next:
 	$(PYTHON) -m venv --clear $(VENV)-$@
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis pandas tabulate tqdm matplotlib pyyaml
 	$(VENV)-$@/bin/python -m pip install --quiet $(OTHER)
-	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not gfx942"
+	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not others and not sm_75"
 
 # The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. (Each transformers wants a kernels of its time.)
 test-oldest-interop:

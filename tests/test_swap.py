@@ -360,7 +360,7 @@ def test_attention_says_what_it_cannot_do() -> None:
     q, sinks = randn(1, 2, 3, 8), randn(2)
     padding = torch.ones(1, 1, 3, 3, dtype=torch.bool, device=q.device)
     for given in ({"attention_mask": padding, "s_aux": sinks}, {"attention_mask": None, "unheard_of": sinks}):
-        with pytest.raises(ValueError, match="attention_forward: (s_aux|unheard_of) must be None .* got Tensor"):
+        with pytest.raises(ValueError, match=r"attention_forward: (s_aux|unheard_of) must be None .* got Tensor"):
             transformers_attention.attention_forward(nn.Module(), q, q, q, **given)
     ours, _ = transformers_attention.attention_forward(nn.Module(), q, q, q, None, s_aux=sinks)
     expected = kb.flash_attention(q, q, q, causal=True, sinks=sinks)
