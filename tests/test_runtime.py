@@ -136,6 +136,33 @@ def test_triton_imported_before_in_the_right_mode_is_fine() -> None:
     assert done.stdout.strip() == "fine", done.stderr
 
 
+PLATFORMS = {
+    "linux": "which is not installed: pip install 'triton>=3.6' (Linux; no GPU is needed)",
+    "darwin": "which has no build for macOS: take a Linux container or virtual machine",
+    "win32": "which has no official build for Windows: take WSL 2, or a Linux container",
+}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_without_triton_one_sentence_says_what_to_do(platform: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.platform = {platform!r}; sys.modules['triton'] = None"
+    sentence = f"kernelbook needs Triton, {PLATFORMS[platform]}"
+    done = _python(f"{code}; import kernelbook")
+    *frames, last = done.stderr.splitlines()
+    assert done.returncode == 1 and last.startswith(f"ImportError: {sentence}"), done.stderr
+    assert sum("File" in line for line in frames) == 2, "raised at the door, not inside"
+    # What is typed: no traceback at all.
+    (tmp_path / "sitecustomize.py").write_text(code)
+    for typed in (["doctor"], [], ["--version"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kernelbook", *typed],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), SRC))},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2 and not done.stdout and done.stderr.startswith(sentence), done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
 def test_importing_does_no_work() -> None:
     """No drawing library, no table library, nothing measured or written."""
     done = _python("import sys, kernelbook; print([m for m in ('matplotlib', 'pandas') if m in sys.modules])")
