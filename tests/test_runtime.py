@@ -1,6 +1,7 @@
 """GPU or interpreter: decided before Triton is imported, or refused with a reason."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -223,6 +224,19 @@ def test_a_gpu_that_is_too_old_is_said_so_and_the_interpreter_is_chosen() -> Non
     doctor = "from kernelbook.lab import bench, cli\nbench.CASE_BY_CASE = ()\nprint(cli.doctor())"
     done = _python(f"GPUS = {[V100]}\n{GPUS}\n{doctor}")
     assert sentence in done.stdout and "interpreted on the CPU" in done.stdout, done.stderr
+
+
+def test_the_pages_say_the_same_of_old_gpus() -> None:
+    root = Path(__file__).resolve().parents[1]
+    oldest = ".".join(map(str, runtime.OLDEST))
+    page, card = ((root / name).read_text() for name in ("book/running.md", "hub/CARD.md"))
+    assert f"(compute capability {oldest}: T4," in page and f"compute capability is below {oldest}" in page
+    assert f"from Turing on (compute capability {oldest})" in card
+    built = re.search(r"cuda-capabilities = \[(.*)\]", (root / "hub/build.toml").read_text())
+    assert built and min(tuple(map(int, one.strip(' "').split("."))) for one in built[1].split(",")) == runtime.OLDEST
+    least = min(int(name[3:]) for name in runtime.TARGETS if name.startswith("sm_"))
+    assert divmod(least, 10) == runtime.OLDEST
+    assert len(runtime.TARGETS) == 11 and "compiles all kernels for eleven GPUs" in page
 
 
 @pytest.mark.parametrize("gpus", ([H100], [T4], [V100, H100], []))
