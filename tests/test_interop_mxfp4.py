@@ -76,8 +76,9 @@ def load(folder: Path, config: Any = None) -> Any:
 
 
 def dequantized(folder: Path) -> Any:
-    """As transformers itself makes it dense."""
+    """As transformers itself makes it dense: up to 5.22 in bfloat16 whatever the checkpoint's dtype is, which is exact."""
     model = load(folder, Mxfp4Config(dequantize=True)).to(runtime.DEVICE)
+    model.to(model.get_input_embeddings().weight.dtype)
     model.set_experts_implementation("eager")
     return model.eval()
 
