@@ -119,6 +119,18 @@ def test_without_an_address_there_is_none_to_tell(tmp_path: Path, monkeypatch: p
     assert 'href="/notebooks/second.html"' in (out / "404.html").read_text() and (out / "llms.txt").is_file()
 
 
+def test_the_container_has_what_the_two_commands_need() -> None:
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    assert container["image"].startswith("mcr.microsoft.com/devcontainers/python:") and "3.12" in container["image"]
+    assert {"make", "chromium"} <= {*container["onCreateCommand"].split()}
+    target = container["postCreateCommand"].removeprefix("make ")
+    assert f"VENV ?= {target.split('/')[0]}\n" in (makefile := (ROOT / "Makefile").read_text())
+    assert f"$(VENV)/{target.split('/')[1]}:" in makefile
+    assert container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"].endswith(
+        "/.venv/bin/python"
+    )
+
+
 def test_the_workflow_builds_and_publishes() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/pages.yml").read_text())["jobs"]
     steps = jobs["build"]["steps"]
