@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-oldest-interop test-next clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-oldest-interop test-next test-versions clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -104,6 +104,11 @@ test-oldest test-next:
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis pandas tabulate tqdm matplotlib pyyaml
 	$(VENV)-$@/bin/python -m pip install --quiet $(OTHER)
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not others and not sm_75"
+
+# Pairs of PyTorch and Triton, each in an environment of its own; what came out goes into book/versions.csv, which "Running the
+# book" shows. make test-versions ONLY=triton==3.8.0 for one pair.
+test-versions: $(ENVIRONMENT)
+	$(PY) tools/try_versions.py $(if $(ONLY),--only '$(ONLY)') $(if $(WORKERS),--workers $(WORKERS))
 
 # The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. (Each transformers wants a kernels of its time.)
 test-oldest-interop:
