@@ -433,7 +433,8 @@ def state_of(model: torch.nn.Module, names: list[str] | None = None) -> tuple[Ha
                     continue
                 part = tuple([None if t is None else _place_of(t) for t in value.values()])
             elif name == "_modules":
-                todo += [(f"{path}{child}.", other) for child, other in value.items() if other is not None]
+                children = [(child, other) for child, other in value.items() if other is not None]
+                todo += [("" if names is None else f"{path}{child}.", other) for child, other in children]
                 continue
             elif kind is dict or kind is list or kind is tuple or kind is set:
                 if not 0 < len(value) <= MANY:

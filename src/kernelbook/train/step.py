@@ -61,13 +61,17 @@ class KeptGradients:
 
     def start(self, key: Hashable, *, capturing: bool) -> None:
         """The first thing in a call: the gradients that were there, and zero where a graph is to make others."""
-        new = []
-        for (parameter, grad), made in zip(self._before, self._ends.get(key, ()), strict=False):
-            if capturing and made and grad is None:
-                grad = self._kept[parameter]
-                new.append(grad)
+        for parameter, grad in self._before:
             parameter.grad = grad
-        self._clear(new)
+        if capturing:
+            made = [
+                p
+                for (p, grad), there in zip(self._before, self._ends.get(key, ()), strict=False)
+                if there and grad is None
+            ]
+            for parameter in made:
+                parameter.grad = self._kept[parameter]
+            self._clear([self._kept[parameter] for parameter in made])
 
     def end(self, key: Hashable, *, capturing: bool) -> tuple[bool, ...] | None:
         """What follows the backward pass: which gradients there are; ``None`` if one is sparse, to which no graph can add.
