@@ -21,6 +21,7 @@ from kernelbook.nn import swap  # noqa: E402
 from kernelbook.train import CapturedStep  # noqa: E402
 
 GPU = runtime.DEVICE.type == "cuda"
+EVERYWHERE = pytest.mark.gpu if GPU else lambda test: test  # in make test, and in make test-gpu too
 LENGTHS = (24, 17, 24)
 
 
@@ -237,26 +238,38 @@ def test_without_a_gpu_a_captured_trainer_is_the_trainer(tmp_path: Path) -> None
 
 
 class Thawing(transformers.TrainerCallback):
-    """Layers are frozen and trained in turn."""
+    """A layer is frozen and trained in turn."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        model.model.layers[0].requires_grad_(state.global_step // 7 % 2 == 1)
+        model.inner.requires_grad_(state.global_step // 7 % 2 == 1)
 
 
-class Unmasked(Rows):
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in super().__getitem__(i).items() if name != "attention_mask"}
+class Layers(torch.nn.Module):
+    """A model of PyTorch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = torch.nn.Embedding(67, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 67)
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any = None) -> dict[str, torch.Tensor]:
+        logits = self.head(torch.tanh(self.inner(self.embed(input_ids))))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+def layers() -> Layers:
+    torch.manual_seed(0)
+    return Layers().to(runtime.DEVICE)
+
+
+@EVERYWHERE
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
 def test_a_captured_trainer_sees_what_is_trained(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulate(monkeypatch)
-    monkeypatch.setitem(globals(), "Rows", Unmasked)
     settings: dict[str, Any] = {"max_steps": 28, "weight_decay": 0.1, "callbacks": [Thawing()]} | changes
-    ours = trained(interop.CapturedTrainer, tmp_path / "a", llama(), **settings)
-    theirs = trained(transformers.Trainer, tmp_path / "b", llama(), **settings)
+    ours = trained(interop.CapturedTrainer, tmp_path / "a", layers(), **settings)
+    theirs = trained(transformers.Trainer, tmp_path / "b", layers(), **settings)
     assert ours.calls.why_eager is None
     assert len(ours.calls) >= 2
     assert logged(ours, "loss", "grad_norm") == logged(theirs, "loss", "grad_norm")
