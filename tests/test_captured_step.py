@@ -724,6 +724,20 @@ def test_kinds_and_their_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(step._calls._kinds) == 2
 
 
+def test_a_graph_whose_inputs_were_dropped_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(capture, "MOST", 2)
+    model, plain = made(Parts), made(Parts)
+    step, other = CapturedStep(model, sgd(model)), CapturedStep(plain, sgd(plain), capture=False)
+    for i, x in enumerate(xs(12)):
+        if i == 6:
+            with pytest.warns(UserWarning, match="for a test"):
+                step._calls.go_on_eagerly("for a test")
+        kind = 0 if i < 6 else i % 3
+        assert step(x, others=kind).item() == other(x).item(), i
+    assert_same_weights(model, plain)
+
+
 class Lucky(Parts):
     """A layer is left out by chance."""
 

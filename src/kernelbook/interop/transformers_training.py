@@ -32,8 +32,9 @@ class CapturedTrainer(transformers.Trainer):
     Arguments and results are ``Trainer``'s. Clipping, the optimizer, the scheduler, callbacks, evaluation, checkpoints and
     resuming are its own code and run as they do there. There is a graph for each shape of a batch, so batches should be
     filled up to a few lengths (``DataCollatorForLanguageModeling(pad_to_multiple_of=...)``). The first three steps of each
-    shape run as they are. A step that cannot be captured (see :class:`kernelbook.train.CapturedStep`) goes on so, and a
-    warning names the line; so it does without a GPU and on several.
+    shape run as they are, and again the first three after a change of what is trained or of the model's modules. A step that
+    cannot be captured (see :class:`kernelbook.train.CapturedStep`) goes on so, and a warning names the line; so it does
+    without a GPU, on several, and with ``use_cpu``.
 
     Activation checkpoints keep no state of the generator (``preserve_rng_state=False``) where the model has no dropout.
 

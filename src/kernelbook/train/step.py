@@ -133,10 +133,10 @@ class CapturedStep:
 
     The first calls of each kind of batch are ordinary steps, the next one is captured, and all others replay it: every call
     is one step of training. A kind is the shapes and dtypes of the batch's tensors and the values of all else; each has a
-    graph, and all share their memory. Weights are updated in place, so that saving, loading, evaluating and generating go on
-    as before, and so do the state dicts of optimizer and scheduler. Learning rates may change at any time. After a change of
-    another hyperparameter, of what is trained, or of what the model's modules have as plain attributes (``training``, a
-    dropout's rate, ``SparseLinear.active_chunks`` and ``mode``, PEFT's adapters) the step is captured anew.
+    graph (64 are kept), and all share their memory. Weights are updated in place, so that saving, loading, evaluating and
+    generating go on as before, and so do the state dicts of optimizer and scheduler. Learning rates may change at any time.
+    After a change of another hyperparameter, of what is trained, or of what the model's modules have as plain attributes
+    (``training``, a dropout's rate, ``SparseLinear.active_chunks`` and ``mode``, PEFT's adapters) the step is captured anew.
 
     What Python does in a step (a print, a hook, a count outside of the model) it does when the step is captured, and no more.
     A step that waits for the device (``.item()``, a shape that depends on values), whose random numbers are drawn on the host
@@ -213,8 +213,7 @@ class CapturedStep:
 
     def _place(self) -> None:
         """Sets up what lies on the model's device, at first and when it has moved."""
-        first = next(self.model.parameters(), None)
-        device = runtime.DEVICE if first is None else first.device
+        device = next((p.device for p in self.model.parameters() if not p.is_meta), runtime.DEVICE)
         if device == self._device:
             return
         several = len({p.device for p in self.model.parameters()}) > 1
