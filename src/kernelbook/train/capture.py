@@ -134,7 +134,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class Captured:
-    """A call without arguments as one CUDA graph. Calling it replays the graph and returns what the call returned.
+    """A call without arguments as one CUDA graph of the current device. Calling it replays the graph and returns what the
+    call returned.
 
     Each replay reads the tensors that the call read, and overwrites the tensors that it made: new inputs are copied into
     the old ones. What is captured must not wait for the device.
