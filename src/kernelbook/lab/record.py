@@ -62,7 +62,7 @@ COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT, *DATES)
 CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
 # Columns that joined later, with what they are in files that were written before.
 LATER_COLUMNS = {
-    "host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan",
+    "host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan", "setup_s": "nan",
     "launches": "", "host": "", "peer": "", "sources": "",
 }  # fmt: skip
 # What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
