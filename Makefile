@@ -110,12 +110,15 @@ test-oldest test-next:
 test-versions: $(ENVIRONMENT)
 	$(PY) tools/try_versions.py $(if $(ONLY),--only '$(ONLY)') $(if $(WORKERS),--workers $(WORKERS))
 
-# The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. (Each transformers wants a kernels of its time.)
+# The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. A transformers wants a kernels of its time, and
+# the oldest cannot be imported beside the one that we support: that runs beside the oldest transformers that takes it.
 test-oldest-interop:
 	$(PYTHON) -m venv --clear $(VENV)-$@
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis $(OLDEST) \
 		transformers==5.8.0 peft==0.19.0 accelerate==1.10.0 bitsandbytes==0.50.0
-	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py
+	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py tests/test_captured_models.py
+	$(VENV)-$@/bin/python -m pip install --quiet transformers[kernels]==5.19.0 kernels==0.17.2
+	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_hub.py tests/test_captured_models.py
 
 # A kernel repository for Hugging Face's kernels, in _build/hub.
 hub: $(ENVIRONMENT)

@@ -5,8 +5,9 @@
     python tools/try_versions.py --python path/to/python  an environment that is there already, as it is
 
 Every kernel is compiled for a Hopper GPU, the launcher's tests run, and those of the rooms in the interpreter; ``--short`` takes
-some of the rooms' tests. What came out is a row of book/versions.csv, which the page "Running the book" shows, and in whose
-place the next run of the same versions puts its own. ``runtime.TRIED_TRITON`` lists no Triton but those that passed here.
+less of the first and the last, ``--part kernels`` only one of the three. What came out of a part is a row of book/versions.csv,
+which the page "Running the book" shows, and in whose place the next run of the same versions puts its own.
+``runtime.TRIED_TRITON`` lists no Triton but those of which each part passed here.
 """
 
 import argparse
@@ -19,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "book" / "versions.csv"
 COLUMNS = ("date", "python", "torch", "triton", "numpy", "tests", "passed", "failed")
-KEY = ("python", "numpy", "torch", "triton")
+KEY = ("tests", "python", "numpy", "torch", "triton")
 
 # Python, PyTorch, Triton: each PyTorch with the Triton that it asks for, and on the oldest and the newest Python of both.
 PAIRS = (
@@ -48,19 +50,25 @@ ROOMS = (
     "fp4",
     "moe_lora",
 )
-# Among those of "short": the doctor's, which has every public function compute a small case.
-INTERPRETED = {
-    "all": tuple(f"tests/test_{room}.py" for room in ROOMS),
-    "short": ("tests/test_layer_norm.py", "tests/test_fp4.py", "tests/test_attention_decode.py"),
+# What is tried, as the table's column "tests" names it: pytest's arguments.
+PARTS = {
+    "launcher": ("tests/test_launch.py",),
+    "rooms, interpreted": tuple(f"tests/test_{room}.py" for room in ROOMS),
+    # sm_90 alone, which has the most kernels. Others' reports would be those of the pinned compiler.
+    "kernels for sm_90": ("tests/test_compiles.py::test_kernels_compile_without_spilling", "-k", "sm_90"),
 }
-ALWAYS = (
-    "tests/test_runtime.py",
-    "tests/test_launch.py",
-    "tests/test_cli.py::test_doctor_passes",
-    "tests/test_compiles.py",
-)
-# Compiled: for sm_90 alone, which has the most kernels. Others need what the pinned compiler said, or a neighbour.
-LEFT_OUT = "not page_holds and not others and not sm_75"
+# What --short takes in the place of a part: the doctor has every public function compute small cases, and attention has the
+# kernels that depend on the version most.
+SHORT = {
+    "rooms, interpreted": ("doctor, interpreted", ("tests/test_cli.py::test_doctor_passes",)),
+    "kernels for sm_90": ("attention's kernels for sm_90", (*PARTS["kernels for sm_90"][:2], "attention-sm_90")),
+}
+
+
+def parts(short: bool, only: str) -> dict[str, tuple[str, ...]]:
+    """The parts to be run whose name has ``only``."""
+    chosen = dict(SHORT.get(name, (name, given)) if short else (name, given) for name, given in PARTS.items())
+    return {name: given for name, given in chosen.items() if only in name}
 
 
 def environment(folder: Path, python: str, torch: str, triton: str) -> Path:
@@ -98,37 +106,22 @@ def counts(report: Path) -> tuple[int, int]:
     return total["tests"] - failed - total["skipped"], failed
 
 
-def run(python: Path, which: str, workers: str) -> dict[str, str]:
-    """Runs the tests in an environment; the row."""
-    row = versions(python)
-    print(f"{', '.join(f'{name} {version}' for name, version in row.items())}: {which} tests", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            workers,
-            "--dist",
-            "worksteal",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-        ]
-        done = subprocess.run(
-            [str(python), *command, *ALWAYS, *INTERPRETED[which], "-k", LEFT_OUT], cwd=ROOT, check=False
-        )
-        passed, failed = counts(report)
-    if done.returncode and not failed:  # stopped, or nothing was found
-        failed = 1
-    return {
-        "date": datetime.date.today().isoformat(),
-        **row,
-        "tests": which,
-        "passed": str(passed),
-        "failed": str(failed),
-    }
+def run(python: Path, chosen: Mapping[str, Sequence[str]], workers: str) -> bool:
+    """Runs tests in an environment and keeps a row for each part; whether all passed."""
+    have, all_passed = versions(python), True
+    for part, given in chosen.items():
+        print(f"{', '.join(f'{name} {version}' for name, version in have.items())}: {part}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            command = ["-m", "pytest", "-q", "-n", workers, "--dist", "worksteal", "-p", "no:cacheprovider"]
+            done = subprocess.run([str(python), *command, f"--junitxml={report}", *given], cwd=ROOT, check=False)
+            passed, failed = counts(report)
+        if done.returncode and not failed:  # stopped, or nothing was found
+            failed = 1
+        today = datetime.date.today().isoformat()
+        keep({"date": today, **have, "tests": part, "passed": str(passed), "failed": str(failed)})
+        all_passed &= not failed
+    return all_passed
 
 
 def rows() -> list[dict[str, str]]:
@@ -138,9 +131,10 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _order(row: dict[str, str]) -> list[list[int]]:
+def _order(row: dict[str, str]) -> list[Any]:
     """Older versions first: of Triton, then of the rest."""
-    return [[int(part) for part in re.findall(r"\d+", row[name].split("+")[0])] for name in reversed(KEY)]
+    numbers = [[int(part) for part in re.findall(r"\d+", row[name].split("+")[0])] for name in reversed(KEY[1:])]
+    return [numbers, row["torch"], row["tests"]]
 
 
 def keep(row: dict[str, str]) -> None:
@@ -156,14 +150,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="pairs whose description has these words: triton==3.8.0, python3.12")
     parser.add_argument("--python", type=Path, help="the Python of an environment that is there already")
-    parser.add_argument("--short", action="store_true", help="some of the rooms' tests in the interpreter")
+    parser.add_argument("--short", action="store_true", help="one room compiled, small cases interpreted")
+    parser.add_argument("--part", default="", help="the parts whose name has this word: launcher, interpreted, kernels")
     parser.add_argument("--workers", default="auto", help="processes that test")
     given = parser.parse_args(arguments)
-    which, failed = ("short" if given.short else "all"), 0
+    chosen = parts(given.short, given.part)
+    if not chosen:
+        parser.error(f"--part must be in the name of one of {', '.join(parts(given.short, ''))}, got {given.part!r}")
     if given.python:
-        found = [run(given.python, which, given.workers)]
-        keep(found[0])
-        return int(found[0]["failed"] != "0")
+        return int(not run(given.python, chosen, given.workers))
+    failed = False
     for python, torch, triton in PAIRS:
         name = f"python{python} torch=={torch} triton=={triton}"
         if given.only not in name:
@@ -173,16 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         folder = ROOT / ".venv-test-versions"
         try:
-            row = run(environment(folder, python, torch, triton), which, given.workers)
+            failed |= not run(environment(folder, python, torch, triton), chosen, given.workers)
         except subprocess.CalledProcessError as error:  # no such wheel, or one that cannot be imported
             print(f"{name}: no environment: {error}", file=sys.stderr)
-            failed += 1
-            continue
+            failed = True
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        keep(row)
-        failed += row["failed"] != "0"
-    return int(failed > 0)
+    return int(failed)
 
 
 if __name__ == "__main__":
