@@ -37,7 +37,7 @@ def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[...
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = args[place]
-        if getattr(mask.data, "dtype", bool) != bool:  # of a descriptor Triton 3.6 gives NumPy's array itself
+        if getattr(mask.data, "dtype", "bool") != "bool":  # of a descriptor Triton 3.6 gives NumPy's array itself
             args = (*args[:place], type(mask)(mask.data.astype(bool), mask.dtype), *args[place + 1 :])
         return function(self, *args, **kwargs)
 
