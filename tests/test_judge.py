@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernelbook import check, runtime
 from kernelbook.lab import cli, judge_source
@@ -127,6 +128,30 @@ def test_a_function_of_a_notebook_is_judged_with_what_it_uses_by_a_task_of_the_r
     assert not found.right and "off by 3.3e-01" in found.sentence and found.hints == ("three",)
     with pytest.raises(check.CheckError, match="not right"):
         found.require()
+
+
+@triton.jit
+def _double_tiles_kernel(x_desc, y_desc, BLOCK: tl.constexpr):
+    start = tl.program_id(0) * BLOCK
+    y_desc.store([start], 2.0 * x_desc.load([start]))
+
+
+def double_tiles(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x_desc, y_desc = (TensorDescriptor.from_tensor(tensor, [64]) for tensor in (x, y))
+    _double_tiles_kernel[(triton.cdiv(len(x), 64),)](x_desc, y_desc, BLOCK=64)
+    return y
+
+
+@pytest.mark.unwatched
+def test_a_kernel_with_descriptors_that_the_host_makes_is_judged_like_any() -> None:
+    task = dataclasses.replace(DOUBLE, sizes=({"n": 8}, {"n": 200}), multiple={"n": 8}, empty=None)
+    assert judge(double_tiles, task, gpu=False).require().cases >= 9  # bfloat16 among them
+    assert not judge(double_tiles, dataclasses.replace(task, reference=lambda x: 3 * x), gpu=False).right
+    text = judge_source.text_of(double_tiles)
+    assert "from triton.tools.tensor_descriptor import TensorDescriptor" in text
+    for other in ("tensor_descriptor import dataclass", "disasm import get_sass"):
+        assert judge_source.problems(text.replace("tensor_descriptor import TensorDescriptor", other))
 
 
 def test_the_text_of_a_function_is_a_file() -> None:

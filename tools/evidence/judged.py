@@ -98,6 +98,7 @@ STEPS = {
         ("matmul_dot", "product", True),
         ("matmul_written_out", "even", True),
         ("matmul", "product", True),
+        ("matmul_descriptors", "even", True),
         ("matmul_persistent", "even", True),
     ),
     "layer_norm": (
