@@ -1,7 +1,9 @@
 """Measuring and the record of a measurement."""
 
 import dataclasses
+import importlib.util
 import itertools
+import json
 import math
 import time
 from pathlib import Path
@@ -329,6 +331,28 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
         timing.time_steps("square_steps", [], [Path(timing.__file__)], record=True)
     with pytest.raises(ValueError, match="page_version: kernels must name what a row measures, got none"):
         timing.time_steps("square_steps", [], [])
+
+
+def test_the_version_of_a_page_s_steps_is_read_off_its_notebook(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path / "book" / "results")
+    assert record.notebook_version("square_steps") == ""
+    kernels = "@triton.jit\ndef _one_kernel(x):\n    # region as before\n    pass\n    # endregion\n\n\n@triton.jit\ndef _two_kernel(x):\n    pass"
+    steps = "step_kernels = (_one_kernel,)\nstep_kernels += (_two_kernel, Path(timing.__file__))\n"
+    call = 'timing.time_steps("square_steps", [case], step_kernels, record=RECORD_STEPS)'
+    sources = ["from pathlib import Path\nfrom kernelbook.lab import timing", kernels, steps + call]
+    (tmp_path / "notebooks").mkdir()
+    notebook = {"cells": [{"cell_type": "code", "source": source.splitlines(keepends=True)} for source in sources]}
+    (tmp_path / "notebooks" / "square.ipynb").write_text(json.dumps(notebook))
+    module = tmp_path / "square.py"
+    module.write_text("import triton\n\n\n" + kernels + "\n")
+    spec = importlib.util.spec_from_file_location("square", module)
+    assert spec is not None and spec.loader is not None
+    square = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(square)
+    page = record.page_version("square_steps", [square._one_kernel, square._two_kernel, Path(timing.__file__)])
+    assert record.notebook_version("square_steps") == page
 
 
 def _one_row(package: str) -> pd.DataFrame:
