@@ -46,6 +46,49 @@ def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
         tool.steps_program(path)
 
 
+def test_a_chapter_that_fails_or_takes_too_long_keeps_no_other_from_its_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = program("record_chapters")
+    assert tool.record(["-c", ""], 100.0) == "recorded"
+    assert tool.record(["-c", "1 / 0"], 100.0) == "FAILED with 1"
+    assert tool.record(["-c", "import time\ntime.sleep(100)"], 0.1) == "TIME IS UP"
+
+    def record_chapter(name: str, steps: bool, scratch: Path, seconds: float) -> str:
+        if name == "missing":
+            raise FileNotFoundError(name)
+        return "recorded" if steps and seconds <= 100 else "FAILED with 1"
+
+    monkeypatch.setattr(tool, "record_chapter", record_chapter)
+    monkeypatch.setattr(tool, "record_profile", lambda scratch, what: what == "--slowly")
+    assert tool.main(["--steps", "--seconds", "100", "missing", "right", "--slow", "--profile"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "2 recorded; not recorded: missing (FAILED: FileNotFoundError: missing), --profile (FAILED)"
+    )
+    assert tool.main(["--seconds", "0", "right"]) == 1
+    assert "not recorded: right (NO TIME LEFT)" in capsys.readouterr().out
+    assert tool.main(["--steps", "right"]) == 1  # no limit
+    assert tool.main([]) == 2
+
+
+def test_cells_that_ask_the_compiler_or_use_its_answer_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kernelbook.lab import compiled
+
+    monkeypatch.setattr(compiled, "compile_calls", compiled.compile_calls)
+    tool = program("record_chapters")
+    asks = "from kernelbook.lab import compiled\nreport = compiled.compile_calls('...')"
+    for i, cell in enumerate((asks, "table = [report]", "print('a ladder')", "assert 'table' not in globals()")):
+        (tmp_path / f"{i:03}.py").write_text(cell)
+    tool.run_cells(tmp_path)
+    out = capsys.readouterr().out
+    assert "the cell 000 is left out" in out and "the cell 001 is left out" in out and "a ladder" in out
+    (tmp_path / "004.py").write_text("another")
+    with pytest.raises(NameError, match="another"):
+        tool.run_cells(tmp_path)
+
+
 def test_a_profile_keeps_what_the_page_reads() -> None:
     tool = program("record_chapters")
     stalled = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"

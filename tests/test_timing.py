@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -318,7 +319,13 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(timing.runtime, "device_slug", lambda: "a-gpu")
     monkeypatch.setattr(record, "environment", lambda package: about | {"package": package})
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    monkeypatch.setattr(timing, "run_cases", lambda cases, package, **_: (_one_row(package), []))
+    failures: list[str] = []
+
+    def run_cases(cases: object, package: str, record: Callable[[pd.DataFrame], object], **_: object) -> object:
+        record(_one_row(package))
+        return _one_row(package), failures
+
+    monkeypatch.setattr(timing, "run_cases", run_cases)
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(1.0, 2.0, 3.0, 4.0, 5.0))
     rows = timing.time_steps("square_steps", [], [one], record=True)
     assert len(pd.read_csv(tmp_path / "a-gpu" / "square_steps.csv")) == len(rows) == 1
@@ -326,9 +333,11 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     assert list(pd.read_csv(ceilings)["run"]) == list(rows["run"])
     again = timing.time_steps("square_steps", [], [two])
     assert again["package"].iloc[0] != rows["package"].iloc[0] and len(pd.read_csv(ceilings)) == 1
-    monkeypatch.setattr(timing, "run_cases", lambda *_, **__: (_one_row("x"), ["square: wrong"]))
-    with pytest.raises(RuntimeError, match="time_steps: square: wrong"):
+    failures.append("cube: wrong")
+    with pytest.raises(RuntimeError, match="time_steps: cube: wrong"):
         timing.time_steps("square_steps", [], [Path(timing.__file__)], record=True)
+    kept = pd.read_csv(tmp_path / "a-gpu" / "square_steps.csv")["package"]  # of the ladder that was right
+    assert list(kept) == [record.page_version("square_steps", [Path(timing.__file__)])]
     with pytest.raises(ValueError, match="page_version: kernels must name what a row measures, got none"):
         timing.time_steps("square_steps", [], [])
 
