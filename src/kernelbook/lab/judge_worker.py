@@ -293,6 +293,8 @@ class _Session:
                 for name, value in values.items():
                     if isinstance(value, torch.Tensor):
                         _storage_bytes(first[name]).copy_(_storage_bytes(value))
+                    else:
+                        first[name] = value
             results.append(self._one(first, request, number))
         return {"results": results}
 
