@@ -109,6 +109,7 @@ class Task:
         empty: a size that may be zero.
         grads: inputs by which the result is differentiated.
         dtypes: of the floating-point inputs.
+        kept: inputs that keep their numbers while the time is taken: an ascending table, say.
         strided: whether inputs may have any strides; else they are contiguous.
         scales: standard deviations of the inputs that are tried.
         also: PyTorch's operators (``sum``) that a solution may call beside those that only allocate, view, copy or convert.
@@ -130,6 +131,7 @@ class Task:
     empty: str | None = None
     grads: Sequence[str] = ()
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16)
+    kept: Sequence[str] = ()
     strided: bool = True
     scales: Sequence[float] = (1.0, 20.0)
     also: Sequence[str] = ()
@@ -807,7 +809,9 @@ _add(
     multiple={"n": 64},
     dtypes=(torch.float32,),
     strided=False,
-    also=("add", "div", "mul"),
+    kept=("code",),
+    also=("add", "div"),
+    book=_book(lambda kb, w, code: (lambda q: (q.packed, q.absmax))(kb.nf4_quantize(w))),
     hints=(
         "tl.div_rn divides as IEEE asks for: else the last bit differs, and now and then a number.",
         "The number is the count of middles between the values of code that lie below; tl.split takes pairs apart.",
