@@ -320,6 +320,12 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(record, "environment", lambda package: about | {"package": package})
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     failures: list[str] = []
+    (tmp_path / "a-gpu").mkdir()
+    old = _one_row("old").assign(
+        run="old", provider=["kernelbook:gone"]
+    )  # of the same ladder; and of one that is none now
+    path = tmp_path / "a-gpu" / "square_steps.csv"
+    pd.concat([old, old.assign(op="cube")]).to_csv(path, index=False)
 
     def run_cases(cases: object, package: str, record: Callable[[pd.DataFrame], object], **_: object) -> object:
         record(_one_row(package))
@@ -334,10 +340,13 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     again = timing.time_steps("square_steps", [], [two])
     assert again["package"].iloc[0] != rows["package"].iloc[0] and len(pd.read_csv(ceilings)) == 1
     failures.append("cube: wrong")
+    pd.concat([pd.read_csv(path, dtype=str), old.assign(op="cube")]).to_csv(path, index=False)
     with pytest.raises(RuntimeError, match="time_steps: cube: wrong"):
-        timing.time_steps("square_steps", [], [Path(timing.__file__)], record=True)
-    kept = pd.read_csv(tmp_path / "a-gpu" / "square_steps.csv")["package"]  # of the ladder that was right
-    assert list(kept) == [record.page_version("square_steps", [Path(timing.__file__)])]
+        timing.time_steps(
+            "square_steps", [dataclasses.replace(_case(), op="cube")], [Path(timing.__file__)], record=True
+        )
+    kept = pd.read_csv(path)["package"]  # of the ladder that was right; the other keeps its record
+    assert list(kept) == ["old", record.page_version("square_steps", [Path(timing.__file__)])]
     with pytest.raises(ValueError, match="page_version: kernels must name what a row measures, got none"):
         timing.time_steps("square_steps", [], [])
 

@@ -19,7 +19,7 @@ import re
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ __all__ = [
     "KEY",
     "LATER_COLUMNS",
     "check_folder",
+    "drop_rows",
     "drop_unused_ceilings",
     "environment",
     "gpu_name",
@@ -212,6 +213,17 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
     replace_file(path, rows.to_csv(index=False, lineterminator="\n"))
     return rows
+
+
+def drop_rows(path: Path, which: Callable[[pd.DataFrame], Sequence[bool]]) -> None:
+    """Drops rows of a file, if there is one: ``which`` says of each whether it goes. The others keep every character."""
+    import pandas as pd
+
+    if path.exists():
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+        left = rows[[not goes for goes in which(rows)]]
+        if len(left) < len(rows):
+            replace_file(path, left.to_csv(index=False, lineterminator="\n"))
 
 
 def _dated(rows: pd.DataFrame, digest: str) -> pd.DataFrame:
