@@ -78,15 +78,17 @@ def test_cells_that_ask_the_compiler_or_use_its_answer_are_left_out(
 
     monkeypatch.setattr(compiled, "compile_calls", compiled.compile_calls)
     tool = program("record_chapters")
-    asks = "from kernelbook.lab import compiled\nreport = compiled.compile_calls('...')"
-    for i, cell in enumerate((asks, "table = [report]", "print('a ladder')", "assert 'table' not in globals()")):
+    asks = "from kernelbook.lab import compiled\nkept = 1\nreport = compiled.compile_calls('...')"
+    cells = ("report = None", asks, "table = [report]", "print('a ladder', kept)", "assert 'table' not in globals()")
+    for i, cell in enumerate(cells):
         (tmp_path / f"{i:03}.py").write_text(cell)
     tool.run_cells(tmp_path)
     out = capsys.readouterr().out
-    assert "the cell 000 is left out" in out and "the cell 001 is left out" in out and "a ladder" in out
-    (tmp_path / "004.py").write_text("another")
-    with pytest.raises(NameError, match="another"):
-        tool.run_cells(tmp_path)
+    assert "the cell 001 is left out" in out and "the cell 002 is left out" in out and "a ladder 1" in out
+    for last, words in (("another", "another"), ("dict(record=RECORD_STEPS, of=report)", "RECORD_STEPS")):
+        (tmp_path / "005.py").write_text(last)
+        with pytest.raises(NameError, match=words):
+            tool.run_cells(tmp_path)
 
 
 def test_a_profile_keeps_what_the_page_reads() -> None:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -80,10 +81,14 @@ def run_cells(folder: Path) -> None:
         try:
             exec(compile(text, str(path), "exec"), namespace)  # noqa: S102
         except (_AsksTheCompiler, NameError) as error:
-            if isinstance(error, NameError) and error.name not in unset:
+            if "record=RECORD" in text or (isinstance(error, NameError) and error.name not in unset):
                 raise
-            names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
-            unset |= {node.id for node in names if isinstance(node.ctx, ast.Store)} - set(namespace)
+            [line, *_] = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+            ended = [node for node in ast.parse(text).body if (node.end_lineno or 0) >= (line or 0)]
+            names = [name for node in ended for name in ast.walk(node) if isinstance(name, ast.Name)]
+            for name in (name.id for name in names if isinstance(name.ctx, ast.Store)):
+                unset.add(name)  # what an earlier cell called so is not what a later one expects
+                namespace.pop(name, None)
             print(f"{folder.name}: the cell {path.stem} is left out", flush=True)
 
 
