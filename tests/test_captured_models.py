@@ -1,6 +1,7 @@
 """Captured steps and captured generation of transformers' models, with PEFT and with its Trainer."""
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +136,51 @@ def test_the_loss_in_pieces_is_the_loss() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+OTHER_LOGITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "soft cap": ("Gemma2", {"final_logit_softcapping": 0.7, "head_dim": 8}),
+    "divided": ("Granite", {"logits_scaling": 4.0}),
+    "multiplied": ("Cohere", {"logit_scale": 0.3, "bos_token_id": 1, "eos_token_id": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LOGITS)
+def test_the_loss_in_pieces_is_that_of_the_models_logits(kind: str) -> None:
+    """Of models that do something to what their output layer gives."""
+    name, changes = OTHER_LOGITS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**COMMON, intermediate_size=48, **changes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(runtime.DEVICE).train()
+    [batch] = data(1, 9)
+    with torch.no_grad():
+        ours, theirs = interop.loss_in_pieces(model, **batch, piece=4), model(**batch).loss
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+class Halved(LlamaForCausalLM):  # type: ignore[misc]
+    """A model that does something of which no configuration tells; ``where`` it does."""
+
+    where = 30.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = torch.where(out.logits > self.where, out.logits / 2, out.logits)
+        return out
+
+
+def test_a_loss_in_pieces_that_would_be_another_is_refused() -> None:
+    [batch] = data(1, 9)
+    model = llama().train()
+    model.__class__ = Halved
+    hooks = len(model.model._forward_hooks)
+    with pytest.raises(ValueError, match="loss_in_pieces: model must make its logits by its output layer.* got Halved"):
+        interop.loss_in_pieces(model, **batch)
+    assert all(module.training for module in model.modules()) and len(model.model._forward_hooks) == hooks
+    model = llama()
+    model.loss_function = lambda *_, **__: torch.zeros(())
+    with pytest.raises(ValueError, match="loss_in_pieces: model must have transformers' loss"):
+        interop.loss_in_pieces(model, **batch)
+
+
 # --- transformers' Trainer ------------------------------------------------------------------------------------------
 
 
@@ -222,6 +268,89 @@ def test_a_trainer_that_cannot_be_captured_goes_on(tmp_path: Path) -> None:
         ours = trained(Counting, tmp_path / "a", on_kernels("llama"))
     theirs = trained(transformers.Trainer, tmp_path / "b", on_kernels("llama"))
     assert logged(ours, "loss") == logged(theirs, "loss")
+
+
+class Pretended:
+    """In the place of graphs: each call runs as it is, those after the third as if they were captured."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.runs, self.why_eager = patch, 0, None
+
+    def __len__(self) -> int:
+        return int(self.runs > 3)
+
+    def __call__(self, key: Any, call: Any) -> Any:
+        self.runs += 1
+        with self.patch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.runs > 3 and self.why_eager is None)
+            return call()
+
+    def go_on_eagerly(self, why: str) -> None:
+        self.why_eager = why
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[Pretended]:
+    found: list[Pretended] = []
+
+    def make(_: str) -> Pretended:
+        found.append(Pretended(monkeypatch))
+        return found[-1]
+
+    monkeypatch.setattr("kernelbook.interop.transformers_training.CapturedCalls", make)
+    return found
+
+
+def noisy(kind: str) -> Any:
+    """Models that draw, by something that no module and no setting named dropout tells of."""
+    if kind == "a router's noise":
+        return tiny_model("mixtral", router_jitter_noise=0.3).train()
+    model = llama().train()
+    if kind == "an alpha dropout":
+        model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.AlphaDropout(0.3))
+    return model
+
+
+@pytest.mark.parametrize("kind", ("nothing", "a router's noise", "an alpha dropout"))
+def test_checkpoints_of_a_model_that_draws_draw_again(
+    kind: str, tmp_path: Path, pretended: list[Pretended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only where a captured step draws nothing, no state of a generator is kept."""
+    if GPU:
+        pytest.skip("there is a GPU")
+    kept: list[int] = []
+    state = torch.get_rng_state
+    checkpointed = torch.utils.checkpoint
+
+    def count() -> torch.Tensor:
+        if sys._getframe(1).f_code.co_filename == checkpointed.__file__:
+            kept.append(pretended[0].runs)
+        return state()
+
+    monkeypatch.setattr(torch, "get_rng_state", count)
+    how: dict[str, Any] = {"max_steps": 5, "lr_scheduler_type": "constant"}
+    ours = trained(interop.CapturedTrainer, tmp_path / "a", noisy(kind), gradient_checkpointing=True, **how)
+    monkeypatch.undo()
+    assert len(pretended) == 1
+    if kind == "nothing":
+        assert set(kept) == {1, 2, 3} and ours.calls.why_eager is None
+    else:
+        assert set(kept) == {1, 2} and "random numbers on the host" in str(ours.calls.why_eager)
+    theirs = trained(transformers.Trainer, tmp_path / "b", noisy(kind), **how)
+    columns = ("loss", "grad_norm")
+    for mine, other in zip(logged(ours, *columns), logged(theirs, *columns), strict=True):
+        assert mine == pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_captured_trainer_keeps_what_checkpoints_draw(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="CapturedTrainer: goes on without a CUDA graph: .* random numbers are drawn"):
+        ours = trained(
+            interop.CapturedTrainer, tmp_path / "a", noisy("a router's noise"), gradient_checkpointing=True, max_steps=5
+        )
+    theirs = trained(transformers.Trainer, tmp_path / "b", noisy("a router's noise"), max_steps=5)
+    for mine, other in zip(logged(ours, "loss", "grad_norm"), logged(theirs, "loss", "grad_norm"), strict=True):
+        assert mine == pytest.approx(other, rel=1e-3)
 
 
 def test_without_a_gpu_a_captured_trainer_is_the_trainer(tmp_path: Path) -> None:

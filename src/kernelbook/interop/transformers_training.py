@@ -6,6 +6,9 @@
     trainer.train()
 """
 
+import contextlib
+import functools
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -18,12 +21,26 @@ from kernelbook.train.step import KeptGradients
 __all__ = ["CapturedTrainer"]
 
 
-def _draws(model: Any) -> bool:
-    """Whether a step of ``model`` draws random numbers, as dropout does."""
-    settings = [module.config.to_dict() for module in model.modules() if hasattr(module, "config")][:1]
-    modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
-    named = (v for s in settings for k, v in s.items() if k.endswith(("dropout", "pdrop")) and isinstance(v, float))
-    return modules or any(named)
+@contextlib.contextmanager
+def _generators_left_alone(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context activation checkpoints keep no state of generators, where nobody said whether they should."""
+    changed = []
+    for module in model.modules():
+        how = module.__dict__.get("_gradient_checkpointing_func")  # which transformers sets where they are on
+        if isinstance(how, functools.partial) and "preserve_rng_state" not in how.keywords:
+            changed.append((module, how))
+            module._gradient_checkpointing_func = functools.partial(how, preserve_rng_state=False)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, how in changed:
+            module._gradient_checkpointing_func = how  # type: ignore[assignment]
+
+
+def _generators() -> tuple[bytes, list[int]]:
+    """Where the generators of the host and of all devices are."""
+    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return torch.get_rng_state().numpy().tobytes(), [generator.get_offset() for generator in devices]
 
 
 class CapturedTrainer(transformers.Trainer):
@@ -35,7 +52,10 @@ class CapturedTrainer(transformers.Trainer):
     shape run as they are. A step that cannot be captured (see :class:`kernelbook.train.CapturedStep`) goes on so, and a
     warning names the line; so it does without a GPU and on several.
 
-    Activation checkpoints keep no state of the generator (``preserve_rng_state=False``) where the model has no dropout.
+    A model that draws random numbers (dropout, a router's noise) is captured as long as it has no activation checkpoints; with
+    them it runs as it is, and so does one that draws on the host. That is no matter of a list of names: the steps before the
+    capture are watched. Where none of them draws, checkpoints keep no state of the generator (``preserve_rng_state=False``)
+    while the step is captured.
 
     Attributes:
         calls: the graphs; ``calls.why_eager`` says why steps run as they are, or is ``None``.
@@ -49,9 +69,8 @@ class CapturedTrainer(transformers.Trainer):
             self.calls.go_on_eagerly("there are several GPUs")
         self._fixed = FixedInputs("CapturedTrainer")
         self._gradients: KeptGradients | None = None
-        how: Any = self.args.gradient_checkpointing_kwargs or {"use_reentrant": False}
-        if self.args.gradient_checkpointing and self.model is not None and not _draws(self.model):
-            self.args.gradient_checkpointing_kwargs = {"preserve_rng_state": False, **how}
+        self._drawing: set[Hashable] = set()  # kinds of steps that draw random numbers
+        self._host_draws = False
 
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None, **others: Any
@@ -70,12 +89,26 @@ class CapturedTrainer(transformers.Trainer):
         items = fixed.pop("num_items_in_batch", None)
         gradients, first, before = self._gradients, self._gradients.begin(), len(self.calls)
 
+        parts = getattr(self, "current_gradient_accumulation_steps", None)
+        what: Hashable = (kind, first, parts)
+
         def body() -> torch.Tensor:
             if first:
                 gradients.clear()
-            return step(model, dict(fixed), items, **others)
+            if torch.cuda.is_current_stream_capturing():
+                quiet = _generators_left_alone(model) if what not in self._drawing else contextlib.nullcontext()
+                with quiet:
+                    return step(model, dict(fixed), items, **others)
+            host, devices = _generators()
+            out = step(model, dict(fixed), items, **others)
+            host_now, devices_now = _generators()
+            self._host_draws |= host_now != host
+            if devices_now != devices:
+                self._drawing.add(what)
+            return out
 
-        parts = getattr(self, "current_gradient_accumulation_steps", None)
+        if self._host_draws and self.calls.why_eager is None:
+            self.calls.go_on_eagerly("a step draws random numbers on the host, and a graph would draw the same ones again")
         loss: torch.Tensor = self.calls((kind, first, parts, gradients.places()), body)
         if len(self.calls) == before:
             gradients.keep("CapturedTrainer")
