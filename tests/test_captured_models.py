@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from kernelbook import runtime  # noqa: E402
 from kernelbook.interop import transformers as interop  # noqa: E402
-from kernelbook.nn import swap  # noqa: E402
+from kernelbook.interop import transformers_attention  # noqa: E402
+from kernelbook.nn import named_attention, swap  # noqa: E402
 from kernelbook.train import CapturedStep  # noqa: E402
 
 GPU = runtime.DEVICE.type == "cuda"
@@ -117,8 +118,76 @@ def test_masks_that_leave_nothing_out_are_known() -> None:
     assert interop.known_masks(model, batch)["attention_mask"] is batch["attention_mask"]
     packed = {"input_ids": batch["input_ids"], "position_ids": torch.arange(9)[None] % 5}
     assert interop.known_masks(model, packed) == packed
-    model.config.sliding_window = 4
+    model.config.sliding_window = 4  # of which Llama's own code makes no masks
     assert "attention_mask" not in interop.known_masks(model, {"input_ids": batch["input_ids"]})
+    model.config.sliding_window = None
+    for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        setattr(model.config, name, value)
+        assert "attention_mask" not in interop.known_masks(model, {"input_ids": batch["input_ids"]})
+        delattr(model.config, name)
+    assert "attention_mask" in interop.known_masks(model, {"input_ids": batch["input_ids"]})
+
+
+WITH_WINDOWS = ("gemma2", "gpt_oss", "mistral")
+
+
+def windowed(kind: str) -> Any:
+    """A tiny model with sliding windows of four keys, in some layers or in all."""
+    torch.manual_seed(0)
+    sizes = COMMON | {"intermediate_size": 48, "head_dim": 8, "sliding_window": 4}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model: Any = {
+        "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, query_pre_attn_scalar=8)),
+        "gpt_oss": lambda: transformers.GptOssForCausalLM(
+            transformers.GptOssConfig(**sizes, num_local_experts=3, rope_parameters=rope)
+        ),
+        "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**sizes)),
+    }[kind]()
+    if kind == "gpt_oss":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+        model.set_experts_implementation("eager")
+    model.generation_config.eos_token_id = None
+    model.set_attn_implementation("eager")
+    return model.to(runtime.DEVICE).eval()
+
+
+@pytest.mark.parametrize("mask", (False, True))
+@pytest.mark.parametrize("kind", ("llama", *WITH_WINDOWS))
+def test_a_captured_step_has_our_attention_in_all_layers(
+    kind: str, mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama() if kind == "llama" else windowed(kind)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    transformers_attention.register()
+    model.set_attn_implementation("kernelbook")
+    windows: list[int | None] = []
+    kernel = named_attention.flash_attention
+
+    def count(*tensors: torch.Tensor, window: int | None, **how: Any) -> torch.Tensor:
+        windows.append(window)
+        return kernel(*tensors, window=window, **how)
+
+    monkeypatch.setattr(named_attention, "flash_attention", count)
+    monkeypatch.setattr(transformers_attention, "_captured", lambda: True)
+    batch = {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if mask else {})
+    with torch.no_grad():
+        logits = model(**interop.known_masks(model, batch), use_cache=False).logits
+    assert windows == {"llama": [None, None], "mistral": [4, 4], "gemma2": [4, None], "gpt_oss": [4, None]}[kind]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_of_other_kinds_of_models_stay() -> None:
+    """A model of several modalities makes masks of its own; so does one that takes no dictionary of them."""
+    sizes = COMMON | {"intermediate_size": 48, "head_dim": 8, "sliding_window": 4}
+    config = transformers.Gemma3Config(text_config=sizes, vision_config={"num_hidden_layers": 1, "image_size": 28})
+    model = windowed("mistral")
+    assert set(transformers_attention._windows(model)) == {"sliding_attention"}
+    for changed in (config, transformers.Gemma2Config(**sizes)):
+        model.config = changed
+        assert transformers_attention._windows(model) == {}
 
 
 def test_the_loss_in_pieces_is_the_loss() -> None:
