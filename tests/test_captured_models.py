@@ -12,6 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version  # noqa: E402
 from tiny_models import COMMON, tiny_model, tokens  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -540,17 +541,63 @@ def test_a_copy_of_a_model_that_generates_fast_is_whole() -> None:
     assert torch.equal(other.generate(**given, **how), expected)
 
 
-@pytest.mark.gpu
-def test_a_sliding_cache_is_decoded_from_python() -> None:
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(**(COMMON | {"intermediate_size": 48, "sliding_window": 8}))
-    model = transformers.MistralForCausalLM(config).to(runtime.DEVICE).eval()
-    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    given = prompt(2, 6, padded=False)
-    expected = model.generate(**given, **how)
-    with pytest.warns(UserWarning, match="fast_generate: goes on without a CUDA graph: its cache has StaticSliding"):
-        found = interop.fast_generate(model).generate(**given, **how)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("attention", ("eager", "kernelbook"))
+@pytest.mark.parametrize("kind", WITH_WINDOWS)
+def test_windows_are_decoded_in_a_graph(kind: str, attention: str) -> None:
+    """Before they are full and from then on, alone, in batches and with padding; the cache can be gone on with."""
+    model = windowed(kind)
+    asked = [
+        prompt(1, 2, padded=False),
+        prompt(3, 9, padded=True),
+        prompt(2, 4, padded=True),
+        prompt(2, 3, padded=False),
+    ]
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = [model.generate(**given, **how) for given in asked]
+    transformers_attention.register()
+    model.set_attn_implementation(attention)
+    if GPU and kind == "gpt_oss":  # whose eager experts ask the device which of them are used
+        interop.use_kernels(model)
+    if not GPU:
+        how["compile_config"] = transformers.CompileConfig()
+        how["compile_config"]._compile_all_devices = True
+    interop.fast_generate(model)
+    assert graphs_of(model).why_eager == (None if GPU else "there is no GPU")
+    for out, ref in zip([model.generate(**given, **how) for given in asked * 2], expected * 2, strict=True):
+        assert torch.equal(out, ref)
+    if GPU:
+        assert graphs_of(model).why_eager is None and len(graphs_of(model)) >= 4
+    half = model.generate(**asked[0], **(how | {"max_new_tokens": 4, "return_dict_in_generate": True}))
+    cache = half.past_key_values
+    windows = [layer for layer in cache.layers if layer.is_sliding]
+    assert {type(layer).__name__ for layer in windows} == {"StaticSlidingWindowLayer"}
+    assert {layer.cumulative_length_int for layer in windows} == {5}
+
+
+@pytest.mark.parametrize("kind", WITH_WINDOWS)
+def test_a_static_cache_with_windows_is_decoded_by_our_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its windows are full."""
+    model, calls = windowed(kind), []
+    kernel = named_attention.flash_attention
+    transformers_attention.register()
+    model.set_attn_implementation("kernelbook")
+    monkeypatch.setattr(named_attention, "flash_attention", lambda *a, **how: calls.append(how) or kernel(*a, **how))
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    model.generate(tokens(2, 2), **how, disable_compile=True)
+    if Version(transformers.__version__) >= Version("5.20"):  # before, some passes are PyTorch's
+        assert len(calls) == 12
+
+
+def test_a_model_that_generate_would_not_compile_stays_as_it_is() -> None:
+    class Quantizer:
+        is_compileable = False
+
+    for name, value in (("hf_quantizer", Quantizer()), ("hf_device_map", {"model": "cpu", "lm_head": 0})):
+        model = llama()
+        setattr(model, name, value)
+        with pytest.warns(UserWarning, match="fast_generate: leaves the model as it is"):
+            interop.fast_generate(model)
+        assert model.generation_config.cache_implementation is None and "get_compiled_call" not in model.__dict__
 
 
 def test_a_model_that_does_not_generate_is_refused() -> None:

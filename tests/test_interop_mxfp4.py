@@ -1,6 +1,7 @@
 """gpt-oss as it is published: loading, saving, training and merging with ``MXFP4ExpertsConfig``."""
 
 import json
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from kernelbook import check, runtime
 from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
-from kernelbook.interop import transformers_attention, transformers_fp4
+from kernelbook.interop import transformers_attention, transformers_fp4, transformers_generation
 from kernelbook.interop.transformers import MXFP4ExpertsConfig, use_kernels
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.packed.fp4 import fp4_parts, fp4_quantize
@@ -122,6 +123,31 @@ def test_greedy_tokens_with_and_without_padding(tmp_path: Path) -> None:
     for how in ({}, {"attention_mask": mask}):
         expected, ours = (each.generate(ids, max_new_tokens=5, do_sample=False, **how) for each in (dense, model))
         assert torch.equal(ours, expected)
+
+
+def test_fast_generation_of_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate takes the way through our call, and gives the dense model's tokens; windows fill on the way."""
+    publish(tmp_path)
+    model, dense = on_kernels(load(tmp_path).to(runtime.DEVICE)), dequantized(tmp_path)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    asked = [tokens(2, 2), tokens(1, 7)]
+    expected = [dense.generate(ids, **how) for ids in asked]
+    taken: list[int] = []
+    calls = transformers_generation.CapturedCalls.__call__
+    monkeypatch.setattr(
+        transformers_generation.CapturedCalls, "__call__", lambda self, *args: taken.append(1) or calls(self, *args)
+    )
+    if runtime.DEVICE.type != "cuda":
+        how["compile_config"] = transformers.CompileConfig()
+        how["compile_config"]._compile_all_devices = True
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*there is no GPU")
+        interop.fast_generate(model)
+        for ids, ref in zip(asked * 2, expected * 2, strict=True):
+            assert torch.equal(model.generate(ids, **how), ref)
+    assert len(taken) == 4 * 5
+    if runtime.DEVICE.type == "cuda":
+        assert model.get_compiled_call._calls.why_eager is None and len(model.get_compiled_call._calls) >= 2
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

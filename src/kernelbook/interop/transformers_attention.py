@@ -90,7 +90,11 @@ def _stated(
         if not tracing and q_length > 1 and int(q_offset) == 0:
             return None
         return statement((q_offset + q_length).to(torch.int64).expand(batch_size), None)
-    if kv_offset + kv_length != q_offset + q_length:
+    there = q_offset + q_length
+    if kv_offset == 0 and kv_length > there and local_size is not None and not tracing:
+        # A static cache whose window is not full: what it has room for is more than what is there.
+        return statement(torch.full((batch_size,), there, dtype=torch.int64, device=device), None)
+    if kv_offset + kv_length != there:
         return False
     window = local_size if local_size is not None and kv_length > local_size else None
     if window is None and q_length in (1, kv_length):
