@@ -242,7 +242,7 @@ def test_a_loss_in_pieces_that_would_be_another_is_refused() -> None:
     model = llama().train()
     model.__class__ = Halved
     hooks = len(model.model._forward_hooks)
-    with pytest.raises(ValueError, match="loss_in_pieces: model must make its logits by its output layer.* got Halved"):
+    with pytest.raises(ValueError, match=r"loss_in_pieces: model must make its logits by its output layer.* got Halved"):
         interop.loss_in_pieces(model, **batch)
     assert all(module.training for module in model.modules()) and len(model.model._forward_hooks) == hooks
     model = llama()

@@ -105,7 +105,9 @@ class _DecodingGraphs:
         ids = inputs.get("input_ids")
         layers = getattr(cache, "layers", [])
         # Of other layers Python decides by counts of its own what is kept.
-        others = {type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)}
+        others = {
+            type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)
+        }
         if ids is None or ids.shape[1] != 1 or not layers or others or torch.is_grad_enabled():
             if others and self._calls.why_eager is None:
                 self._calls.go_on_eagerly(f"its cache has {' and '.join(sorted(others))}, which count in Python")
@@ -165,6 +167,7 @@ class _Window(StaticSlidingWindowLayer):
         """transformers' own, for one token; but a full window's makes an index on the host, which no graph can have."""
         if not _is_full(self):
             return super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
             kept.copy_(torch.cat((kept[:, :, 1:], new), dim=2))
         return self.keys, self.values

@@ -108,7 +108,9 @@ class CapturedTrainer(transformers.Trainer):
             return out
 
         if self._host_draws and self.calls.why_eager is None:
-            self.calls.go_on_eagerly("a step draws random numbers on the host, and a graph would draw the same ones again")
+            self.calls.go_on_eagerly(
+                "a step draws random numbers on the host, and a graph would draw the same ones again"
+            )
         loss: torch.Tensor = self.calls((kind, first, parts, gradients.places()), body)
         if len(self.calls) == before:
             gradients.keep("CapturedTrainer")
