@@ -80,8 +80,8 @@ def load(folder: Path, config: Any = None) -> Any:
 
 
 def dequantized(folder: Path) -> Any:
-    """As transformers itself makes it dense."""
-    model = load(folder, Mxfp4Config(dequantize=True)).to(runtime.DEVICE)
+    """As transformers itself makes it dense; 5.17 does so in bfloat16 whatever the model's dtype, which loses nothing."""
+    model = load(folder, Mxfp4Config(dequantize=True)).to(runtime.DEVICE, torch.float32)
     model.set_experts_implementation("eager")
     return model.eval()
 
