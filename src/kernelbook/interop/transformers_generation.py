@@ -114,12 +114,9 @@ class _DecodingGraphs:
             return model(**inputs, past_key_values=cache)
         windows = [layer for layer in layers if type(layer) is StaticSlidingWindowLayer]
         full = tuple(_is_full(layer) for layer in windows)
-        mask = inputs.get("attention_mask")
-        complete = all(layer.cumulative_length_int + 1 >= layer.max_cache_len for layer in windows)
-        chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)
-        if not ((complete and chunks is None) or isinstance(mask, dict) or getattr(mask, "ndim", 0) == 4):
-            if self._calls.why_eager is None:  # the model would make a mask by Python's counts
-                self._calls.go_on_eagerly("its cache has windows, and there is no mask for them")
+        if windows and (why := self._unknown(inputs, windows)) is not None:
+            if self._calls.why_eager is None:
+                self._calls.go_on_eagerly(why)
             return model(**inputs, past_key_values=cache)
         place = self._take(cache)
         kind, _, fixed = self._fixed((), inputs, ids.device)
@@ -136,6 +133,18 @@ class _DecodingGraphs:
         for layer in windows:
             layer.cumulative_length_int += 1
         return made(**{name: _own(value) for name, value in parts.items()}, past_key_values=cache)
+
+    def _unknown(self, inputs: dict[str, Any], windows: list[Any]) -> str | None:
+        """What the model would make by Python's counts, which a graph would repeat; in words."""
+        if inputs.get("position_ids") is None:
+            return "its cache has windows, and generate gives no positions"
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, dict) or getattr(mask, "ndim", 0) == 4:
+            return None
+        # A window that is full with this token is seen as a whole, and needs no mask; chunks are no such windows.
+        full = all(layer.cumulative_length_int + 1 >= layer.max_cache_len for layer in windows)
+        chunks = getattr(self._owner().config.get_text_config(), "attention_chunk_size", None)
+        return None if full and chunks is None else "its cache has windows, and generate gives no mask for them"
 
     def _take(self, cache: Any) -> Hashable:
         """Puts the cache's tensors where the graphs of its size read them; says which these are."""

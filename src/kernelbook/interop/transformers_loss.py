@@ -1,5 +1,6 @@
 """The loss of a language model of transformers without the logits of all tokens."""
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -49,8 +50,9 @@ def loss_in_pieces(
     """
     piece = arguments.integer("loss_in_pieces", "piece", piece, least=1)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if base not in _compared:
-        _compare(base, input_ids)
+    if base not in _compared and input_ids.numel():
+        with _nothing_cast_is_kept(input_ids.device.type):
+            _compare(base, input_ids)
         _compared.add(base)
     body = base.base_model(input_ids, attention_mask=attention_mask, **({"use_cache": False} | others))
     rows, targets = body.last_hidden_state[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -77,6 +79,13 @@ def _logits(base: Any, hidden: torch.Tensor) -> torch.Tensor:
     if factor is not None:
         logits = logits * factor
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _nothing_cast_is_kept(device: str) -> contextlib.AbstractContextManager[object]:
+    """Under autocast weights that were cast without a gradient would be taken again, and get none."""
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 @torch.no_grad()
