@@ -1,10 +1,12 @@
 """What Triton's interpreter needs, and compiled kernels do not: no measured row depends on this file.
 
 On a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not, and a loop up to a number that a
-kernel is given failed. Masks of truth values for Triton 3.9, whose own "&" makes others of a number and a tile. And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
+kernel is given failed. Masks of truth values: "&" of a number and a tile gives integers, which loads refuse from Triton 3.9 on.
+And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,8 +50,10 @@ def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[...
 def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
     """A kernel's arguments with float32 copies of bfloat16 tensors, which lie in memory alike; what it wrote is copied back.
 
-    A tensor is an argument itself, or the ``tensor`` of a descriptor.
+    A tensor is an argument itself, or the ``tensor`` of a descriptor, or the ``base`` of one of Triton's.
     """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     copies: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,9 +67,11 @@ def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
 
     given = []
     for arg in args:
-        tensor = getattr(arg, "tensor", arg)
+        tensor = arg.base if isinstance(arg, TensorDescriptor) else getattr(arg, "tensor", arg)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bfloat16:
             given.append(arg)
+        elif isinstance(arg, TensorDescriptor):
+            given.append(dataclasses.replace(arg, base=copy_of(tensor)))
         else:
             given.append(copy_of(arg) if tensor is arg else arg._replace(tensor=copy_of(tensor)))
     yield given
