@@ -115,7 +115,7 @@ test-versions: $(ENVIRONMENT)
 test-oldest-interop:
 	$(PYTHON) -m venv --clear $(VENV)-$@
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis $(OLDEST) \
-		transformers==5.8.0 peft==0.19.0 accelerate==1.10.0 bitsandbytes==0.50.0
+		transformers==5.8.0 peft==0.20.0 accelerate==1.10.0 bitsandbytes==0.50.0
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py tests/test_captured_models.py
 	$(VENV)-$@/bin/python -m pip install --quiet 'transformers[kernels]==5.19.0' kernels==0.17.2
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_hub.py tests/test_captured_models.py
