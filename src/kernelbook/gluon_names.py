@@ -25,8 +25,12 @@ def _named(module: Any, **newer: str) -> Any:
 tma: Any = None
 async_copy: Any = None
 try:
+    from triton.experimental.gluon.language import shared_memory_descriptor
     from triton.experimental.gluon.language.nvidia import ampere, hopper
 
+    # A method, so that nothing but the class itself can have the older name: Triton 3.9 calls it "reinterpret".
+    if not hasattr(shared_memory_descriptor, "_reinterpret"):
+        shared_memory_descriptor._reinterpret = shared_memory_descriptor.reinterpret
     tma = _named(hopper.tma, async_copy_global_to_shared="async_load", async_copy_shared_to_global="async_store")
     async_copy = _named(ampere.async_copy, async_copy_global_to_shared="async_load")
 except (ImportError, AttributeError):
