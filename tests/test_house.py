@@ -23,7 +23,17 @@ DOORS = {
         "outside": {"torch", "triton"},
     },
     "op.py": {
-        "kernelbook": {"runtime", "arguments", "launch", "memory", "plans", "tensors", "packed", "gluon_names"},
+        "kernelbook": {
+            "runtime",
+            "arguments",
+            "launch",
+            "memory",
+            "observed",
+            "plans",
+            "tensors",
+            "packed",
+            "gluon_names",
+        },
         "outside": {"torch", "triton"},
     },
     "__init__.py": {"kernelbook": set(), "outside": set()},
@@ -35,7 +45,7 @@ DOORS_THAT_MAY_BE = {
     **dict.fromkeys(("launches.py", "routing.py", "grouped.py"), DOORS["op.py"]),
 }
 # A room is measured by lab/bench/<room>.py.
-BENCH = {"runtime", "check", "arguments", "launch", "memory", "packed", "tensors", "lab"}
+BENCH = {"runtime", "check", "arguments", "launch", "memory", "observed", "packed", "tensors", "lab"}
 # What kernels of several rooms call, and the kernels that only read, which benches measure.
 SHARED_BY_KERNELS = {"tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {

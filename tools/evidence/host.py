@@ -39,7 +39,7 @@ ROOMS = ("layer_norm", "sparse_linear", "scatter_ffn", "attention", "nf4", "moe_
 GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
     "op": (tuple(f"{room}/{name}.py" for room in ROOMS for name in ("op", "launches", "grouped", "routing")),
            "layer_norm rms_norm sparse_linear scatter_ffn attention attention_decode nf4 fp4 moe_lora observed"),
-    "launch": (("launch.py", "memory.py", "tensors.py"), "launch memory tensors observed capture"),
+    "launch": (("launch.py", "observed.py", "memory.py", "tensors.py"), "launch memory tensors observed capture"),
     "arguments": (("arguments.py",), "arguments launch layer_norm"),
     "plans": (("plans.py",), "plans tuning runtime"),
     "packed": (("packed/__init__.py", "packed/fp4.py", "packed/products.py"), "nf4 fp4 moe_lora"),

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
-from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, is_aligned, launcher
+from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import tl_accumulator
+from kernelbook.observed import is_aligned
 from kernelbook.tensors import aligned_steps, allows_tf32
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work

@@ -12,21 +12,9 @@ from torch.compiler import is_dynamo_compiling
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels_decode, launches
 from kernelbook.attention.launches import plain_kernels
-from kernelbook.launch import (
-    NAMESPACE,
-    Launch,
-    are_tensors,
-    cdiv,
-    composite,
-    form,
-    is_aligned,
-    library,
-    observed,
-    operator,
-    sources,
-    wants_gradient,
-)
+from kernelbook.launch import NAMESPACE, Launch, cdiv, composite, library, operator, sources
 from kernelbook.memory import accumulator, counters, empty
+from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 from kernelbook.tensors import written
 

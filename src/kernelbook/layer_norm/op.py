@@ -9,21 +9,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import (
-    Launch,
-    are_tensors,
-    cdiv,
-    composite,
-    form,
-    is_aligned,
-    launcher,
-    observed,
-    operator,
-    sources,
-    wants_gradient,
-)
+from kernelbook.launch import Launch, cdiv, composite, launcher, operator, sources
 from kernelbook.layer_norm import kernels
 from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 
 __all__ = ["layer_norm", "rms_norm"]

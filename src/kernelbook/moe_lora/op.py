@@ -7,11 +7,12 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import are_tensors, composite, form, observed, operator, sources, wants_gradient
+from kernelbook.launch import composite, operator, sources
 from kernelbook.memory import accumulator, empty
 from kernelbook.moe_lora import grouped, kernels
 from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Layout, Lora, ShrinkPlan, Step
 from kernelbook.moe_lora.routing import Routing, route
+from kernelbook.observed import are_tensors, form, observed, wants_gradient
 from kernelbook.packed import NF4Tensor
 from kernelbook.packed.products import Matrices
 from kernelbook.plans import KeptPlans

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import Launch, cdiv, form, launcher, observed, operator, wants_gradient
+from kernelbook.launch import Launch, cdiv, launcher, operator
 from kernelbook.memory import empty
 from kernelbook.nf4 import kernels
+from kernelbook.observed import form, observed, wants_gradient
 from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor, products, quantized_scales
 from kernelbook.plans import KeptPlans
 from kernelbook.tensors import without_autocast

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import Launch, cdiv, launcher, observed, operator, wants_gradient
+from kernelbook.launch import Launch, cdiv, launcher, operator
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.nn import kernels
+from kernelbook.observed import observed, wants_gradient
 from kernelbook.plans import KeptPlans
 
 __all__ = ["ClampedSwiGLU"]

@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import Launch, cdiv, launcher, observed, operator, wants_gradient
+from kernelbook.launch import Launch, cdiv, launcher, operator
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn import kernels
 from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
+from kernelbook.observed import observed, wants_gradient
 from kernelbook.packed.products import decodes_on_the_way
 from kernelbook.plans import KeptPlans
 

@@ -11,24 +11,9 @@ import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import (
-    NAMESPACE,
-    Block,
-    Descriptor,
-    Launch,
-    are_tensors,
-    block,
-    cdiv,
-    composite,
-    form,
-    is_aligned,
-    launcher,
-    observed,
-    operator,
-    sources,
-    wants_gradient,
-)
+from kernelbook.launch import NAMESPACE, Block, Descriptor, Launch, block, cdiv, composite, launcher, operator, sources
 from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 from kernelbook.sparse_linear import kernels
 from kernelbook.tensors import has_aligned_rows, matrix, strided

@@ -45,6 +45,7 @@ SOURCES = (
     record.PACKAGE / "interop" / "transformers.py",
     record.PACKAGE / "interop" / "peft.py",
     record.PACKAGE / "launch.py",
+    record.PACKAGE / "observed.py",
     record.PACKAGE / "moe_lora",
     record.PACKAGE / "nf4",
 )
