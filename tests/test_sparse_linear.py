@@ -510,7 +510,7 @@ def test_plans_cover_every_shape(target: str) -> None:
             for active in (16, 1664, 16384):
                 plan = kernels.plan_backward(m, 4096, active, itemsize, True, True, False, properties)
                 assert plan.split >= 1 and plan.config.num_stages >= 2
-    assert kernels.has_boxes(properties) == (target in ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121"))
+    assert properties.has_tma == (target in ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121"))
     long = kernels.plan_backward(2**20, 64, 64, 2, True, False, False, properties)
     assert long.split > 1  # one tile of dW, so the rows are shared
 
@@ -611,7 +611,7 @@ def test_ordinary_loads_are_bitwise_reproducible(
     chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A race between the pipeline's copies and the tensor cores showed in most launches of this kind."""
-    monkeypatch.setattr(kernels, "has_boxes", lambda properties: False)
+    monkeypatch.setattr(runtime.DeviceProperties, "has_tma", False)
     x, weight, dy = (randn(*s, dtype=dtype) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
     ids = _chunks(4096, chunk, 20)
     first = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)

@@ -90,7 +90,7 @@ def precision(q: Tensor | None) -> str:
     if q is None or q.dtype != torch.float32:
         return "ieee"
     properties = runtime.properties(q.device)
-    if properties.arch.startswith("gfx") or not properties.has_tensor_cores:
+    if properties.is_amd or not properties.has_tensor_cores:
         return "ieee"
     return "tf32" if allows_tf32() else "tf32x3"
 
@@ -230,7 +230,7 @@ class Reach:
 
 def reach(p: Problem, read: tuple[Tensor, ...], results_like: tuple[Tensor, ...]) -> Reach:
     """``read``: what kernels read, or aligned copies of it in pieces; ``results_like``: tensors that the results are like."""
-    there = kernels.has_descriptors(p.properties) and not p.lengths  # they would read what lies beyond a length
+    there = p.properties.prefers_tma and not p.lengths  # they would read what lies beyond a length
     reads = there and _fit_descriptors(*(t for t in read if are_in_pieces(t.stride())))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
     return Reach(reads, writes)

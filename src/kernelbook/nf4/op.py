@@ -99,8 +99,7 @@ def _dequantize_plan(
         if words and size % 8 == 0:
             kernel, config = kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(nested, properties)
             # By PTX, which is NVIDIA's, or by loads in the interpreter, where there is none.
-            nvidia = properties.arch.startswith("sm_")
-            more = {"PREFETCH": "load" if runtime.INTERPRET else "instruction" if nvidia else "none"}
+            more = {"PREFETCH": "load" if runtime.INTERPRET else "instruction" if properties.is_nvidia else "none"}
             length, tile = size // 8, config.kwargs["BLOCK_W"] * config.kwargs["UNROLL"]
         else:
             kernel, config, more = kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG, {}

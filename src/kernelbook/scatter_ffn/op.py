@@ -233,7 +233,7 @@ def _new_plan(network: _Network, count: int, activation: str | None) -> _Plan:
     if w_down is None:
         return _Plan(activation, shape, padded, _up(_cut(x, x.shape[-1], count), m, count, w_up, activation, has_bias))
     cut = _cut(x, w_down.shape[1], count, gated)
-    pdl = (cut.strategy == "vector" or count <= kernels.EARLY) and kernels.has_pdl(runtime.properties(x.device))
+    pdl = (cut.strategy == "vector" or count <= kernels.EARLY) and runtime.properties(x.device).has_pdl
     down = _down(cut, m, w_down, b_down is not None, pdl)
     counters = down.grid[0] if down.split > 1 else 0
     up = _up(cut, m, padded, w_up, activation, has_bias, gated, has_gate_bias, counters, pdl)

@@ -384,7 +384,7 @@ def _backward_plan(
         properties, size = runtime.properties(dy.device), dy.element_size()
         # Tensor descriptors read matrices with contiguous rows that start on 16 bytes, in chunks of whole blocks.
         whole = not (chunks.size % kernels.BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
-        by_descriptor = whole and kernels.has_boxes(properties) and all(map(has_aligned_rows, operands))
+        by_descriptor = whole and properties.has_tma and all(map(has_aligned_rows, operands))
         cut = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
         tiles = _backward_tiles(cut, chunks, m, d_in, dy.dtype, (with_dx, with_dw, with_dw and with_db))
     return _Plan(op, mode, chunks, shapes, strategy, tiles)
