@@ -172,12 +172,10 @@ def circle(sources: Mapping[str, str]) -> list[str]:
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    sources: dict[str, str] = {}
+    sources = {}
     for path in SRC.rglob("*.py"):
         place = path.relative_to(SRC.parent).with_suffix("")
-        # The modules about transformers, its quantizer and PEFT are one in this.
-        name = "kernelbook.interop" if place.parts[1] == "interop" else ".".join(place.parts).removesuffix(".__init__")
-        sources[name] = sources.get(name, "") + "\n" + path.read_text()
+        sources[".".join(place.parts).removesuffix(".__init__")] = path.read_text()
     assert not circle(sources)
     planted = "def later():\n    from kernelbook.lab import cli\n"
     assert circle({**sources, "kernelbook.lab.tuning": sources["kernelbook.lab.tuning"] + planted})

@@ -21,7 +21,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from kernelbook import check, runtime
 from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
-from kernelbook.interop import transformers_attention, transformers_fp4
+from kernelbook.interop import transformers_attention, transformers_experts, transformers_fp4
 from kernelbook.interop.transformers import MXFP4ExpertsConfig, use_kernels
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.packed.fp4 import fp4_parts, fp4_quantize
@@ -84,9 +84,9 @@ def dequantized(folder: Path) -> Any:
 
 def packed(model: Any) -> list[NF4Tensor]:
     return [
-        interop._stored(experts, name)
+        transformers_experts.stored(experts, name)
         for _, experts in interop.expert_modules(model)
-        for name in interop._weight_names(experts)
+        for name in transformers_experts.weight_names(experts)
     ]
 
 

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_overlay
 
 from kernelbook import runtime
+from kernelbook.interop import base_model
 from kernelbook.nn.named_attention import asked_for, boolean_mask, own_attention, statement
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register"]
@@ -111,7 +112,7 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     mask on the device the host waits for it. Models whose attention is not ours, or that have sliding windows, and batches
     with padding, with ``position_ids`` or with router logits keep what they have.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     config, found = getattr(base, "config", None), dict(batch)
     if getattr(config, "_attn_implementation", None) != NAME or found.get("position_ids") is not None:
         return found

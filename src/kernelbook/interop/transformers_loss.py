@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kernelbook import arguments
+from kernelbook.interop import base_model
 
 __all__ = ["loss_in_pieces"]
 
@@ -39,7 +40,7 @@ def loss_in_pieces(
         ValueError: ``piece`` is below 1.
     """
     piece = arguments.integer("loss_in_pieces", "piece", piece, least=1)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     head = base.get_output_embeddings()
     body = base.base_model(input_ids, attention_mask=attention_mask, **({"use_cache": False} | others))
     rows, targets = body.last_hidden_state[:, :-1].flatten(0, 1), labels[:, 1:].flatten()

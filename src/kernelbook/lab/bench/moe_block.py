@@ -43,6 +43,7 @@ SOURCES = (
     record.PACKAGE / "nn" / "parameters.py",
     record.PACKAGE / "nn" / "kernels.py",
     record.PACKAGE / "interop" / "transformers.py",
+    record.PACKAGE / "interop" / "transformers_experts.py",
     record.PACKAGE / "interop" / "peft.py",
     record.PACKAGE / "launch.py",
     record.PACKAGE / "observed.py",
