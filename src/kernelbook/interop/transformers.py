@@ -40,9 +40,9 @@ from kernelbook.interop.transformers_generation import fast_generate
 from kernelbook.interop.transformers_loss import loss_in_pieces
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.moved import moved
-from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
 from kernelbook.nn.experts import LoRAPair, gated_experts
 from kernelbook.nn.parameters import quantizable, quantize_parameter
+from kernelbook.nn.swiglu import ClampedSwiGLU
 
 if TYPE_CHECKING:
     from kernelbook.interop.transformers_training import CapturedTrainer

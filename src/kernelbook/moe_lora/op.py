@@ -445,8 +445,9 @@ class _MoeLora(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return (None,) * (_DIFFERENTIABLE + 2)
-        u, x, w, *others = ctx.saved_tensors
-        given = Given(x, w if ctx.packed is None else ctx.packed, *others, ctx.routing, *ctx.settings)
+        u, x, dense, lora_a, lora_b, bias, gates = ctx.saved_tensors
+        w = dense if ctx.packed is None else ctx.packed
+        given = Given(x, w, lora_a, lora_b, bias, gates, ctx.routing, *ctx.settings)
         return *_differentiate(dy, u, given, tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])), None, None
 
 
