@@ -18,7 +18,7 @@ from kernelbook.attention import kernels, kernels_decode
 from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import tl_accumulator
 from kernelbook.observed import is_aligned
-from kernelbook.tensors import aligned_steps, allows_tf32
+from kernelbook.tensors import aligned_steps, allows_tf32, strided
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -116,14 +116,6 @@ def readable(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
-def strided_or(tensor: Tensor | None, dims: int, stand_in: Any) -> tuple[Any, ...]:
-    """A tensor and its strides as a kernel's arguments; where it is missing another one, which the kernel does not touch.
-
-    For ``None`` Triton would compile a kernel of its own, with the same instructions, for which nothing is recorded.
-    """
-    return (stand_in, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
-
-
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Scaling:
     """What scores and gradients are multiplied by.
@@ -213,11 +205,11 @@ class Tiles:
 
     def seen(self, lengths: Tensor | None, stand_in: Any) -> tuple[Any, ...]:
         """Lengths and window as the kernel's arguments."""
-        return () if self.window is None else (*strided_or(lengths, 1, stand_in), self.window)
+        return () if self.window is None else (*strided(lengths, 1, stand_in), self.window)
 
     def joining(self, sinks: Tensor | None, stand_in: Any) -> tuple[Any, ...]:
         """Sinks as the arguments of a forward kernel."""
-        return () if self.window is None else strided_or(sinks, 1, stand_in)
+        return () if self.window is None else strided(sinks, 1, stand_in)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -16,7 +16,7 @@ from kernelbook.launch import NAMESPACE, Launch, cdiv, composite, library, opera
 from kernelbook.memory import accumulator, counters, empty
 from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
-from kernelbook.tensors import written
+from kernelbook.tensors import strided, written
 
 __all__ = ["append_to_pages", "flash_attention", "paged_attention", "plain_kernels"]
 
@@ -367,8 +367,8 @@ def _forward(
             counted = counters(split.grid[0], q.device)
         split.launch(
             split.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
-            *launches.strided_or(lengths, 1, o), *launches.strided_or(table, 2, o), partial, counted,
-            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale, *launches.strided_or(sinks, 1, o),
+            *strided(lengths, 1, o), *strided(table, 2, o), partial, counted,
+            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale, *strided(sinks, 1, o),
         )  # fmt: skip
     elif plan.tiles is not None:
         tiles = plan.tiles

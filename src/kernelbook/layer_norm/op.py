@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, composite, launcher, operator, sources
 from kernelbook.layer_norm import kernels
-from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.memory import accumulator, empty, present, tl_accumulator
 from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 
@@ -570,21 +570,13 @@ def _new_statistics(x: torch.Tensor, has_mean: bool, dtype: torch.dtype) -> torc
 
 
 def _run_norm(
-    x: torch.Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, backward: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, backward: str,
+    differentiable: bool = True,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     op = "layer_norm" if has_mean else "rms_norm"
-    y, _, statistics = _forward(
-        _forward_plan(op, x, None, weight, bias, eps, dtype, True, backward), x, None, weight, bias
-    )
+    plan = _forward_plan(op, x, None, weight, bias, eps, dtype, differentiable, backward)
+    y, _, statistics = _forward(plan, x, None, weight, bias)
     return y, statistics
-
-
-def _run_norm_inference(
-    x: torch.Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool
-) -> torch.Tensor:
-    op = "layer_norm" if has_mean else "rms_norm"
-    plan = _forward_plan(op, x, None, weight, bias, eps, dtype, False, "partials")
-    return _forward(plan, x, None, weight, bias)[0]
 
 
 def _run_norm_of_sum(
@@ -594,13 +586,9 @@ def _run_norm_of_sum(
     return _forward(plan, x, residual, weight, None)
 
 
-def _run_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run_norm_backward(dy: torch.Tensor, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     """What :func:`_backward` gives, with an empty tensor for what is not wanted."""
-    dx, dw, db = _backward(dy, x, *others)
-    nothing = [empty((0,), x.dtype, x) for gradient in (dw, db) if gradient is None]
-    return dx, nothing.pop() if dw is None else dw, nothing.pop() if db is None else db
+    return present(_backward(dy, x, *others), x)
 
 
 def _fake_norm_backward(
@@ -640,7 +628,7 @@ _norm = operator(
 _norm_inference = operator(
     "norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean) -> Tensor",
     outputs=lambda x, weight, bias, eps, dtype, has_mean: empty(x.shape, dtype, x),
-    run=_run_norm_inference,
+    run=lambda *given: _run_norm(*given, backward="partials", differentiable=False)[0],
     visible=True,
 )
 

@@ -8,7 +8,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import composite, operator, sources
-from kernelbook.memory import accumulator, empty
+from kernelbook.memory import accumulator, empty, present
 from kernelbook.moe_lora import grouped, kernels
 from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Layout, Lora, ShrinkPlan, Step
 from kernelbook.moe_lora.routing import Routing, route
@@ -519,7 +519,7 @@ def _run(*flat: Any, with_u: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
 def _run_backward(dy: torch.Tensor, u: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     flat, needs = others[:-_DIFFERENTIABLE], others[-_DIFFERENTIABLE:]
     found = _backward(dy, u, _unflat(*flat), needs)
-    return tuple(_nothing(dy) if gradient is None else gradient for gradient in found)
+    return present(found, dy)
 
 
 def _new_gradients(dy: torch.Tensor, u: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import NAMESPACE, Block, Descriptor, Launch, block, cdiv, composite, launcher, operator, sources
-from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.memory import accumulator, empty, present, tl_accumulator
 from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 from kernelbook.sparse_linear import kernels
@@ -615,12 +615,7 @@ def _run_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Ten
 def _run_backward(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, ...]:
     *sizes, mode, wanted = settings
     plan = _plan("sparse_backward", _Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
-    return _present(_backward(plan, dy, x, weight, ids), dy)
-
-
-def _present(gradients: Sequence[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients, with an empty tensor for what is not wanted."""
-    return tuple(empty((0,), like.dtype, like) if gradient is None else gradient for gradient in gradients)
+    return present(_backward(plan, dy, x, weight, ids), dy)
 
 
 def _fake_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *settings: Any) -> torch.Tensor:
@@ -673,5 +668,5 @@ _linear_whole = composite(
 _backward_whole = composite(
     "sparse_linear_backward_whole(str op, Tensor dy, Tensor? x, Tensor? weight, Tensor active_chunks, SymInt chunk_size, "
     "bool compact, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    lambda op, dy, *args: _present(_products(op, dy, *args), dy),
+    lambda op, dy, *args: present(_products(op, dy, *args), dy),
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -410,9 +411,7 @@ PARTS = {
 }
 
 
-def part_of(kernel: str) -> str:
-    """The part of the block's work that a kernel does, by its name."""
-    return profiling.part_of(kernel, PARTS)
+part_of = functools.partial(profiling.part_of, parts=PARTS)
 
 
 def parts_experiment(repeats: int = 5) -> pd.DataFrame:

@@ -451,9 +451,7 @@ PARTS = {
 }
 
 
-def part_of(kernel: str) -> str:
-    """The part of a step's work that a kernel does, by its name."""
-    return profiling.part_of(kernel, PARTS)
+part_of = functools.partial(profiling.part_of, parts=PARTS)
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
