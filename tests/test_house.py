@@ -42,7 +42,7 @@ DOORS = {
 # of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
     **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py"), DOORS["kernels.py"]),
-    **dict.fromkeys(("launches.py", "routing.py", "grouped.py", "lora.py"), DOORS["op.py"]),
+    **dict.fromkeys(("launches.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]),
 }
 # A room is measured by lab/bench/<room>.py.
 BENCH = {"runtime", "check", "arguments", "launch", "memory", "observed", "packed", "tensors", "lab"}
@@ -57,8 +57,10 @@ OWN_MODULES = {
     "routing.py": {"kernels"},
     "grouped.py": {"kernels", "routing"},
     "lora.py": {"kernels", "routing", "grouped", "op"},
-    "op.py": {"kernels", "kernels_hopper", "kernels_decode", "launches", "routing", "grouped"},
-    "__init__.py": {"op", "lora", "reference", "kernels"},
+    "packing.py": {"kernels"},
+    "op.py": {"kernels", "kernels_hopper", "kernels_decode", "launches", "routing", "grouped", "packing"},
+    "pages.py": {"kernels_decode", "launches", "op"},
+    "__init__.py": {"op", "lora", "pages", "reference", "kernels"},
 }
 
 
@@ -106,7 +108,14 @@ def broken_rules(path: str, source: str) -> list[str]:
             elif not _is_standard(head) and door["outside"] is not None and head not in door["outside"]:
                 broken.append(f"{path} imports {name}: {parts[1]} may not")
         if parts[:2] == ("lab", "bench") and Path(path).stem in ROOMS and head == "kernelbook" and rest:
-            of_its_room = rest[0] == Path(path).stem and rest[1] in ("kernels", "op", "lora", "reference")
+            of_its_room = rest[0] == Path(path).stem and rest[1] in (
+                "kernels",
+                "op",
+                "launches",
+                "lora",
+                "pages",
+                "reference",
+            )
             if not of_its_room and rest[0] not in BENCH:
                 broken.append(f"{path} imports {name}: a room's bench may not")
     return broken

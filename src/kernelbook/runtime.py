@@ -413,11 +413,11 @@ def device_slug() -> str:
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that kernels are given for tensors of ``dtype``.
+    """The dtype that a kernel of the reader's own is to be given for tensors of ``dtype``.
 
-    It is ``dtype`` itself, except for bfloat16 in the interpreter, whose bfloat16 arithmetic is silently wrong: there
-    a public function converts its inputs to float32 (which is exact), runs the kernel in float32 and rounds the
-    results to bfloat16 at the end. On a GPU ``tensor.to(kernel_dtype(tensor.dtype))`` is the tensor itself.
+    It is ``dtype`` itself, except for bfloat16 in the interpreter, whose bfloat16 arithmetic is silently wrong: float32 there,
+    which holds all bfloat16 numbers. The package's own kernels are given float32 copies by :func:`interpreter.widened`, which
+    rounds what they wrote back to bfloat16.
     """
     return torch.float32 if INTERPRET and dtype == torch.bfloat16 else dtype
 

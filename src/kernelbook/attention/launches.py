@@ -156,7 +156,7 @@ class SplitKeys:
 
 
 def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
-    """For room for a multiple of 64 keys, so that it serves a cache that grows."""
+    """The plan is made for the number of keys rounded up to a multiple of 64, so that it serves a cache that grows."""
     keys = 64 * cdiv(p.s, 64)
     plan = kernels_decode.plan(p.b * p.h_kv, p.group * p.n, keys, p.d, p.dtype.itemsize, p.properties, p.page)
     launch = launcher(

@@ -87,7 +87,7 @@ class MXFP4ExpertsQuantizer(HfQuantizer):
         """Where nothing is said the model goes to where the kernels run."""
         return {"": runtime.DEVICE} if device_map is None else device_map
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
         for _, experts in check_experts(model):
             for name in weight_names(experts):
                 _expect(experts, name)

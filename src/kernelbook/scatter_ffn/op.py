@@ -581,9 +581,8 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 def _run(*given: Any) -> torch.Tensor:
     *tensors, rows, activation = given
     network = _Network(*tensors)
-    return _forward(
-        _plan("gather_matmul" if network.w_down is None else "scatter_ffn", network, rows, activation), network, rows
-    )
+    op = "scatter_ffn" if network.w_down is not None else "gather_matmul"
+    return _forward(_plan(op, network, rows, activation), network, rows)
 
 
 def _run_backward(dy: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
