@@ -241,9 +241,7 @@ def _kernels_of_steps(path: Path) -> str:
     return "".join(functions[name].rstrip("\n") + "\n" for name in names)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(WITH_STEPS) - {"together", "attention_hopper"})
-)  # whose steps are the package's
+@pytest.mark.parametrize("name", sorted(set(WITH_STEPS) - {"together", "attention_hopper"}))  # whose steps are the package's
 def test_a_ladder_recorded_from_other_kernels_says_so(name: str) -> None:
     sources = _kernels_of_steps(ROOT / "notebooks" / f"{name}.ipynb")
     assert sources.count("@triton.jit") > 1
