@@ -11,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from emulated_graphs import emulate  # noqa: E402
 from tiny_models import COMMON, tiny_model, tokens  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -20,6 +21,7 @@ from kernelbook.nn import swap  # noqa: E402
 from kernelbook.train import CapturedStep  # noqa: E402
 
 GPU = runtime.DEVICE.type == "cuda"
+EVERYWHERE = pytest.mark.gpu if GPU else lambda test: test  # in make test, and in make test-gpu too
 LENGTHS = (24, 17, 24)
 
 
@@ -151,7 +153,9 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": self.rows[i], "labels": self.rows[i], "attention_mask": torch.ones_like(self.rows[i])}
 
 
-def trained(kind: Any, folder: Path, model: Any, *, resume: str | None = None, **changes: Any) -> Any:
+def trained(
+    kind: Any, folder: Path, model: Any, *, resume: str | None = None, callbacks: Any = None, **changes: Any
+) -> Any:
     pytest.importorskip("accelerate")
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2, "max_steps": 12, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
@@ -168,7 +172,7 @@ def trained(kind: Any, folder: Path, model: Any, *, resume: str | None = None, *
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(rows)
 
-    trainer = InOrder(model, arguments, train_dataset=rows)
+    trainer = InOrder(model, arguments, train_dataset=rows, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -231,6 +235,57 @@ def test_without_a_gpu_a_captured_trainer_is_the_trainer(tmp_path: Path) -> None
     theirs = trained(transformers.Trainer, tmp_path / "b", llama(), max_steps=2)
     assert ours.calls.why_eager == "there is no GPU"
     assert logged(ours, "loss", "grad_norm") == logged(theirs, "loss", "grad_norm")
+
+
+class Thawing(transformers.TrainerCallback):
+    """A layer is frozen and trained in turn."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.inner.requires_grad_(state.global_step // 7 % 2 == 1)
+
+
+class Layers(torch.nn.Module):
+    """A model of PyTorch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = torch.nn.Embedding(67, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 67)
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any = None) -> dict[str, torch.Tensor]:
+        logits = self.head(torch.tanh(self.inner(self.embed(input_ids))))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def layers() -> Layers:
+    torch.manual_seed(0)
+    return Layers().to(runtime.DEVICE)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
+def test_a_captured_trainer_sees_what_is_trained(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    settings: dict[str, Any] = {"max_steps": 28, "weight_decay": 0.1, "callbacks": [Thawing()]} | changes
+    ours = trained(interop.CapturedTrainer, tmp_path / "a", layers(), **settings)
+    theirs = trained(transformers.Trainer, tmp_path / "b", layers(), **settings)
+    assert ours.calls.why_eager is None
+    assert len(ours.calls) >= 2
+    assert logged(ours, "loss", "grad_norm") == logged(theirs, "loss", "grad_norm")
+    for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_trainer_whose_model_is_not_on_the_gpu_is_not_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**(COMMON | {"intermediate_size": 48})))
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
+    with pytest.warns(UserWarning, match="the model is on the cpu"):
+        ours = interop.CapturedTrainer(model, arguments)
+    assert ours.calls.why_eager == "the model is on the cpu"
 
 
 # --- generation -----------------------------------------------------------------------------------------------------

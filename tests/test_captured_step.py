@@ -1,25 +1,35 @@
-"""A training step as a CUDA graph: the losses and weights of a loop written out, bit for bit. Without a GPU it runs eagerly."""
+"""A training step as a CUDA graph: the losses and weights of a loop written out, bit for bit. Without a GPU it runs eagerly,
+or, where a test asks for it, in graphs that are emulated.
+"""
 
+import collections
 import copy
+import gc
+import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from emulated_graphs import emulate
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernelbook import runtime
-from kernelbook.nn import MoELayer
+from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.gpt import GPT, GPTConfig
-from kernelbook.train import CapturedStep, ChunkAdamW
-from kernelbook.train.capture import _no_stashed_generator
+from kernelbook.train import CapturedStep, ChunkAdamW, capture
+from kernelbook.train.capture import CapturedCalls, FixedInputs, _no_stashed_generator, state_of
 from kernelbook.train.step import KeptGradients
 
 GPU = runtime.DEVICE.type == "cuda"
+# Each test runs in 'make test', eagerly or emulated, and where there is a GPU in 'make test-gpu' too.
+pytestmark = [pytest.mark.gpu] if GPU else []
 VOCABULARY, BATCH, LENGTH = 61, 4, 24
 
 
@@ -83,6 +93,12 @@ def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
     lr: Any = torch.tensor(1e-2, device=runtime.DEVICE) if GPU else 1e-2
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(parameters, lr=lr, capturable=GPU, **how)
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW that can be captured in an emulated graph too."""
+    lr: Any = torch.tensor(1e-2, device=runtime.DEVICE)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, fused=True, capturable=GPU)
 
 
 def warmup(optimizer: torch.optim.Optimizer) -> Any:
@@ -221,11 +237,13 @@ def test_a_stale_learning_rate_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("cleared", (True, False))
 def test_gradients_that_are_not_cleared_would_be_seen(cleared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     data, model, plain = batches(12), made(Net), made(Net)
+    emulate(monkeypatch)
     if not cleared:
-        monkeypatch.setattr(KeptGradients, "clear", lambda self: None)
-    step = CapturedStep(model, adam(model), accumulate=2)
+        monkeypatch.setattr(KeptGradients, "_clear", staticmethod(lambda grads: None))
+    step = CapturedStep(model, fused(model), accumulate=2)
     losses = [step(**batch).item() for batch in data]
-    assert (losses == written_out(plain, adam(plain), data, accumulate=2)) is cleared
+    assert len(step._calls) == 2
+    assert (losses == written_out(plain, fused(plain), data, accumulate=2)) is cleared
 
 
 def test_a_gradient_from_before_is_no_part_of_a_step() -> None:
@@ -239,7 +257,7 @@ def test_a_gradient_from_before_is_no_part_of_a_step() -> None:
 
 def test_two_lengths_are_two_graphs() -> None:
     data, model, plain = batches(14, 9, 13, 16), made(Net), made(Net)
-    step = CapturedStep(model, adam(model), lengths=(16, 12))
+    step = CapturedStep(model, adam(model), lengths=(16, 12), pad={"input_ids": 0, "labels": -100})
     losses = [step(**batch).item() for batch in data]
     padded = []
     for batch in data:
@@ -301,13 +319,27 @@ def test_chunks_of_a_sparse_model_learn_in_a_graph() -> None:
     assert_same_weights(found[0][1], found[1][1])
 
 
-def test_what_a_kept_gradient_cannot_be_is_said() -> None:
-    embedding = nn.Embedding(8, 4, sparse=True).to(runtime.DEVICE)
-    step = CapturedStep(
-        embedding, torch.optim.SparseAdam(embedding.parameters()), loss=lambda m, x: m(x).square().sum()
-    )
-    with pytest.raises(ValueError, match="CapturedStep: gradients must be dense where they are kept"):
-        step(torch.tensor([1, 2]))
+def test_a_sparse_gradient_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    weights = []
+    for captured in (True, False):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(8, 4, sparse=True).to(runtime.DEVICE)
+        optimizer = torch.optim.SparseAdam(embedding.parameters())
+        step = CapturedStep(embedding, optimizer, loss=lambda m, x: m(x).square().sum(), accumulate=2, capture=captured)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if not captured else "default")
+            if captured:
+                with pytest.warns(
+                    UserWarning, match="CapturedStep: goes on without a CUDA graph: a gradient is sparse"
+                ):
+                    step(torch.tensor([1, 2]))
+            else:
+                step(torch.tensor([1, 2]))
+        for i in range(7):
+            step(torch.tensor([i % 3, 2]))
+        weights.append(embedding.weight.detach())
+    assert torch.equal(*weights)
 
 
 class Reads(Net):
@@ -443,10 +475,486 @@ def test_refuses(changes: dict[str, Any], error: type[Exception], message: str) 
         CapturedStep(model, **given)
 
 
-def test_a_batch_of_other_things_is_refused() -> None:
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
     model = made(Net)
-    step = CapturedStep(model, adam(model))
-    with pytest.raises(TypeError, match="CapturedStep: the batch must be of tensors and of plain values"):
-        step(batches(1)[0]["input_ids"], {1, 2})
     with pytest.raises(ValueError, match="CapturedStep: loss must return a scalar"):
         CapturedStep(model, adam(model), loss=lambda m, **batch: m.embed(batch["input_ids"]))(**batches(1)[0])
+
+
+# --- what a graph takes for granted -----------------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """Of its three layers a batch names those that take part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale, self.rows = 1.0, torch.arange(6)
+
+    def forward(self, x: torch.Tensor, parts: tuple[int, ...] = (0,), others: Any = None) -> torch.Tensor:
+        x = x.index_select(1, self.rows.to(x.device))
+        for i in parts:
+            x = torch.tanh(self.layers[i](x))
+        return (x * self.scale).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """It runs after the graph, and moves what has a gradient of zero."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def xs(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(4, 6, generator=generator) for _ in range(count)]
+
+
+def same(
+    calls: list[dict[str, Any]], make: Callable[[nn.Module], torch.optim.Optimizer], *,
+    changes: dict[int, Callable[[nn.Module, torch.optim.Optimizer], Any]] | None = None,
+    accumulate: int = 1, graphs: int | None = None, why: str | None = None,
+) -> CapturedStep:  # fmt: skip
+    """Runs the calls of ``Parts`` in a captured step and in a loop, with changes before some of them; they are the same."""
+    model, plain = made(Parts), made(Parts)
+    optimizer = make(plain)
+    step = CapturedStep(model, make(model), accumulate=accumulate)
+    for i, call in enumerate(calls):
+        for each, its in ((model, step.optimizer), (plain, optimizer)):
+            if i in (changes or {}):
+                changes[i](each, its)  # type: ignore[index]
+        loss = step(**call)
+        if i % accumulate == 0:
+            optimizer.zero_grad()
+        expected = plain(**{k: v.to(runtime.DEVICE) if isinstance(v, torch.Tensor) else v for k, v in call.items()})
+        (expected / accumulate).backward()
+        if i % accumulate == accumulate - 1:
+            optimizer.step()
+        assert loss.item() == expected.item(), f"call {i}"
+        assert_same_weights(model, plain)
+    if why is None:
+        assert step.why_eager is None
+    else:
+        assert why in str(step.why_eager)
+    assert graphs is None or len(step._calls) == graphs
+    return step
+
+
+@pytest.mark.parametrize(("make", "accumulate"), [(sgd, 1), (sgd, 2), (fused, 2), (fused, 1)])
+def test_parameters_that_a_batch_leaves_out_have_no_gradient(
+    make: Callable[[nn.Module], torch.optim.Optimizer], accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kinds of batches that use other layers, in turn, long after each of them was captured."""
+    emulate(monkeypatch)
+    parts = [(0,)] * 8 + [(0, 1)] * 8 + [(0,)] * 4 + [(2,)] * 8 + [(0, 1), (0,), (2,), (0,)] * 10
+    same([{"x": x, "parts": p} for x, p in zip(xs(len(parts)), parts, strict=True)], make, accumulate=accumulate)
+
+
+@pytest.mark.parametrize(("make", "accumulate"), [(sgd, 1), (fused, 2)])
+def test_what_is_trained_may_change(
+    make: Callable[[nn.Module], torch.optim.Optimizer], accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+
+    def freeze(model: Any, optimizer: Any) -> None:
+        model.layers[1].requires_grad_(False)
+
+    def thaw(model: Any, optimizer: Any) -> None:
+        model.layers[1].requires_grad_(True)
+
+    def add(model: Any, optimizer: Any) -> None:
+        optimizer.add_param_group({"params": list(model.layers[2].parameters())})
+
+    def first_two(model: nn.Module) -> torch.optim.Optimizer:
+        model.layers[1].requires_grad_(False)  # type: ignore[index, union-attr]
+        optimizer = make(model.layers[0])  # type: ignore[index, arg-type]
+        optimizer.param_groups[0]["params"] += list(model.layers[1].parameters())  # type: ignore[index, union-attr]
+        return optimizer
+
+    calls = [{"x": x, "parts": (0, 1, 2)} for x in xs(48)]
+    same(calls, first_two, changes={10: thaw, 20: add, 30: freeze, 38: thaw}, accumulate=accumulate)
+
+
+def number(model: Any, optimizer: Any) -> None:
+    model.scale = 3.0
+
+
+def tensor(model: Any, optimizer: Any) -> None:
+    model.rows = torch.arange(5, -1, -1, device=runtime.DEVICE)
+
+
+def assign(model: Any, optimizer: Any) -> None:
+    model.layers[0].load_state_dict({k: 2 * v for k, v in model.layers[0].state_dict().items()}, assign=True)
+
+
+def hook(model: Any, optimizer: Any) -> None:
+    model.layers[0].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+@pytest.mark.parametrize("change", (number, tensor, assign, hook))
+@pytest.mark.parametrize("make", (sgd, fused))
+def test_a_change_of_the_model_is_seen(
+    change: Callable[[Any, Any], None], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    same([{"x": x} for x in xs(16)], make, changes={8: change}, graphs=2)
+
+
+def test_modes_of_parts_and_the_callers_autocast_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model = made(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    step = CapturedStep(model, fused(model), loss=lambda m, x: m(x).square().mean())
+    for x in xs(5):
+        step(x)
+    mean = model[1].running_mean  # type: ignore[index]
+    model[1].eval()  # type: ignore[index]
+    before = mean.clone()
+    for x in xs(5):
+        step(x)
+    assert torch.equal(before, mean)
+    with torch.autocast(runtime.DEVICE.type, torch.bfloat16):
+        for x in xs(5):
+            step(x)
+    assert len(step._calls) == 3
+    for x in xs(5):
+        step(x)
+    assert len(step._calls) == 3
+
+
+def test_the_state_of_a_model_has_its_chunks() -> None:
+    layer = SparseLinear(64, 64, chunk_size=16)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(layer))
+    states = [state_of(model)]
+    for name, value in (
+        ("active_chunks", torch.tensor([0, 1])), ("active_chunks", torch.tensor([2])), ("mode", "dense"),
+    ):  # fmt: skip
+        setattr(layer, name, value)
+        states.append(state_of(model))
+    assert layer.active_chunks is not None
+    layer.active_chunks.fill_(1)  # another value of the same tensor is read by the graph that there is
+    assert state_of(model) == states[-1]
+    assert len(set(states)) == 4
+
+
+@pytest.mark.gpu
+def test_other_chunks_are_learnt_in_a_graph() -> None:
+    weights = []
+    for captured in (True, False):
+        torch.manual_seed(0)
+        layer = SparseLinear(64, 64, chunk_size=16, device=runtime.DEVICE)
+        step = CapturedStep(layer, adam(layer), loss=lambda m, x: m(x).square().mean(), capture=captured)
+        for i in range(15):
+            if i % 5 == 0:
+                layer.active_chunks = torch.tensor([i // 5], device=runtime.DEVICE)
+            step(torch.full((8, 64), 1.0 + i, device=runtime.DEVICE))
+        weights.append(layer.weight.detach())
+    assert torch.equal(*weights)
+
+
+Pair = collections.namedtuple("Pair", ("x", "parts"))
+
+
+def test_a_named_tuple_is_a_part_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model, given = made(Parts), xs(8)
+    step = CapturedStep(model, fused(model), loss=lambda m, pair: m(pair.x, pair.parts))
+    plain = made(Parts)
+    other = CapturedStep(plain, fused(plain), capture=False)
+    assert [step(Pair(x, (0, 2))).item() for x in given] == [other(x, (0, 2)).item() for x in given]
+    assert len(step._calls) == 1
+
+
+def test_a_hyperparameter_with_a_schedule_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model = made(Parts)
+    optimizer = fused(model)
+    optimizer.param_groups[0]["lr"] = 0.1
+    step = CapturedStep(model, optimizer)
+    with pytest.warns(
+        UserWarning, match=r"CapturedStep: goes on .*: 8 calls in a row .* from one to the next: optimizer betas$"
+    ):
+        for i, x in enumerate(xs(20)):
+            optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * i, 0.99)
+            step(x)
+    assert "optimizer betas" in str(step.why_eager)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for x in xs(20):
+            step(x)
+    assert step.why_eager is None
+    assert len(step._calls) == 1
+
+
+@pytest.mark.parametrize("accumulate", (1, 2))
+def test_a_number_in_the_batch_that_changes_is_named(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    with pytest.warns(UserWarning, match=r"calls in a row were of as many kinds.*: batch others$"):
+        same([{"x": x, "others": i} for i, x in enumerate(xs(24))], sgd, accumulate=accumulate, why="batch others")
+
+
+def test_a_count_in_the_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+    class Counts(Parts):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            self.scale += 1
+            return super().forward(x)
+
+    model = made(Counts)
+    step = CapturedStep(model, fused(model))
+    with pytest.warns(UserWarning, match=r"from one to the next: scale$"):
+        for x in xs(9):
+            step(x)
+
+
+def test_types_of_values_are_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = FixedInputs("test")
+    values: list[Any] = [{"x": v} for v in (1, True, 1.0, None, {}, [], (), (1,), [1], {"y": 1})]
+    kinds = [fixed((), value, runtime.DEVICE)[0] for value in [{}, *values]]
+    assert len(set(kinds)) == len(kinds)
+    assert fixed((), {"x": 1}, runtime.DEVICE)[0] == kinds[1]
+
+
+def test_kinds_and_their_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used is dropped, and captured anew where it comes back."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(capture, "MOST", 2)
+    calls = [{"x": x, "others": i // 6 % 3} for i, x in enumerate(xs(54))]
+    step = same(calls, sgd, graphs=2)
+    assert len(step._inputs._sets) == 2
+    assert len(step._calls._kinds) == 2
+
+
+def test_a_graph_whose_inputs_were_dropped_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(capture, "MOST", 2)
+    model, plain = made(Parts), made(Parts)
+    step, other = CapturedStep(model, sgd(model)), CapturedStep(plain, sgd(plain), capture=False)
+    for i, x in enumerate(xs(12)):
+        if i == 6:
+            with pytest.warns(UserWarning, match="for a test"):
+                step._calls.go_on_eagerly("for a test")
+        kind = 0 if i < 6 else i % 3
+        assert step(x, others=kind).item() == other(x).item(), i
+    assert_same_weights(model, plain)
+
+
+class Lucky(Parts):
+    """A layer is left out by chance."""
+
+    draw: Callable[[], float]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, (0, 1) if type(self).draw() < 0.5 else (0,))
+
+
+@pytest.mark.parametrize(
+    ("draw", "named"),
+    [
+        (random.random, "random"),
+        (lambda: float(np.random.rand()), "numpy.random"),
+        (lambda: float(torch.rand(())), "torch's on the CPU"),
+    ],
+)
+def test_random_numbers_of_the_host_are_named(
+    draw: Callable[[], float], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(Lucky, "draw", staticmethod(draw), raising=False)
+    losses = []
+    for captured in (True, False):
+        random.seed(0)
+        np.random.seed(0)
+        model = made(Lucky)
+        torch.manual_seed(0)
+        step = CapturedStep(model, fused(model), capture=captured)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            losses.append([step(x).item() for x in xs(12)])
+        if captured:
+            [found] = [w for w in said if f"random numbers are drawn on the host ({named})" in str(w.message)]
+            assert found.filename == __file__
+            assert len(step._calls) == 0
+    assert losses[0] == losses[1]
+
+
+def test_graphs_of_another_generator_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model = made(Parts)
+    step = CapturedStep(model, fused(model), warm=1)
+    for x in xs(3):
+        step(x)
+    assert len(step._calls) == 1
+    monkeypatch.setattr(capture, "_generations", capture._generations + 1)
+    step(xs(1)[0])
+    assert len(step._calls) == 0
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_leaves_the_generator_to_the_graphs_from_before() -> None:
+    """Seeds reach them, and they and eager draws share one sequence of numbers."""
+    model, plain, data = made(lambda: Net(dropout=0.5)), made(lambda: Net(dropout=0.5)), batches(16)
+    step, other = CapturedStep(model, adam(model)), CapturedStep(plain, adam(plain), capture=False)
+    for each in (step, other):
+        torch.manual_seed(3)
+        for batch in data[:6]:
+            each(**batch)
+    assert_captured(step, 1)
+    bad = made(Reads)
+    failing = CapturedStep(bad, adam(bad), warm=1)
+    with pytest.warns(UserWarning, match="goes on without a CUDA graph"):
+        for batch in data[:3]:
+            failing(**batch)
+    found = []
+    for each in (step, other):
+        torch.manual_seed(7)
+        draws = []
+        for batch in data[6:]:
+            draws += [each(**batch).item(), torch.rand((), device=runtime.DEVICE).item()]
+        found.append(draws)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == len(found[0])
+
+
+def test_float16_is_refused() -> None:
+    model = made(Net)
+    with pytest.raises(ValueError, match="CapturedStep: autocast must be one of"):
+        CapturedStep(model, adam(model), autocast=torch.float16)
+    step = CapturedStep(model, adam(model))
+    with (
+        torch.autocast(runtime.DEVICE.type, torch.float16),
+        pytest.raises(ValueError, match="vanish without a GradScaler"),
+    ):
+        step(**batches(1)[0])
+
+
+def test_a_step_that_is_dropped_is_gone() -> None:
+    model = made(Net)
+    optimizer = adam(model)
+    step = CapturedStep(model, optimizer)
+    step(**batches(1)[0])
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_half_a_gradient_does_not_outlive_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model, data = made(Parts), xs(12)
+    step = CapturedStep(model, sgd(model), accumulate=2)
+    for x in data[:9]:
+        step(x)
+    step.optimizer.load_state_dict(step.optimizer.state_dict())
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain)
+    optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
+    for each in (step, CapturedStep(plain, optimizer, accumulate=2, capture=False)):
+        for x in data[10:]:
+            each(x)
+    assert_same_weights(model, plain)
+
+
+# --- where, and what ---------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_on_a_gpu_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Parts()
+    monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
+    with pytest.warns(UserWarning, match="the model is on the cpu"):
+        step = CapturedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert step.why_eager == "the model is on the cpu"
+    assert step(xs(1)[0]).device.type == "cpu"
+    with pytest.warns(UserWarning, match="the model is on the cpu"):
+        assert not CapturedCalls("x", device=torch.device("cpu")).captures
+
+
+def test_a_model_on_several_devices_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model = made(Parts)
+    model.layers[2].to("meta")  # type: ignore[index, union-attr]
+    with pytest.warns(UserWarning, match="the model is on several devices"):
+        step = CapturedStep(model, sgd(model.layers[0]))  # type: ignore[index, arg-type]
+    step(xs(1)[0])
+
+
+@pytest.mark.gpu
+def test_a_model_that_moves_is_captured_where_it_is() -> None:
+    torch.manual_seed(0)
+    model = Parts()
+    with pytest.warns(UserWarning, match="the model is on the cpu"):
+        step = CapturedStep(model, sgd(model))
+    model.to(runtime.DEVICE)
+    for x in xs(6):
+        step(x)
+    assert_captured(step, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_another_gpu_than_the_current_one() -> None:
+    models = [made(Net).to("cuda:1") for _ in range(2)]
+    steps = [CapturedStep(model, adam(model), capture=i == 0) for i, model in enumerate(models)]
+    data = batches(8)
+    assert [steps[0](**b).item() for b in data] == [steps[1](**b).item() for b in data]
+    assert_captured(steps[0], 1)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (np.ones(2), "numpy.ndarray"),
+        (np.float32(1.0), "numpy.float32"),
+        ({1, 2}, "builtins.set"),
+        (torch.ones(2, 2).to_sparse(), "sparse"),
+        (torch.ones(2, requires_grad=True), "wants a gradient"),
+    ],
+)
+def test_a_batch_of_other_things_is_named(value: Any, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    with pytest.warns(
+        UserWarning, match=rf"goes on without a CUDA graph: the batch has a .*{named}.*\['others'\]\[0\]"
+    ):
+        same([{"x": x, "others": [value]} for x in xs(6)], sgd, why=named)
+
+
+@pytest.mark.gpu
+def test_pinned_memory_may_be_filled_anew_at_once() -> None:
+    model, plain = made(Parts), made(Parts)
+    step, other = CapturedStep(model, sgd(model)), CapturedStep(plain, sgd(plain), capture=False)
+    pinned = torch.empty(4, 6).pin_memory()
+    large = torch.ones(8192, 8192, device=runtime.DEVICE)
+    losses = []
+    for x in xs(10):
+        pinned.copy_(x)
+        for _ in range(4):
+            large @ large  # the device is behind
+        losses.append(step(pinned))
+        pinned.fill_(torch.nan)
+    assert [loss.item() for loss in losses] == [other(x).item() for x in xs(10)]
+
+
+def test_what_cannot_be_filled_up_is_refused() -> None:
+    model = made(Net)
+    [batch] = batches(1, 9)
+    step = CapturedStep(model, adam(model), lengths=(9, 16))
+    with pytest.raises(ValueError, match=r"CapturedStep: labels must have a dimension 1 .* got shape \(4,\)"):
+        step(input_ids=batch["input_ids"], labels=torch.ones(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="CapturedStep: the batch must be given by name where lengths are, got 2"):
+        step(*batch.values())
+    step(**batch)  # nothing is filled up
+    with pytest.raises(ValueError, match="CapturedStep: the batch must have an attention_mask where it is filled up"):
+        step(**batches(1, 8)[0])
+    masked = CapturedStep(model, adam(model), lengths=(16,), loss=lambda m, input_ids, labels, attention_mask: m(
+        input_ids, labels) + 0 * attention_mask.sum())  # fmt: skip
+    assert masked(**batch, attention_mask=torch.ones(4, 9)).isfinite()
+    # What says with no elements that nothing is left out stays what it is.
+    assert masked._padded((), batch | {"attention_mask": torch.ones(0, 1, 1, 1)})["attention_mask"].shape == (
+        0,
+        1,
+        1,
+        1,
+    )

@@ -1,7 +1,5 @@
 """What makes pages of notebooks: their ladders' programs, formulas, questions, executions that are kept."""
 
-import ast
-import hashlib
 import json
 import os
 import re
@@ -46,6 +44,51 @@ def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
     path.write_text(json.dumps({"cells": [cell]}))
     with pytest.raises(ValueError, match="expected one line 'RECORD_STEPS = False', found 0"):
         tool.steps_program(path)
+
+
+def test_a_chapter_that_fails_or_takes_too_long_keeps_no_other_from_its_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = program("record_chapters")
+    assert tool.record(["-c", ""], 100.0) == "recorded"
+    assert tool.record(["-c", "1 / 0"], 100.0) == "FAILED with 1"
+    assert tool.record(["-c", "import time\ntime.sleep(100)"], 0.1) == "TIME IS UP"
+
+    def record_chapter(name: str, steps: bool, scratch: Path, seconds: float) -> str:
+        if name == "missing":
+            raise FileNotFoundError(name)
+        return "recorded" if steps and seconds <= 100 else "FAILED with 1"
+
+    monkeypatch.setattr(tool, "record_chapter", record_chapter)
+    monkeypatch.setattr(tool, "record_profile", lambda scratch, what: what == "--slowly")
+    assert tool.main(["--steps", "--seconds", "100", "missing", "right", "--slow", "--profile"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "2 recorded; not recorded: missing (FAILED: FileNotFoundError: missing), --profile (FAILED)"
+    )
+    assert tool.main(["--seconds", "0", "right"]) == 1
+    assert "not recorded: right (NO TIME LEFT)" in capsys.readouterr().out
+    assert tool.main(["--steps", "right"]) == 1  # no limit
+    assert tool.main([]) == 2
+
+
+def test_cells_that_ask_the_compiler_or_use_its_answer_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kernelbook.lab import compiled
+
+    monkeypatch.setattr(compiled, "compile_calls", compiled.compile_calls)
+    tool = program("record_chapters")
+    asks = "from kernelbook.lab import compiled\nkept = 1\nreport = compiled.compile_calls('...')"
+    cells = ("report = None", asks, "table = [report]", "print('a ladder', kept)", "assert 'table' not in globals()")
+    for i, cell in enumerate(cells):
+        (tmp_path / f"{i:03}.py").write_text(cell)
+    tool.run_cells(tmp_path)
+    out = capsys.readouterr().out
+    assert "the cell 001 is left out" in out and "the cell 002 is left out" in out and "a ladder 1" in out
+    for last, words in (("another", "another"), ("dict(record=RECORD_STEPS, of=report)", "RECORD_STEPS")):
+        (tmp_path / "005.py").write_text(last)
+        with pytest.raises(NameError, match=words):
+            tool.run_cells(tmp_path)
 
 
 def test_a_profile_keeps_what_the_page_reads() -> None:
@@ -223,36 +266,15 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     assert not tool.is_kept(tool.open_cache(), path)
 
 
-def _kernels_of_steps(path: Path) -> str:
-    """The sources that ``time_steps`` ties a chapter's ladder to, read off the notebook."""
-    functions: dict[str, str] = {}
-    names: list[str] = []
-    for cell in nbformat.read(path, as_version=4).cells:
-        if cell.cell_type != "code":
-            continue
-        lines = cell.source.splitlines(True)
-        for node in ast.parse(cell.source).body:
-            if isinstance(node, ast.FunctionDef) and node.decorator_list:
-                functions[node.name] = "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
-            elif isinstance(node, ast.Assign | ast.AugAssign) and isinstance(node.value, ast.Tuple):
-                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                if isinstance(target, ast.Name) and target.id == "step_kernels":
-                    names += [element.id for element in node.value.elts if isinstance(element, ast.Name)]
-    return "".join(functions[name].rstrip("\n") + "\n" for name in names)
-
-
-@pytest.mark.parametrize("name", sorted(set(WITH_STEPS) - {"together", "attention_hopper"}))  # whose steps are the package's
+@pytest.mark.parametrize("name", sorted(WITH_STEPS))
 def test_a_ladder_recorded_from_other_kernels_says_so(name: str) -> None:
-    sources = _kernels_of_steps(ROOT / "notebooks" / f"{name}.ipynb")
-    assert sources.count("@triton.jit") > 1
-    sources = re.sub(r"^ *# (region .*|endregion)\n", "", sources, flags=re.MULTILINE)
-    digest = hashlib.sha256(sources.encode()).hexdigest()[:8]
     stem = re.search(
         r'time_steps\(\s*"(\w+)"', program("record_chapters").steps_program(ROOT / "notebooks" / f"{name}.ipynb")
     )
     assert stem is not None
     own = pd.DataFrame()
-    own.attrs["package"] = f"{stem[1]}+{digest}"  # as time_steps gives it to the page
+    own.attrs["package"] = record.notebook_version(stem[1])  # as time_steps gives it to the page
+    assert re.fullmatch(rf"{stem[1]}\+[0-9a-f]{{8}}", own.attrs["package"])
     text = plots.steps(stem[1], own=own)
     if not (record.results_dir() / record.BOOKS_GPU / f"{stem[1]}.csv").exists():
         assert text == "Nothing is recorded yet."

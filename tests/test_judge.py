@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernelbook import check, runtime
 from kernelbook.lab import cli, judge_source
@@ -73,9 +74,43 @@ def test_a_cheat_is_refused_on_a_gpu(name: str) -> None:
 @pytest.mark.unwatched
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_a_right_solution_passes(name: str) -> None:
-    found = judge(SOLUTIONS[name], name, gpu=False, seed=7)
+    """In two of three dtypes: tools/evidence/judged.py judges them in all."""
+    task = dataclasses.replace(TASKS[name], dtypes=TASKS[name].dtypes[::2])
+    found = judge(SOLUTIONS[name], task, gpu=False, seed=7)
     assert found.right, found
-    assert found.cases >= 9
+    assert found.cases >= 8
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.book])
+def test_the_book_s_own_kernel_beside_a_reader_s_does_the_task(name: str) -> None:
+    """Which only a GPU's timing calls."""
+    task = TASKS[name]
+    sizes = sorted(task.sizes, key=judging._elements)[1]
+    asked = judging._Asked(dataclasses.replace(task, grads=()), judging._Case(sizes, task.dtypes[0]), seed=3)
+    assert task.book is not None
+    device = runtime.DEVICE
+    for _ in range(2):  # the second time what the first has kept
+        outputs = judging._list(task.book(**judging._to(device, asked.series[0])))
+        for verdict in asked.verdicts(0, {"outputs": [out.detach() for out in outputs], "grads": []}, device):
+            verdict.require()
+
+
+# A line of a solution, and what makes it wrong.
+PLANTED = {
+    "nf4_matvec": ("(offs // 32)[None, :]", "(offs // 64)[None, :]"),
+    "causal_attention": ("if short != long:", "if short + 1 < long:"),
+}
+
+
+@pytest.mark.unwatched
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
+    right, wrong = PLANTED[name]
+    text = SOLUTIONS[name].read_text()
+    assert text.count(right) == 1
+    (tmp_path / "planted.py").write_text(text.replace(right, wrong))
+    found = judge(tmp_path / "planted.py", name, gpu=False, seed=7)
+    assert found.sentence.startswith("For ") and "the result" in found.sentence
 
 
 def test_every_task_has_a_right_solution() -> None:
@@ -127,6 +162,30 @@ def test_a_function_of_a_notebook_is_judged_with_what_it_uses_by_a_task_of_the_r
     assert not found.right and "off by 3.3e-01" in found.sentence and found.hints == ("three",)
     with pytest.raises(check.CheckError, match="not right"):
         found.require()
+
+
+@triton.jit
+def _double_tiles_kernel(x_desc, y_desc, BLOCK: tl.constexpr):
+    start = tl.program_id(0) * BLOCK
+    y_desc.store([start], 2.0 * x_desc.load([start]))
+
+
+def double_tiles(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x_desc, y_desc = (TensorDescriptor.from_tensor(tensor, [64]) for tensor in (x, y))
+    _double_tiles_kernel[(triton.cdiv(len(x), 64),)](x_desc, y_desc, BLOCK=64)
+    return y
+
+
+@pytest.mark.unwatched
+def test_a_kernel_with_descriptors_that_the_host_makes_is_judged_like_any() -> None:
+    task = dataclasses.replace(DOUBLE, sizes=({"n": 8}, {"n": 200}), multiple={"n": 8}, empty=None)
+    assert judge(double_tiles, task, gpu=False).require().cases >= 9  # bfloat16 among them
+    assert not judge(double_tiles, dataclasses.replace(task, reference=lambda x: 3 * x), gpu=False).right
+    text = judge_source.text_of(double_tiles)
+    assert "from triton.tools.tensor_descriptor import TensorDescriptor" in text
+    for other in ("tensor_descriptor import dataclass", "disasm import get_sass"):
+        assert judge_source.problems(text.replace("tensor_descriptor import TensorDescriptor", other))
 
 
 def test_the_text_of_a_function_is_a_file() -> None:

@@ -389,9 +389,10 @@ def test_a_number_has_one_type_in_the_key(made: list[Any]) -> None:
     assert torch.equal(kb.layer_norm(x, eps=1.0), first) and len(made) == 1 and type(made[0].eps) is float
     np = pytest.importorskip("numpy")
     assert torch.equal(kb.layer_norm(x, eps=np.float32(1)), first) and len(made) == 1
-    for wrong in (True, "1", [1], None, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="layer_norm: eps must be a number that is not negative, got"):
-            kb.layer_norm(x, eps=wrong)
+    for error, wrongs in ((TypeError, (True, "1", [1], None)), (ValueError, (float("nan"), float("inf"), -1.0))):
+        for wrong in wrongs:
+            with pytest.raises(error, match="layer_norm: eps must be a number that is not negative, got"):
+                kb.layer_norm(x, eps=wrong)
     with pytest.raises(ValueError, match="layer_norm: backward must be one of"):
         kb.layer_norm(x, backward=["partials"])
 

@@ -725,7 +725,7 @@ def test_bad_settings() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             gated_experts(x, gate_up, down, ids, gates, **others)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="activation must be one of 'silu', 'gelu', 'relu', got 'tanh'"):
+    with pytest.raises(ValueError, match="activation must be one of 'silu', 'gelu', 'relu', 'swigluoai', got 'tanh'"):
         _call(ids, activation="tanh")(**inputs)
     with pytest.raises(ValueError, match="active must be one of 'auto', 'all', 'bound', 'count', got 'some'"):
         _call(ids, active="some")(**inputs)

@@ -248,6 +248,13 @@ def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
     line = plots.step("square_steps", "second", by="tflops", peak=True, x=2)
     assert "5,000" in line and "0.80" in line and "1,234" in line and "torch" not in line
     assert line.startswith("square, forward + backward, N=2, float16, 1:")
+    assert "earlier version" not in line
+    monkeypatch.setattr(record, "notebook_version", lambda stem: "1")
+    assert plots.step("square_steps", "second", x=2).endswith("|")
+    monkeypatch.setattr(record, "notebook_version", lambda stem: "2")
+    assert plots.step("square_steps", "second", x=2).endswith(
+        "|\n\nThese times are of an earlier version of this page's steps."
+    )
     own = small.assign(ms="7.0")
     text = plots.steps("square_steps", own=own, by={"square": "tflops"})
     assert "earlier version" not in text

@@ -1,9 +1,12 @@
 """Measuring and the record of a measurement."""
 
 import dataclasses
+import importlib.util
 import itertools
+import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -316,7 +319,19 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(timing.runtime, "device_slug", lambda: "a-gpu")
     monkeypatch.setattr(record, "environment", lambda package: about | {"package": package})
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    monkeypatch.setattr(timing, "run_cases", lambda cases, package, **_: (_one_row(package), []))
+    failures: list[str] = []
+    (tmp_path / "a-gpu").mkdir()
+    old = _one_row("old").assign(
+        run="old", provider=["kernelbook:gone"]
+    )  # of the same ladder; and of one that is none now
+    path = tmp_path / "a-gpu" / "square_steps.csv"
+    pd.concat([old, old.assign(op="cube")]).to_csv(path, index=False)
+
+    def run_cases(cases: object, package: str, record: Callable[[pd.DataFrame], object], **_: object) -> object:
+        record(_one_row(package))
+        return _one_row(package), failures
+
+    monkeypatch.setattr(timing, "run_cases", run_cases)
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(1.0, 2.0, 3.0, 4.0, 5.0))
     rows = timing.time_steps("square_steps", [], [one], record=True)
     assert len(pd.read_csv(tmp_path / "a-gpu" / "square_steps.csv")) == len(rows) == 1
@@ -324,11 +339,38 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     assert list(pd.read_csv(ceilings)["run"]) == list(rows["run"])
     again = timing.time_steps("square_steps", [], [two])
     assert again["package"].iloc[0] != rows["package"].iloc[0] and len(pd.read_csv(ceilings)) == 1
-    monkeypatch.setattr(timing, "run_cases", lambda *_, **__: (_one_row("x"), ["square: wrong"]))
-    with pytest.raises(RuntimeError, match="time_steps: square: wrong"):
-        timing.time_steps("square_steps", [], [Path(timing.__file__)], record=True)
+    failures.append("cube: wrong")
+    pd.concat([pd.read_csv(path, dtype=str), old.assign(op="cube")]).to_csv(path, index=False)
+    with pytest.raises(RuntimeError, match="time_steps: cube: wrong"):
+        timing.time_steps(
+            "square_steps", [dataclasses.replace(_case(), op="cube")], [Path(timing.__file__)], record=True
+        )
+    kept = pd.read_csv(path)["package"]  # of the ladder that was right; the other keeps its record
+    assert list(kept) == ["old", record.page_version("square_steps", [Path(timing.__file__)])]
     with pytest.raises(ValueError, match="page_version: kernels must name what a row measures, got none"):
         timing.time_steps("square_steps", [], [])
+
+
+def test_the_version_of_a_page_s_steps_is_read_off_its_notebook(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path / "book" / "results")
+    assert record.notebook_version("square_steps") == ""
+    kernels = "@triton.jit\ndef _one_kernel(x):\n    # region as before\n    pass\n    # endregion\n\n\n@triton.jit\ndef _two_kernel(x):\n    pass"
+    steps = "step_kernels = (_one_kernel,)\nstep_kernels += (_two_kernel, Path(timing.__file__))\n"
+    call = 'timing.time_steps("square_steps", [case], step_kernels, record=RECORD_STEPS)'
+    sources = ["from pathlib import Path\nfrom kernelbook.lab import timing", kernels, steps + call]
+    (tmp_path / "notebooks").mkdir()
+    notebook = {"cells": [{"cell_type": "code", "source": source.splitlines(keepends=True)} for source in sources]}
+    (tmp_path / "notebooks" / "square.ipynb").write_text(json.dumps(notebook))
+    module = tmp_path / "square.py"
+    module.write_text("import triton\n\n\n" + kernels + "\n")
+    spec = importlib.util.spec_from_file_location("square", module)
+    assert spec is not None and spec.loader is not None
+    square = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(square)
+    page = record.page_version("square_steps", [square._one_kernel, square._two_kernel, Path(timing.__file__)])
+    assert record.notebook_version("square_steps") == page
 
 
 def _one_row(package: str) -> pd.DataFrame:

@@ -454,6 +454,7 @@ def test_a_captured_step_is_the_step(
     eager.run()
     captured = Trainer(dataclasses.replace(config, cuda_graph=True), out=tmp_path / "run", progress=False)
     captured.run(until=15)
+    assert captured._calls.why_eager is None
     resumed = Trainer(dataclasses.replace(config, cuda_graph=True), out=tmp_path / "run", resume=True, progress=False)
     resumed.run()
     assert captured.losses() == eager.losses()[:15]

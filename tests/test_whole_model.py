@@ -199,7 +199,9 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
     assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 0
     rows = pd.read_csv(tmp_path / "whole_model.csv")
-    assert list(rows.columns) == list(record.COLUMNS) and len(rows) == 4 and rows["run"].nunique() == 1
+    assert list(rows.columns) == [*record.COLUMNS, "add_host_us", "setup_s"]
+    assert len(rows) == 4 and rows["run"].nunique() == 1
+    assert (rows[["add_host_us", "setup_s"]] > 0).all(axis=None)
     assert set(rows["mode"]) == {"step", "forward"} and (rows["ms"] > 0).all()
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
     assert rows["x"].tolist() == [1, 2, 1, 1] and rows["err_ratio"].notna().all()

@@ -1,15 +1,18 @@
 """Runs chapters with RECORD set, on the GPU at hand: each writes the times of its own steps into book/results/<gpu>.
 
-usage: python tools/record_chapters.py [--steps] attention_forward attention_backward
-       python tools/record_chapters.py --profile
-       python tools/record_chapters.py --slow
+usage: python tools/record_chapters.py [--steps] [--seconds N] [--profile] [--slow] [chapter ...]
 
-With --steps only the ladder is recorded, by RECORD_STEPS, and the chapter ends there.
-The notebooks themselves stay as they are.
+With --steps only the ladder is recorded, by RECORD_STEPS, and the chapter ends there; cells that only ask the compiler are left out.
+The notebooks themselves stay as they are. Without a GPU everything runs and nothing is written: a rehearsal.
 With --profile Nsight Compute counts in the kernels that the page "How a GPU runs your program" reads, into profile.csv;
 with --slow in those that the chapter "A kernel is wrong, a kernel is slow" asks about, into slow_kernels.csv.
+
+One chapter after the other, each in a process of its own. What one has written stays, whatever becomes of it or of the others;
+--seconds ends the one that runs when the time is up. The last lines say what was recorded and what was not.
 """
 
+import argparse
+import ast
 import io
 import json
 import os
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -40,11 +44,17 @@ def switched_on(path: Path, program: str, switch: str) -> str:
     return program
 
 
-def steps_program(path: Path) -> str:
-    """The notebook's cells down to the last with RECORD_STEPS, as a program."""
+def steps_cells(path: Path) -> list[str]:
+    """The notebook's cells down to the last with RECORD_STEPS, switched on."""
     code = code_of(path)
     end = max((i for i, source in enumerate(code) if "record=RECORD_STEPS" in source), default=0)
-    return switched_on(path, "\n\n".join(code[: end + 1]), "RECORD_STEPS")
+    mark = "\n# --- the next cell ---\n"
+    return switched_on(path, mark.join(code[: end + 1]), "RECORD_STEPS").split(mark)
+
+
+def steps_program(path: Path) -> str:
+    """The same as one text."""
+    return "\n\n".join(steps_cells(path))
 
 
 def whole_program(path: Path) -> str:
@@ -52,12 +62,58 @@ def whole_program(path: Path) -> str:
     return switched_on(path, "\n\n".join(code_of(path)), "RECORD")
 
 
-def record(name: str, program: str, scratch: Path) -> bool:
-    """Runs the program of a chapter; whether that went well."""
-    place = scratch / f"{name}.py"
-    place.write_text(program, encoding="utf-8")
+class _AsksTheCompiler(Exception):  # noqa: N818  no error: a cell is left out
+    pass
+
+
+def run_cells(folder: Path) -> None:
+    """Runs the cells of a chapter, a file each, in one namespace; what asks the compiler, or uses its answer, is left out."""
+    from kernelbook.lab import compiled
+
+    def left_out(*_: object, **__: object) -> None:
+        raise _AsksTheCompiler
+
+    compiled.compile_calls = left_out  # type: ignore[assignment]
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    unset: set[str] = set()
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        try:
+            exec(compile(text, str(path), "exec"), namespace)  # noqa: S102
+        except (_AsksTheCompiler, NameError) as error:
+            if "record=RECORD" in text or (isinstance(error, NameError) and error.name not in unset):
+                raise
+            [line, *_] = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+            ended = [node for node in ast.parse(text).body if (node.end_lineno or 0) >= (line or 0)]
+            names = [name for node in ended for name in ast.walk(node) if isinstance(name, ast.Name)]
+            for name in (name.id for name in names if isinstance(name.ctx, ast.Store)):
+                unset.add(name)  # what an earlier cell called so is not what a later one expects
+                namespace.pop(name, None)
+            print(f"{folder.name}: the cell {path.stem} is left out", flush=True)
+
+
+def record(command: list[str], seconds: float) -> str:
+    """Runs the program of a chapter; what became of it, in a word or two."""
     environment = os.environ | {"MPLBACKEND": "agg"}
-    return subprocess.run([sys.executable, str(place)], cwd=NOTEBOOKS, env=environment, check=False).returncode == 0
+    process = subprocess.Popen([sys.executable, *command], cwd=NOTEBOOKS, env=environment)
+    try:
+        code = process.wait(timeout=max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return "TIME IS UP"
+    return "recorded" if code == 0 else f"FAILED with {code}"
+
+
+def record_chapter(name: str, steps: bool, scratch: Path, seconds: float) -> str:
+    path, folder = NOTEBOOKS / f"{name}.ipynb", scratch / name
+    folder.mkdir()
+    if not steps:
+        (folder / f"{name}.py").write_text(whole_program(path), encoding="utf-8")
+        return record([str(folder / f"{name}.py")], seconds)
+    for i, source in enumerate(steps_cells(path)):
+        (folder / f"{i:03}.py").write_text(source, encoding="utf-8")
+    return record([__file__, "--cells", str(folder)], seconds)
 
 
 # What is profiled: kernel -> problem. All in float16.
@@ -175,30 +231,53 @@ def record_profile(scratch: Path, what: str = "--profiled") -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Records one chapter after the other; 1 if one of them failed."""
+    """Records one after the other; 1 if something was not recorded."""
     if arguments == ["--profiled"]:
         call_profiled()
         return 0
     if arguments == ["--slowly"]:
         call_slow()
         return 0
-    if arguments in (["--profile"], ["--slow"]):
-        with tempfile.TemporaryDirectory() as scratch:
-            return int(not record_profile(Path(scratch), "--slowly" if arguments == ["--slow"] else "--profiled"))
-    steps = arguments[:1] == ["--steps"]
-    chapters = arguments[steps:]
-    if not chapters:
+    if arguments[:1] == ["--cells"]:
+        run_cells(Path(arguments[1]))
+        return 0
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("chapters", nargs="*", metavar="chapter")
+    for option in ("--steps", "--profile", "--slow"):
+        parser.add_argument(option, action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="how long all of it may take")
+    asked = parser.parse_args(arguments)
+    if not (asked.chapters or asked.profile or asked.slow):
         print(__doc__, file=sys.stderr)
         return 2
-    failed = 0
+    begin = time.perf_counter()
+    ends: dict[str, str] = {}
+
+    def done(name: str, what: Callable[[float], str]) -> None:
+        start = time.perf_counter()
+        left = asked.seconds - (start - begin)
+        try:
+            ends[name] = what(left) if left > 0 else "NO TIME LEFT"
+        except Exception as error:  # the others go on
+            ends[name] = f"FAILED: {type(error).__name__}: {error}"
+        print(f"{name}: {ends[name]}, {time.perf_counter() - start:.0f} s", flush=True)
+
     with tempfile.TemporaryDirectory() as scratch:
-        for name in chapters:
-            start = time.perf_counter()
-            path = NOTEBOOKS / f"{name}.ipynb"
-            done = record(name, steps_program(path) if steps else whole_program(path), Path(scratch))
-            print(f"{name}: {'recorded' if done else 'FAILED'} in {time.perf_counter() - start:.0f} s", flush=True)
-            failed |= not done
-    return int(failed)
+        for name in asked.chapters:
+            done(name, lambda left, name=name: record_chapter(name, asked.steps, Path(scratch), min(left, 1e6)))  # type: ignore[misc]
+        for option, counted in (("profile", "--profiled"), ("slow", "--slowly")):
+            if getattr(asked, option):
+                done(
+                    f"--{option}",
+                    lambda _, counted=counted: "recorded" if record_profile(Path(scratch), counted) else "FAILED",  # type: ignore[misc]
+                )
+    missing = [f"{name} ({end})" for name, end in ends.items() if end != "recorded"]
+    print(
+        f"{len(ends) - len(missing)} recorded" + (f"; not recorded: {', '.join(missing)}" if missing else ""),
+        flush=True,
+    )
+    return int(bool(missing))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ kernel is given failed. And float32 in the place of bfloat16, whose arithmetic i
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,8 +32,10 @@ def mend() -> None:
 def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
     """A kernel's arguments with float32 copies of bfloat16 tensors, which lie in memory alike; what it wrote is copied back.
 
-    A tensor is an argument itself, or the ``tensor`` of a descriptor.
+    A tensor is an argument itself, or the ``tensor`` of a descriptor, or the ``base`` of one of Triton's.
     """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     copies: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,9 +49,11 @@ def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
 
     given = []
     for arg in args:
-        tensor = getattr(arg, "tensor", arg)
+        tensor = arg.base if isinstance(arg, TensorDescriptor) else getattr(arg, "tensor", arg)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bfloat16:
             given.append(arg)
+        elif isinstance(arg, TensorDescriptor):
+            given.append(dataclasses.replace(arg, base=copy_of(tensor)))
         else:
             given.append(copy_of(arg) if tensor is arg else arg._replace(tensor=copy_of(tensor)))
     yield given

@@ -2,11 +2,13 @@
 
     python tools/evidence/judged.py          # what is missing or changed; with --all everything again
 
-On a machine with a GPU the column ``gpu`` is filled as well. A cheat is judged twice: by its text, and by what it does when its text
-is not read.
+On a machine with a GPU the column ``gpu`` is filled as well, eight at a time; what is not refused there for its results is then timed,
+one after the other. A run that is stopped keeps what it has. A cheat is judged twice: by its text, and by what it does when its text is
+not read.
 """
 
 import ast
+import concurrent.futures
 import contextlib
 import csv
 import dataclasses
@@ -98,6 +100,7 @@ STEPS = {
         ("matmul_dot", "product", True),
         ("matmul_written_out", "even", True),
         ("matmul", "product", True),
+        ("matmul_descriptors", "even", True),
         ("matmul_persistent", "even", True),
     ),
     "layer_norm": (
@@ -182,6 +185,12 @@ def digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
 
 
+def read(path: Path) -> dict[str, str]:
+    """What a text says by itself: its digest, and whether it is refused."""
+    text = path.read_text(encoding="utf-8")
+    return {"digest": digest(text), "text": "refused" if judge_source.problems(text) else "read"}
+
+
 def about(cheat: Path) -> tuple[str, str, bool]:
     """A cheat's task, when it was written, and whether only a GPU shows it."""
     for node in ast.parse(cheat.read_text(encoding="utf-8")).body:
@@ -229,41 +238,62 @@ def write(table: list[dict[str, str]]) -> None:
         writer.writerows(table)
 
 
+def judged(row: dict[str, str], path: Path, task: Task, old: dict[str, str]) -> dict[str, str]:
+    """The row with its verdicts. ``old``: what is known of the same text, perhaps without a GPU."""
+    row["interpreter"], row["gpu"], row["sentence"] = (old.get(name, "") for name in ("interpreter", "gpu", "sentence"))
+    if not row["interpreter"]:
+        found = judge(path, task, read=False, gpu=False, seed=SEED)
+        row["interpreter"], row["sentence"] = "right" if found.right else "refused", found.sentence
+    if GPU:
+        found = judge(path, task, read=False, seed=SEED, speed=False)
+        row["gpu"] = "right" if found.right else "refused"
+        row["sentence"] = found.sentence or row["sentence"]
+    print(
+        f"{row['kind']:9} {row['name']:44} text: {row['text']:8} interpreter: {row['interpreter']:8} {row['sentence'][:110]}",
+        flush=True,
+    )
+    return row
+
+
 def main(arguments: list[str]) -> int:
     rows = list(csv.DictReader(TABLE.open(newline=""))) if TABLE.exists() and "--all" not in arguments else []
     before = {(row["kind"], row["name"]): row for row in rows}
-    table, surprises = [], 0
-    with tempfile.TemporaryDirectory() as place:
-        for row, path, task in entries(Path(place)):
-            text = path.read_text(encoding="utf-8")
-            row["digest"] = digest(text)
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    surprises = 0
+
+    def keep(row: dict[str, str]) -> None:
+        found[row["kind"], row["name"]] = {column: row[column] for column in COLUMNS}
+        order = {key: i for i, key in enumerate(every)}
+        both = before | found
+        write([both[key] for key in sorted(both, key=lambda key: order.get(key, len(order)))])
+
+    with tempfile.TemporaryDirectory() as place, concurrent.futures.ThreadPoolExecutor(8 if GPU else 1) as pool:
+        asked = [(row | read(path), path, task) for row, path, task in entries(Path(place))]
+        every = [(row["kind"], row["name"]) for row, _, _ in asked]
+        waiting = []
+        for row, path, task in asked:
             old = before.get((row["kind"], row["name"]), {})
-            if old.get("digest") == row["digest"] and (not GPU or old.get("gpu")):
-                table.append({column: old[column] for column in COLUMNS})
-                continue
-            row["text"] = "refused" if judge_source.problems(text) else "read"
-            found = judge(path, task, read=False, gpu=False, seed=SEED)
-            row["interpreter"], row["sentence"] = "right" if found.right else "refused", found.sentence
-            row["gpu"] = old.get("gpu", "") if old.get("digest") == row["digest"] else ""
-            if GPU:
-                found = judge(path, task, read=False, seed=SEED, speed=row["kind"] == "cheat")
-                row["gpu"] = "right" if found.right else "refused"
-                row["sentence"] = found.sentence or row["sentence"]
-            table.append({column: row[column] for column in COLUMNS})
-            done = {(one["kind"], one["name"]) for one in table}
-            write(
-                [*table, *(old for key, old in before.items() if key not in done)]
-            )  # a run that is stopped keeps what it has
-            print(
-                f"{row['kind']:9} {row['name']:44} text: {row['text']:8} interpreter: {row['interpreter']:8} {row['sentence'][:110]}",
-                flush=True,
-            )
+            old = old if old.get("digest") == row["digest"] else {}
+            if old and (not GPU or old["gpu"]):
+                keep(old | {"text": row["text"]})  # which costs nothing, and what may be written changes
+            else:
+                waiting.append(pool.submit(judged, row, path, task, old))
+        for future in concurrent.futures.as_completed(waiting):
+            keep(future.result())
+        for row, path, task in asked:  # alone on the GPU: these times count
+            verdict = found[row["kind"], row["name"]]
+            if GPU and row["kind"] == "cheat" and verdict["gpu"] == "right":
+                timed = judge(path, task, read=False, seed=SEED)
+                keep(verdict | {"gpu": "right" if timed.right else "refused", "sentence": timed.sentence})
+        table = [found[key] for key in every]
         write(table)
+    unseen = {cheat.stem for cheat in (ROOT / "tests" / "cheats").glob("*.py") if about(cheat)[2]}  # without a GPU
     for row in table:
         verdicts = {row["interpreter"], row["gpu"]} - {""} | (
             {"refused"} if row["text"] == "refused" and row["kind"] == "cheat" else set()
         )
         fine = "refused" in verdicts if row["expected"] == "refused" else verdicts == {"right"}
+        fine = fine or (row["kind"] == "cheat" and row["name"] in unseen and not row["gpu"])
         surprises += not fine
         if not fine:
             print(f"NOT AS EXPECTED ({row['expected']}): {row['kind']} {row['name']}")

@@ -422,15 +422,22 @@ def _timed(solution: _Solution, task: Task, rng: random.Random) -> Speed:
     asked = _Asked(dataclasses.replace(task, grads=()), case, rng.getrandbits(32))
     inputs = asked.series[0]
     seeds, wanted = [rng.getrandbits(31) for _ in range(997)], rng.randint(3, 17)
-    answer = solution.ask({"do": "time", "inputs": inputs, "seeds": seeds, "wanted": wanted, "rep_ms": 100.0})
+    asking = {
+        "do": "time",
+        "inputs": inputs,
+        "kept": list(task.kept),
+        "seeds": seeds,
+        "wanted": wanted,
+        "rep_ms": 100.0,
+    }
+    answer = solution.ask(asking)
     ms = float(answer["ms"])
 
     ours = _to(device, inputs)
     generator = torch.Generator(device)
     for seed in seeds[: wanted + 1]:
-        for value in ours.values():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                judge_worker.scramble(value, generator.manual_seed(seed))
+        for name in judge_worker.scrambled(ours, task.kept):
+            judge_worker.scramble(ours[name], generator.manual_seed(seed))
     asked.series = [ours]
     for verdict in asked.verdicts(0, {"outputs": answer["kept"], "grads": []}, device):
         if not verdict.passed:

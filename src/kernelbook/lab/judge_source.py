@@ -62,6 +62,7 @@ _NOT_OF_TORCH = frozenset(
     + ("manual_seed", "set_default_device", "set_default_dtype")
 )
 _NOT_OF_TRITON = frozenset(("backends", "compiler", "instrumentation", "knobs", "profiler", "runtime", "tools"))
+_DESCRIPTORS = ["triton", "tools", "tensor_descriptor"]  # a launch makes tensor descriptors with its one class
 _NO_BUILTINS = frozenset(
     (
         "__import__",
@@ -123,6 +124,8 @@ def _module_problem(parts: list[str]) -> str | None:
         return f"uses {name}: of torch a solution takes memory and autograd"
     if parts[:2] == ["torch", "cuda"] and rest[1:] and rest[1] not in _OF_CUDA:
         return f"uses {name}: streams, events and graphs are the judge's"
+    if parts[:3] == _DESCRIPTORS and parts[3:4] in ([], ["TensorDescriptor"]):
+        return None
     if head == "triton" and any(part in _NOT_OF_TRITON for part in rest):
         return f"uses {name}: of triton a solution takes its language"
     if head == "kernelbook" and rest and (rest[0] != "runtime" or (rest[1:2] and rest[1] not in _OF_RUNTIME)):

@@ -293,6 +293,8 @@ class _Session:
                 for name, value in values.items():
                     if isinstance(value, torch.Tensor):
                         _storage_bytes(first[name]).copy_(_storage_bytes(value))
+                    else:
+                        first[name] = value
             results.append(self._one(first, request, number))
         return {"results": results}
 
@@ -389,7 +391,7 @@ class _Session:
         """
         inputs = {name: self._on(runtime.DEVICE, value) for name, value in request["inputs"].items()}
         seeds, wanted = request["seeds"], request["wanted"]
-        names = [n for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        names = scrambled(inputs, request["kept"])
         kept: list[torch.Tensor] = []
         host = _Host(_Veil(), self.also)
         generator = torch.Generator(runtime.DEVICE)
@@ -422,6 +424,15 @@ class _Session:
             self.function(**self.held)
         torch.cuda.synchronize()
         return {}
+
+
+def scrambled(inputs: Mapping[str, Any], kept: Sequence[str]) -> list[str]:
+    """The inputs that get new numbers before each call that is timed."""
+    return [
+        name
+        for name, value in inputs.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in kept
+    ]
 
 
 def scramble(tensor: torch.Tensor, generator: torch.Generator) -> None:

@@ -451,8 +451,11 @@ def _ladders(rows: pd.DataFrame, only: Mapping[str, Any]) -> list[tuple[str, pd.
     return [("{}, {}, {}, {}".format(*map(str, key)).replace("_backward", " + backward"), part) for key, part in named]
 
 
+EARLIER = "These times are of an earlier version of this page's steps"
+
+
 def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: Any) -> str:
-    """The line of a recorded :func:`ladder` for one step, under its shape and GPU, or a word on what is missing.
+    """The line of a recorded :func:`ladder` for one step, under its shape and GPU, or a word on what is missing or older.
 
     Args:
         stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
@@ -467,7 +470,9 @@ def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: A
         return f'*The step "{upto}" is not recorded yet.*'
     [(name, rows)] = found
     table = ladder(rows, record.load_ceilings(), upto=upto, by=by, peak=peak)
-    return f"{name}, {', '.join(sorted(set(rows['gpu'].astype(str))))}:\n\n{table}"
+    version = record.notebook_version(stem)
+    older = "" if not version or version in set(rows["package"].astype(str)) else f"\n\n{EARLIER}."
+    return f"{name}, {', '.join(sorted(set(rows['gpu'].astype(str))))}:\n\n{table}{older}"
 
 
 def step_times(stem: str, **only: Any) -> dict[str, float]:
@@ -541,7 +546,7 @@ def steps(
             text += f"Slower than the best before: {', '.join(slower)}.\n\n" if slower else ""
             text += f"No difference beyond the spread of the times: {', '.join(alike)}.\n\n" if alike else ""
         if title == "Recorded" and own is not None and own.attrs.get("package", "") not in {"", *rows["package"]}:
-            text += "These times are of an earlier version of this page's steps: steps that joined since are not among them.\n\n"
+            text += f"{EARLIER}: steps that joined since are not among them.\n\n"
         # Such rows carry the version of the page's kernels, which says nothing of the package's.
         if title == "Recorded" and "kernelbook" in set(rows["provider"]):
             text += "A ladder is a run of its own; the package in it is that of the day.\n\n"

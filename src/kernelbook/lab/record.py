@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import csv
 import datetime
+import functools
 import hashlib
+import importlib
 import inspect
+import json
 import os
 import re
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +41,7 @@ __all__ = [
     "KEY",
     "LATER_COLUMNS",
     "check_folder",
+    "drop_rows",
     "drop_unused_ceilings",
     "environment",
     "gpu_name",
@@ -45,6 +50,7 @@ __all__ = [
     "load_ceilings",
     "load_results",
     "new_run",
+    "notebook_version",
     "package_version",
     "page_version",
     "recorded_gpus",
@@ -62,7 +68,7 @@ COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT, *DATES)
 CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
 # Columns that joined later, with what they are in files that were written before.
 LATER_COLUMNS = {
-    "host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan",
+    "host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan", "setup_s": "nan",
     "launches": "", "host": "", "peer": "", "sources": "",
 }  # fmt: skip
 # What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
@@ -105,10 +111,60 @@ def source_digest(*places: Path) -> str:
 def page_version(stem: str, kernels: Iterable[Any]) -> str:
     """``<stem>+<digest>`` of the sources of a page's own kernels, and of the package where its files or folders are given."""
     sources = "".join(source_digest(k) if isinstance(k, Path) else inspect.getsource(k.fn) for k in kernels)
-    sources = re.sub(r"^ *# (region .*|endregion)\n", "", sources, flags=re.MULTILINE)  # what a page folds
     if not sources:
         raise ValueError("page_version: kernels must name what a row measures, got none")
+    return _version_of(stem, sources)
+
+
+def _version_of(stem: str, sources: str) -> str:
+    sources = re.sub(r"^ *# (region .*|endregion)\n", "", sources, flags=re.MULTILINE)  # what a page folds
     return f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
+
+
+def notebook_version(stem: str) -> str:
+    """What :func:`page_version` gives of a chapter's steps, read off its notebook, so that a cell can have it before the last
+    kernel; empty where there is no such notebook."""
+    path = results_dir().parents[1] / "notebooks" / f"{stem.removesuffix('_steps')}.ipynb"
+    return _notebook_version(stem, path, path.stat().st_mtime_ns) if path.exists() else ""
+
+
+@functools.cache
+def _notebook_version(stem: str, path: Path, _changed: int) -> str:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    functions: dict[str, str] = {}
+    tuples: dict[str, list[ast.expr]] = {}
+    imports: list[ast.ImportFrom] = []
+    measured: ast.expr | None = None
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        lines = source.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                text = "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
+                functions[node.name] = text.rstrip("\n") + "\n"
+            elif isinstance(node, (ast.Assign, ast.AugAssign)) and isinstance(node.value, ast.Tuple):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                tuples.setdefault(ast.unparse(target), []).extend(node.value.elts)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "timing.time_steps":
+                measured = node.args[2]
+            elif isinstance(node, ast.ImportFrom):
+                imports.append(node)
+    parts: list[str] = []
+    for element in tuples.get(ast.unparse(measured), [measured]) if measured is not None else []:
+        if isinstance(element, ast.Name):
+            parts.append(functions[element.id])
+        else:
+            # A path of the package, spelled with what the notebook imports.
+            names = {node.id for node in ast.walk(element) if isinstance(node, ast.Name)}
+            scope: dict[str, Any] = {}
+            for node in imports:
+                for alias in node.names:
+                    if (name := alias.asname or alias.name) in names:
+                        module = importlib.import_module(node.module or "")
+                        found = getattr(module, alias.name, None)
+                        scope[name] = found or importlib.import_module(f"{node.module}.{alias.name}")
+            found = eval(ast.unparse(element), scope)
+            parts += [source_digest(place) for place in ([found] if isinstance(found, Path) else found)]
+    return _version_of(stem, "".join(parts))
 
 
 def package_version(*places: Path) -> str:
@@ -158,6 +214,17 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
     replace_file(path, rows.to_csv(index=False, lineterminator="\n"))
     return rows
+
+
+def drop_rows(path: Path, which: Callable[[pd.DataFrame], Sequence[bool]]) -> None:
+    """Drops rows of a file, if there is one: ``which`` says of each whether it goes. The others keep every character."""
+    import pandas as pd
+
+    if path.exists():
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+        left = rows[[not goes for goes in which(rows)]]
+        if len(left) < len(rows):
+            replace_file(path, left.to_csv(index=False, lineterminator="\n"))
 
 
 def _dated(rows: pd.DataFrame, digest: str) -> pd.DataFrame:

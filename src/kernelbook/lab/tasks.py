@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook.nf4 import nf4_code_reference
+from kernelbook.nf4.reference import nf4_quantize_reference
 
 __all__ = ["LAYOUTS", "TASKS", "Draw", "Task", "task"]
 
@@ -56,6 +57,14 @@ class Draw:
     def positive(self, *shape: int) -> torch.Tensor:
         """Between 0.1 and 1.1, always float32."""
         return self._placed(0.1 + torch.rand(shape, generator=self.generator), torch.float32)
+
+    def number(self) -> float:
+        """A number that is passed like a size."""
+        return float(torch.randn((), generator=self.generator))
+
+    def some_of(self, many: int, few: int) -> torch.Tensor:
+        """``few`` different integers from 0 to ``many`` - 1, or all of them, in no order."""
+        return torch.randperm(many, generator=self.generator)[:few]
 
     def ids(self, below: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Integers from 0 to ``below`` - 1."""
@@ -100,6 +109,7 @@ class Task:
         empty: a size that may be zero.
         grads: inputs by which the result is differentiated.
         dtypes: of the floating-point inputs.
+        kept: inputs that keep their numbers while the time is taken: an ascending table, say.
         strided: whether inputs may have any strides; else they are contiguous.
         scales: standard deviations of the inputs that are tried.
         also: PyTorch's operators (``sum``) that a solution may call beside those that only allocate, view, copy or convert.
@@ -121,6 +131,7 @@ class Task:
     empty: str | None = None
     grads: Sequence[str] = ()
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16)
+    kept: Sequence[str] = ()
     strided: bool = True
     scales: Sequence[float] = (1.0, 20.0)
     also: Sequence[str] = ()
@@ -154,13 +165,25 @@ _MATRICES = _rows((1, 1), (1, 7), (3, 16), (7, 97), (67, 8), (2, 1031))
 _MODEL = {"M": 8192, "N": 4096}  # tokens and a model's width
 
 
-def _book(name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _named(names: str, *rows: tuple[int, ...]) -> tuple[Sizes, ...]:
+    return tuple(dict(zip(names.split(), row, strict=True)) for row in rows)
+
+
+def _book(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The book's own function, called as the task is: ``call`` gets the package, which is not imported before, and the inputs."""
+
+    def book(*args: Any, **kwargs: Any) -> Any:
         import kernelbook
 
-        return getattr(kernelbook, name)(*args, **kwargs)
+        return call(kernelbook, *args, **kwargs)
 
-    return call
+    return book
+
+
+def _nf4(packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, *shape: int) -> Any:
+    from kernelbook.packed import NF4Tensor
+
+    return NF4Tensor(packed.flatten(), absmax.flatten(), shape, 64, table)
 
 
 # --- elementwise and rows -------------------------------------------------------------------------------------------
@@ -323,7 +346,7 @@ _add(
     inputs=_norm_inputs,
     **_NORM,
     peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
-    book=_book("rms_norm"),
+    book=_book(lambda kb, x, weight: kb.rms_norm(x, weight, EPS)),
     hints=(
         "One program a row: load it once, reduce it, scale it, store it.",
         "The row in float32: x.to(tl.float32). The mean divides by N, not by BLOCK_N; masked elements are 0.",
@@ -332,12 +355,28 @@ _add(
     ),
 )
 
+
+def _norm_gradients(*wanted: str) -> Callable[..., Any]:
+    """The book's backward pass by some of the arguments; what it needs of the forward pass is made once for the same tensors."""
+    made: list[Any] = []
+
+    def gradients(kb: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not made or made[0] is not x:
+            leaves = {"x": x.detach(), "weight": weight.detach()}
+            leaves |= {name: leaves[name].requires_grad_() for name in wanted}
+            made[:] = [x, kb.rms_norm(leaves["x"], leaves["weight"], EPS), [leaves[name] for name in wanted]]
+        return torch.autograd.grad(made[1], made[2], dy, retain_graph=True)[0]
+
+    return _book(gradients)
+
+
 _add(
     name="rms_norm_dx",
     says="rms_norm_dx(dy, x, weight): the gradient of rms_norm by x. dy, x (M, N), weight (N,) -> dx (M, N)",
     reference=_rms_norm_dx,
     inputs=_norm_grad_inputs,
     **_NORM,
+    book=_norm_gradients("x"),
     hints=(
         "g = dy * weight and xhat = x * rstd: what of g lies along xhat is taken off.",
         "dx = rstd * (g - xhat * mean(g * xhat)), the mean over the row.",
@@ -352,6 +391,7 @@ _add(
     inputs=_norm_grad_inputs,
     **{**_NORM, "empty": None},
     also=("sum",),
+    book=_norm_gradients("weight"),
     hints=(
         "dw = sum over the rows of dy * xhat: programs of different rows add into the same place.",
         "Let a few programs take every P-th row each, keep a row of float32 sums, and store it as its own row of partial (P, N).",
@@ -368,7 +408,7 @@ _add(
     grads=("x", "weight"),
     also=("sum",),
     peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
-    book=_book("rms_norm"),
+    book=_book(lambda kb, x, weight: kb.rms_norm(x, weight, EPS)),
     hints=(
         "class RMSNorm(torch.autograd.Function): forward(ctx, x, weight) calls ctx.save_for_backward(x, weight).",
         "backward(ctx, dy) returns one gradient for each argument of forward: dx, dw. dy may have any strides.",
@@ -381,6 +421,7 @@ _add(
     reference=lambda x, residual, weight: (x + residual, _rms_norm(x + residual, weight)),
     inputs=lambda draw, M, N: {"x": draw(M, N), "residual": draw(M, N), "weight": draw.near_one(N)},
     **_NORM,
+    book=_book(lambda kb, x, residual, weight: kb.rms_norm(x, weight, EPS, residual=residual)[::-1]),
     hints=(
         "s is written and not read back: it is in registers.",
         "Normalize the sum before it is rounded, or after: both pass.",
@@ -501,6 +542,7 @@ _add(
         for s in ((1, 1, 1, 1), (1, 17, 5, 3), (3, 64, 41, 7), (17, 70, 100, 37))
     ),
     real={"M": 1, "K": 4096, "N": 14336, "L": 1434},
+    book=_book(lambda kb, x, weight, rows: kb.gather_matmul(x, weight, rows)),
     moved=lambda s, size: (s["M"] * s["K"] + s["L"] * s["K"] + s["M"] * s["L"]) * size + 8 * s["L"],
     flops=lambda s: 2 * s["M"] * s["K"] * s["L"],
     hints=(
@@ -532,6 +574,11 @@ _add(
     dtypes=(torch.float32,),
     strided=False,
     scales=(1.0,),
+    book=_book(
+        lambda kb, packed, absmax, table: kb.nf4_dequantize(
+            _nf4(packed, absmax, table, 2 * len(packed)), dtype=torch.float32
+        )
+    ),
     hints=(
         "packed >> 4 is the first value of a byte, packed & 15 the second.",
         "The table's 16 numbers: tl.load from it by nibble, table_ptr + nibble.to(tl.int32).",
@@ -567,6 +614,7 @@ _add(
     real={"B": 16, "H_kv": 8, "G": 4, "S": 8192, "D": 128},
     powers=("D",),
     scales=(1.0, 3.0),
+    book=_book(lambda kb, q, k, v, lengths: kb.flash_attention(q[:, :, None], k, v, lengths=lengths)[:, :, 0]),
     moved=lambda s, size: s["B"] * s["H_kv"] * s["S"] * s["D"] * size,  # k and v, of which half lies before the lengths
     hints=(
         "One program a sequence and head: a loop over tiles of keys, with a running maximum, sum and result.",
@@ -585,4 +633,227 @@ _add(
     multiple={"R": 16},
     empty="R",
     hints=("One program a chunk, with a loop over columns; the sum of squares in float32, the root at the end.",),
+)
+
+# --- exercises of chapters: contiguous, as their solutions are ----------------------------------------------------------
+
+_add(
+    name="axpy",
+    says="axpy(x, y, alpha): alpha * x + y, alpha a number. x, y (n,) contiguous -> (n,)",
+    reference=lambda x, y, alpha: alpha * x + y,
+    inputs=lambda draw, n: {"x": draw(n), "y": draw(n), "alpha": draw.number()},
+    sizes=_named("n", (1,), (5,), (97,), (1024,), (2503,)),
+    real={"n": 2**26},
+    strided=False,
+    hints=(
+        "A number is an argument of the kernel like a size.",
+        "One load of x, one of y, one store: nothing travels twice.",
+    ),
+)
+
+_add(
+    name="softmax_looped",
+    says="softmax_looped(x): softmax of rows of any length, in tiles. x (M, N) contiguous -> (M, N)",
+    reference=lambda x: torch.softmax(x, -1),
+    inputs=lambda draw, M, N: {"x": draw(M, N)},
+    sizes=_rows((1, 1), (1, 7), (3, 129), (7, 97), (2, 1031)),
+    real={"M": 2048, "N": 65536},
+    strided=False,
+    hints=(
+        "Two loops over the row: the first for its maximum and its sum, the second for the result.",
+        "When the maximum grows from m to m', the sum so far is multiplied by exp(m - m').",
+    ),
+)
+
+_add(
+    name="matmul_bias_relu",
+    says="matmul_bias_relu(a, b, bias): max(a @ b + bias, 0). a (M, K), b (K, N), bias (N,), 16 bits, contiguous -> (M, N)",
+    reference=lambda a, b, bias: torch.relu(a @ b + bias),
+    inputs=lambda draw, M, K, N: {"a": draw(M, K), "b": draw(K, N), "bias": draw(N)},
+    sizes=_named("M K N", (1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41)),
+    real={"M": 4096, "K": 4096, "N": 4096},
+    dtypes=(torch.float16, torch.bfloat16),
+    strided=False,
+    flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
+    hints=(
+        "Between the loop and the store the tile is in registers, in float32.",
+        "The bias is of the columns: bias[None, :].",
+    ),
+)
+
+_add(
+    name="add_norm",
+    says="add_norm(x, residual, weight, bias): s = x + residual, and LayerNorm of s with eps 1e-5. x, residual (M, N), weight, bias (N,), all "
+    "contiguous -> s, y (M, N)",
+    reference=lambda x, residual, weight, bias: (
+        x + residual,
+        F.layer_norm(x + residual, weight.shape, weight, bias, 1e-5),
+    ),
+    inputs=lambda draw, M, N: {"x": draw(M, N), "residual": draw(M, N), "weight": draw.near_one(N), "bias": draw(N)},
+    sizes=_rows((1, 7), (3, 16), (7, 97), (2, 1031)),
+    real=_MODEL,
+    strided=False,
+    hints=(
+        "s is written and not read back.",
+        "Beyond N the sum holds what was loaded: mask it before the squares are added.",
+    ),
+)
+
+_add(
+    name="sparse_forward",
+    says="sparse_forward(x, weight, ids): the columns of x @ weight.T that belong to the chunks ids, each of 64, zeros where the last chunk "
+    "is shorter. x (M, K), weight (N, K), 16 bits, ids (A,) int64 -> (M, 64 A)",
+    reference=lambda x, weight, ids: (
+        F.pad(x @ weight.T, (0, -weight.shape[0] % 64)).unflatten(1, (-1, 64))[:, ids].flatten(1)
+    ),
+    inputs=lambda draw, M, K, N, A: {"x": draw(M, K), "weight": draw(N, K), "ids": draw.some_of(-(-N // 64), A)},
+    sizes=_named("M K N A", (1, 1, 1, 1), (1, 17, 100, 2), (3, 70, 130, 2), (33, 40, 64, 1)),
+    real={"M": 4096, "K": 4096, "N": 16384, "A": 26},
+    dtypes=(torch.float16, torch.bfloat16),
+    book=_book(lambda kb, x, weight, ids: kb.sparse_forward(x, weight, None, ids, compact=True)),
+    flops=lambda s: 2 * s["M"] * s["K"] * 64 * s["A"],
+    moved=lambda s, size: (s["M"] * s["K"] + 64 * s["A"] * (s["K"] + s["M"])) * size,
+    hints=(
+        "A program owns a chunk and some rows of x: it loads its id once.",
+        "Features beyond N: masked loads of the weight give zeros, which are stored.",
+    ),
+)
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        beside = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        return torch.cat([scores, beside], -1).softmax(-1)[..., :-1] @ v
+    return scores.softmax(-1) @ v
+
+
+def _distance(q: torch.Tensor) -> torch.Tensor:
+    position = torch.arange(q.shape[1], device=q.device)
+    return position[:, None] - position[None, :]
+
+
+def _heads(draw: Draw, H: int, N: int, D: int) -> dict[str, Any]:
+    return {name: draw(H, N, D) for name in "qkv"}
+
+
+_ATTENTION: dict[str, Any] = {
+    "powers": ("D",),
+    "dtypes": (torch.float16, torch.bfloat16),
+    "strided": False,
+    "scales": (1.0, 3.0),
+}
+
+_add(
+    name="window",
+    says="window(q, k, v, width): causal attention to the last width keys up to the query's own, scaled by 1 / sqrt(D). "
+    "q, k, v (H, N, D), 16 bits, contiguous, width an int from 1 on -> (H, N, D)",
+    reference=lambda q, k, v, width: _attention(q, k, v, (_distance(q) >= 0) & (_distance(q) < width)),
+    inputs=lambda draw, H, N, D, width: {**_heads(draw, H, N, D), "width": width},
+    sizes=_named("H N D width", (1, 1, 16, 1), (2, 5, 16, 3), (1, 97, 32, 21), (1, 133, 16, 40)),
+    real={"H": 16, "N": 4096, "D": 128, "width": 512},
+    **_ATTENTION,
+    book=_book(lambda kb, q, k, v, width: kb.flash_attention(q[None], k[None], v[None], causal=True, window=width)[0]),
+    flops=lambda s: 4 * s["H"] * s["N"] * s["width"] * s["D"],
+    hints=(
+        "The first query of a tile has the oldest key: begin at its tile.",
+        "Mask by distance: 0 <= query - key < width.",
+    ),
+)
+
+_add(
+    name="sink",
+    says="sink(q, k, v, sinks): attention with a further score sinks[h] in each softmax, whose value is zero; scores are scaled by "
+    "1 / sqrt(D), sinks are not. q, k, v (H, N, D), 16 bits, sinks (H,) float32, all contiguous -> (H, N, D)",
+    reference=lambda q, k, v, sinks: _attention(q, k, v, None, sinks),
+    inputs=lambda draw, H, N, D: {**_heads(draw, H, N, D), "sinks": draw(H, dtype=torch.float32)},
+    sizes=_named("H N D", (1, 1, 16), (2, 5, 16), (1, 97, 32)),
+    real={"H": 16, "N": 4096, "D": 128},
+    **_ATTENTION,
+    book=_book(lambda kb, q, k, v, sinks: kb.flash_attention(q[None], k[None], v[None], sinks=sinks)[0]),
+    flops=lambda s: 4 * s["H"] * s["N"] ** 2 * s["D"],
+    hints=("A key that has been seen before the loop: the maximum is its score, the sum is 1.",),
+)
+
+_add(
+    name="causal_attention",
+    says="causal_attention(q, k, v): query i sees the keys up to i, scaled by 1 / sqrt(D). q, k, v (H, N, D), 16 bits, contiguous -> (H, N, D)",
+    reference=lambda q, k, v: _attention(q, k, v, _distance(q) >= 0),
+    inputs=_heads,
+    sizes=_named("H N D", (1, 1, 16), (2, 5, 16), (3, 40, 16), (1, 97, 32), (1, 133, 16)),
+    real={"H": 16, "N": 4096, "D": 128},
+    **_ATTENTION,
+    peer=lambda q, k, v: F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0],
+    book=_book(lambda kb, q, k, v: kb.flash_attention(q[None], k[None], v[None], causal=True)[0]),
+    flops=lambda s: 2 * s["H"] * s["N"] ** 2 * s["D"],
+    hints=(
+        "A persistent program: for unit in range(tl.program_id(0), units, tl.num_programs(0)).",
+        "A unit is a head and a pair of tiles of queries, i and tiles - 1 - i: a long one and a short one.",
+        "An odd number of tiles leaves the one in the middle without a partner: take it once.",
+    ),
+)
+
+_add(
+    name="quantize_blocks",
+    says="quantize_blocks(w, code): each block of 64 in 4 bits. The block's absmax; then w * (1 / absmax), in float32, takes the number of "
+    "the nearest value of code, ascending; halfway the lower one. Two numbers a byte, the first in its high half. "
+    "w (n,), code (16,) float32, contiguous -> packed (n / 2,) uint8, absmax (n / 64,)",
+    reference=lambda w, code: _quantized(w, code),
+    inputs=lambda draw, n: {"w": draw(n), "code": nf4_code_reference(torch.float32)},
+    sizes=_named("n", (64,), (128,), (192,), (64 * 11,)),
+    real={"n": 2**26},
+    multiple={"n": 64},
+    dtypes=(torch.float32,),
+    strided=False,
+    kept=("code",),
+    also=("add", "div"),
+    book=_book(lambda kb, w, code: (lambda q: (q.packed, q.absmax))(kb.nf4_quantize(w))),
+    hints=(
+        "tl.div_rn divides as IEEE asks for: else the last bit differs, and now and then a number.",
+        "The number is the count of middles between the values of code that lie below; tl.split takes pairs apart.",
+    ),
+)
+
+
+def _quantized(w: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    packed, absmax = nf4_quantize_reference(w, code.float())
+    return packed, absmax.to(w.dtype)
+
+
+def _nf4_matvec(packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    ids = torch.stack([packed >> 4, packed & 15], -1).flatten(1).long()
+    return (table[ids] * absmax.repeat_interleave(64, 1)).to(x.dtype) @ x
+
+
+_add(
+    name="nf4_matvec",
+    says="nf4_matvec(packed, absmax, table, x): a matrix in 4 bits times a vector. Row r of the matrix has two values a byte, the first in the "
+    "high half; column k is table[nibble] * absmax[r, k // 64]. packed (N, K / 2) uint8, absmax (N, K / 64) and table (16,) float32, x (K,), "
+    "all contiguous -> (N,) in the dtype of x",
+    reference=_nf4_matvec,
+    inputs=lambda draw, N, K: {
+        "packed": draw.packed_bytes(N, K // 2),
+        "absmax": draw.positive(N, K // 64),
+        "table": nf4_code_reference(torch.float32),
+        "x": draw(K),
+    },
+    sizes=_named("N K", (1, 64), (5, 64), (3, 320), (19, 128)),
+    real={"N": 14336, "K": 4096},
+    multiple={"K": 64},
+    strided=False,
+    scales=(1.0, 20.0),
+    book=_book(
+        lambda kb, packed, absmax, table, x: kb.nf4_matmul(
+            x[None], _nf4(packed, absmax, table, 1, packed.shape[0], len(x)), 0
+        )[0]
+    ),
+    hints=(
+        "A program owns some rows and walks over K; every weight is used once, so no tensor core is needed.",
+        "The high halves belong to the even columns of x, the low halves to the odd ones: two loads of x with steps of two.",
+        "absmax is the same for 32 bytes of a row: absmax_ptr + row * (K // 64) + byte // 32.",
+    ),
 )

@@ -512,7 +512,8 @@ def time_steps(
     What is returned has the version of the page's kernels in ``attrs["package"]``.
 
     Args:
-        stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv``, and the ceilings beside them.
+        stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv`` ladder by ladder, and the ceilings
+            beside them: what one ladder gave stays where another fails, or where the time is up.
         cases: one for each ladder; the providers are its steps in their order, peers last.
         kernels: the page's own kernels and, where operators of the package are steps, the paths of their sources, which tie
             a row to them.
@@ -524,15 +525,29 @@ def time_steps(
     """
     package = results.page_version(stem, kernels)
     gpu = runtime.DEVICE.type == "cuda"
-    rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0)
+    folder = results.results_dir() / runtime.device_slug() if record and gpu else None
+    path = None if folder is None else folder / f"{stem}.csv"
+    cases = list(cases)
+
+    def keep(rows: pd.DataFrame) -> None:
+        if path is not None:
+            new = set(_ladders_of(rows))  # steps that are none any more do not stay among them
+            results.drop_rows(path, lambda old: [ladder in new for ladder in _ladders_of(old)])
+            results.write_results(path, rows)
+
+    rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0, record=keep)
+    if folder is not None and path is not None and len(rows):
+        run, found = rows["run"].iloc[0], set(_ladders_of(rows))
+        if {(case.op, case.mode, case.dtype_name, case.shape_text) for case in cases} <= found:  # all of the page's
+            results.drop_rows(path, lambda old: list(old["run"] != run))
+        row = ceilings_row(measure_ceilings(), run, package)
+        results.write_results(folder / "ceilings.csv", row, key=("run",))
     if failures:
         raise RuntimeError("time_steps: " + "; ".join(failures))
     rows.attrs["package"] = package
-    if not gpu:
-        return rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
-    if record:
-        folder = results.results_dir() / runtime.device_slug()
-        results.write_results(folder / f"{stem}.csv", rows)
-        row = ceilings_row(measure_ceilings(), rows["run"].iloc[0], package)
-        results.write_results(folder / "ceilings.csv", row, key=("run",))
-    return rows
+    return rows if gpu else rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
+
+
+def _ladders_of(rows: pd.DataFrame) -> list[tuple[str, ...]]:
+    """What each row's ladder is told by."""
+    return list(zip(*(rows[name].astype(str) for name in ("op", "mode", "dtype", "shape")), strict=True))

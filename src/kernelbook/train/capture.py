@@ -4,8 +4,13 @@ Built on ``torch.cuda.graph`` and its memory pools. A replay reads and writes th
 wrote, at their addresses; what Python decided then, it decided for every replay.
 """
 
+import collections
 import contextlib
+import dataclasses
+import enum
 import os
+import pickle
+import random
 import sys
 import traceback
 import warnings
@@ -16,10 +21,13 @@ import torch
 
 from kernelbook import runtime
 
-__all__ = ["Captured", "CapturedCalls", "FixedInputs"]
+__all__ = ["Captured", "CapturedCalls", "FixedInputs", "Known", "moved", "plain", "state_of", "unfixed"]
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+MOST = 64  # kinds that are kept: of calls, with their graphs, and of batches
 _failed: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocators may go on asking such a graph whether it captures
+_generations = 0  # how often a generator had to be given another state: graphs from before draw from the one it had
 
 
 def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -45,8 +53,7 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
                 raise
     except Exception as error:
         _end(graph, pool)
-        # It would go on as if it were captured, and refuse to draw for anybody.
-        generator.graphsafe_set_state(torch.Generator(runtime.DEVICE).graphsafe_get_state())
+        _mend(generator)
         generator.set_state(numbers)
         cause = first or error
         raise RuntimeError(f"{_line_of(cause)}: {_first_line(cause)}") from cause
@@ -60,6 +67,35 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         with contextlib.suppress(RuntimeError, AttributeError):
             getattr(torch._C, name)(device, pool)
+
+
+def _mend(generator: torch.Generator) -> None:
+    """Lets the generator draw again after a capture that failed.
+
+    PyTorch before 2.13 leaves its state marked as captured, and refuses to draw for anybody. A capture that succeeds takes the
+    mark away from the same state, which the graphs from before go on drawing from. Where that does not help either, it gets
+    another state, and those graphs are dropped.
+    """
+    global _generations
+    x = torch.zeros(1, device=generator.device)
+    if _draws_from(generator, x):
+        return
+    with contextlib.suppress(RuntimeError):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            x.add_(1)
+    if _draws_from(generator, x):
+        return
+    generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())
+    _generations += 1
+
+
+def _draws_from(generator: torch.Generator, x: torch.Tensor) -> bool:
+    try:
+        x.uniform_(generator=generator)
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -98,7 +134,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class Captured:
-    """A call without arguments as one CUDA graph. Calling it replays the graph and returns what the call returned.
+    """A call without arguments as one CUDA graph of the current device. Calling it replays the graph and returns what the
+    call returned.
 
     Each replay reads the tensors that the call read, and overwrites the tensors that it made: new inputs are copied into
     the old ones. What is captured must not wait for the device.
@@ -138,85 +175,340 @@ def _run_on(stream: torch.cuda.Stream, call: Callable[[], Any]) -> Any:
     return out
 
 
+def _why_not(device: torch.device) -> str | None:
+    """Why calls on ``device`` cannot be captured."""
+    if runtime.DEVICE.type != "cuda":
+        return "there is no GPU"
+    return None if device.type == "cuda" else f"the model is on the {device.type}"
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _stream() -> Any:
+    return torch.cuda.Stream()
+
+
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def _drawn() -> int:
+    """How far the generator of the current device is."""
+    return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
+
+
+def _host_generators() -> dict[str, Any]:
+    """The states of the random numbers that are drawn on the host."""
+    found: dict[str, Any] = {"torch's on the CPU": torch.get_rng_state().tolist(), "random": random.getstate()}
+    if "numpy.random" in sys.modules:
+        found["numpy.random"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
+    return found
+
+
+@dataclasses.dataclass
+class _Kind:
+    """What is known of the calls of a key."""
+
+    runs: int = 0
+    draws: bool = False  # random numbers, on the device
+    captured: tuple[Any, Any] | None = None  # the graph, and what the call returned
+
+
 class CapturedCalls:
     """Calls by key. Each runs as it is a few times, is captured then, and replayed from there on.
 
-    All graphs share a memory pool, so that several take little more than the largest. Where a call cannot be captured, this
-    and all new ones run as they are, and a warning names the line.
+    All graphs share a memory pool, so that several take little more than the largest; of more than :data:`MOST` the one that
+    was not replayed for longest is dropped. Where a call cannot be captured, this and all new ones run as they are, and a
+    warning names the line.
 
     Args:
         op: whose warning it is.
         warm: how often a call of each key runs as it is, so that kernels are compiled and an optimizer's states made.
         capture: ``False``: every call runs as it is.
+        device: where the calls compute; default ``runtime.DEVICE``.
+        patience: after so many new keys in a row a warning says what changes between them.
 
     Attributes:
-        why_eager: why new calls run as they are, in words; ``None`` where they are captured.
+        why_eager: why calls run as they are, in words; ``None`` where they are captured.
+        capturing: whether the call that runs is being captured.
     """
 
-    def __init__(self, op: str, *, warm: int = 3, capture: bool = True) -> None:
-        self.op, self.warm = op, warm
-        self.why_eager: str | None = None if capture else "capture is off"
-        if capture and runtime.DEVICE.type != "cuda":
-            self.go_on_eagerly("there is no GPU")
-        self._runs: dict[Hashable, int] = {}
-        self._draws: dict[Hashable, bool] = {}  # whether a call of this key draws random numbers
-        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self._stream = torch.cuda.Stream() if self.why_eager is None else None
+    def __init__(
+        self, op: str, *, warm: int = 3, capture: bool = True, device: torch.device | None = None, patience: int = 8
+    ) -> None:
+        self.op, self.warm, self.patience = op, warm, patience
+        self.device = runtime.DEVICE if device is None else device
+        self.capturing = False
+        self._why: str | None = None if capture else "capture is off"
+        self._row, self._why_row = 0, ""  # how many new kinds there were in a row; once they are too many, in words
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._stream: Any = None
+        why = _why_not(self.device)
+        if capture and why is not None:
+            self.go_on_eagerly(why)
+        if self._why is None:
+            with _on(self.device):
+                self._stream = _stream()
         self.forget()
 
     def __len__(self) -> int:
         """How many graphs there are."""
-        return len(self._captured)
+        return sum(kind.captured is not None for kind in self._kinds.values())
+
+    @property
+    def why_eager(self) -> str | None:
+        return self._why or (self._why_row if self._row >= self.patience else None)
+
+    @property
+    def captures(self) -> bool:
+        """Whether there are graphs, or will be."""
+        return self._why is None or any(kind.captured is not None for kind in self._kinds.values())
 
     def forget(self) -> None:
         """Drops all graphs: what they read is elsewhere now."""
-        self._runs.clear()
-        self._captured.clear()
-        self._pool = None if self._stream is None else torch.cuda.graph_pool_handle()
+        self._kinds.clear()
+        self._pool = None if self._stream is None else _pool()
+        self._generations = _generations
 
     def __call__(self, key: Hashable, call: Callable[[], Any]) -> Any:
         """What ``call`` returns. From a graph: tensors that its next replay overwrites."""
-        found = self._captured.get(key)
-        if found is not None:
-            found[0].replay()
-            return found[1]
-        if self.why_eager is not None or self._stream is None:
+        if not self.captures:
             return call()
-        runs = self._runs.get(key, 0)
-        if runs < self.warm:
-            self._runs[key] = runs + 1
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            offset = generator.get_offset()
-            out = _run_on(self._stream, call)
-            self._draws[key] = generator.get_offset() != offset
-            return out
-        why = self._capture_as(key, call, draws=self._draws.get(key, False))
+        with _on(self.device):
+            return self._called(key, call)
+
+    def _called(self, key: Hashable, call: Callable[[], Any]) -> Any:
+        if self._generations != _generations:
+            self.forget()
+        kind = self._kinds.pop(key, None)
+        if kind is not None and kind.captured is not None:
+            self._kinds[key] = kind  # the last to be dropped
+            self._row = 0
+            kind.captured[0].replay()
+            return kind.captured[1]
+        if self._why is not None:
+            return call()
+        if kind is None:
+            kind = _Kind()
+            self._count_new(key)
+        else:
+            self._row = 0
+        self._kinds[key] = kind
+        if len(self._kinds) > MOST:
+            del self._kinds[next(iter(self._kinds))]
+        if kind.runs < self.warm:
+            kind.runs += 1
+            return self._warmed(kind, call)
+        why = self._capture_as(kind, call)
         if why is not None:
             out = _run_on(self._stream, call)  # an error of the call's own is raised here
             self.go_on_eagerly(why)
             return out
-        graph, out = self._captured[key]
-        graph.replay()
+        assert kind.captured is not None
+        kind.captured[0].replay()
+        return kind.captured[1]
+
+    def _warmed(self, kind: _Kind, call: Callable[[], Any]) -> Any:
+        """The call as it is; what it draws of random numbers is looked at."""
+        on_host, drawn = _host_generators(), _drawn()
+        out = _run_on(self._stream, call)
+        kind.draws = _drawn() != drawn
+        moved = [name for name, state in _host_generators().items() if on_host.get(name, state) != state]
+        if moved:
+            self.go_on_eagerly(
+                f"random numbers are drawn on the host ({', '.join(moved)}), and what they decide would be decided for good"
+            )
         return out
 
-    def _capture_as(self, key: Hashable, call: Callable[[], Any], *, draws: bool) -> str | None:
+    def _capture_as(self, kind: _Kind, call: Callable[[], Any]) -> str | None:
         """Captures the call; in words why that cannot be. The error is gone by then, and with it what it held."""
-        assert self._stream is not None
+        self.capturing = True
         try:
-            with _no_stashed_generator() if draws else contextlib.nullcontext():
-                self._captured[key] = _capture(call, self._stream, self._pool)
+            with _no_stashed_generator() if kind.draws else contextlib.nullcontext():
+                kind.captured = _capture(call, self._stream, self._pool)
         except RuntimeError as error:
             return str(error)
+        finally:
+            self.capturing = False
         return None
+
+    def _count_new(self, key: Hashable) -> None:
+        """Says once what changes, where each call is of another kind."""
+        self._row += 1
+        if self._row == self.patience and not self._why_row:
+            changes = min((list(_changes(other, key)) for other in self._kinds), key=len, default=[])
+            named = ", ".join(dict.fromkeys(changes)) or "the key"
+            self._why_row = (
+                f"{self.patience} calls in a row were of as many kinds, of which each would have a graph of its own; "
+                f"what changes from one to the next: {named}"
+            )
+            self._warn(self._why_row)
 
     def go_on_eagerly(self, why: str) -> None:
         """Captures nothing from here on, and warns why, in words."""
-        self.why_eager = why
-        warnings.warn(f"{self.op}: goes on without a CUDA graph: {why}", stacklevel=4)
+        self._why = why
+        self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        frame, level = sys._getframe(1), 2
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(f"{self.op}: goes on without a CUDA graph: {why}", stacklevel=level)
+
+
+class Known:
+    """What graphs take for granted of models, each state once: keys compare the object that stands for it."""
+
+    def __init__(self) -> None:
+        self._states: list[_State] = []
+
+    def __call__(self, model: torch.nn.Module, *others: tuple[str, Hashable]) -> Hashable:
+        """The object that stands for the state of ``model``, and for names and values of ``others``."""
+        values = (*state_of(model), *(value for _, value in others))
+        for i, state in enumerate(self._states):
+            if state.values == values:
+                self._states.insert(0, self._states.pop(i))
+                return state
+        names: list[str] = []
+        state_of(model, names)
+        self._states.insert(0, _State(values, [*names, *(name for name, _ in others)]))
+        del self._states[MOST:]
+        return self._states[0]
+
+
+class _State:
+    def __init__(self, values: tuple[Hashable, ...], names: list[str]) -> None:
+        self.values, self.names = values, names
+
+    def named(self) -> tuple[tuple[str, Hashable], ...]:
+        return tuple(zip(self.names, self.values, strict=True))
+
+
+def _changes(old: Any, new: Any, name: str = "") -> Iterator[str]:
+    """Names of what differs between two keys, which are nested tuples; a name and a value are a pair."""
+    if isinstance(old, _State) and isinstance(new, _State):
+        old, new = old.named(), new.named()
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) > 0:
+        if len(old) == 2 and isinstance(old[0], str) and old[0] == new[0]:
+            old, new, name = old[1:], new[1:], f"{name} {old[0]}".strip()
+        for a, b in zip(old, new, strict=True):
+            if type(a) is not type(b) or a != b:
+                yield from _changes(a, b, name)
+    elif name:
+        yield name
+
+
+# --- what a graph takes for granted of a model ------------------------------------------------------------------------
+
+_PLAIN = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
+)
+MANY = 16  # parts of a list or a dictionary; longer ones are no settings
+
+
+def state_of(model: torch.nn.Module, names: list[str] | None = None) -> tuple[Hashable, ...]:
+    """What a graph takes for granted of a model: where its tensors are, the plain values that its modules have as
+    attributes (modes, rates, adapters), and their hooks; ``names`` gets what each is called. Values of tensors may change;
+    what a pass leaves in a module as a part of its own graph of gradients does not count.
+    """
+    found: list[Hashable] = []
+    seen: set[int] = set()
+    todo: list[tuple[str, torch.nn.Module]] = [("", model)]
+    while todo:  # it is done for each replay: a few microseconds a module
+        path, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for name, value in module.__dict__.items():
+            kind, part = type(value), None
+            if kind in _PLAIN:
+                part = value
+            elif kind is collections.OrderedDict:  # of hooks
+                if not value:
+                    continue
+                part = tuple(value)
+            elif name == "_parameters" or name == "_buffers":
+                if not value:
+                    continue
+                part = tuple([None if t is None else _place_of(t) for t in value.values()])
+            elif name == "_modules":
+                children = [(child, other) for child, other in value.items() if other is not None]
+                todo += [("" if names is None else f"{path}{child}.", other) for child, other in children]
+                continue
+            elif kind is dict or kind is list or kind is tuple or kind is set:
+                if not 0 < len(value) <= MANY:
+                    continue
+                part = tuple(filter(_is_plain, value.items() if kind is dict else value))
+            elif isinstance(value, torch.Tensor):
+                if value.grad_fn is not None:
+                    continue
+                part = _place_of(value)
+            elif name == "config":  # many modules share one
+                if id(value) in seen or not hasattr(value, "__dict__"):
+                    continue
+                seen.add(id(value))
+                part = tuple([(own, v) for own, v in vars(value).items() if type(v) in _PLAIN])
+            elif dataclasses.is_dataclass(value):  # tensors with their scales, as one value
+                part = id(value)
+            else:
+                continue
+            found.append(part)
+            if names is not None:
+                names.append(path + name)
+    return tuple(found)
+
+
+def plain(value: Any) -> Hashable:
+    """A value by which a graph's key can compare it: tensors by their place."""
+    if isinstance(value, torch.Tensor):
+        return _place_of(value)
+    if type(value) in (list, tuple):
+        return tuple(map(plain, value))
+    return value if type(value) in _PLAIN else repr(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(part) in _PLAIN for part in value))
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    place = tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return place, tensor.requires_grad, tensor.shape
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def unfixed(*values: Any) -> str | None:
+    """What in ``values`` can neither lie at an address that stays nor be a part of a graph, in words; ``None`` if all can."""
+    for path, value in _leaves(values):
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.requires_grad:
+                return (
+                    f"the batch has a tensor that is sparse, nested, quantized or wants a gradient, at {_spelled(path)}"
+                )
+        elif type(value) not in _PLAIN and not isinstance(value, enum.Enum):
+            return (
+                f"the batch has a {type(value).__module__}.{type(value).__name__} at {_spelled(path)}: neither a tensor nor a "
+                f"plain value"
+            )
+    return None
+
+
+def _spelled(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{part!r}]" for part in path[1:])
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``."""
+    return _with(value, {path: t.to(device) for path, t in _leaves(value) if isinstance(t, torch.Tensor)})
 
 
 class FixedInputs:
-    """The tensors of a batch at addresses that stay, one set for each kind of batch.
+    """The tensors of a batch at addresses that stay, one set for each kind of batch; of more than :data:`MOST` the one that
+    was not used for longest is dropped.
 
     Args:
         op: whose errors they are.
@@ -224,35 +516,56 @@ class FixedInputs:
 
     def __init__(self, op: str) -> None:
         self._op = op
-        self._sets: dict[Hashable, dict[Path, torch.Tensor]] = {}
+        self._sets: dict[Hashable, tuple[int, dict[Path, torch.Tensor]]] = {}
+        self._made = 0
 
     def __call__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> tuple[Hashable, tuple[Any, ...], dict[str, Any]]:
         """-> what kind of batch it is, and its arguments with tensors on ``device`` that every such batch is copied into.
 
-        Tensors may stand in dictionaries, lists and tuples.
+        Tensors may stand in dictionaries, lists, tuples and named tuples.
 
         Raises:
             TypeError: a value is neither a tensor nor hashable.
         """
         given = (tuple(args), dict(kwargs))
-        leaves = list(_leaves(given))
-        tensors = {path: value for path, value in leaves if isinstance(value, torch.Tensor)}
-        kind = tuple((path, (v.shape, v.dtype) if path in tensors else v) for path, v in leaves)
+        tensors = {path: value for path, value in _leaves(given) if isinstance(value, torch.Tensor)}
+        kind = ("batch", (_kind_of(given[0]), _kind_of(given[1])))
         try:
-            own = self._sets.get(kind)
+            number, own = self._sets.pop(kind, (0, None))
         except TypeError as error:
             raise TypeError(f"{self._op}: the batch must be of tensors and of plain values: {error}") from None
         if own is None:
-            own = {path: torch.empty_like(t, device=device) for path, t in tensors.items()}
-            self._sets[kind] = own
+            self._made += 1
+            number, own = self._made, {path: torch.empty_like(t, device=device) for path, t in tensors.items()}
+        self._sets[kind] = number, own
+        if len(self._sets) > MOST:
+            del self._sets[next(iter(self._sets))]
         for path, t in tensors.items():
-            own[path].copy_(t.detach(), non_blocking=True)
-        return kind, *_with(given, own)
+            # Its owner may fill pinned memory anew as soon as we return; of other memory CUDA takes a copy by itself.
+            source = t.detach().clone() if t.is_pinned() else t.detach()
+            own[path].copy_(source, non_blocking=True)
+        return (kind, number), *_with(given, own)
 
 
 Path = tuple[Any, ...]
+
+
+def _kind_of(value: Any) -> tuple[Any, ...]:
+    """Types, shapes and plain values."""
+    if isinstance(value, Mapping):
+        return dict, tuple((name, _kind_of(part)) for name, part in value.items())
+    if _is_sequence(value):
+        return type(value), tuple(map(_kind_of, value))
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    return type(value), value
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether it is a list, a tuple or a named tuple, all of whose parts it is made of."""
+    return type(value) in (list, tuple) or (type(value).__bases__ == (tuple,) and hasattr(value, "_fields"))
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -260,7 +573,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from _leaves(part, (*path, name))
-    elif type(value) in (list, tuple):
+    elif _is_sequence(value):
         for i, part in enumerate(value):
             yield from _leaves(part, (*path, i))
     else:
@@ -271,6 +584,7 @@ def _with(value: Any, tensors: Mapping[Path, torch.Tensor], path: Path = ()) -> 
     """``value`` with other tensors in these places."""
     if isinstance(value, Mapping):
         return {name: _with(part, tensors, (*path, name)) for name, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with(part, tensors, (*path, i)) for i, part in enumerate(value))
+    if _is_sequence(value):
+        parts = [_with(part, tensors, (*path, i)) for i, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return tensors.get(path, value)

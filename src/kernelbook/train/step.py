@@ -7,14 +7,15 @@ on where there is no graph.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from kernelbook import arguments, runtime
-from kernelbook.train.capture import CapturedCalls, FixedInputs
+from kernelbook.train.capture import MOST, CapturedCalls, FixedInputs, Known, moved, plain, unfixed
 from kernelbook.train.optimizer import ChunkAdamW
 
 __all__ = ["PAD", "CapturedStep", "KeptGradients", "loss_of"]
@@ -34,54 +35,91 @@ def loss_of(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 class KeptGradients:
-    """Gradients at addresses that stay: set to zero where others are dropped, as long as graphs add to them.
+    """Gradients at addresses that stay, as long as graphs add to them.
 
-    Args:
-        parameters: whose they are.
+    A graph adds to the gradients that were there when it was captured, and makes others. Which were there is a part of its
+    key (:meth:`begin`). What a call makes lies at its parameter's own address afterwards; a parameter that has no part in it
+    has the gradient that it had, or none, as in a loop.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+    def __init__(self) -> None:
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._ends: dict[Hashable, tuple[bool, ...]] = {}  # which gradients there were after a call of this key
 
-    def begin(self, *, first: bool | None = None) -> bool:
-        """Puts the gradients back where they were dropped; whether the next backward pass is the first since then."""
-        if first is None:
-            first = all(p.grad is None for p in self._parameters)
-        for parameter in self._parameters:
-            if first:
-                parameter.grad = self._kept.get(parameter)
-        return first
+    def begin(self, parameters: Iterable[torch.Tensor], *, first: bool = False) -> tuple[bool, ...]:
+        """Before a call: which gradients there are; with ``first`` none, and what there was is dropped."""
+        self._before = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                if first:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    self._keep(parameter, parameter.grad)
+                self._before.append((parameter, parameter.grad))
+        return tuple(grad is not None for _, grad in self._before)
 
-    def clear(self) -> None:
-        """Zero, on the device. What has no gradient yet gets one in the backward pass."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
+    def start(self, key: Hashable, *, capturing: bool) -> None:
+        """The first thing in a call: the gradients that were there, and zero where a graph is to make others."""
+        for parameter, grad in self._before:
+            parameter.grad = grad
+        if capturing:
+            made = [
+                p
+                for (p, grad), there in zip(self._before, self._ends.get(key, ()), strict=False)
+                if there and grad is None
+            ]
+            for parameter in made:
+                parameter.grad = self._kept[parameter]
+            self._clear([self._kept[parameter] for parameter in made])
+
+    def end(self, key: Hashable, *, capturing: bool) -> tuple[bool, ...] | None:
+        """What follows the backward pass: which gradients there are; ``None`` if one is sparse, to which no graph can add.
+
+        Raises:
+            RuntimeError: the call is being captured, and makes another gradient than it made before.
+        """
+        for parameter, _ in self._before:
+            grad = parameter.grad
+            if grad is None or grad is self._kept.get(parameter):
+                continue
+            if grad.is_sparse and not capturing:
+                return None
+            if capturing:
+                raise RuntimeError(
+                    f"a gradient of shape {tuple(grad.shape)} is put where there was none in the calls before"
+                )
+            self._keep(parameter, grad)
+        found = tuple(parameter.grad is not None for parameter, _ in self._before)
+        if not capturing:
+            self._ends.pop(key, None)
+            self._ends[key] = found
+            if len(self._ends) > MOST:
+                del self._ends[next(iter(self._ends))]
+        return found
+
+    @staticmethod
+    def _clear(grads: list[torch.Tensor]) -> None:
         if grads:
             torch._foreach_zero_(grads)
 
-    def keep(self, op: str) -> None:
-        """Remembers the gradients of a backward pass that ran as it is.
+    def put(self, found: tuple[bool, ...]) -> None:
+        """After a call that was replayed: the gradients that :meth:`end` found."""
+        for (parameter, _), there in zip(self._before, found, strict=True):
+            parameter.grad = self._kept[parameter] if there else None
 
-        Raises:
-            ValueError: one of them is sparse, and cannot be added to in place.
-        """
-        for parameter in self._parameters:
-            if parameter.grad is None or parameter in self._kept:
-                continue
-            if parameter.grad.is_sparse:
-                raise ValueError(
-                    f"{op}: gradients must be dense where they are kept from one graph to the next (accumulate above 1, or "
-                    f"an optimizer outside of the graph), got a sparse one of shape {tuple(parameter.grad.shape)}"
-                )
-            self._kept[parameter] = parameter.grad
-
-    def places(self) -> tuple[tuple[int, bool], ...]:
-        """Where the parameters are, and whether they still want a gradient: what a graph takes for granted."""
-        return tuple((p.data_ptr(), p.requires_grad) for p in self._parameters)
+    def _keep(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        own = self._kept.get(parameter)
+        if own is None or (own.shape, own.dtype, own.device) != (grad.shape, grad.dtype, grad.device):
+            self._kept[parameter] = grad
+        elif own is not grad:
+            own.copy_(grad)
+            parameter.grad = own
 
     def forget(self) -> None:
         """Keeps none of them."""
         self._kept.clear()
+        self._ends.clear()
 
 
 class CapturedStep:
@@ -95,27 +133,33 @@ class CapturedStep:
 
     The first calls of each kind of batch are ordinary steps, the next one is captured, and all others replay it: every call
     is one step of training. A kind is the shapes and dtypes of the batch's tensors and the values of all else; each has a
-    graph, and all share their memory. Weights are updated in place, so that saving, loading, evaluating and generating go on
-    as before, and so do the state dicts of optimizer and scheduler. After a change of a hyperparameter or of ``model.training``
-    the graph is captured anew. Learning rates may change at any time.
+    graph (64 are kept), and all share their memory. Weights are updated in place, so that saving, loading, evaluating and
+    generating go on as before, and so do the state dicts of optimizer and scheduler. Learning rates may change at any time.
+    After a change of another hyperparameter, of what is trained, or of what the model's modules have as plain attributes
+    (``training``, a dropout's rate, ``SparseLinear.active_chunks`` and ``mode``, PEFT's adapters) the step is captured anew.
 
-    What Python does in a step (a count, a print, a hook) it does when the step is captured, and no more. A step that waits
-    for the device (``.item()``, a shape that depends on values), or that draws random numbers and has activation checkpoints
-    which draw them again (``preserve_rng_state``), cannot be captured: it goes on as an ordinary step, and a warning names
-    the line. So it does without a GPU.
+    What Python does in a step (a print, a hook, a count outside of the model) it does when the step is captured, and no more.
+    A step that waits for the device (``.item()``, a shape that depends on values), whose random numbers are drawn on the host
+    (``random``, NumPy, ``torch.rand(())`` on the CPU: layers left out by chance), or that draws random numbers and has
+    activation checkpoints which draw them again (``preserve_rng_state``), cannot be captured: it goes on as an ordinary step,
+    and a warning names the line. So it does where the model is not on a GPU or on several, with a batch of other things than
+    tensors and plain values, and where a gradient that is to be kept is sparse. If each step is of another kind (a weight
+    decay with a schedule, a number in the batch) none is captured, and a warning says what changes.
 
     Args:
-        model: any module on one device.
+        model: any module.
         optimizer: one of PyTorch's that have ``capturable`` (it is set, and learning rates become tensors), or
             :class:`kernelbook.train.ChunkAdamW`. Any other runs after the graph, from Python.
         loss: ``loss(model, *args, **kwargs)`` with the batch's arguments -> a scalar; default :func:`loss_of`.
         scheduler: of learning rates; ``step()`` is called after each update.
         clip: the largest norm of the gradient.
         accumulate: calls of which the mean gradient makes an update.
-        autocast: the dtype of products and activations, bfloat16 or float16.
+        autocast: the dtype of products and activations, bfloat16. (Gradients in float16 vanish without a ``GradScaler``,
+            whose update waits for the device.)
         lengths: the batch's tensors that ``pad`` names are filled up at the end of dimension 1, to the first of these that is
-            long enough: as many graphs as lengths.
-        pad: what with, by name.
+            long enough: as many graphs as lengths. The batch is given by name then.
+        pad: what with, by name. Where it names ``attention_mask``, a batch that is filled up must have one, so that no token
+            looks at the padding; a model in which no token sees a later one needs none: leave it out of ``pad``.
         warm: how many calls of a kind run before it is captured.
         capture: ``False``: every call is an ordinary step with the same results.
 
@@ -125,8 +169,8 @@ class CapturedStep:
         updates: how many there have been.
 
     Raises:
-        TypeError, ValueError: an argument is of another kind or out of range; a batch is longer than all of ``lengths``;
-            the loss is no scalar.
+        TypeError, ValueError: an argument is of another kind or out of range; a batch is longer than all of ``lengths``, or
+            cannot be filled up; the loss is no scalar; autocast is on in float16.
     """
 
     def __init__(
@@ -147,7 +191,7 @@ class CapturedStep:
         op = "CapturedStep"
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{op}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        arguments.check_choice(op, "autocast", autocast, (None, torch.bfloat16, torch.float16))
+        arguments.check_choice(op, "autocast", autocast, (None, torch.bfloat16))
         if clip is not None and not arguments.number(op, "clip", clip) > 0:
             raise ValueError(f"{op}: clip must be positive, got {clip}")
         self.model, self.optimizer, self.scheduler, self.clip = model, optimizer, scheduler, clip
@@ -156,17 +200,33 @@ class CapturedStep:
         self.pad, self.autocast = dict(pad), autocast
         self.grad_norm: torch.Tensor | None = None
         self.updates, self._micro = 0, 0
-        self._loss = loss
-        self._all = [*model.parameters(), *model.buffers()]
-        self._device = self._all[0].device if self._all else runtime.DEVICE
-        self._inputs = FixedInputs(op)
-        self._calls = CapturedCalls(op, warm=arguments.integer(op, "warm", warm, least=1), capture=capture)
+        self._loss, self._warm, self._capture = loss, arguments.integer(op, "warm", warm, least=1), capture
+        self._gradients = KeptGradients()
         self._lrs: list[torch.Tensor] = []
+        self._known = Known()
+        self._device: torch.device | None = None
+        self._place()
+        # The hook is the optimizer's: it must not keep the step, and goes with it.
+        own = weakref.ref(self)
+        hook = optimizer.register_load_state_dict_post_hook(lambda _: _begin_anew(own()))
+        weakref.finalize(self, hook.remove)
+
+    def _place(self) -> None:
+        """Sets up what lies on the model's device, at first and when it has moved."""
+        device = next((p.device for p in self.model.parameters() if not p.is_meta), runtime.DEVICE)
+        if device == self._device:
+            return
+        several = len({p.device for p in self.model.parameters()}) > 1
+        self._device = device
+        self._inputs = FixedInputs("CapturedStep")
+        self._calls = CapturedCalls(
+            "CapturedStep", warm=self._warm, capture=self._capture, device=device, patience=8 * self.accumulate
+        )
+        if several and self._calls.why_eager is None:
+            self._calls.go_on_eagerly("the model is on several devices")
+        self._settles = device.type == "cuda" and not several
+        self._gradients.forget()
         self._settle()
-        # Where the optimizer is in the graph, gradients are made and dropped in it. Else they outlive it.
-        self._gradients = KeptGradients(self._trained())
-        self._keeps = self.accumulate > 1 or not self._in_graph
-        optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
 
     @property
     def why_eager(self) -> str | None:
@@ -179,21 +239,25 @@ class CapturedStep:
         """Whether the optimizer can be a part of the graph."""
         return isinstance(self.optimizer, ChunkAdamW) or all("capturable" in g for g in self.optimizer.param_groups)
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether gradients outlive a graph. Where the optimizer is in it, they are made and dropped in it."""
+        return self._calls.captures and (self.accumulate > 1 or not self._in_graph)
+
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def forget(self) -> None:
-        """Drops all graphs, which are captured anew: for tensors of the model or the optimizer that others have taken the
-        place of. After ``optimizer.load_state_dict`` it happens by itself; ``model.load_state_dict`` copies, and needs none.
+        """Drops all graphs, which are captured anew: for what a step reads from elsewhere than the batch and the model's
+        modules, and what has been put in another place. After ``optimizer.load_state_dict`` it happens by itself.
         """
         self._calls.forget()
         self._gradients.forget()
-        self._all = [*self.model.parameters(), *self.model.buffers()]
         self._settle()
 
     def _settle(self) -> None:
         """Puts learning rates and counts of steps on the device, where a graph reads them."""
-        if self._device.type != "cuda" or not self._in_graph:
+        if not self._settles or not self._in_graph:
             return
         self._lrs = []
         for group in self.optimizer.param_groups:
@@ -214,15 +278,21 @@ class CapturedStep:
                 own.fill_(group["lr"])
                 group["lr"] = own
 
-    def _state(self) -> tuple[Any, ...]:
-        """What a graph takes for granted of model and optimizer."""
-        groups = self.optimizer.param_groups
-        return (
-            self.model.training,
-            torch.is_autocast_enabled(self._device.type),
-            tuple(t.data_ptr() for t in self._all),
-            tuple(p.requires_grad for p in self._trained()),
-            tuple((name, str(value)) for g in groups for name, value in g.items() if name not in ("params", "lr")),
+    def _state(self) -> Hashable:
+        """What a graph takes for granted of model, optimizer and PyTorch."""
+        groups = tuple(
+            (
+                ("parameters", tuple([(id(p), p.requires_grad) for p in group["params"]])),
+                *((name, plain(value)) for name, value in group.items() if name not in ("params", "lr", "initial_lr")),
+            )
+            for group in self.optimizer.param_groups
+        )
+        return self._known(
+            self.model,
+            ("optimizer", groups),
+            ("autocast", self._autocast()),
+            ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
+            ("float32 precision", torch.get_float32_matmul_precision()),
         )
 
     # --- a step ---
@@ -232,15 +302,31 @@ class CapturedStep:
 
         Tensors may lie on the host; they are copied.
         """
-        kind, args_, kwargs_ = self._inputs(args, self._padded(kwargs), self._device)
+        self._place()
+        assert self._device is not None
+        self._autocast()  # raises
+        kwargs = self._padded(args, kwargs)
         first, last = self._micro == 0, self._micro == self.accumulate - 1
         self._settle_lrs()
-        if self._keeps:
-            self._gradients.begin(first=first)
-        before = len(self._calls)
-        loss, norm = self._calls((kind, first, last, self._state()), lambda: self._body(first, last, args_, kwargs_))
-        if self._keeps and len(self._calls) == before:
-            self._gradients.keep("CapturedStep")
+        why = unfixed(args, kwargs) if self._calls.captures else None
+        if why is not None and self._calls.why_eager is None:
+            self._calls.go_on_eagerly(why)
+        fixed = self._calls.captures and why is None
+        kind: Hashable = None
+        if fixed:
+            kind, args, kwargs = self._inputs(args, kwargs, self._device)
+        else:
+            args, kwargs = moved(args, self._device), moved(kwargs, self._device)
+        keeps, key = self._keeps, None
+        there = self._gradients.begin(self._trained(), first=first) if keeps else ()
+        if fixed:
+            key = (kind, ("gradients", there), ("accumulation", (first, last)), self._state())
+        loss, norm, found = self._calls(key, lambda: self._body(first, last, keeps, key, args, kwargs))
+        if found is not None:
+            self._gradients.put(found)
+        elif keeps:
+            self._calls.forget()
+            self._calls.go_on_eagerly("a gradient is sparse, and would be kept from one graph to the next")
         self._micro = 0 if last else self._micro + 1
         if last:
             if not self._in_graph:
@@ -253,11 +339,12 @@ class CapturedStep:
         return loss.clone()  # type: ignore[no-any-return]
 
     def _body(
-        self, first: bool, last: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, first: bool, last: bool, keeps: bool, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[bool, ...] | None]:
         """What is captured."""
-        if first and self._keeps:
-            self._gradients.clear()
+        capturing = self._calls.capturing
+        if keeps:
+            self._gradients.start(key, capturing=capturing)
         elif first:
             self.optimizer.zero_grad(set_to_none=True)
         with self._casting():
@@ -266,19 +353,32 @@ class CapturedStep:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"CapturedStep: loss must return a scalar, got {got}")
         (loss / self.accumulate if self.accumulate > 1 else loss).backward()
+        found = self._gradients.end(key, capturing=capturing) if keeps else None
         norm = None if self.clip is None or not last else self._clipped(self.clip)
         if last and self._in_graph:
             self.optimizer.step()
-            if not self._keeps:
+            if not keeps:
                 self.optimizer.zero_grad(set_to_none=True)  # their memory is another graph's then
-        return loss.detach(), norm
+        return loss.detach(), norm, found
+
+    def _autocast(self) -> torch.dtype | None:
+        """The dtype of products: ours, or that of the caller's autocast."""
+        device = runtime.DEVICE.type if self._device is None else self._device.type
+        dtype = self.autocast
+        if dtype is None and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        if dtype is torch.float16:
+            raise ValueError(
+                "CapturedStep: autocast must be in bfloat16, got float16, whose gradients vanish without a GradScaler"
+            )
+        return dtype
 
     def _casting(self) -> contextlib.AbstractContextManager[object]:
-        device = self._device.type
-        if self.autocast is None and not torch.is_autocast_enabled(device):
+        dtype = self._autocast()
+        if dtype is None or self._device is None:
             return contextlib.nullcontext()
         # No cache of casts: it would outlive the graph that made them.
-        return torch.autocast(device, self.autocast or torch.get_autocast_dtype(device), cache_enabled=False)
+        return torch.autocast(self._device.type, dtype, cache_enabled=False)
 
     def _clipped(self, clip: float) -> torch.Tensor:
         """Clips as ``torch.nn.utils.clip_grad_norm_`` does, sparse gradients too; returns the norm before."""
@@ -287,17 +387,41 @@ class CapturedStep:
         torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _padded(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
         if not self.lengths:
             return batch
-        named = {name: batch[name] for name in self.pad if isinstance(batch.get(name), torch.Tensor)}
+        if args:
+            raise ValueError(
+                f"CapturedStep: the batch must be given by name where lengths are, got {len(args)} without a name"
+            )
+        # What has no elements says something else than tokens, as known_masks does.
+        named = {n: batch[n] for n in self.pad if isinstance(batch.get(n), torch.Tensor) and batch[n].numel()}
+        for name, t in named.items():
+            if t.ndim < 2:
+                raise ValueError(
+                    f"CapturedStep: {name} must have a dimension 1 that is filled up to one of lengths, or not stand in pad, "
+                    f"got shape {tuple(t.shape)}"
+                )
         longest = max((t.shape[1] for t in named.values()), default=0)
         if longest > self.lengths[-1]:
             raise ValueError(
                 f"CapturedStep: the batch must be at most as long as the largest of lengths ({self.lengths[-1]}), got {longest}"
             )
         length = next(n for n in self.lengths if n >= longest)
+        if longest < length and "attention_mask" in self.pad and batch.get("attention_mask") is None:
+            raise ValueError(
+                "CapturedStep: the batch must have an attention_mask where it is filled up, or tokens look at the padding; if "
+                "none sees a later one, leave attention_mask out of pad: pad={'input_ids': 0, 'labels': -100}"
+            )
         return batch | {
             name: F.pad(t, (0, 0) * (t.ndim - 2) + (0, length - t.shape[1]), value=self.pad[name])
             for name, t in named.items()
         }
+
+
+def _begin_anew(step: CapturedStep | None) -> None:
+    """After ``optimizer.load_state_dict``: other states, and no gradient of before."""
+    if step is not None:
+        step.forget()
+        step._micro = 0
+        step.optimizer.zero_grad(set_to_none=True)

@@ -26,7 +26,9 @@ is ``torch.compile``'s, for ``generate`` as transformers compiles a static cache
 output layer in pieces, so that no logits of all tokens exist.
 
 A row's ``ms`` is wall time with the device waited for, ``host_us`` the host's part until it has nothing more to enqueue,
-``peak_mib`` everything that the process holds on the GPU, the model included. ``err_ratio`` is of the same architecture at a
+``peak_mib`` everything that the process holds on the GPU, the model included. ``setup_s`` is what passes before it has that
+speed, for a model that is there: its first calls, with what they compile (kernels that the process has not compiled before)
+and capture. ``add_host_us`` says how busy the host was. ``err_ratio`` is of the same architecture at a
 tiny size in float32, checked in the same process. ``whole_model_parts.csv`` says by the profiler where a step's time goes;
 what no kernel covers is the part ``none``: the device waits for the host.
 
@@ -70,6 +72,7 @@ SOURCES = (
     *(record.PACKAGE / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
 )
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
+COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
 STEM, PARTS_STEM, HOST_STEM = "whole_model", "whole_model_parts", "whole_model_host"
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
 HOST_KEY = ("gpu", "provider", "model", "checkpoint")
@@ -642,9 +645,11 @@ class _Session:
             self._measure_host(plan, model, base)
             return
         if plan.task == "generate":
-            found = self._token_times(plan, base)
-            self._write(plan, base, ratio, found, math.nan)
+            found, setup = self._token_times(plan, base)
+            self._write(plan, base, ratio, found, math.nan, setup)
             return
+        timing.wait()
+        began = time.perf_counter()
         if plan.task == "decode":
             call, before = _decode_task(model, plan.batch, self.tokens, compiled=plan.graph == "compile")
             calls = ROOM // 4
@@ -660,11 +665,13 @@ class _Session:
                 call()
         before()
         out = call()
+        timing.wait()
+        setup = time.perf_counter() - began
         if not bool(out.float().isfinite().all()):
             raise check.CheckError(f"{plan}: the outcome must be finite")
         found, host = timing.wall(call, calls=calls, samples=samples, before=before)
         before()
-        self._write(plan, base, ratio, found, host, call)
+        self._write(plan, base, ratio, found, host, setup, call)
 
     def _measure_host(self, plan: Plan, model: Any, base: Any) -> None:
         """Writes what the host does for a layer of a step, as it is and with our functions returning ready tensors."""
@@ -700,21 +707,26 @@ class _Session:
         y = torch.empty_like(x)
         return timing.host_us(lambda: torch.add(x, 1, out=y))
 
-    def _token_times(self, plan: Plan, base: Any) -> timing.Timing:
-        """Of a new token of ``generate``: what :data:`ROOM` more of them take."""
+    def _token_times(self, plan: Plan, base: Any) -> tuple[timing.Timing, float]:
+        """Of a new token of ``generate``: what :data:`ROOM` more of them take; and the seconds of the first generation."""
         new = ROOM if runtime.DEVICE.type == "cuda" else 2
         try:
+            timing.wait()
+            began = time.perf_counter()
             generate = _generate_task(base, plan.batch, self.tokens, plan.graph)
             generate(new)
+            timing.wait()
+            setup = time.perf_counter() - began
             once, many = (timing.wall(functools.partial(generate, n), samples=self.samples)[0] for n in (1, new))
         finally:  # as the model was
             for name in ("get_compiled_call", "_compiled_call"):
                 base.__dict__.pop(name, None)
             base.generation_config.cache_implementation = base.generation_config.max_cache_len = None
         more = new - 1
-        return timing.Timing(
+        found = timing.Timing(
             (many.ms - once.ms) / more, (many.p20 - once.p80) / more, (many.p80 - once.p20) / more, many.samples
         )
+        return found, setup
 
     def _write(
         self,
@@ -723,6 +735,7 @@ class _Session:
         ratio: float,
         found: timing.Timing,
         host: float,
+        setup: float,
         call: Callable[[], Any] | None = None,
     ) -> None:
         """The row, and by the profiler the parts of ``call``."""
@@ -736,14 +749,16 @@ class _Session:
             "x_name": "batch", "x": str(plan.batch), "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}",
             "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{gflop:.6g}", "peak_mib": f"{peak:.6g}",
             "err_ratio": f"{ratio:.3g}", "host_us": f"{host:.4g}", "gpus": "1",
+            "add_host_us": f"{self._add_host_us():.3g}", "setup_s": f"{setup:.3g}",
         }  # fmt: skip
-        table = pd.DataFrame([{**self.about, **row}], columns=list(record.COLUMNS))
+        table = pd.DataFrame([{**self.about, **row}], columns=list(COLUMNS))
         record.write_results(self.folder / f"{STEM}.csv", table)
         shown = {
             "ms": found.ms,
             "tokens/s": 1e3 * self._tokens_of(plan) / found.ms,
             "GiB": peak / 1024,
             "host ms": host / 1e3,
+            "set-up s": setup,
         }
         if runtime.DEVICE.type == "cuda" and call is not None:
             parts = _profile(call, found.ms)
