@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from kernelbook import runtime
 from kernelbook.train import capture
@@ -66,6 +66,10 @@ def _captured(call: Callable[[], Any], stream: Any, pool: Any) -> tuple[Graph, A
     return Graph(mode.operators), out
 
 
+def _is_recording() -> bool:
+    return any(isinstance(mode, Recording) for mode in _get_current_dispatch_mode_stack())
+
+
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on in a test steps are captured on the CPU; where there is a GPU, there as ever."""
     if runtime.DEVICE.type == "cuda":
@@ -79,3 +83,4 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         "_capture": _captured,
     }.items():
         monkeypatch.setattr(capture, name, other)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", _is_recording)  # models ask

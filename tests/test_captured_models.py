@@ -1,6 +1,7 @@
 """Captured steps and captured generation of transformers' models, with PEFT and with its Trainer."""
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from emulated_graphs import emulate  # noqa: E402
+from packaging.version import Version  # noqa: E402
 from tiny_models import COMMON, tiny_model, tokens  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from kernelbook import runtime  # noqa: E402
 from kernelbook.interop import transformers as interop  # noqa: E402
-from kernelbook.nn import swap  # noqa: E402
+from kernelbook.interop import transformers_attention  # noqa: E402
+from kernelbook.nn import named_attention, swap  # noqa: E402
 from kernelbook.train import CapturedStep  # noqa: E402
 
 GPU = runtime.DEVICE.type == "cuda"
@@ -118,8 +121,76 @@ def test_masks_that_leave_nothing_out_are_known() -> None:
     assert interop.known_masks(model, batch)["attention_mask"] is batch["attention_mask"]
     packed = {"input_ids": batch["input_ids"], "position_ids": torch.arange(9)[None] % 5}
     assert interop.known_masks(model, packed) == packed
-    model.config.sliding_window = 4
+    model.config.sliding_window = 4  # of which Llama's own code makes no masks
     assert "attention_mask" not in interop.known_masks(model, {"input_ids": batch["input_ids"]})
+    model.config.sliding_window = None
+    for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        setattr(model.config, name, value)
+        assert "attention_mask" not in interop.known_masks(model, {"input_ids": batch["input_ids"]})
+        delattr(model.config, name)
+    assert "attention_mask" in interop.known_masks(model, {"input_ids": batch["input_ids"]})
+
+
+WITH_WINDOWS = ("gemma2", "gpt_oss", "mistral")
+
+
+def windowed(kind: str) -> Any:
+    """A tiny model with sliding windows of four keys, in some layers or in all."""
+    torch.manual_seed(0)
+    sizes = COMMON | {"intermediate_size": 48, "head_dim": 8, "sliding_window": 4}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model: Any = {
+        "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, query_pre_attn_scalar=8)),
+        "gpt_oss": lambda: transformers.GptOssForCausalLM(
+            transformers.GptOssConfig(**sizes, num_local_experts=3, rope_parameters=rope)
+        ),
+        "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**sizes)),
+    }[kind]()
+    if kind == "gpt_oss":
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+        model.set_experts_implementation("eager")
+    model.generation_config.eos_token_id = None
+    model.set_attn_implementation("eager")
+    return model.to(runtime.DEVICE).eval()
+
+
+@pytest.mark.parametrize("mask", (False, True))
+@pytest.mark.parametrize("kind", ("llama", *WITH_WINDOWS))
+def test_a_captured_step_has_our_attention_in_all_layers(
+    kind: str, mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama() if kind == "llama" else windowed(kind)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    transformers_attention.register()
+    model.set_attn_implementation("kernelbook")
+    windows: list[int | None] = []
+    kernel = named_attention.flash_attention
+
+    def count(*tensors: torch.Tensor, window: int | None, **how: Any) -> torch.Tensor:
+        windows.append(window)
+        return kernel(*tensors, window=window, **how)
+
+    monkeypatch.setattr(named_attention, "flash_attention", count)
+    monkeypatch.setattr(transformers_attention, "_captured", lambda: True)
+    batch = {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if mask else {})
+    with torch.no_grad():
+        logits = model(**interop.known_masks(model, batch), use_cache=False).logits
+    assert windows == {"llama": [None, None], "mistral": [4, 4], "gemma2": [4, None], "gpt_oss": [4, None]}[kind]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_of_other_kinds_of_models_stay() -> None:
+    """A model of several modalities makes masks of its own; so does one that takes no dictionary of them."""
+    sizes = COMMON | {"intermediate_size": 48, "head_dim": 8, "sliding_window": 4}
+    config = transformers.Gemma3Config(text_config=sizes, vision_config={"num_hidden_layers": 1, "image_size": 28})
+    model = windowed("mistral")
+    assert set(transformers_attention._windows(model)) == {"sliding_attention"}
+    for changed in (config, transformers.Gemma2Config(**sizes)):
+        model.config = changed
+        assert transformers_attention._windows(model) == {}
 
 
 def test_the_loss_in_pieces_is_the_loss() -> None:
@@ -135,6 +206,62 @@ def test_the_loss_in_pieces_is_the_loss() -> None:
         found.append([value, *(p.grad for p in model.parameters())])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_first_loss_in_pieces_under_autocast_has_all_gradients() -> None:
+    model = llama().train()
+    [batch] = data(1, 9)
+    with torch.autocast(runtime.DEVICE.type, torch.bfloat16):
+        interop.loss_in_pieces(model, **batch).backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.model.layers.parameters())
+    assert model.lm_head.weight.grad.any()
+
+
+OTHER_LOGITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "soft cap": ("Gemma2", {"final_logit_softcapping": 0.7, "head_dim": 8}),
+    "divided": ("Granite", {"logits_scaling": 4.0}),
+    "multiplied": ("Cohere", {"logit_scale": 0.3, "bos_token_id": 1, "eos_token_id": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LOGITS)
+def test_the_loss_in_pieces_is_that_of_the_models_logits(kind: str) -> None:
+    """Of models that do something to what their output layer gives."""
+    name, changes = OTHER_LOGITS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**COMMON, intermediate_size=48, **changes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(runtime.DEVICE).train()
+    [batch] = data(1, 9)
+    with torch.no_grad():
+        ours, theirs = interop.loss_in_pieces(model, **batch, piece=4), model(**batch).loss
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+class Halved(LlamaForCausalLM):  # type: ignore[misc]
+    """A model that does something of which no configuration tells; ``where`` it does."""
+
+    where = 30.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = torch.where(out.logits > self.where, out.logits / 2, out.logits)
+        return out
+
+
+def test_a_loss_in_pieces_that_would_be_another_is_refused() -> None:
+    [batch] = data(1, 9)
+    model = llama().train()
+    model.__class__ = Halved
+    hooks = len(model.model._forward_hooks)
+    with pytest.raises(
+        ValueError, match=r"loss_in_pieces: model must make its logits by its output layer.* got Halved"
+    ):
+        interop.loss_in_pieces(model, **batch)
+    assert all(module.training for module in model.modules()) and len(model.model._forward_hooks) == hooks
+    model = llama()
+    model.loss_function = lambda *_, **__: torch.zeros(())
+    with pytest.raises(ValueError, match="loss_in_pieces: model must have transformers' loss"):
+        interop.loss_in_pieces(model, **batch)
 
 
 # --- transformers' Trainer ------------------------------------------------------------------------------------------
@@ -226,6 +353,62 @@ def test_a_trainer_that_cannot_be_captured_goes_on(tmp_path: Path) -> None:
         ours = trained(Counting, tmp_path / "a", on_kernels("llama"))
     theirs = trained(transformers.Trainer, tmp_path / "b", on_kernels("llama"))
     assert logged(ours, "loss") == logged(theirs, "loss")
+
+
+def noisy(kind: str) -> Any:
+    """Models that draw, by something that no module and no setting named dropout tells of."""
+    if kind == "a router's noise":
+        return tiny_model("mixtral", router_jitter_noise=0.3).train()
+    model = llama().train()
+    if kind == "an alpha dropout":
+        model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.AlphaDropout(0.3))
+    return model
+
+
+@pytest.mark.parametrize("kind", ("nothing", "a router's noise", "an alpha dropout"))
+def test_checkpoints_of_a_model_that_draws_draw_again(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only where a captured step draws nothing, no state of a generator is kept."""
+    if GPU:
+        pytest.skip("there is a GPU")
+    kept: list[object] = []
+    state = torch.get_rng_state
+    checkpointed = torch.utils.checkpoint
+
+    def count() -> torch.Tensor:
+        if sys._getframe(1).f_code.co_filename == checkpointed.__file__:
+            kept.append(None)
+        return state()
+
+    emulate(monkeypatch)
+    monkeypatch.setattr(torch, "get_rng_state", count)
+    how: dict[str, Any] = {"max_steps": 12, "lr_scheduler_type": "constant"}
+    model = noisy(kind)
+    ours = trained(interop.CapturedTrainer, tmp_path / "a", model, gradient_checkpointing=True, **how)
+    monkeypatch.undo()
+    if kind == "nothing":
+        # of two lengths, three steps each
+        assert len(kept) == 2 * 3 * model.config.num_hidden_layers
+        assert len(ours.calls) == 2 and ours.calls.why_eager is None
+    else:
+        assert len(kept) == 12 * model.config.num_hidden_layers
+        assert "random numbers are drawn on the host" in str(ours.calls.why_eager)
+    theirs = trained(transformers.Trainer, tmp_path / "b", noisy(kind), **how)
+    columns = ("loss", "grad_norm")
+    for mine, other in zip(logged(ours, *columns), logged(theirs, *columns), strict=True):
+        assert mine == pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_captured_trainer_keeps_what_checkpoints_draw(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="CapturedTrainer: goes on without a CUDA graph: .* random numbers are drawn"):
+        ours = trained(
+            interop.CapturedTrainer, tmp_path / "a", noisy("a router's noise"), gradient_checkpointing=True, max_steps=5
+        )
+    theirs = trained(transformers.Trainer, tmp_path / "b", noisy("a router's noise"), max_steps=5)
+    for mine, other in zip(logged(ours, "loss", "grad_norm"), logged(theirs, "loss", "grad_norm"), strict=True):
+        assert mine == pytest.approx(other, rel=1e-3)
 
 
 def test_without_a_gpu_a_captured_trainer_is_the_trainer(tmp_path: Path) -> None:
@@ -397,17 +580,79 @@ def test_a_copy_of_a_model_that_generates_fast_is_whole() -> None:
     assert torch.equal(other.generate(**given, **how), expected)
 
 
-@pytest.mark.gpu
-def test_a_sliding_cache_is_decoded_from_python() -> None:
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(**(COMMON | {"intermediate_size": 48, "sliding_window": 8}))
-    model = transformers.MistralForCausalLM(config).to(runtime.DEVICE).eval()
-    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    given = prompt(2, 6, padded=False)
-    expected = model.generate(**given, **how)
-    with pytest.warns(UserWarning, match="fast_generate: goes on without a CUDA graph: its cache has StaticSliding"):
-        found = interop.fast_generate(model).generate(**given, **how)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("attention", ("eager", "kernelbook"))
+@pytest.mark.parametrize("kind", WITH_WINDOWS)
+def test_windows_are_decoded_in_a_graph(kind: str, attention: str) -> None:
+    """Before they are full and from then on, alone, in batches and with padding; the cache can be gone on with."""
+    model = windowed(kind)
+    asked = [
+        prompt(1, 2, padded=False),
+        prompt(3, 9, padded=True),
+        prompt(2, 4, padded=True),
+        prompt(2, 3, padded=False),
+    ]
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = [model.generate(**given, **how) for given in asked]
+    transformers_attention.register()
+    model.set_attn_implementation(attention)
+    if GPU and kind == "gpt_oss":  # whose eager experts ask the device which of them are used
+        interop.use_kernels(model)
+    if not GPU:
+        how["compile_config"] = transformers.CompileConfig()
+        how["compile_config"]._compile_all_devices = True
+    interop.fast_generate(model)
+    assert graphs_of(model).why_eager == (None if GPU else "there is no GPU")
+    for out, ref in zip([model.generate(**given, **how) for given in asked * 2], expected * 2, strict=True):
+        assert torch.equal(out, ref)
+    if GPU:
+        assert graphs_of(model).why_eager is None and len(graphs_of(model)) >= 2
+    half = model.generate(**asked[0], **(how | {"max_new_tokens": 4, "return_dict_in_generate": True}))
+    cache = half.past_key_values
+    windows = [layer for layer in cache.layers if layer.is_sliding]
+    assert {type(layer).__name__ for layer in windows} == {"StaticSlidingWindowLayer"}
+    assert {layer.cumulative_length_int for layer in windows} == {5}
+
+
+@pytest.mark.parametrize("kind", WITH_WINDOWS)
+def test_a_static_cache_with_windows_is_decoded_by_our_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its windows are full."""
+    model, calls = windowed(kind), []
+    kernel = named_attention.flash_attention
+    transformers_attention.register()
+    model.set_attn_implementation("kernelbook")
+    monkeypatch.setattr(named_attention, "flash_attention", lambda *a, **how: calls.append(how) or kernel(*a, **how))
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    model.generate(tokens(2, 2), **how, disable_compile=True)
+    if Version(transformers.__version__) >= Version("5.20"):  # before, some passes are PyTorch's
+        assert len(calls) == 12
+
+
+def test_windows_without_masks_or_positions_are_decoded_from_python() -> None:
+    """The model would make them by counts of Python's, and a graph would repeat these."""
+    model = interop.fast_generate(windowed("mistral"))
+    graphs, ids = model.get_compiled_call, tokens(1, 1)
+    positions = torch.ones(1, 1, dtype=torch.int64, device=runtime.DEVICE)
+    layer = transformers.cache_utils.StaticSlidingWindowLayer(max_cache_len=16, sliding_window=4)
+    assert "no positions" in str(graphs._unknown({"input_ids": ids}, [layer]))
+    given = {"input_ids": ids, "position_ids": positions}
+    assert "no mask" in str(graphs._unknown(given, [layer]))
+    assert graphs._unknown(given | {"attention_mask": {"sliding_attention": None}}, [layer]) is None
+    layer.cumulative_length_int = 3
+    assert graphs._unknown(given, [layer]) is None
+    model.config.attention_chunk_size = 4
+    assert "no mask" in str(graphs._unknown(given, [layer]))
+
+
+def test_a_model_that_generate_would_not_compile_stays_as_it_is() -> None:
+    class Quantizer:
+        is_compileable = False
+
+    for name, value in (("hf_quantizer", Quantizer()), ("hf_device_map", {"model": "cpu", "lm_head": 0})):
+        model = llama()
+        setattr(model, name, value)
+        with pytest.warns(UserWarning, match="fast_generate: leaves the model as it is"):
+            interop.fast_generate(model)
+        assert model.generation_config.cache_implementation is None and "get_compiled_call" not in model.__dict__
 
 
 def test_a_model_that_does_not_generate_is_refused() -> None:

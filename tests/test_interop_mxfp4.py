@@ -1,7 +1,10 @@
 """gpt-oss as it is published: loading, saving, training and merging with ``MXFP4ExpertsConfig``."""
 
 import json
+import math
+import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,11 @@ from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from kernelbook import check, runtime
 from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
-from kernelbook.interop import transformers_attention, transformers_experts, transformers_fp4
+from kernelbook.interop import transformers_attention, transformers_experts, transformers_fp4, transformers_generation
 from kernelbook.interop.transformers import MXFP4ExpertsConfig, use_kernels
 from kernelbook.nf4 import NF4Tensor
-from kernelbook.packed.fp4 import fp4_parts, fp4_quantize
+from kernelbook.nn.experts import LoRAPair, gated_experts
+from kernelbook.packed.fp4 import fp4_parts, fp4_quantize, fp4_tensor
 
 SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 SIZES: dict[str, Any] = {
@@ -76,8 +80,8 @@ def load(folder: Path, config: Any = None) -> Any:
 
 
 def dequantized(folder: Path) -> Any:
-    """As transformers itself makes it dense."""
-    model = load(folder, Mxfp4Config(dequantize=True)).to(runtime.DEVICE)
+    """As transformers itself makes it dense; 5.17 does so in bfloat16 whatever the model's dtype, which loses nothing."""
+    model = load(folder, Mxfp4Config(dequantize=True)).to(runtime.DEVICE, torch.float32)
     model.set_experts_implementation("eager")
     return model.eval()
 
@@ -122,6 +126,31 @@ def test_greedy_tokens_with_and_without_padding(tmp_path: Path) -> None:
     for how in ({}, {"attention_mask": mask}):
         expected, ours = (each.generate(ids, max_new_tokens=5, do_sample=False, **how) for each in (dense, model))
         assert torch.equal(ours, expected)
+
+
+def test_fast_generation_of_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate takes the way through our call, and gives the dense model's tokens; windows fill on the way."""
+    publish(tmp_path)
+    model, dense = on_kernels(load(tmp_path).to(runtime.DEVICE)), dequantized(tmp_path)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    asked = [tokens(2, 2), tokens(1, 7)]
+    expected = [dense.generate(ids, **how) for ids in asked]
+    taken: list[int] = []
+    calls = transformers_generation.CapturedCalls.__call__
+    monkeypatch.setattr(
+        transformers_generation.CapturedCalls, "__call__", lambda self, *args: taken.append(1) or calls(self, *args)
+    )
+    if runtime.DEVICE.type != "cuda":
+        how["compile_config"] = transformers.CompileConfig()
+        how["compile_config"]._compile_all_devices = True
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*there is no GPU")
+        interop.fast_generate(model)
+        for ids, ref in zip(asked * 2, expected * 2, strict=True):
+            assert torch.equal(model.generate(ids, **how), ref)
+    assert len(taken) == 4 * 5
+    if runtime.DEVICE.type == "cuda":
+        assert model.get_compiled_call._calls.why_eager is None and len(model.get_compiled_call._calls) >= 1
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -277,3 +306,133 @@ def test_what_was_rounded_in_is_not_taken_back(tmp_path: Path) -> None:
     interop_peft.merge_experts(model, into="mxfp4")
     with pytest.raises(ValueError, match=r"unmerge: .* must be dense to give LoRA pairs back"), model.disable_adapter():
         model(tokens(1, 3))
+
+
+# --- a probe of gradients -------------------------------------------------------------------------------------------
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+FULL: dict[str, int] = {
+    "experts": 32,
+    "hidden": 2880,
+    "inner": 2880,
+    "tokens": 512,
+    "top": 4,
+    "rank": 16,
+}  # gpt-oss-20b
+SMALL: dict[str, int] = {"experts": 6, "hidden": 96, "inner": 64, "tokens": 24, "top": 2, "rank": 4}
+RARE = {1: 1, 4: 2}  # experts with so many tokens
+ENTRIES = 400
+
+
+class Layer:
+    """One layer of gpt-oss' experts, of random bytes and scales, with LoRA pairs; what comes in and the gradient of what goes out."""
+
+    def __init__(self, *, experts: int, hidden: int, inner: int, tokens: int, top: int, rank: int) -> None:
+        torch.manual_seed(2)
+        dtype = torch.bfloat16 if runtime.DEVICE.type == "cuda" else torch.float32
+        normal = lambda *shape: torch.randn(shape, device=runtime.DEVICE).to(dtype)  # noqa: E731
+        self.packed = {"up": self._bytes(experts, 2 * inner, hidden), "down": self._bytes(experts, hidden, inner)}
+        self.leaves = {
+            "x": normal(tokens, hidden),
+            "gates": normal(tokens, top).float().softmax(-1).to(dtype),
+            "up_a": normal(experts, rank, hidden) / hidden**0.5, "up_b": normal(experts, 2 * inner, rank) / rank**0.5,
+            "down_a": normal(experts, rank, inner) / inner**0.5, "down_b": normal(experts, hidden, rank) / rank**0.5,
+            "up_bias": normal(experts, 2 * inner), "down_bias": normal(experts, hidden),
+        }  # fmt: skip
+        self.upstream = normal(tokens, hidden)
+        often = torch.tensor([e for e in range(experts) if e not in RARE])
+        ids = torch.stack([often[torch.randperm(len(often))[:top]] for _ in range(tokens)])
+        token = 3
+        for expert, count in RARE.items():
+            for _ in range(count):
+                ids[token, token % top] = expert
+                token += 4
+        self.ids = ids.to(runtime.DEVICE)
+
+    @staticmethod
+    def _bytes(e: int, n: int, k: int) -> list[torch.Tensor]:
+        """Blocks and scales of matrices that make rows about as long as those they are given."""
+        blocks = torch.randint(0, 256, (e, n, k // 32, 16), dtype=torch.uint8, device=runtime.DEVICE)
+        least = 126 + round(math.log2(1 / (2.93 * k**0.5)))
+        return [blocks, torch.randint(least, least + 3, (e, n, k // 32), device=runtime.DEVICE).to(torch.uint8)]
+
+    def by_kernels(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Gradients of the packed product, with these scales of the first matrix."""
+        leaves = {name: value.clone().requires_grad_() for name, value in self.leaves.items()}
+        up, down = (
+            fp4_tensor(blocks, its, dtype=leaves["x"].dtype)
+            for blocks, its in ((self.packed["up"][0], scales), self.packed["down"])
+        )
+        out = gated_experts(
+            leaves["x"], up, down, self.ids, leaves["gates"], activation="swigluoai",
+            gate_up_lora=LoRAPair(leaves["up_a"], leaves["up_b"], 0.5), gate_up_bias=leaves["up_bias"],
+            down_lora=LoRAPair(leaves["down_a"], leaves["down_b"], 0.5), down_bias=leaves["down_bias"],
+        )  # fmt: skip
+        return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), self.upstream), strict=True))
+
+    def by_hand(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Gradients of dequantize-and-multiply, one expert at a time."""
+        grads = {name: torch.zeros_like(value, dtype=dtype) for name, value in self.leaves.items()}
+        for e in range(len(self.packed["up"][0])):
+            token, slot = (self.ids == e).nonzero(as_tuple=True)
+            dense = {name: self._dense(*(part[e] for part in parts)).to(dtype) for name, parts in self.packed.items()}
+            where: dict[str, Any] = dict.fromkeys(self.leaves, e) | {"x": token, "gates": (token, slot)}
+            own = {name: self.leaves[name][at].to(dtype).requires_grad_() for name, at in where.items()}
+
+            def product(name: str, rows: torch.Tensor, dense: Any = dense, own: Any = own) -> torch.Tensor:
+                pair = rows @ own[f"{name}_a"].mT @ own[f"{name}_b"].mT
+                return rows @ dense[name].mT + 0.5 * pair + own[f"{name}_bias"]
+
+            h = product("up", own["x"])
+            gate, up = h[:, ::2].clamp(max=7.0), h[:, 1::2].clamp(-7.0, 7.0)
+            out = product("down", gate * torch.sigmoid(1.702 * gate) * (up + 1)) * own["gates"][:, None]
+            found = torch.autograd.grad(out, list(own.values()), self.upstream[token].to(dtype))
+            for (name, at), grad in zip(where.items(), found, strict=True):
+                if name == "x":
+                    grads[name].index_add_(0, token, grad)
+                else:
+                    grads[name][at] = grad
+        return grads
+
+    @staticmethod
+    def _dense(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()
+        values = E2M1.to(blocks.device)[codes] * torch.exp2(scales.float() - 127)[..., None]
+        return values.flatten(-2)
+
+    def places(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Some hundred entries of each gradient, and as many of what rarely used experts have: names and flat indices."""
+        rare = torch.tensor(list(RARE), device=runtime.DEVICE)
+        rows = torch.isin(self.ids, rare).any(-1).nonzero()[:, 0]
+        for name, value in self.leaves.items():
+            per_row = value.numel() // len(value)
+            few = rows if name in ("x", "gates") else rare
+            for kind, those in (("all", torch.arange(len(value), device=runtime.DEVICE)), ("rare", few)):
+                row = those[torch.randint(len(those), (ENTRIES,), device=runtime.DEVICE)]
+                yield name, kind, row * per_row + torch.randint(per_row, (ENTRIES,), device=runtime.DEVICE)
+
+
+@pytest.mark.parametrize(
+    "sizes", (SMALL, pytest.param(FULL, marks=(pytest.mark.gpu, pytest.mark.memory))), ids=("small", "full")
+)
+def test_a_probe_of_gradients_finds_a_wrong_scale(sizes: dict[str, int]) -> None:
+    """By the rule at some hundred entries of every gradient; with one scale of a rarely used expert wrong they are not."""
+    layer = Layer(**sizes)
+    ids = layer.ids.flatten().bincount(minlength=sizes["experts"])
+    assert all(ids[expert] == count for expert, count in RARE.items())
+    truth, baseline = layer.by_hand(torch.float64), layer.by_hand(layer.leaves["x"].dtype)
+    scales = layer.packed["up"][1]
+    wrong = scales.clone()
+    wrong[4, 7, 1] += 8
+    ours, planted = layer.by_kernels(scales), layer.by_kernels(wrong)
+    found = []
+    for name, kind, at in layer.places():
+        ref, base = truth[name].flatten()[at], baseline[name].flatten()[at]
+        verdicts = [
+            check.compare(f"{name}, {kind}", grads[name].flatten()[at], ref, base, factor=check.GRADIENT_FACTOR)
+            for grads in (ours, planted)
+        ]
+        verdicts[0].require()
+        if not verdicts[1].passed:
+            found.append((name, kind))
+    assert ("x", "rare") in found

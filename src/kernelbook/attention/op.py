@@ -52,7 +52,7 @@ def flash_attention(
         window: with ``causal``, a query at position ``i`` sees the keys ``i - window < j <= i`` only; from 1 on, also beyond S.
         sinks: (H,) floating point, a logit of each query head that joins the sum of its softmax and has no value, as in
             gpt-oss (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023): weights add up to less
-            than 1. It is not multiplied by ``scale``.
+            than 1. It is not multiplied by ``scale``. -inf has no weight; +inf has all of it, and its gradient is NaN.
         softcap: above 0: scaled scores become ``softcap * tanh(score / softcap)``, as in Gemma 2. Sinks are not capped.
 
     Returns:

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_overlay
+from transformers.masking_utils import (
+    causal_mask_function,
+    create_sliding_window_causal_mask,
+    sdpa_mask,
+    sliding_window_overlay,
+)
 
 from kernelbook import runtime
 from kernelbook.interop import base_model
@@ -86,7 +91,11 @@ def _stated(
         if not tracing and q_length > 1 and int(q_offset) == 0:
             return None
         return statement((q_offset + q_length).to(torch.int64).expand(batch_size), None)
-    if kv_offset + kv_length != q_offset + q_length:
+    there = q_offset + q_length
+    if kv_offset == 0 and kv_length > there and local_size is not None and not tracing:
+        # A static cache whose window is not full: what it has room for is more than what is there.
+        return statement(torch.full((batch_size,), there, dtype=torch.int64, device=device), None)
+    if kv_offset + kv_length != there:
         return False
     window = local_size if local_size is not None and kv_length > local_size else None
     if window is None and q_length in (1, kv_length):
@@ -109,24 +118,58 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
     While a graph is captured nobody can look whether a mask leaves tokens out or whether ``position_ids`` begin anew, so
     that transformers makes a mask of (B, 1, N, N), which flash attention does not take. This looks before; where there is a
-    mask on the device the host waits for it. Models whose attention is not ours, or that have sliding windows, and batches
-    with padding, with ``position_ids`` or with router logits keep what they have.
+    mask on the device the host waits for it. A model with sliding windows gets the word for each kind of its layers, in a
+    dictionary, as ``generate`` gives it masks.
+
+    Models whose attention is not ours, or not causal, or of other kinds, models of several modalities, and batches with
+    padding, with ``position_ids`` or with router logits keep what they have.
     """
     base = base_model(model)
     config, found = getattr(base, "config", None), dict(batch)
     if getattr(config, "_attn_implementation", None) != NAME or found.get("position_ids") is not None:
         return found
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    window = getattr(config, "sliding_window", None) if getattr(config, "layer_types", None) is None else None
+    windows = _windows(base)
     router = found.get("output_router_logits") or getattr(config, "output_router_logits", False)
     mask = found.get("attention_mask")
-    if set(kinds) != {"full_attention"} or window is not None or router:
+    if not windows or router or not (mask is None or isinstance(mask, torch.Tensor)):
         return found
     if mask is None or (mask.ndim == 2 and bool(mask.all())):
         tokens = found.get("input_ids", found.get("inputs_embeds"))
         device = None if tokens is None else tokens.device
-        found["attention_mask"] = statement(torch.empty(0, dtype=torch.int64, device=device), None)
+        said = {
+            kind: statement(torch.empty(0, dtype=torch.int64, device=device), window)
+            for kind, window in windows.items()
+        }
+        found["attention_mask"] = said if len(said) > 1 else next(iter(said.values()))
     return found
+
+
+def _windows(base: Any) -> dict[str, int | None]:
+    """Of each kind of layers that ``base`` makes a mask for its sliding window; nothing where that is not known.
+
+    As transformers' ``create_masks_for_generate`` has it, and only if the model's own forward pass makes and takes such masks.
+    """
+    config: Any = base.config
+    if config is not config.get_text_config() or hasattr(base, "create_masks_for_generate"):
+        return {}
+    if config.is_encoder_decoder or not getattr(config, "is_causal", True):
+        return {}
+    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "attention_chunk_size", None):
+        return {}
+    window = getattr(config, "sliding_window", None)
+    known = {"full_attention": None, "sliding_attention": window}
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = sorted(set(getattr(config, "layer_types", None) or [default]))
+    if not set(kinds) <= set(known):
+        return {}
+    if "sliding_attention" in kinds:
+        forward = inspect.unwrap(type(base.base_model).forward)
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if window is None or create_sliding_window_causal_mask.__name__ not in names:
+            return {}
+        if len(kinds) > 1 and "dict" not in names:  # by which it asks whether masks are there already
+            return {}
+    return {kind: known[kind] for kind in kinds}
 
 
 def attention_forward(

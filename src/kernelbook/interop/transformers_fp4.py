@@ -80,6 +80,10 @@ class MXFP4ExpertsQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         return True
 
+    @property
+    def is_compileable(self) -> bool:  # without it generate() leaves a static cache to Python
+        return True
+
     def is_serializable(self) -> bool:
         return True
 

@@ -1,15 +1,21 @@
 """The loss of a language model of transformers without the logits of all tokens."""
 
+import contextlib
+import weakref
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from kernelbook import arguments
 from kernelbook.interop import base_model
 
 __all__ = ["loss_in_pieces"]
+
+LOGITS = (0.1, 1.0, 30.0, 1000.0)  # sizes at which logits are compared: a soft cap shows in large ones alone
+_compared: weakref.WeakSet[Any] = weakref.WeakSet()  # models of which we know that our logits are theirs
 
 
 def loss_in_pieces(
@@ -26,6 +32,9 @@ def loss_in_pieces(
     A piece's logits are made again in the backward pass. With 151,936 tokens and sequences of 2,048 they take 3 GiB in float32
     otherwise. For ``CapturedStep(..., loss=loss_in_pieces)``.
 
+    Logits are those of the output layer, with the soft cap or the scale that Gemma's, Granite's and Cohere's configurations
+    name. The first call for a model compares them with the model's own, on two tokens, for which the host waits.
+
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
         input_ids: (B, N). labels: (B, N) int64; -100 does not count.
@@ -37,19 +46,88 @@ def loss_in_pieces(
 
     Raises:
         TypeError: ``piece`` is not an integer.
-        ValueError: ``piece`` is below 1.
+        ValueError: ``piece`` is below 1; or the model makes logits or a loss in another way, so that this would not be its loss.
+        RuntimeError: a graph is captured, and there was no call for this model before.
     """
     piece = arguments.integer("loss_in_pieces", "piece", piece, least=1)
     base = base_model(model)
-    head = base.get_output_embeddings()
+    if base not in _compared and input_ids.numel():
+        with _nothing_cast_is_kept(input_ids.device.type):
+            _compare(base, input_ids)
+        _compared.add(base)
     body = base.base_model(input_ids, attention_mask=attention_mask, **({"use_cache": False} | others))
     rows, targets = body.last_hidden_state[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
 
     def of(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(head(part).float(), wanted, reduction="sum")
+        return F.cross_entropy(_logits(base, part).float(), wanted, reduction="sum")
 
     parts = [
         checkpoint(of, part, wanted, use_reentrant=False, preserve_rng_state=False)
         for part, wanted in zip(rows.split(piece), targets.split(piece), strict=True)
     ]
     return torch.stack(parts).sum() / (targets != -100).sum().clamp(min=1)
+
+
+def _logits(base: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What the model makes of its last hidden states: its output layer, and what configurations say comes after it."""
+    logits: torch.Tensor = base.get_output_embeddings()(hidden)
+    config = base.config.get_text_config()
+    cap, divisor, factor = (
+        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")
+    )
+    if divisor is not None:
+        logits = logits / divisor
+    if factor is not None:
+        logits = logits * factor
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _nothing_cast_is_kept(device: str) -> contextlib.AbstractContextManager[object]:
+    """Under autocast weights that were cast without a gradient would be taken again, and get none."""
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
+
+
+@torch.no_grad()
+def _compare(base: Any, input_ids: torch.Tensor) -> None:
+    """Raises where the model's own forward pass makes other logits of the same hidden states, or another loss of them."""
+    name = type(base).__name__
+    if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"loss_in_pieces: {name} must have a call before one is captured, which compares its logits")
+    if getattr(base, "loss_function", ForCausalLMLoss) is not ForCausalLMLoss:
+        raise ValueError(
+            f"loss_in_pieces: model must have transformers' loss of causal language models, got {name} with another "
+            f"loss_function; take the model's own loss"
+        )
+    probes: list[torch.Tensor] = []
+
+    def instead(_module: Any, _inputs: Any, out: Any) -> Any:
+        """Hidden states of our choice in the place of the body's."""
+        like = out.last_hidden_state
+        probe = (torch.arange(like[:1, :1].numel() * len(LOGITS), device=like.device) * 1.7).sin()
+        probe = probe.view(1, len(LOGITS), -1).to(like.dtype)
+        sizes = _logits(base, probe).float().std(-1, keepdim=True).clamp(min=1e-3)
+        probes.append((probe * torch.tensor(LOGITS, device=like.device)[:, None] / sizes).to(like.dtype))
+        out.last_hidden_state = probes[0]
+        return out
+
+    modes = [(module, module.training) for module in base.modules()]
+    hook = base.base_model.register_forward_hook(instead)
+    try:
+        base.eval()  # so that nothing is drawn
+        theirs = base(input_ids=input_ids[:1, :2], use_cache=False).logits
+        ours = _logits(base, probes[0]) if probes else None
+    finally:
+        hook.remove()
+        for module, mode in modes:
+            module.training = mode
+    same = ours is not None and ours.shape == theirs.shape
+    if same:
+        wrong = (ours - theirs).float().norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-6)
+        same = bool((wrong < 0.02).all())
+    if not same:
+        raise ValueError(
+            f"loss_in_pieces: model must make its logits by its output layer, with a soft cap or a scale that its "
+            f"configuration names, got {name}, whose own logits are others; take the model's own loss"
+        )

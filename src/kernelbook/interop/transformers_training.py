@@ -6,6 +6,9 @@
     trainer.train()
 """
 
+import contextlib
+import functools
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -18,12 +21,26 @@ from kernelbook.train.step import KeptGradients
 __all__ = ["CapturedTrainer"]
 
 
-def _draws(model: Any) -> bool:
-    """Whether a step of ``model`` draws random numbers, as dropout does."""
-    settings = [module.config.to_dict() for module in model.modules() if hasattr(module, "config")][:1]
-    modules = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
-    named = (v for s in settings for k, v in s.items() if k.endswith(("dropout", "pdrop")) and isinstance(v, float))
-    return modules or any(named)
+@contextlib.contextmanager
+def _generators_left_alone(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context activation checkpoints keep no state of generators, where nobody said whether they should."""
+    changed = []
+    for module in model.modules():
+        how = module.__dict__.get("_gradient_checkpointing_func")  # which transformers sets where they are on
+        if isinstance(how, functools.partial) and "preserve_rng_state" not in how.keywords:
+            changed.append((module, how))
+            module._gradient_checkpointing_func = functools.partial(how, preserve_rng_state=False)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, how in changed:
+            module._gradient_checkpointing_func = how  # type: ignore[assignment]
+
+
+def _drawn() -> list[int]:
+    """Where the generators of all devices are."""
+    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [generator.get_offset() for generator in devices]
 
 
 class CapturedTrainer(transformers.Trainer):
@@ -36,7 +53,10 @@ class CapturedTrainer(transformers.Trainer):
     cannot be captured (see :class:`kernelbook.train.CapturedStep`) goes on so, and a warning names the line; so it does
     without a GPU, on several, and with ``use_cpu``.
 
-    Activation checkpoints keep no state of the generator (``preserve_rng_state=False``) where the model has no dropout.
+    A model that draws random numbers (dropout, a router's noise) is captured as long as it has no activation checkpoints; with
+    them it runs as it is, and so does one that draws on the host. That is no matter of a list of names: the steps before the
+    capture are watched. Where none of them draws, checkpoints keep no state of the generator (``preserve_rng_state=False``)
+    while the step is captured.
 
     Attributes:
         calls: the graphs; ``calls.why_eager`` says why steps run as they are, or is ``None``.
@@ -51,9 +71,7 @@ class CapturedTrainer(transformers.Trainer):
             self.calls.go_on_eagerly("there are several GPUs")
         self._fixed = FixedInputs("CapturedTrainer")
         self._gradients, self._known = KeptGradients(), Known()
-        how: Any = self.args.gradient_checkpointing_kwargs or {"use_reentrant": False}
-        if self.args.gradient_checkpointing and self.model is not None and not _draws(self.model):
-            self.args.gradient_checkpointing_kwargs = {"preserve_rng_state": False, **how}
+        self._drawing: set[Hashable] = set()  # kinds of steps that draw random numbers
 
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None, **others: Any
@@ -73,9 +91,7 @@ class CapturedTrainer(transformers.Trainer):
         there = gradients.begin(model.parameters())
         if why is None:
             batch = known_masks(self.model, self._prepare_inputs(inputs))
-            if (
-                num_items_in_batch is not None
-            ):  # as a number it would be another one in each step, and a part of the graph
+            if num_items_in_batch is not None:  # a number would be another one in each step, and a part of the graph
                 batch["num_items_in_batch"] = torch.as_tensor(num_items_in_batch)
             kind, _, inputs = self._fixed((), batch, self.args.device)
             num_items_in_batch = inputs.pop("num_items_in_batch", None)
@@ -84,7 +100,12 @@ class CapturedTrainer(transformers.Trainer):
 
         def body() -> tuple[torch.Tensor, tuple[bool, ...] | None]:
             gradients.start(key, capturing=calls.capturing)
-            loss = step(model, dict(inputs), num_items_in_batch, **others)
+            quiet = calls.capturing and key not in self._drawing
+            with _generators_left_alone(model) if quiet else contextlib.nullcontext():
+                before = None if calls.capturing else _drawn()
+                loss = step(model, dict(inputs), num_items_in_batch, **others)
+                if not calls.capturing and _drawn() != before:
+                    self._drawing.add(key)
             return loss, gradients.end(key, capturing=calls.capturing)
 
         loss, found = calls(key, body)

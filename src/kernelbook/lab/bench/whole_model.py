@@ -56,7 +56,6 @@ from kernelbook.interop import base_model
 from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.lab.bench import Bench
-from kernelbook.nn.named_attention import statement
 from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 
@@ -274,14 +273,12 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
     real = runtime.DEVICE.type == "cuda"
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=real, capturable=real)
     batch_ = known_masks(base, {"input_ids": ids}) if graph else {"input_ids": ids}
-    known = _masks_of_windows(base.config)
 
     def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
         # While a graph is captured nobody can look whether sequences are packed, and transformers would make a mask for
-        # that; it asks no such thing where there is a cache, be it empty. A model with windows has a mask for each kind.
-        mask = attention_mask if known is None else known
-        cache = DynamicCache() if graph and mask is None else None
-        return loss_in_pieces(model, input_ids, input_ids, mask, past_key_values=cache)
+        # that; it asks no such thing where there is a cache, be it empty.
+        cache = DynamicCache() if graph and attention_mask is None else None
+        return loss_in_pieces(model, input_ids, input_ids, attention_mask, past_key_values=cache)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -298,17 +295,6 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
     if captured.why_eager is not None:
         raise RuntimeError(f"the step was not captured: {captured.why_eager}")
     return lambda: captured(**batch_)
-
-
-def _masks_of_windows(config: Any) -> dict[str, torch.Tensor] | None:
-    """That a batch has no padding, for each kind of layers, where our attention is to know of windows; else ``None``."""
-    if config._attn_implementation != "kernelbook" or "sliding_attention" not in (
-        getattr(config, "layer_types", None) or ()
-    ):
-        return None
-    everything = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
-    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-    return {kind: statement(everything, window) for kind, window in windows.items()}
 
 
 def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
