@@ -105,7 +105,7 @@ def _stated(
 
 def _is_window(mask_function: Any, window: int | None) -> bool:
     """Whether it is transformers' ``sliding_window_causal_mask_function(window)``, with nothing added."""
-    cells = getattr(mask_function, "__closure__", None) or ()
+    cells: Any = getattr(mask_function, "__closure__", None) or ()
     parts = cells[0].cell_contents if len(cells) == 1 else ()
     if not isinstance(parts, tuple) or len(parts) != 2 or parts[1] is not causal_mask_function:
         return False
