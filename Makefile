@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-oldest-interop test-next clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-oldest-interop test-next test-versions clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -105,12 +105,20 @@ test-oldest test-next:
 	$(VENV)-$@/bin/python -m pip install --quiet $(OTHER)
 	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not others and not sm_75"
 
-# The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. (Each transformers wants a kernels of its time.)
+# Pairs of PyTorch and Triton, each in an environment of its own; what came out goes into book/versions.csv, which "Running the
+# book" shows. make test-versions ONLY=triton==3.8.0 for one pair.
+test-versions: $(ENVIRONMENT)
+	$(PY) tools/try_versions.py $(if $(ONLY),--only '$(ONLY)') $(if $(WORKERS),--workers $(WORKERS))
+
+# The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. A transformers wants a kernels of its time, and
+# the oldest cannot be imported beside the one that we support: that runs beside the oldest transformers that takes it.
 test-oldest-interop:
 	$(PYTHON) -m venv --clear $(VENV)-$@
 	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis $(OLDEST) \
 		transformers==5.8.0 peft==0.19.0 accelerate==1.10.0 bitsandbytes==0.50.0
-	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py
+	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py tests/test_captured_models.py
+	$(VENV)-$@/bin/python -m pip install --quiet 'transformers[kernels]==5.19.0' kernels==0.17.2
+	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_hub.py tests/test_captured_models.py
 
 # A kernel repository for Hugging Face's kernels, in _build/hub.
 hub: $(ENVIRONMENT)

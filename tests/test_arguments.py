@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -101,3 +102,21 @@ def test_a_check_is_made_once_for_each_kind_of_call() -> None:
     with torch.autograd.forward_ad.dual_level():
         check(a, 1)
     assert len(made) == before + 3
+
+
+def test_bfloat16_on_a_gpu_that_has_none_is_said_once() -> None:
+    arguments._warn_of_bfloat16.cache_clear()  # another test may have been told
+    x = {dtype: _draw(3, 16).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+
+    def check(target: str, dtype: torch.dtype) -> None:
+        with runtime.compiling_for(target):
+            arguments.check_tensor("layer_norm", "x", x[dtype])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for target, dtype in (("sm_75", torch.float16), ("sm_75", torch.float32), ("sm_80", torch.bfloat16)):
+            check(target, dtype)
+        with pytest.warns(UserWarning, match=r"kernelbook: Tesla T4 has no bfloat16: .* Take float16 there"):
+            check("sm_75", torch.bfloat16)
+        check("sm_75", torch.bfloat16)
+    arguments._warn_of_bfloat16.cache_clear()

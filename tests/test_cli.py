@@ -31,6 +31,17 @@ def test_doctor_passes(capsys: pytest.CaptureFixture[str]) -> None:
         assert "interpreted on the CPU" in out and "none found" in out
 
 
+def test_doctor_says_what_to_expect_of_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(cli, "_plans", lambda gpu: f"those for {gpu}")
+    said = {}
+    for target in ("sm_75", "sm_80"):
+        with runtime.compiling_for(target):
+            said[target] = dict(cli._machine())
+    assert said["sm_75"]["architecture"] == "sm_75" and "to expect" not in said["sm_80"]
+    assert said["sm_75"]["to expect"].startswith("float16 and float32; bfloat16 is right, and several times slower")
+
+
 def _slightly_wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
     return _LAYER_NORM(*args, **kwargs) * 1.01
 

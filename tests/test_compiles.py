@@ -378,9 +378,9 @@ SETTINGS = {
 
 # (kernel, target) -> the most bytes that may be spilled, and why that is accepted. That is what the pinned compiler spills;
 # another one's ptxas spills more of the same kernels, or nothing: in Triton 3.6 up to 840 bytes. Of a kernel that is not
-# listed it may spill a few bytes: in Triton 3.6 it is 8 of LayerNorm's backward pass in float64.
+# listed it may spill a few bytes: in Triton 3.6 8 of LayerNorm's backward pass in float64, in 3.9 56 of attention in float32.
 PINNED = f"triton=={triton.__version__}" in (ROOT / "requirements.txt").read_text()
-OTHERS_SPILL, OTHERS_FEW = 1024, 16
+OTHERS_SPILL, OTHERS_FEW = 1024, 64
 SPILLS_ALLOWED = {
     ("_flash_attention_bwd_dkdv_kernel", "sm_90"): (
         640,

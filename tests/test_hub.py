@@ -137,7 +137,9 @@ def _kernelized(kernels: Any, model: nn.Module, folder: Path, layers: dict[type[
     device = runtime.DEVICE.type
     mapping = {name: {device: kernels.LocalLayerRepository(folder, layer_name=name)} for name in layers.values()}
     with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
-        result = kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, use_fallback=False)
+        # Layers of transformers' that nobody maps stay as they are; those mapped here are to be taken.
+        kept = {"use_fallback": kernels.KernelizeFallback.NO_LAYER}
+        result = kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, **kept)
     return result  # type: ignore[no-any-return]
 
 

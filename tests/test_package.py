@@ -58,11 +58,30 @@ def test_the_metadata_is_valid_and_says_what_it_is(built: dict[str, Path]) -> No
     assert always == {"torch", "triton", "numpy"}
 
 
+def test_the_oldest_versions_allowed_are_those_that_are_run() -> None:
+    """By 'make test-oldest', in environments of its own."""
+    makefile = (ROOT / "Makefile").read_text()
+    run = dict(reversed(re.findall(r"\b([a-z]+)==([\d.]+)", makefile)))  # the first of each
+    project = (ROOT / "pyproject.toml").read_text()
+    for name in ("torch", "triton", "accelerate", "peft", "transformers", "bitsandbytes", "kernels"):
+        (allowed,) = {*re.findall(rf'"{name}>=([\d.]+)', project)}
+        assert run[name].removesuffix(".0") == allowed.removesuffix(".0"), name
+
+
 def _modules_of(requirements: list[Requirement]) -> set[str]:
     """The top-level modules of the distributions that are required."""
     wanted = {re.sub(r"[-_.]+", "-", requirement.name).lower() for requirement in requirements}
     owners = importlib.metadata.packages_distributions()
     return {module for module, by in owners.items() if wanted & {re.sub(r"[-_.]+", "-", d).lower() for d in by}}
+
+
+def test_the_environment_agrees_with_itself() -> None:
+    """pip compares what is required; a library that finds an optional one outside its range turns that off in silence."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    utils = pytest.importorskip("transformers.utils")
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "kernels")}
+    assert utils.is_kernels_available(), f"transformers refuses the kernels beside it: {versions}"
 
 
 @pytest.mark.slow

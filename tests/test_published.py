@@ -1,6 +1,10 @@
 """What a published book has beside its pages: Colab's cell, the site's own files, the workflow."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,44 @@ def test_colabs_cell_comes_goes_and_does_nothing_elsewhere() -> None:
     assert "https://example.org/book" in source and "{" not in source.replace("{runtime.properties().name}", "")
     names: dict[str, Any] = {}
     exec(compile(source, "cell", "exec"), names)  # noqa: S102
-    assert set(names) - {"__builtins__"} == {"sys"}
+    assert set(names) - {"__builtins__"} == {"os", "sys", "hosted"} and not names["hosted"]
+
+
+@pytest.mark.parametrize("place", ("colab", "kaggle"))
+def test_the_cell_fetches_and_installs_on_colab_and_kaggle(place: str, tmp_path: Path) -> None:
+    source = program("colab").CELL.format(address="https://example.org/book", branch="main")
+    before = {
+        "colab": "import sys, types; sys.modules['google.colab'] = types.ModuleType('google.colab')",
+        "kaggle": "import os; os.environ['KAGGLE_KERNEL_RUN_TYPE'] = 'Interactive'",
+    }[place]
+    told = "import subprocess, os; subprocess.run = lambda command, check: print(command); os.chdir = print"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{before}\n{told}\n{source}"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    clone, folder, install, *said = done.stdout.splitlines()
+    assert "https://example.org/book" in clone and folder == "book/notebooks", done.stderr
+    assert install == str([sys.executable, "../tools/colab.py", "--install"])
+    assert said[0].startswith("Kernels are ")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib; neither place has so old a Python")
+def test_what_the_cell_installs_keeps_the_machines_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = program("colab")
+    ran: list[list[str]] = []
+    monkeypatch.setattr(tool.subprocess, "run", lambda command, check: ran.append(command))
+    versions = {"torch": "2.10.0+cu126", "triton": "3.5.0"}
+    monkeypatch.setattr(tool.importlib.metadata, "version", versions.__getitem__)
+    tool.install()
+    package, others = (command[command.index("--quiet") + 1 :] for command in ran)
+    assert package == ["--no-deps", str(ROOT)]
+    assert others[:2] == ["torch==2.10.0+cu126", "triton==3.5.0"]
+    names = {re.split("[<>=;]", line)[0] for line in others[2:]}
+    assert {"transformers", "peft", "tabulate", "tiktoken"} <= names and not names & {"torch", "triton", "kernelbook"}
+    assert "This machine has PyTorch 2.10.0+cu126; kernelbook was tried with 2.11 and newer" in capsys.readouterr().out
+    assert not tool.older("2.11.0") and not tool.older("3.0.1+cu130") and tool.older("2.9.1")
 
 
 def _build(folder: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -76,6 +117,18 @@ def test_without_an_address_there_is_none_to_tell(tmp_path: Path, monkeypatch: p
     out = _build(tmp_path, "", monkeypatch)
     assert not (out / "sitemap.xml").exists() and "og:title" not in (out / "index.html").read_text()
     assert 'href="/notebooks/second.html"' in (out / "404.html").read_text() and (out / "llms.txt").is_file()
+
+
+def test_the_container_has_what_the_two_commands_need() -> None:
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    assert container["image"].startswith("mcr.microsoft.com/devcontainers/python:") and "3.12" in container["image"]
+    assert {"make", "chromium"} <= {*container["onCreateCommand"].split()}
+    target = container["postCreateCommand"].removeprefix("make ")
+    assert f"VENV ?= {target.split('/')[0]}\n" in (makefile := (ROOT / "Makefile").read_text())
+    assert f"$(VENV)/{target.split('/')[1]}:" in makefile
+    assert container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"].endswith(
+        "/.venv/bin/python"
+    )
 
 
 def test_the_workflow_builds_and_publishes() -> None:

@@ -1,6 +1,7 @@
 """GPU or interpreter: decided before Triton is imported, or refused with a reason."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -136,6 +137,33 @@ def test_triton_imported_before_in_the_right_mode_is_fine() -> None:
     assert done.stdout.strip() == "fine", done.stderr
 
 
+PLATFORMS = {
+    "linux": "which is not installed: pip install 'triton>=3.6' (Linux; no GPU is needed)",
+    "darwin": "which has no build for macOS: take a Linux container or virtual machine",
+    "win32": "which has no official build for Windows: take WSL 2, or a Linux container",
+}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_without_triton_one_sentence_says_what_to_do(platform: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.platform = {platform!r}; sys.modules['triton'] = None"
+    sentence = f"kernelbook needs Triton, {PLATFORMS[platform]}"
+    done = _python(f"{code}; import kernelbook")
+    *frames, last = done.stderr.splitlines()
+    assert done.returncode == 1 and last.startswith(f"ImportError: {sentence}"), done.stderr
+    assert sum("File" in line for line in frames) == 2, "raised at the door, not inside"
+    # What is typed: no traceback at all.
+    (tmp_path / "sitecustomize.py").write_text(code)
+    for typed in (["doctor"], [], ["--version"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kernelbook", *typed],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), SRC))},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2 and not done.stdout and done.stderr.startswith(sentence), done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
 def test_importing_does_no_work() -> None:
     """No drawing library, no table library, nothing measured or written."""
     done = _python("import sys, kernelbook; print([m for m in ('matplotlib', 'pandas') if m in sys.modules])")
@@ -196,6 +224,19 @@ def test_a_gpu_that_is_too_old_is_said_so_and_the_interpreter_is_chosen() -> Non
     doctor = "from kernelbook.lab import bench, cli\nbench.CASE_BY_CASE = ()\nprint(cli.doctor())"
     done = _python(f"GPUS = {[V100]}\n{GPUS}\n{doctor}")
     assert sentence in done.stdout and "interpreted on the CPU" in done.stdout, done.stderr
+
+
+def test_the_pages_say_the_same_of_old_gpus() -> None:
+    root = Path(__file__).resolve().parents[1]
+    oldest = ".".join(map(str, runtime.OLDEST))
+    page, card = ((root / name).read_text() for name in ("book/running.md", "hub/CARD.md"))
+    assert f"(compute capability {oldest}: T4," in page and f"compute capability is below {oldest}" in page
+    assert f"from Turing on (compute capability {oldest})" in card
+    built = re.search(r"cuda-capabilities = \[(.*)\]", (root / "hub/build.toml").read_text())
+    assert built and min(tuple(map(int, one.strip(' "').split("."))) for one in built[1].split(",")) == runtime.OLDEST
+    least = min(int(name[3:]) for name in runtime.TARGETS if name.startswith("sm_"))
+    assert divmod(least, 10) == runtime.OLDEST
+    assert len(runtime.TARGETS) == 11 and "compiles all kernels for eleven GPUs" in page
 
 
 @pytest.mark.parametrize("gpus", ([H100], [T4], [V100, H100], []))
@@ -264,6 +305,22 @@ def test_a_kernel_counts_up_to_a_number_on_any_numpy(monkeypatch: pytest.MonkeyP
     _steps_kernel[(1,)](out, 5)
     assert out == 3
     assert getattr(tl.tensor, "__index__", None) is before, "what a launch patches it puts back"
+
+
+@triton.jit
+def _others_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    for tile in range(pid, 2):
+        tl.store(x_ptr + offs, tl.load(x_ptr + offs) + 1.0, mask=(offs < n) & (tile != pid))
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="about the interpreter")
+def test_a_mask_of_a_number_and_a_tile_is_one() -> None:
+    """Triton's own "&" gives integers there, which its loads refuse from 3.9 on."""
+    x = torch.zeros(4)
+    _others_kernel[(1,)](x, 3, BLOCK=4)
+    assert x.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_properties_follow_the_compilation_target() -> None:

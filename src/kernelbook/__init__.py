@@ -1,7 +1,20 @@
 """The kernels of "Sparse and Fused: GPU Kernels in Triton, Step by Step"."""
 
+import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
+if importlib.util.find_spec("triton") is None:
+    _help = {
+        "darwin": "which has no build for macOS: take a Linux container or virtual machine (.devcontainer/ describes one)",
+        "win32": "which has no official build for Windows: take WSL 2, or a Linux container (.devcontainer/ describes one)",
+    }.get(sys.platform, "which is not installed: pip install 'triton>=3.6' (Linux; no GPU is needed)")
+    if sys.argv[:1] == ["-m"] and "kernelbook" in sys.orig_argv:  # python -m kernelbook, which shows no traceback
+        print(f"kernelbook needs Triton, {_help}", file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(f"kernelbook needs Triton, {_help}", name="triton")
+
+# isort: split
 from kernelbook import runtime  # first: it sets up Triton before anything imports it
 
 # isort: split

@@ -1,12 +1,14 @@
 """What Triton's interpreter needs, and compiled kernels do not: no measured row depends on this file.
 
 On a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not, and a loop up to a number that a
-kernel is given failed. And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
+kernel is given failed. Masks of truth values: "&" of a number and a tile gives integers, which loads refuse from Triton 3.9 on.
+And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,22 @@ def mend() -> None:
 
     if patch is not None:
         interpreter._patch_lang_tensor = patch_tensor
+    builder: Any = type(interpreter.interpreter_builder)
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        setattr(builder, name, _with_mask_of_bool(getattr(builder, name), place))
+
+
+def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A method of the interpreter's builder that is given a mask as its argument number ``place``."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = args[place]
+        if getattr(mask.data, "dtype", "bool") != "bool":  # of a descriptor Triton 3.6 gives NumPy's array itself
+            args = (*args[:place], type(mask)(mask.data.astype(bool), mask.dtype), *args[place + 1 :])
+        return function(self, *args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager
