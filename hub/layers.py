@@ -4,8 +4,8 @@ import torch
 
 from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.nf4 import NF4Tensor
-from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
 from kernelbook.nn.moe import gated_experts
+from kernelbook.nn.swiglu import ClampedSwiGLU
 
 __all__ = ["Experts", "GptOssExperts", "LayerNorm", "LlamaRMSNorm", "RMSNorm"]
 

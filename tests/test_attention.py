@@ -157,7 +157,7 @@ def test_every_way_to_cut_the_work(
     causal: bool, m: int, n: int, descriptors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many small tiles, so that each kind of loop runs several times."""
-    if descriptors and not kernels.has_descriptors(runtime.properties()):
+    if descriptors and not runtime.properties().prefers_tma:
         pytest.skip("no tensor descriptors here")
     monkeypatch.setattr(kernels, "config", lambda kernel, d, *_: _tiles(m, n, d))
     monkeypatch.setattr(kernels, "section", lambda *_: 2)
@@ -698,7 +698,7 @@ def test_every_head_size_has_tiles_that_fit(target: str) -> None:
     for kernel in kernels.KERNELS:
         for itemsize in (2, 4, 8):
             for d in range(1, 257):
-                for descriptors in {False, kernels.has_descriptors(properties)}:
+                for descriptors in {False, properties.prefers_tma}:
                     config = kernels.config(kernel, d, itemsize, descriptors, properties)
                     kw = config.kwargs
                     assert kw["BLOCK_D"] >= d and min(kw["BLOCK_M"], kw["BLOCK_N"]) >= 16

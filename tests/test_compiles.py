@@ -221,11 +221,11 @@ for block_l in (16, 128):
 """,
     "nn": """
 import torch, kernelbook
-from kernelbook.nn import ClampedSwiGLU, experts as nn_experts
+from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     for inner in (768, 77):
         h = torch.empty(64, 2 * inner, dtype=dtype, requires_grad=True)
-        for activation in (nn_experts._swiglu, ClampedSwiGLU()):
+        for activation in (swiglu, ClampedSwiGLU()):
             activation(h).backward(torch.empty(64, inner, dtype=dtype))
 from kernelbook.interop import rotary
 for dtype in (torch.bfloat16, torch.float32):

@@ -79,7 +79,7 @@ def test_products_of_rows_in_small_and_large_tiles(rank: int, lora: str, block_n
     exact_u = (chosen @ x.double()[:, :, None])[routing.order.long(), :, 0]
     for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
         for rows, in_order in ((x, False), (x[routing.order.long()], True)):
-            given = op._Given(rows, weight, a, b, None, None, routing, 1.0, lora, in_order, False)
+            given = op.Given(rows, weight, a, b, None, None, routing, 1.0, lora, in_order, False)
             with _tiles(of=kernels, rows_tiles=tiles), check.poisoned_empty():
                 y, u = op._forward(op._forward_plan("moe_lora", given), given, with_u=True)
             assert check.relative_error(y, exact) < 2e-3

@@ -22,8 +22,8 @@ from kernelbook.interop import rotary
 from kernelbook.lab.bench.sparse_inference import Predictor
 from kernelbook.moe_lora import kernels as moe_kernels
 from kernelbook.moe_lora import moe_lora_reference
-from kernelbook.nn import experts as nn_experts
 from kernelbook.nn import kernels as nn_kernels
+from kernelbook.nn.swiglu import swiglu
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
@@ -408,7 +408,7 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn_kernels, "HEADS", 4)
     plans.forget()
     h = randn(5, 74)
-    check.check_op(nn_experts._swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
+    check.check_op(swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
 
     def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         halves = torch.cat([-x[..., 6:], x[..., :6]], -1)

@@ -24,7 +24,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from kernelbook import check, runtime
 from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
-from kernelbook.interop import transformers_attention, transformers_fp4, transformers_generation
+from kernelbook.interop import transformers_attention, transformers_experts, transformers_fp4, transformers_generation
 from kernelbook.interop.transformers import MXFP4ExpertsConfig, use_kernels
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.experts import LoRAPair, gated_experts
@@ -88,9 +88,9 @@ def dequantized(folder: Path) -> Any:
 
 def packed(model: Any) -> list[NF4Tensor]:
     return [
-        interop._stored(experts, name)
+        transformers_experts.stored(experts, name)
         for _, experts in interop.expert_modules(model)
-        for name in interop._weight_names(experts)
+        for name in transformers_experts.weight_names(experts)
     ]
 
 

@@ -20,6 +20,7 @@ from tiny_models import MODELS, assert_as_eager, dequantized, losses, tiny_model
 from kernelbook import runtime
 from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
+from kernelbook.interop import transformers_experts
 from kernelbook.nn import experts as nn_experts
 
 
@@ -69,7 +70,7 @@ def test_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
         (experts.gate_up_proj.data_ptr(), (5, 3, 32)),
         (experts.down_proj.data_ptr(), (5, 3, 24)),
     ]
-    assert not experts.__dict__[interop.HANDED], "handed over for the forward pass only"
+    assert not experts.__dict__[transformers_experts.HANDED], "handed over for the forward pass only"
 
 
 @pytest.mark.parametrize("rank_stabilized", (False, True))

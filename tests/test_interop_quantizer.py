@@ -19,6 +19,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from kernelbook import runtime
 from kernelbook.interop import transformers as interop
+from kernelbook.interop import transformers_experts
 from kernelbook.interop import transformers_quantizer as quantizer
 from kernelbook.interop.transformers import NF4ExpertsConfig
 from kernelbook.nf4 import NF4Tensor
@@ -46,9 +47,9 @@ def load(folder: Path, config: NF4ExpertsConfig | None = None) -> Any:
 
 def packed(model: Any) -> dict[str, NF4Tensor]:
     return {
-        f"{name}.{weight}": interop._stored(experts, weight)
+        f"{name}.{weight}": transformers_experts.stored(experts, weight)
         for name, experts in interop.expert_modules(model)
-        for weight in interop._weight_names(experts)
+        for weight in transformers_experts.weight_names(experts)
     }
 
 

@@ -16,6 +16,7 @@ from transformers.integrations import moe as hf_moe
 
 from kernelbook import check, runtime
 from kernelbook.interop import transformers as interop
+from kernelbook.interop import transformers_experts
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn import experts as nn_experts
 from kernelbook.nn import moe
@@ -181,7 +182,7 @@ def test_other_experts_are_as_batched_mm(base: type, flags: dict[str, bool]) -> 
     if flags.get("is_transposed"):
         up, down = (up[0], up[2], up[1]), (down[0], down[2], down[1])
     experts = kind(types.SimpleNamespace(up=up, down=down)).to(runtime.DEVICE)
-    assert interop._problem_of(experts) is None
+    assert transformers_experts._problem_of(experts) is None
     x = torch.randn(6, 12, device=runtime.DEVICE, requires_grad=True)
     ids = torch.stack([torch.randperm(4, device=runtime.DEVICE)[:2] for _ in range(6)])
     gates = torch.rand(6, 2, device=runtime.DEVICE)

@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
 from kernelbook import interpreter, launch, memory, plans, runtime
-from kernelbook.layer_norm import op
+from kernelbook.layer_norm import launches, op
 
 # isort: split
 import triton.language as tl
@@ -335,8 +335,8 @@ def test_the_oldest_plan_makes_place_for_a_new_one(monkeypatch: pytest.MonkeyPat
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The forward plans that LayerNorm and RMSNorm make from here on."""
     found: list[Any] = []
-    new = op._new_forward_plan
-    monkeypatch.setattr(op, "_new_forward_plan", lambda *args: found.append(new(*args)) or found[-1])
+    new = launches.forward_plan
+    monkeypatch.setattr(launches, "forward_plan", lambda *args: found.append(new(*args)) or found[-1])
     plans.forget()
     return found
 

@@ -13,7 +13,7 @@ from tensors import far_apart, label, randn
 import kernelbook as kb
 from kernelbook import check, runtime
 from kernelbook.lab.bench import layer_norm as bench
-from kernelbook.layer_norm import kernels, layer_norm_backward_reference, layer_norm_reference, op
+from kernelbook.layer_norm import kernels, launches, layer_norm_backward_reference, layer_norm_reference
 from kernelbook.nn import LayerNorm
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -342,7 +342,7 @@ def test_every_width_has_a_configuration_that_fits(target: str) -> None:
 
 def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = randn(4, 8), randn(8).requires_grad_()
-    monkeypatch.setattr(op, "_launch_locks", lambda *_: pytest.fail("locks were used"))
+    monkeypatch.setattr(launches, "launch_locks", lambda *_: pytest.fail("locks were used"))
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -18,6 +18,7 @@ from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import ClampedSwiGLU, GatedExperts, MoELayer, NF4Linear, load_balancing_loss, moe
 from kernelbook.nn import experts as nn_experts
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, choose_experts, gated_experts
+from kernelbook.nn.swiglu import swiglu
 from kernelbook.packed.fp4 import fp4_quantize
 
 DEVICE = runtime.DEVICE
@@ -203,7 +204,7 @@ def test_autocast() -> None:
 
 def test_swiglu_gradient() -> None:
     h = torch.randn(5, 12, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    assert torch.autograd.gradcheck(nn_experts._swiglu, (h,))
+    assert torch.autograd.gradcheck(swiglu, (h,))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
@@ -213,7 +214,7 @@ def test_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
     if rows > 1:
         h[0] = 200.0  # exp(-200) and exp(200) leave the range of float32
         h[1] = -200.0
-    check.check_op(nn_experts._swiglu, lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], {"h": h}, grads=("h",))
+    check.check_op(swiglu, lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], {"h": h}, grads=("h",))
 
 
 def test_swiglu_is_an_operator() -> None:
@@ -256,7 +257,7 @@ def test_clamped_swiglu_names_what_is_wrong(name: str, value: Any) -> None:
 def test_swiglu_of_rows_that_are_not_contiguous() -> None:
     h = torch.randn(12, 7, device=DEVICE).t()
     gate, up = h.chunk(2, -1)
-    torch.testing.assert_close(nn_experts._swiglu(h), F.silu(gate) * up)
+    torch.testing.assert_close(swiglu(h), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("kind", ("dense", "nf4"))

@@ -249,7 +249,7 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
     grouped = scattered[(routing.order // 2).long()]
     for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
         for x in (scattered, grouped):
-            given = op._Given(x, weight, *factors, None, None, routing, 1.0, strategy, x is grouped, False)
+            given = op.Given(x, weight, *factors, None, None, routing, 1.0, strategy, x is grouped, False)
             with _cut(rows_tiles=TILES[name]), check.poisoned_empty():
                 y, u = op._forward(op._forward_plan("moe_lora", given), given, with_u=True)
             assert check.relative_error(y, exact) < 2e-3

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import kernelbook as kb
-from kernelbook import launch, memory, nn, plans, runtime
+from kernelbook import launch, memory, nn, observed, plans, runtime
 
 
 class _Passing(TorchFunctionMode):
@@ -25,13 +25,13 @@ class _Passing(TorchFunctionMode):
 
 
 def test_who_observes() -> None:
-    assert not launch.is_observed()
+    assert not observed.is_observed()
     with torch.no_grad(), torch.inference_mode():
-        assert not launch.is_observed()
+        assert not observed.is_observed()
     for mode in (FakeTensorMode, _Passing, torch.autograd.forward_ad.dual_level, torch.profiler.profile):
         with mode():
-            assert launch.is_observed()
-    assert not launch.is_observed()
+            assert observed.is_observed()
+    assert not observed.is_observed()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
@@ -39,7 +39,7 @@ def test_a_trace_observes() -> None:
     found = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        found.append(not launch.is_observed())
+        found.append(not observed.is_observed())
         return x + 1 if found[-1] else x - 1
 
     x = torch.ones(2, 3)

@@ -10,12 +10,10 @@ import pytest
 import triton
 
 from kernelbook import plans, runtime
-from kernelbook.attention import kernels as attention_kernels
 from kernelbook.lab import timing, tuning
 from kernelbook.lab.bench import bench
 from kernelbook.lab.candidates import SPACES, candidates, prune
 from kernelbook.lab.compiled import CompiledKernel, compile_calls, occupancy
-from kernelbook.moe_lora import kernels as moe_lora_kernels
 from kernelbook.plans import Resources, bucket, fits, matmul_resources, tensor_core, tile_resources
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
@@ -445,11 +443,11 @@ def _problems(properties: runtime.DeviceProperties) -> dict[str, tuple[Any, ...]
         "scatter_ffn.tiles_down": (16, 4096, 1638),
         "nf4.dequantize": (True,),
         "nf4.matmul": (1, 4096),
-        "moe_lora.rows": (16384, 128, 0, 2, "boxes" if moe_lora_kernels.has_boxes(properties) else "wide"),
+        "moe_lora.rows": (16384, 128, 0, 2, "boxes" if properties.prefers_tma else "wide"),
         "moe_lora.thin": (16384, 128, 2048, 16, 2),
         "moe_lora.gram": (16384, 128, 16, 2),
         "moe_lora.strategy": (64, 128, 2048, 1536, 16),
-        "attention.plain": ("dkdv", 128, 2, attention_kernels.has_descriptors(properties)),
+        "attention.plain": ("dkdv", 128, 2, properties.prefers_tma),
         "attention.decode": (32, 8, 8192, 128, 2, 0),
     }
     if properties.arch == "sm_90":

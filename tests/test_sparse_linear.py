@@ -21,6 +21,7 @@ from kernelbook.sparse_linear import (
     gather_cublas_backward,
     kernels,
     op,
+    packing,
     python_loop_backward,
     sparse_dw_reference,
     sparse_dx_reference,
@@ -166,7 +167,7 @@ def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wante
     with check.poisoned_empty():
         dx = torch.empty_like(x) if with_dx else None
         dw, db = (x.new_empty(rows, d_in), x.new_empty(rows)) if with_dw else (None, None)
-        chunks = op._Chunks(chunk, d_out, dw_compact=compact, listed=3)
+        chunks = packing.Chunks(chunk, d_out, dw_compact=compact, listed=3)
         tiles = op._backward_tiles(plan, chunks, m, d_in, dtype, (with_dx, with_dw, with_dw))
         op._run_tiles(tiles, chunks, ids, dy, x, weight, dx, dw, db)
     tolerance = 2e-3 if dtype == torch.float16 else 1e-13
@@ -510,7 +511,7 @@ def test_plans_cover_every_shape(target: str) -> None:
             for active in (16, 1664, 16384):
                 plan = kernels.plan_backward(m, 4096, active, itemsize, True, True, False, properties)
                 assert plan.split >= 1 and plan.config.num_stages >= 2
-    assert kernels.has_boxes(properties) == (target in ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121"))
+    assert properties.has_tma == (target in ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121"))
     long = kernels.plan_backward(2**20, 64, 64, 2, True, False, False, properties)
     assert long.split > 1  # one tile of dW, so the rows are shared
 
@@ -520,8 +521,8 @@ def test_plans_cover_every_shape(target: str) -> None:
 def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such rows are copied together for cuBLAS; here a problem counts as large from the first operation on."""
     monkeypatch.setattr(kernels, "SMALL_FLOP", 0.0)
-    packed, run = [], op._run_packed
-    monkeypatch.setattr(op, "_run_packed", lambda *args: (packed.append(args), run(*args)))
+    packed, run = [], packing.run_packed
+    monkeypatch.setattr(packing, "run_packed", lambda *args: (packed.append(args), run(*args)))
     x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
     _check_all(x, weight, randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
     assert packed
@@ -535,8 +536,8 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("limit", "chunk"), (("UNBOXED_FLOP", 16), ("UNBOXED_FLOP", 40), ("SMALL_FLOP", 17)))
 def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of dY end with their chunk; a product that takes no part of dY from a chunk is left as it is."""
-    packed, run = [], op._run_packed
-    monkeypatch.setattr(op, "_run_packed", lambda *args: (packed.append(args), run(*args)))
+    packed, run = [], packing.run_packed
+    monkeypatch.setattr(packing, "run_packed", lambda *args: (packed.append(args), run(*args)))
     x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((9, 24), (136, 24), (9, 136)))
     ids = _chunks(136, chunk, 3)
     kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
@@ -611,7 +612,7 @@ def test_ordinary_loads_are_bitwise_reproducible(
     chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A race between the pipeline's copies and the tensor cores showed in most launches of this kind."""
-    monkeypatch.setattr(kernels, "has_boxes", lambda properties: False)
+    monkeypatch.setattr(runtime.DeviceProperties, "has_tma", False)
     x, weight, dy = (randn(*s, dtype=dtype) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
     ids = _chunks(4096, chunk, 20)
     first = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)

@@ -17,7 +17,7 @@ from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
 from kernelbook import check, memory, nn, runtime
-from kernelbook.interop import rotary, transformers_norms
+from kernelbook.interop import rotary, transformers_experts, transformers_norms
 from kernelbook.interop import transformers as interop
 from kernelbook.lab import arithmetic, cli, record, timing
 from kernelbook.lab.bench import whole_model as bench
@@ -104,7 +104,7 @@ def test_the_same_seed_gives_the_same_model_however_it_is_stored() -> None:
     dense, packed = (bench.build(config, kind, dtype=torch.float32) for kind in ("dense", "nf4_double"))
     for (name, experts), (_, theirs) in zip(interop.expert_modules(packed), interop.expert_modules(dense), strict=True):
         for weight in ("gate_up_proj", "down_proj"):
-            stored = interop._stored(experts, weight)
+            stored = transformers_experts.stored(experts, weight)
             assert isinstance(stored, NF4Tensor) and stored.double_quant, name
             assert torch.equal(stored.packed, nf4_quantize(getattr(theirs, weight), double_quant=True).packed)
     own, others = dict(dense.named_parameters()), dict(packed.named_parameters())

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd import forward_ad
 
-from kernelbook import launch, runtime
+from kernelbook import observed, runtime
 
 __all__ = [
     "FLOATING",
@@ -49,7 +49,7 @@ def once(check: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(check)
     def checked(*args: Any) -> Result:
-        if runtime.COMPILE_ONLY or launch.is_transformed():
+        if runtime.COMPILE_ONLY or observed.is_transformed():
             return check(*args)
         key: list[Any] = []
         for arg in args:

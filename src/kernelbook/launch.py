@@ -1,19 +1,18 @@
-"""From a call to its kernel: who observes a call, the launcher, and the declaration of operators."""
+"""From a call to its kernel: the launcher, and the declaration of operators."""
 
 import contextlib
 import dataclasses
 import functools
 import hashlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from kernelbook import interpreter, runtime  # before Triton, which it sets up
 from kernelbook.memory import PLAIN
+from kernelbook.observed import of_thread
 
 # isort: split
 import triton
@@ -23,100 +22,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 __all__ = [
     "NAMESPACE",
     "OPTIONS",
-    "PLAIN",
     "Block",
     "Descriptor",
     "Launch",
-    "are_tensors",
     "block",
     "cdiv",
     "composite",
-    "form",
-    "is_aligned",
-    "is_observed",
-    "is_transformed",
     "launcher",
     "library",
-    "observed",
     "operator",
     "sources",
-    "wants_gradient",
 ]
 
 
 def cdiv(a: int, b: int) -> int:
     """``triton.cdiv``, without the wrapper that lets kernels call it too: the host's time counts for small problems."""
     return -(-a // b)
-
-
-# --- who observes a call --------------------------------------------------------------------------------------------
-
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_profiling = torch._C._autograd._profiler_enabled
-
-
-class _OfThread(threading.local):
-    tracing: Any = False  # whether the kernels that are launched become nodes of a graph
-
-
-_of_thread = _OfThread()
-
-
-def is_transformed() -> bool:
-    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
-    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
-
-
-def is_observed() -> bool:
-    """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
-    return (
-        torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
-        or forward_ad._current_level >= 0 or _transform() is not None or _dispatch_modes() > 0
-    )  # fmt: skip
-
-
-def observed(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call is left to its operator: somebody observes it, or an argument is no ordinary dense tensor with data.
-
-    PyTorch's dispatcher knows what to do for tensors of another class, on the meta device, and negated ones.
-    """
-    if is_observed():
-        return True
-    for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg() or tensor.layout is not torch.strided
-        ):
-            return True
-    return False
-
-
-def are_tensors(*given: object) -> bool:
-    """Whether all are tensors or ``None``, so that an operator takes them."""
-    return all(isinstance(each, torch.Tensor) for each in given if each is not None)
-
-
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd is to record a call with these tensors."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
-def form(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What the key of a plan holds of a tensor."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-def is_aligned(*tensors: torch.Tensor | None) -> bool:
-    """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
-    if _of_thread.tracing is not True:
-        for tensor in tensors:
-            if tensor is not None and tensor.data_ptr() % 16:
-                return False
-    return True
 
 
 # --- the launcher ---------------------------------------------------------------------------------------------------
@@ -269,7 +190,7 @@ class Launch:
             grid: numbers of programs.
             args: the kernel's first parameters, in order: tensors, numbers, ``None``, and :class:`Descriptor`.
         """
-        if not _CALLS_COMPILED or _of_thread.tracing or self.kernel.pre_run_hooks or _is_watched():
+        if not _CALLS_COMPILED or of_thread.tracing or self.kernel.pre_run_hooks or _is_watched():
             self._by_triton(grid, args)
             return
         device = _current_device()
@@ -321,7 +242,7 @@ class Launch:
 
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         """-> the compiled kernel, where there is one."""
-        if _of_thread.tracing:
+        if of_thread.tracing:
             return torch.library.wrap_triton(self.kernel)[grid](*args, **self.constants)
         if runtime.INTERPRET:
             with interpreter.widened(args) as wide:
@@ -419,12 +340,12 @@ def _decompose(qualified: str, run: Callable[..., Any], owner: torch.library.Lib
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(not issubclass(t, FakeTensor) and t not in (torch.Tensor, FunctionalTensor) for t in types):
             return NotImplemented
-        before, _of_thread.tracing = _of_thread.tracing, True
+        before, of_thread.tracing = of_thread.tracing, True
         try:
             with mode:
                 return run(*args, **kwargs)
         finally:
-            _of_thread.tracing = before
+            of_thread.tracing = before
 
     torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed, lib=owner)
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,16 @@ from kernelbook import runtime  # before Triton, which it sets up
 # isort: split
 import triton.language as tl
 
-__all__ = ["CAPTURED_COUNTERS", "COUNTERS", "accumulator", "counters", "empty", "poisonable", "tl_accumulator"]
+__all__ = [
+    "CAPTURED_COUNTERS",
+    "COUNTERS",
+    "accumulator",
+    "counters",
+    "empty",
+    "poisonable",
+    "present",
+    "tl_accumulator",
+]
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # the classes of tensors that nobody has derived from
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -45,6 +54,11 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> tor
     ):  # fmt: skip
         return _new(*_contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def present(results: Iterable[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """An operator's results, with an empty tensor for each that is not wanted: it cannot return ``None``."""
+    return tuple(empty((0,), like.dtype, like) if result is None else result for result in results)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -108,8 +108,8 @@ def tensor_core(rows: int, num_warps: int, properties: runtime.DeviceProperties)
     """
     if not properties.has_tensor_cores:
         return "fma"
-    hopper = properties.arch in ("sm_90", "sm_100", "sm_103", "interpreter")
-    return "wgmma" if hopper and rows % 64 == 0 and num_warps % 4 == 0 else "mma.sync"
+    wgmma = properties.has_wgmma or properties.is_interpreter  # which has a Hopper GPU's limits
+    return "wgmma" if wgmma and rows % 64 == 0 and num_warps % 4 == 0 else "mma.sync"
 
 
 def matmul_resources(

@@ -278,13 +278,61 @@ class DeviceProperties:
     l2_bytes: int
     warp_size: int = 32
 
+    @functools.cached_property
+    def capability(self) -> int:
+        """An NVIDIA GPU's compute capability, 90 for 9.0; 0 of others and of the interpreter."""
+        return int(self.arch[3:].rstrip("a")) if self.arch.startswith("sm_") else 0
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.capability > 0
+
+    @property
+    def is_amd(self) -> bool:
+        return self.arch.startswith("gfx")
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.capability == 90
+
+    @property
+    def is_interpreter(self) -> bool:
+        return self.arch == "interpreter"
+
     @property
     def has_tensor_cores(self) -> bool:
         """Whether ``tl.dot`` becomes instructions of tensor cores.
 
         Triton knows those of Ampere and later, and multiplies on Turing as if it had none; cuBLAS uses Turing's too.
         """
-        return not self.arch.startswith("sm_") or int(self.arch[3:].rstrip("a")) >= 80
+        return not self.is_nvidia or self.capability >= 80
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether tensor cores read both operands from shared memory; elsewhere they take registers that large tiles need.
+
+        So do Blackwell's ``tcgen05``, but not the tensor cores of GeForce's Blackwell (sm_120).
+        """
+        return self.capability in (90, 100, 103)
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether a kernel can start before the one before it has ended (programmatic dependent launch): Hopper and later."""
+        return self.capability >= 90
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether tiles can be copied by tensor descriptor: on Hopper and later, and in the interpreter."""
+        return self.capability >= 90 or self.is_interpreter
+
+    @property
+    def prefers_tma(self) -> bool:
+        """Whether the large tiles that tensor descriptors are for pay: on Hopper and later, and in the interpreter.
+
+        GeForce's Blackwell (sm_120) has descriptors too, but multiplies from registers and has less than half the shared
+        memory: there such tiles spill or do not fit.
+        """
+        return self.has_wgmma or self.is_interpreter
 
 
 # The GPUs that kernels are compiled for where there is none, from the vendors' data sheets.
@@ -365,11 +413,11 @@ def device_slug() -> str:
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that kernels are given for tensors of ``dtype``.
+    """The dtype that a kernel of the reader's own is to be given for tensors of ``dtype``.
 
-    It is ``dtype`` itself, except for bfloat16 in the interpreter, whose bfloat16 arithmetic is silently wrong: there
-    a public function converts its inputs to float32 (which is exact), runs the kernel in float32 and rounds the
-    results to bfloat16 at the end. On a GPU ``tensor.to(kernel_dtype(tensor.dtype))`` is the tensor itself.
+    It is ``dtype`` itself, except for bfloat16 in the interpreter, whose bfloat16 arithmetic is silently wrong: float32 there,
+    which holds all bfloat16 numbers. The package's own kernels are given float32 copies by :func:`interpreter.widened`, which
+    rounds what they wrote back to bfloat16.
     """
     return torch.float32 if INTERPRET and dtype == torch.bfloat16 else dtype
 

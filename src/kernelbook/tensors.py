@@ -40,7 +40,8 @@ def precision(dtype: torch.dtype) -> str:
 def strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor | None = None) -> tuple[Any, ...]:
     """A tensor that may be missing, and its ``dims`` strides, as a kernel's arguments.
 
-    Without one it is ``stand_in`` and zeros, for a kernel that wants a pointer which it won't touch.
+    Without one it is ``stand_in`` and zeros, for a kernel that wants a pointer which it won't touch. (For ``None`` Triton
+    would compile a kernel of its own, with the same instructions, for which nothing is recorded.)
     """
     return (stand_in, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
 

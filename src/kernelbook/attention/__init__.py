@@ -1,6 +1,7 @@
 """Attention in tiles: softmax(scale q k^T) v and its gradients without the score matrix."""
 
-from kernelbook.attention.op import append_to_pages, flash_attention, paged_attention
+from kernelbook.attention.op import flash_attention
+from kernelbook.attention.pages import append_to_pages, paged_attention
 from kernelbook.attention.reference import (
     append_to_pages_reference,
     causal_mask_reference,

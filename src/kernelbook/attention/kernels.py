@@ -710,15 +710,6 @@ FMA_TILES = {
 }
 
 
-def has_descriptors(properties: runtime.DeviceProperties) -> bool:
-    """Whether tiles are copied by tensor descriptor: on Hopper and later, and in the interpreter.
-
-    GeForce's Blackwell (sm_120) has descriptors too, but multiplies from registers and has less than half the shared
-    memory: there the large tiles that descriptors are for spill or do not fit.
-    """
-    return properties.arch in ("interpreter", "sm_90", "sm_90a", "sm_100", "sm_103")
-
-
 def _shared_bytes(kernel: str, tiles: _Tiles, width: int, itemsize: int, amd: bool) -> int:
     """The tiles that a program keeps in shared memory."""
     owned, moved = (tiles.m, tiles.n) if kernel != "dkdv" else (tiles.n, tiles.m)
@@ -745,8 +736,8 @@ def _allowed(
         kept += FMA_REGISTERS * width * 2 * math.sqrt(m * n / (32 * config.num_warps))
     # Ordinary loads of the backward pass feed the tensor cores and, turned, registers too.
     pipelined = config.num_stages == 1 or boxes or kernel == "fwd"
-    tiles, amd = _Tiles(m, n, config.num_warps, config.num_stages), properties.arch.startswith("gfx")
-    shared = _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program
+    tiles = _Tiles(m, n, config.num_warps, config.num_stages)
+    shared = _shared_bytes(kernel, tiles, width, itemsize, properties.is_amd) <= properties.shared_memory_per_program
     large = min(m, n) >= 16 and (fma or owned >= 8 * config.num_warps)
     return itemsize == 2 and width == block_d(d) and large and kept <= (190 if fma else 180) and pipelined and shared
 
@@ -755,7 +746,7 @@ def _allowed(
 def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> triton.Config:
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)
-    hopper = boxes and properties.arch in ("sm_90", "interpreter")
+    hopper = boxes and (properties.is_hopper or properties.is_interpreter)
     tiles = (HOPPER_TILES if hopper else TILES if properties.has_tensor_cores else FMA_TILES)[kernel][width]
     if itemsize > 2:
         # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
@@ -765,10 +756,9 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
             tiles = _Tiles(32, 32, 8, 1)
     # Ordinary loads that feed the tensor cores and, turned, registers too are not pipelined (see sparse_linear).
     stages = 1 if itemsize > 2 and not boxes else tiles.stages
-    amd = properties.arch.startswith("gfx")
     while stages > 1:
         tiles = dataclasses.replace(tiles, stages=stages)
-        if _shared_bytes(kernel, tiles, width, itemsize, amd) <= properties.shared_memory_per_program:
+        if _shared_bytes(kernel, tiles, width, itemsize, properties.is_amd) <= properties.shared_memory_per_program:
             break
         stages -= 1
     blocks = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_D": width}

@@ -500,25 +500,6 @@ def _pieces(tiles: int, stored: int, width: int, d: int, num_sms: int) -> list[i
     return [1, *(pieces for pieces in (2, 4) if pieces <= most)]
 
 
-def _tiles_and_splits(
-    heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
-) -> tuple[triton.Config, int]:
-    config, per_sm = _tiles(heads, rows, d, itemsize, page > 0, properties)
-    block_m, block_n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    tiles, stored = heads * -(-rows // block_m), min(block_m, triton.next_power_of_2(rows))
-    found = []
-    for pieces in _pieces(tiles, stored, width, d, properties.num_sms):
-        divided = triton.Config({**config.kwargs, "PIECES": pieces}, config.num_warps, config.num_stages)
-        work = _Work(
-            tiles * pieces, -(-keys // block_n), (1 + pieces) * block_n * width * itemsize // pieces,
-            stored * width * max(4, itemsize) // pieces, stored <= 8,
-        )  # fmt: skip
-        time, splits = _splits(work, per_sm, properties.num_sms)
-        found.append((time, pieces, divided, splits))
-    _, _, divided, splits = min(found, key=lambda choice: choice[:2])
-    return divided, splits
-
-
 def _allowed(
     plan: tuple[triton.Config, int],
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties,
@@ -544,7 +525,20 @@ def tiles_and_splits(
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:
     """The tiles, and over how many programs the keys of one are split."""
-    return _tiles_and_splits(heads, rows, keys, d, itemsize, page, properties)
+    config, per_sm = _tiles(heads, rows, d, itemsize, page > 0, properties)
+    block_m, block_n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    tiles, stored = heads * -(-rows // block_m), min(block_m, triton.next_power_of_2(rows))
+    found = []
+    for pieces in _pieces(tiles, stored, width, d, properties.num_sms):
+        divided = triton.Config({**config.kwargs, "PIECES": pieces}, config.num_warps, config.num_stages)
+        work = _Work(
+            tiles * pieces, -(-keys // block_n), (1 + pieces) * block_n * width * itemsize // pieces,
+            stored * width * max(4, itemsize) // pieces, stored <= 8,
+        )  # fmt: skip
+        time, splits = _splits(work, per_sm, properties.num_sms)
+        found.append((time, pieces, divided, splits))
+    _, _, divided, splits = min(found, key=lambda choice: choice[:2])
+    return divided, splits
 
 
 def plan(

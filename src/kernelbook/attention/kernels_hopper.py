@@ -957,7 +957,7 @@ PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches 
 
 def _is_for(d: int, itemsize: int, properties: runtime.DeviceProperties) -> int | None:
     """BLOCK_D, or None where these kernels are not for the GPU or the dtype."""
-    hopper = properties.arch in ("sm_90", "sm_90a") and itemsize == 2
+    hopper = properties.is_hopper and itemsize == 2
     return max(16, triton.next_power_of_2(d)) if hopper else None
 
 

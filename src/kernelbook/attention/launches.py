@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode
-from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, is_aligned, launcher
+from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import tl_accumulator
-from kernelbook.tensors import aligned_steps, allows_tf32
+from kernelbook.observed import is_aligned
+from kernelbook.tensors import aligned_steps, allows_tf32, strided
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -89,7 +90,7 @@ def precision(q: Tensor | None) -> str:
     if q is None or q.dtype != torch.float32:
         return "ieee"
     properties = runtime.properties(q.device)
-    if properties.arch.startswith("gfx") or not properties.has_tensor_cores:
+    if properties.is_amd or not properties.has_tensor_cores:
         return "ieee"
     return "tf32" if allows_tf32() else "tf32x3"
 
@@ -113,14 +114,6 @@ def readable(tensor: Tensor) -> Tensor:
     d = tensor.shape[3]
     copy = tensor.new_empty(*tensor.shape[:3], cdiv(d, 16) * 16)[..., :d]
     return copy.copy_(tensor)
-
-
-def strided_or(tensor: Tensor | None, dims: int, stand_in: Any) -> tuple[Any, ...]:
-    """A tensor and its strides as a kernel's arguments; where it is missing another one, which the kernel does not touch.
-
-    For ``None`` Triton would compile a kernel of its own, with the same instructions, for which nothing is recorded.
-    """
-    return (stand_in, *(0,) * dims) if tensor is None else (tensor, *tensor.stride())
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -163,7 +156,7 @@ class SplitKeys:
 
 
 def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
-    """For room for a multiple of 64 keys, so that it serves a cache that grows."""
+    """The plan is made for the number of keys rounded up to a multiple of 64, so that it serves a cache that grows."""
     keys = 64 * cdiv(p.s, 64)
     plan = kernels_decode.plan(p.b * p.h_kv, p.group * p.n, keys, p.d, p.dtype.itemsize, p.properties, p.page)
     launch = launcher(
@@ -212,11 +205,11 @@ class Tiles:
 
     def seen(self, lengths: Tensor | None, stand_in: Any) -> tuple[Any, ...]:
         """Lengths and window as the kernel's arguments."""
-        return () if self.window is None else (*strided_or(lengths, 1, stand_in), self.window)
+        return () if self.window is None else (*strided(lengths, 1, stand_in), self.window)
 
     def joining(self, sinks: Tensor | None, stand_in: Any) -> tuple[Any, ...]:
         """Sinks as the arguments of a forward kernel."""
-        return () if self.window is None else strided_or(sinks, 1, stand_in)
+        return () if self.window is None else strided(sinks, 1, stand_in)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -229,7 +222,7 @@ class Reach:
 
 def reach(p: Problem, read: tuple[Tensor, ...], results_like: tuple[Tensor, ...]) -> Reach:
     """``read``: what kernels read, or aligned copies of it in pieces; ``results_like``: tensors that the results are like."""
-    there = kernels.has_descriptors(p.properties) and not p.lengths  # they would read what lies beyond a length
+    there = p.properties.prefers_tma and not p.lengths  # they would read what lies beyond a length
     reads = there and _fit_descriptors(*(t for t in read if are_in_pieces(t.stride())))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
     return Reach(reads, writes)

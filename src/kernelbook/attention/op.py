@@ -12,30 +12,20 @@ from torch.compiler import is_dynamo_compiling
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels_decode, launches
 from kernelbook.attention.launches import plain_kernels
-from kernelbook.launch import (
-    NAMESPACE,
-    Launch,
-    are_tensors,
-    cdiv,
-    composite,
-    form,
-    is_aligned,
-    library,
-    observed,
-    operator,
-    sources,
-    wants_gradient,
-)
+from kernelbook.launch import Launch, cdiv, composite, operator, sources
 from kernelbook.memory import accumulator, counters, empty
+from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
-from kernelbook.tensors import written
+from kernelbook.tensors import strided
 
-__all__ = ["append_to_pages", "flash_attention", "paged_attention", "plain_kernels"]
+__all__ = [
+    "NUMBER", "Plan", "check_heads", "check_sinks", "check_tensors", "checked_scale", "flash_attention", "forward",
+    "plain_arguments", "plain_kernels",
+]  # fmt: skip
 
 MAX_D = 256
-MAX_PAGE = 256
 MAX_SCALE = torch.finfo(torch.float32).max / launches.LOG2_E
-_NUMBER = (NoneType, float)
+NUMBER = (NoneType, float)
 
 
 def flash_attention(
@@ -75,9 +65,9 @@ def flash_attention(
             ``softcap`` not a number, or ``window`` not an integer.
         ValueError: a shape, a device, ``scale``, ``window``, ``softcap`` or an entry of ``lengths`` is not as above.
     """
-    are_numbers = type(scale) in _NUMBER and type(softcap) in _NUMBER
+    are_numbers = type(scale) in NUMBER and type(softcap) in NUMBER
     if type(causal) is not bool or not are_numbers or type(window) not in (NoneType, int):
-        causal, scale, window, softcap = _plain_arguments("flash_attention", causal, scale, window, softcap)
+        causal, scale, window, softcap = plain_arguments("flash_attention", causal, scale, window, softcap)
     if is_dynamo_compiling() and are_tensors(q, k, v, lengths, sinks):
         return _flash_whole(q, k, v, causal, scale, lengths, window, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
     if observed(q, k, v, lengths, sinks):
@@ -89,80 +79,10 @@ def flash_attention(
     return _flash(q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse=False)[1]
 
 
-def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float | None = None,
-    sinks: Tensor | None = None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of up to 16 new queries a sequence, to keys and values in pages; no gradients.
-
-    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
-
-    Args:
-        q: (B, H, N, D), float16, bfloat16, float32 or float64, N from 0 to 16, D from 1 to 256: the last N positions of
-            each sequence, causal among them.
-        k_pages, v_pages: (P, H_kv, page, D), the dtype of ``q``, any strides (fast where rows are contiguous); H_kv divides
-            H, and a page has 16 to 256 slots, a multiple of 16.
-        block_table: (B, n) int64 or int32: key ``j`` of sequence ``b`` lies in slot ``j % page`` of page
-            ``block_table[b, j // page]``. Sequences may share pages. A page that is not in [0, P) is not there; under
-            ``KERNELBOOK_DEBUG=1`` one that a key lies on is an error, but for -1.
-        lengths: (B,) int64 or int32: how many keys each sequence has, the new ones among them. What is not in
-            [0, n * page] is an error on the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, it is clamped.
-        scale: what scores are multiplied by; ``None``: 1 / sqrt(D).
-        sinks, softcap: as for :func:`flash_attention`.
-
-    Returns:
-        (B, H, N, D) like ``q``. Slots beyond a sequence's length are never read, and neither are keys on a page that is not
-        there. A query that sees no key gets zeros. Nothing waits for the device, and a captured CUDA graph follows what
-        ``lengths`` and ``block_table`` hold when it is replayed.
-
-    Raises:
-        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``scale`` or ``softcap`` is not a
-            number.
-        ValueError: a shape, a device, ``scale`` or ``softcap`` is not as above, or, where they are checked, an entry of ``lengths`` or
-            ``block_table``.
-    """
-    if type(scale) not in _NUMBER or type(softcap) not in _NUMBER:
-        _, scale, _, softcap = _plain_arguments("paged_attention", True, scale, None, softcap)
-    tensors = q, k_pages, v_pages, block_table, lengths
-    if is_dynamo_compiling() and are_tensors(*tensors, sinks):
-        return _paged_whole(*tensors, scale, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
-    if observed(*tensors, sinks) or wants_gradient(q, k_pages, v_pages, sinks):
-        return _paged_by_operator(*tensors, scale, sinks, softcap)
-    if torch._C._is_any_autocast_enabled():
-        q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    return _paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
-
-
-def append_to_pages(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor
-) -> None:
-    """Writes new keys and values into their pages, in place, from position ``lengths[b]`` of each sequence on.
-
-    Args:
-        k, v: (B, H_kv, N, D), the dtype of the pages, any strides.
-        k_pages, v_pages, block_table: as for :func:`paged_attention`.
-        lengths: (B,) int64 or int32: how many keys each sequence has so far; it is not changed. One below 0 is an error on
-            the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, positions below 0 are not written.
-
-    What has no room in ``block_table``, or belongs on a page that is not in [0, P), is not written. Two sequences must not
-    write to one page: that page has to be copied first. Nothing waits for the device.
-
-    Raises:
-        TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
-        ValueError: a shape or a device is not as above, or, where they are checked, an entry of ``lengths`` or
-            ``block_table``.
-    """
-    if observed(k, v, k_pages, v_pages, block_table, lengths) or wants_gradient(k, v, k_pages, v_pages):
-        _check_append(k, v, k_pages, v_pages, block_table, lengths)
-        _append_operator(k, v, k_pages, v_pages, block_table, lengths)
-    else:
-        _append(k, v, k_pages, v_pages, block_table, lengths)
-
-
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_tensors(op: str, **tensors: Tensor) -> None:
+def check_tensors(op: str, **tensors: Tensor) -> None:
     for name, value in tensors.items():
         arguments.check_tensor(op, name, value)
         if value.ndim != 4:
@@ -174,12 +94,12 @@ def _check_tensors(op: str, **tensors: Tensor) -> None:
         raise ValueError(f"{op}: {name} must have 1 to {MAX_D} features a head, got shape {tuple(first.shape)}")
 
 
-def _check_heads(op: str, names: str, h: int, h_kv: int) -> None:
+def check_heads(op: str, names: str, h: int, h_kv: int) -> None:
     if h % h_kv if h_kv else h:
         raise ValueError(f"{op}: the heads of {names} must divide those of q ({h}), got {h_kv}")
 
 
-def _plain_arguments(
+def plain_arguments(
     op: str, causal: Any, scale: Any, window: Any, softcap: Any
 ) -> tuple[bool, float | None, int | None, float | None]:
     """What is no tensor, in Python's own types, as a plan's key holds it."""
@@ -191,14 +111,14 @@ def _plain_arguments(
     return causal, scale, window, softcap
 
 
-def _checked_scale(op: str, scale: Any, d: int) -> float:
+def checked_scale(op: str, scale: Any, d: int) -> float:
     found: float = 1 / math.sqrt(d) if scale is None else scale
     if not -MAX_SCALE <= found <= MAX_SCALE:
         raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {found!r}")
     return found
 
 
-def _check_sinks(op: str, q: Tensor, sinks: Any, softcap: float | None) -> None:
+def check_sinks(op: str, q: Tensor, sinks: Any, softcap: float | None) -> None:
     if sinks is not None:
         arguments.check_tensor(op, "sinks", sinks)
         arguments.check_shape(op, "sinks", sinks, (q.shape[1],))
@@ -212,12 +132,12 @@ def _check_flash(
 ) -> tuple[float, int | None, float | None]:
     """-> scale, window and softcap. The window is None where it holds all keys, since kernels add to it in 32 bits."""
     op = "flash_attention"
-    _check_tensors(op, q=q, k=k, v=v)
+    check_tensors(op, q=q, k=k, v=v)
     b, h, _, d = q.shape
     arguments.check_shape(op, "k", k, (b, *k.shape[1:3], d))
     arguments.check_shape(op, "v", v, (b, *k.shape[1:3], d))
-    _check_heads(op, "k and v", h, k.shape[1])
-    _check_sinks(op, q, sinks, softcap)
+    check_heads(op, "k and v", h, k.shape[1])
+    check_sinks(op, q, sinks, softcap)
     if lengths is not None:
         arguments.check_indices(op, "lengths", lengths)
         arguments.check_shape(op, "lengths", lengths, (b,))
@@ -230,51 +150,14 @@ def _check_flash(
             )
         if window >= k.shape[2]:
             window = None
-    return _checked_scale(op, scale, d), window, softcap
-
-
-def _check_pages(op: str, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, name: str, new: Any) -> None:
-    """``new``: queries or keys (B, any, any, D), called ``name``."""
-    arguments.check_shape(op, "k_pages", k_pages, (*k_pages.shape[:3], new.shape[3]))
-    arguments.check_shape(op, "v_pages", v_pages, k_pages.shape)
-    page = k_pages.shape[2]
-    if page % 16 or not 16 <= page <= MAX_PAGE:
-        raise ValueError(f"{op}: k_pages must have 16 to {MAX_PAGE} slots a page, a multiple of 16, got {page}")
-    arguments.check_tensor(op, "block_table", block_table, dtypes=(torch.int64, torch.int32))
-    if block_table.ndim != 2 or block_table.shape[0] != new.shape[0]:
-        raise ValueError(f"{op}: block_table must have shape ({new.shape[0]}, n), got {tuple(block_table.shape)}")
-    arguments.check_indices(op, "lengths", lengths)
-    arguments.check_shape(op, "lengths", lengths, new.shape[:1])
-    arguments.check_same_device(op, **{name: new}, block_table=block_table, lengths=lengths)
-
-
-def _check_paged(
-    q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, scale: Any, sinks: Any, softcap: Any
-) -> tuple[float, float | None]:
-    """-> scale and softcap."""
-    op = "paged_attention"
-    _check_tensors(op, q=q, k_pages=k_pages, v_pages=v_pages)
-    if q.shape[2] > kernels_decode.MAX_QUERIES:
-        raise ValueError(f"{op}: q must have at most {kernels_decode.MAX_QUERIES} queries, got shape {tuple(q.shape)}")
-    _check_pages(op, k_pages, v_pages, block_table, lengths, "q", q)
-    _check_heads(op, "k_pages and v_pages", q.shape[1], k_pages.shape[1])
-    _check_sinks(op, q, sinks, softcap)
-    return _checked_scale(op, scale, q.shape[3]), softcap
-
-
-def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any) -> None:
-    op = "append_to_pages"
-    _check_tensors(op, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
-    arguments.check_shape(op, "v", v, k.shape)
-    arguments.check_shape(op, "k_pages", k_pages, (k_pages.shape[0], k.shape[1], *k_pages.shape[2:]))
-    _check_pages(op, k_pages, v_pages, block_table, lengths, "k", k)
+    return checked_scale(op, scale, d), window, softcap
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
+class Plan:
     """What is decided for a kind of forward pass, to keys that lie together or in pages."""
 
     scale: float
@@ -289,24 +172,24 @@ class _Plan:
     sinks_afterwards: tuple[Launch, tuple[int]] | None = None
 
 
-_plans = KeptPlans[_Plan]()
+_plans = KeptPlans[Plan]()
 
 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
     sinks: Tensor | None, softcap: float | None, *, with_lse: bool,
-) -> tuple[_Plan, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Plan, Tensor, Tensor | None]:  # fmt: skip
     """-> the plan, o like q, and lse (B, H, N) in base 2, which may be None where it is not asked for."""
     plan = _flash_plan(q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse)
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
-    return plan, *_forward(plan, q, k, v, lengths, None, sinks)
+    return plan, *forward(plan, q, k, v, lengths, None, sinks)
 
 
 def _flash_plan(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
     sinks: Tensor | None, softcap: float | None, with_lse: bool,
-) -> _Plan:  # fmt: skip
+) -> Plan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
     aligned, precision = is_aligned(q, k, v), launches.precision(q)
     tensors = form(q), form(k), form(v), form(lengths)
@@ -326,9 +209,9 @@ def _flash_plan(
 
 
 def _without_length(tensors: tuple[Any, ...], window: int | None) -> tuple[Any, ...]:
-    """Of few queries' tensors what decides, without the number of keys: a cache that grows by a key a call keeps its plan.
+    """What a plan for few queries depends on: of the number of keys only how many blocks of 64 they are.
 
-    A plan is for room for a multiple of 64 keys.
+    So a cache that grows by a key a call keeps its plan. For more queries, the tensors' forms as they are.
     """
     q, k, v, lengths = tensors
     if None in (q, k, v) or any(len(shape) != 4 for shape, *_ in (q, k, v)) or q[0][2] > kernels_decode.MAX_QUERIES:
@@ -343,7 +226,7 @@ def _without_length(tensors: tuple[Any, ...], window: int | None) -> tuple[Any, 
 def _new_flash_plan(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
     sinks: Tensor | None, softcap: float | None, with_lse: bool, aligned: bool, precision: str,
-) -> _Plan:  # fmt: skip
+) -> Plan:  # fmt: skip
     scale, window, softcap = _check_flash(q, k, v, causal, scale, lengths, window, sinks, softcap)
     problem = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)
     split = tiles = afterwards = None
@@ -356,11 +239,11 @@ def _new_flash_plan(
     readable = aligned and scaling.queries == 1 and all(launches.are_in_pieces(t.stride()) for t in (q, k, v))
     lse_shape = q.shape[:3] if with_lse or tiles else None
     dtype = accumulator(q.dtype)
-    return _Plan(scale, window, softcap, readable, scaling, lse_shape, dtype, split, tiles, afterwards)
+    return Plan(scale, window, softcap, readable, scaling, lse_shape, dtype, split, tiles, afterwards)
 
 
-def _forward(
-    plan: _Plan, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, table: Tensor | None, sinks: Tensor | None
+def forward(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, table: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """-> o and lse. With a ``table`` k and v are pages, which kernels read wherever they lie."""
     o = _like(q)
@@ -379,8 +262,8 @@ def _forward(
             counted = counters(split.grid[0], q.device)
         split.launch(
             split.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
-            *launches.strided_or(lengths, 1, o), *launches.strided_or(table, 2, o), partial, counted,
-            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale, *launches.strided_or(sinks, 1, o),
+            *strided(lengths, 1, o), *strided(table, 2, o), partial, counted,
+            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale, *strided(sinks, 1, o),
         )  # fmt: skip
     elif plan.tiles is not None:
         tiles = plan.tiles
@@ -520,69 +403,6 @@ def _like_sinks(q: Tensor, sinks: Tensor | None) -> Tensor:
     return empty((0,), q.dtype, q) if sinks is None else empty(sinks.shape, sinks.dtype, sinks)
 
 
-# --- pages ----------------------------------------------------------------------------------------------------------
-
-
-def _paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
-    sinks: Tensor | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
-    tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths), form(sinks)
-    key = tensors, aligned, scale, softcap, precision, runtime.compile_target
-    plan = _plans.get(key)
-    if plan is None:
-        scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
-        problem, split = (
-            launches.problem(q, k_pages, True, lengths, None, precision, block_table, sinks=sinks, softcap=softcap),
-            None,
-        )
-        if q.numel() and k_pages.numel() and problem.s:
-            split = launches.split_keys(problem, False)
-        scaling = launches.scaling(q.dtype, scale)
-        readable = aligned and scaling.queries == 1 and launches.are_in_pieces(q.stride())
-        plan = _Plan(scale, None, softcap, readable, scaling, None, accumulator(q.dtype), split, None)
-        _plans.keep(key, plan)
-    if debug or not q.is_cuda:
-        room = block_table.shape[1] * k_pages.shape[2]
-        arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
-    if debug:
-        _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
-    return _forward(plan, q, k_pages, v_pages, lengths, block_table, sinks)[0]
-
-
-def _check_table(op: str, table: Tensor, first: Tensor, end: Tensor, k_pages: Tensor) -> None:
-    """Raises unless the pages of positions ``[first, end)`` are in the pool, or -1; for ``KERNELBOOK_DEBUG=1``: it waits."""
-    page = k_pages.shape[2]
-    begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
-    pages = table[(begins < end[:, None]) & (begins + page > first[:, None])]
-    arguments.check_index_values(op, "block_table", pages[pages != -1], k_pages.shape[0])
-
-
-_append_plans = KeptPlans[launches.Append]()
-
-
-def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor) -> None:
-    tensors = form(k), form(v), form(k_pages), form(v_pages), form(block_table), form(lengths)
-    key, debug = (tensors, runtime.compile_target), runtime.debug_enabled()
-    plan = _append_plans.get(key)
-    if plan is None:
-        _check_append(k, v, k_pages, v_pages, block_table, lengths)
-        plan = launches.append(k, k_pages, block_table)
-        _append_plans.keep(key, plan)
-    if plan.grid == (0,):
-        return
-    if debug or not k.is_cuda:
-        arguments.check_index_values("append_to_pages", "lengths", lengths, None)
-    if debug:
-        _check_table("append_to_pages", block_table, lengths, lengths + k.shape[2], k_pages)
-    plan.launch(
-        plan.grid, k, *k.stride(), v, *v.stride(), k_pages, *k_pages.stride(), v_pages, *v_pages.stride(),
-        block_table, *block_table.stride(), lengths, *lengths.stride(), *plan.sizes,
-    )  # fmt: skip
-    written(k_pages, v_pages)
-
-
 # --- where somebody observes: operators -----------------------------------------------------------------------------
 
 
@@ -629,42 +449,9 @@ _backward_operator = operator(
 )
 
 
-def _paged_by_operator(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
-    sinks: Tensor | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
-    return _paged_operator(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)  # type: ignore[no-any-return]
-
-
-_paged_operator = operator(
-    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float scale, "
-    "Tensor? sinks, float? softcap) -> Tensor",
-    outputs=lambda q, *_: torch.empty_like(q),
-    run=_paged,
-)
-
-# launch.operator() is for operators that return what they compute; this one writes into its arguments.
-_append_library = library("append_to_pages")
-torch.library.define(
-    f"{NAMESPACE}::append_to_pages",
-    "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
-    lib=_append_library,
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append, lib=_append_library)
-torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None, lib=_append_library)
-_append_operator = torch.ops.kernelbook.append_to_pages.default
-
 SOURCES = sources()
 _flash_whole = composite(
     "flash_attention_whole(Tensor q, Tensor k, Tensor v, bool causal, float? scale, Tensor? lengths, SymInt? window, "
     "Tensor? sinks, float? softcap) -> Tensor",
     _flash_by_operators,
-)
-_paged_whole = composite(
-    "paged_attention_whole(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float? scale, "
-    "Tensor? sinks, float? softcap) -> Tensor",
-    _paged_by_operator,
 )

@@ -20,7 +20,8 @@ import torch
 from peft.tuners.lora import layer
 
 from kernelbook import arguments
-from kernelbook.interop.transformers import HANDED, NAME, _stored, _weight_names, expert_modules
+from kernelbook.interop import base_model
+from kernelbook.interop.transformers_experts import HANDED, NAME, expert_modules, stored, weight_names
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.experts import LoRAPair
 from kernelbook.nn.parameters import dense_parameter, is_turned
@@ -82,10 +83,10 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
         """As PEFT's, for dense weights. Into compressed ones it would add to a dense copy, which is dropped at once."""
         if self.merged and set(self._active_of(adapter_names)) <= set(self.merged_adapters):
             return  # by merge_experts
-        stored = _stored(self.get_base_layer(), self.parameter_name)
-        if not isinstance(stored, torch.Tensor):
+        weight = stored(self.get_base_layer(), self.parameter_name)
+        if not isinstance(weight, torch.Tensor):
             raise ValueError(
-                f"merge: {self.parameter_name} must be dense to take up LoRA pairs, got {type(stored).__name__}; merge into "
+                f"merge: {self.parameter_name} must be dense to take up LoRA pairs, got {type(weight).__name__}; merge into "
                 f"the model before it is quantized, or by kernelbook.interop.peft.merge_experts (unmerge_adapter() takes back "
                 f"what other layers have merged just now)"
             )
@@ -93,7 +94,7 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
 
     def unmerge(self) -> None:
         """As PEFT's; what compressed weights have taken up cannot be taken back."""
-        if self.merged and not isinstance(_stored(self.get_base_layer(), self.parameter_name), torch.Tensor):
+        if self.merged and not isinstance(stored(self.get_base_layer(), self.parameter_name), torch.Tensor):
             raise ValueError(
                 f"unmerge: {self.parameter_name} must be dense to give LoRA pairs back, got packed weights, into which they "
                 f"were rounded"
@@ -142,7 +143,7 @@ def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]
     arguments.check_choice(op, "into", into, INTO)
     found = {}
     for wrapper in check_wrappers(model):
-        q = _stored(wrapper.get_base_layer(), wrapper.parameter_name)
+        q = stored(wrapper.get_base_layer(), wrapper.parameter_name)
         if isinstance(q, torch.Tensor):
             continue
         if not isinstance(q, NF4Tensor) or (into == "mxfp4" and (q.code_name, q.block_size) != ("e2m1", 32)):
@@ -150,8 +151,7 @@ def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]
             raise ValueError(f"{op}: {wrapper.parameter_name} must be in MXFP4 to be rounded to it again, got {kind}")
         found[wrapper] = q
     use_factors(model)
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    names = {id(experts): name for name, experts in expert_modules(base)}
+    names = {id(experts): name for name, experts in expert_modules(base_model(model))}
     errors = {}
     for wrapper, q in found.items():
         experts, name = wrapper.get_base_layer(), wrapper.parameter_name
@@ -244,7 +244,7 @@ def check_wrappers(model: torch.nn.Module) -> list[Any]:
             f"kernelbook.interop.peft: LoRA on parameters must be stored as in PEFT 0.18 to 0.21, and in PEFT "
             f"{peft.__version__} it is not: {problem}"
         )
-    weights = {id(experts): _weight_names(experts) for _, experts in expert_modules(model)}
+    weights = {id(experts): weight_names(experts) for _, experts in expert_modules(model)}
     found = []
     for name, module in model.named_modules():
         if not isinstance(module, layer.ParamWrapper):

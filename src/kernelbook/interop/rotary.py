@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from kernelbook.interop import transformers_attention
-from kernelbook.launch import cdiv, is_transformed, launcher, observed, operator, wants_gradient
+from kernelbook.launch import cdiv, launcher, operator
 from kernelbook.nn import kernels
+from kernelbook.observed import is_transformed, observed, wants_gradient
 
 # isort: split
 import triton

@@ -16,25 +16,33 @@ experts are used as they are, see :mod:`kernelbook.interop.peft`.
 """
 
 import contextlib
-import inspect
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from kernelbook.interop import base_model
 from kernelbook.interop.transformers_attention import known_masks
+from kernelbook.interop.transformers_experts import (
+    HANDED,
+    NAME,
+    check_experts,
+    expert_modules,
+    interface,
+    is_experts,
+    is_transposed,
+    stored,
+    weight_names,
+)
 from kernelbook.interop.transformers_fp4 import MXFP4ExpertsConfig
 from kernelbook.interop.transformers_generation import fast_generate
 from kernelbook.interop.transformers_loss import loss_in_pieces
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.moved import moved
-from kernelbook.nf4 import NF4Tensor
-from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
-from kernelbook.nn.experts import Float8Tensor, LoRAPair, Weight, gated_experts
-from kernelbook.nn.parameters import is_turned, quantizable, quantize_parameter, stored_weight
+from kernelbook.nn.experts import LoRAPair, gated_experts
+from kernelbook.nn.parameters import quantizable, quantize_parameter
+from kernelbook.nn.swiglu import ClampedSwiGLU
 
 if TYPE_CHECKING:
     from kernelbook.interop.transformers_training import CapturedTrainer
@@ -67,106 +75,13 @@ if not TYPE_CHECKING:
         return moved(__name__)(name)
 
 
-NAME = "kernelbook"
-HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
-ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
-FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
-
-
-# --- versions and models --------------------------------------------------------------------------------------------
-
-
-def _interface() -> Any:
-    """transformers' table of experts implementations; ``ImportError`` where it is not what we know."""
-    try:
-        from transformers.integrations import moe
-
-        table, known = moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
-        fitting = tuple(inspect.signature(known).parameters) == ARGUMENTS and callable(table.register)
-    except (ImportError, AttributeError):
-        fitting = False
-    if not fitting:
-        raise ImportError(
-            f"kernelbook.interop.transformers: the interface for experts (ExpertsInterface, its functions called with "
-            f"{', '.join(ARGUMENTS)}) must be there, as in transformers 5; it is not in transformers "
-            f"{transformers.__version__}"
-        )
-    return table
-
-
-def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of ``model`` that transformers' interface for experts calls, with their names."""
-    for name, module in model.named_modules():
-        if is_experts(module):
-            yield name, module
-
-
-def is_experts(module: torch.nn.Module) -> bool:
-    """Whether transformers' interface for experts calls this module."""
-    return all(hasattr(module, flag) for flag in ("has_gate", "is_transposed", "_apply_gate"))
-
-
-def _weight_names(experts: Any) -> tuple[str, str]:
-    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
-
-
-def check_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The experts of ``model``, if all of them are of a kind that the kernels can run.
-
-    Raises:
-        ImportError: this version of transformers has another interface.
-        ValueError: the model has no experts on that interface, or some that are built otherwise.
-    """
-    _interface()
-    found = list(expert_modules(model))
-    if not found:
-        raise ValueError(
-            f"check_experts: the model must have experts on transformers' ExpertsInterface, got "
-            f"{type(model).__name__} without any"
-        )
-    for name, experts in found:
-        problem = _problem_of(experts)
-        if problem:
-            raise ValueError(f"check_experts: {name} ({type(experts).__name__}) {problem}")
-    return found
-
-
-def _problem_of(experts: Any) -> str | None:
-    """What keeps ``experts`` off the kernels, in words."""
-    missing = [flag for flag in FLAGS if not hasattr(experts, flag)]
-    if missing:
-        return f"must have the attributes {', '.join(FLAGS)}, it lacks {', '.join(missing)}"
-    first, second = _weight_names(experts)
-    if not all(hasattr(experts, name) for name in (first, second)):
-        return f"must have the parameters {first} and {second}"
-    if experts.has_bias and not all(hasattr(experts, f"{name}_bias") for name in (first, second)):
-        return f"must have the parameters {first}_bias and {second}_bias"
-    try:
-        up, down = (_stored(experts, name) for name in (first, second))
-    except (TypeError, ValueError) as error:
-        return f"must have weights in a form that is known: {error}"
-    if len(up.shape) != 3 or len(down.shape) != 3:
-        return f"must have weights with three dimensions, got {tuple(up.shape)} and {tuple(down.shape)}"
-    (num, out, hidden), (num2, hidden2, inner) = up.shape, down.shape
-    if _is_transposed(experts):
-        out, hidden, hidden2, inner = hidden, out, inner, hidden2
-    # Spread over ranks, the module counts its own rank's experts, and its weights know of all.
-    counted = num if isinstance(up, DTensor) else experts.num_experts
-    if not num == num2 == counted or hidden != hidden2 or out != (2 if experts.has_gate else 1) * inner:
-        return (
-            f"must have {experts.num_experts} experts that take and give the same number of features, got weights "
-            f"{tuple(up.shape)} and {tuple(down.shape)}"
-        )
-    return None
-
-
 def register() -> None:
     """Adds ``"kernelbook"`` to transformers' experts implementations; a second call changes nothing.
 
     Raises:
         ImportError: this version of transformers has another interface.
     """
-    _interface().register(NAME, experts_forward)
+    interface().register(NAME, experts_forward)
     with contextlib.suppress(ImportError, AttributeError):
         from transformers.integrations import finegrained_fp8
 
@@ -191,7 +106,7 @@ def use_kernels(model: Any) -> Any:
         from kernelbook.interop import peft
 
         wrappers = peft.check_wrappers(model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if not hasattr(base, "set_experts_implementation"):
         raise ValueError(f"use_kernels: model must be a transformers model, got {type(model).__name__}")
     register()
@@ -202,29 +117,6 @@ def use_kernels(model: Any) -> Any:
 
 
 # --- the implementation ---------------------------------------------------------------------------------------------
-
-
-def _stored(experts: torch.nn.Module, name: str) -> Weight:
-    """The weight in the form in which it is stored, whoever compressed it."""
-    if parametrize.is_parametrized(experts, name):
-        found = experts.parametrizations[name]  # type: ignore[index]
-        if len(found) == 1 and type(found[0]).__module__.startswith("bitsandbytes."):
-            from kernelbook.interop.bitsandbytes import parametrized_weight
-
-            return parametrized_weight(experts, name)
-    stored = stored_weight(experts, name)
-    if isinstance(stored, NF4Tensor) or stored.element_size() > 1:
-        return stored
-    scale = getattr(experts, f"{name}_scale_inv", None)
-    if scale is None:
-        raise ValueError(f"{name} is {stored.dtype} and there is no {name}_scale_inv")
-    block = getattr(experts, "block_size", None)
-    return Float8Tensor(stored.detach(), scale.detach(), None if block is None else tuple(block))
-
-
-def _is_transposed(experts: Any) -> bool:
-    """Whether the weights are stored as (E, K, N). Two that are compressed are stored in the same way."""
-    return bool(experts.is_transposed) and not is_turned(experts, _weight_names(experts)[0])
 
 
 def _activation(experts: Any) -> Any:
@@ -248,13 +140,13 @@ def experts_forward(
     An experts module with an attribute ``kernelbook_active`` has its experts chosen in that way, see
     :func:`kernelbook.nn.moe.choose_experts`.
     """
-    first, second = _weight_names(self)
+    first, second = weight_names(self)
     pairs: dict[str, LoRAPair] = self.__dict__.get(HANDED, {})
     norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
     return gated_experts(
         hidden_states,
-        _stored(self, first),
-        _stored(self, second),
+        stored(self, first),
+        stored(self, second),
         top_k_index,
         top_k_weights,
         activation=_activation(self),
@@ -262,7 +154,7 @@ def experts_forward(
         down_lora=pairs.get(second),
         gate_up_bias=getattr(self, f"{first}_bias") if self.has_bias else None,
         down_bias=getattr(self, f"{second}_bias") if self.has_bias else None,
-        transposed=_is_transposed(self),
+        transposed=is_transposed(self),
         post_expert=norm,
         active=self.__dict__.get("kernelbook_active", "auto"),
     )
@@ -276,11 +168,10 @@ def expert_parameters(model: torch.nn.Module) -> list[str]:
 
     They are the names in the transformers model, whatever PEFT has wrapped around it and in it.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return [
         f"{name.replace('.base_layer', '')}.{weight}"
-        for name, experts in expert_modules(base)
-        for weight in _weight_names(experts)
+        for name, experts in expert_modules(base_model(model))
+        for weight in weight_names(experts)
     ]
 
 
@@ -299,18 +190,18 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     """
     found = check_experts(model)
     for name, experts in found:
-        for weight in _weight_names(experts):
+        for weight in weight_names(experts):
             if parametrize.is_parametrized(experts, weight) or getattr(experts, weight).element_size() == 1:
                 raise ValueError(f"quantize_experts: {name}.{weight} must be dense, but it is compressed already")
             quantizable(experts, weight, block_size)
     saved = 0
     for _, experts in found:
-        for weight in _weight_names(experts):
+        for weight in weight_names(experts):
             before = getattr(experts, weight).nbytes
             saved += (
                 before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
             )
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    base = base_model(model)
     if isinstance(base, transformers.PreTrainedModel):
         settings = NF4ExpertsConfig(double_quant, block_size)
         base.hf_quantizer = NF4ExpertsQuantizer(settings, pre_quantized=True)  # type: ignore[assignment]

@@ -19,6 +19,7 @@ from transformers.masking_utils import (
 )
 
 from kernelbook import runtime
+from kernelbook.interop import base_model
 from kernelbook.nn.named_attention import asked_for, boolean_mask, own_attention, statement
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register"]
@@ -104,7 +105,7 @@ def _stated(
 
 def _is_window(mask_function: Any, window: int | None) -> bool:
     """Whether it is transformers' ``sliding_window_causal_mask_function(window)``, with nothing added."""
-    cells = getattr(mask_function, "__closure__", None) or ()
+    cells: Any = getattr(mask_function, "__closure__", None) or ()
     parts = cells[0].cell_contents if len(cells) == 1 else ()
     if not isinstance(parts, tuple) or len(parts) != 2 or parts[1] is not causal_mask_function:
         return False
@@ -123,7 +124,7 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     Models whose attention is not ours, or not causal, or of other kinds, models of several modalities, and batches with
     padding, with ``position_ids`` or with router logits keep what they have.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     config, found = getattr(base, "config", None), dict(batch)
     if getattr(config, "_attn_implementation", None) != NAME or found.get("position_ids") is not None:
         return found

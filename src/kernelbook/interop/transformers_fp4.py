@@ -19,6 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from kernelbook import runtime
+from kernelbook.interop.transformers_experts import check_experts, expert_modules, weight_names
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import store_parameter, stored_weight
 from kernelbook.packed.fp4 import fp4_parts, fp4_tensor
@@ -90,20 +91,16 @@ class MXFP4ExpertsQuantizer(HfQuantizer):
         """Where nothing is said the model goes to where the kernels run."""
         return {"": runtime.DEVICE} if device_map is None else device_map
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        from kernelbook.interop import transformers as interop
-
-        for _, experts in interop.check_experts(model):
-            for name in interop._weight_names(experts):
+    def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
+        for _, experts in check_experts(model):
+            for name in weight_names(experts):
                 _expect(experts, name)
             # transformers would draw new values for parameters that are not there yet.
             experts.__dict__["_is_hf_initialized"] = True
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        from kernelbook.interop import transformers as interop
-
-        for module, experts in interop.expert_modules(model):
-            for name in interop._weight_names(experts):
+        for module, experts in expert_modules(model):
+            for name in weight_names(experts):
                 _take(experts, module, name, model.config.dtype)
         # Who prepares a model for training in few bits asks for this name.
         model.is_loaded_in_4bit = True

@@ -15,6 +15,7 @@ import transformers
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from kernelbook import arguments
+from kernelbook.interop import base_model
 from kernelbook.train.capture import CapturedCalls, FixedInputs
 
 __all__ = ["fast_generate"]
@@ -43,7 +44,7 @@ def fast_generate(model: Any, *, max_length: int | None = None) -> Any:
     """
     if max_length is not None:
         max_length = arguments.integer("fast_generate", "max_length", max_length, "an int or None", least=1)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if not isinstance(base, transformers.GenerationMixin) or not hasattr(base, "get_compiled_call"):
         raise ValueError(
             f"fast_generate: model must be a transformers model that generates by get_compiled_call, as in transformers 5, "

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from kernelbook import arguments
+from kernelbook.interop import base_model
 
 __all__ = ["loss_in_pieces"]
 
@@ -49,7 +50,7 @@ def loss_in_pieces(
         RuntimeError: a graph is captured, and there was no call for this model before.
     """
     piece = arguments.integer("loss_in_pieces", "piece", piece, least=1)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if base not in _compared and input_ids.numel():
         with _nothing_cast_is_kept(input_ids.device.type):
             _compare(base, input_ids)

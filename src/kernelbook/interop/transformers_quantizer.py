@@ -21,6 +21,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kernelbook import arguments, runtime
+from kernelbook.interop.transformers_experts import check_experts, expert_modules, is_experts, stored, weight_names
 from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import quantized_scales
@@ -91,12 +92,10 @@ class NF4ExpertsQuantizer(HfQuantizer):
         return {"": runtime.DEVICE} if device_map is None else device_map
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        from kernelbook.interop import transformers as interop
-
         if not param_name.endswith(("_proj",)):
             return False
         module, name = get_module_from_name(model, param_name)
-        return interop.is_experts(module) and name in interop._weight_names(module)
+        return is_experts(module) and name in weight_names(module)
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -111,23 +110,18 @@ class NF4ExpertsQuantizer(HfQuantizer):
         return [_streaming(converter) or converter for converter in weight_conversions]
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
-        from kernelbook.interop import transformers as interop
-
-        for _, experts in interop.check_experts(model):
+        for _, experts in check_experts(model):
             if self.pre_quantized:
-                for name in interop._weight_names(experts):
+                for name in weight_names(experts):
                     weight = getattr(experts, name)
                     store_parameter(experts, name, _empty(weight, self.quantization_config))
             # transformers would draw new values for what it does not know, through the dense form.
             experts.__dict__["_is_hf_initialized"] = True
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        from kernelbook.interop import transformers as interop
-
-        for name, experts in interop.expert_modules(model):
-            for weight in interop._weight_names(experts):
-                stored = interop._stored(experts, weight)
-                if not isinstance(stored, NF4Tensor) or not self._has_come(experts, weight):
+        for name, experts in expert_modules(model):
+            for weight in weight_names(experts):
+                if not isinstance(stored(experts, weight), NF4Tensor) or not self._has_come(experts, weight):
                     raise ValueError(
                         f"from_pretrained: {name}.{weight} must be in the checkpoint, and it is not, or in another shape"
                     )

@@ -102,8 +102,9 @@ class Sources:
 
 
 _HOST = (
-    "launch.py", "memory.py", "plans.py", "tensors.py", "attention/op.py", "attention/launches.py", "layer_norm/op.py",
-    "moe_lora/op.py", "moe_lora/routing.py", "moe_lora/grouped.py", "nf4/op.py", "scatter_ffn/op.py", "sparse_linear/op.py",
+    "launch.py", "observed.py", "memory.py", "plans.py", "tensors.py", "attention/op.py", "attention/launches.py",
+    "attention/pages.py", "layer_norm/op.py", "layer_norm/launches.py", "moe_lora/op.py", "moe_lora/routing.py",
+    "moe_lora/grouped.py", "nf4/op.py", "scatter_ffn/op.py", "sparse_linear/op.py", "sparse_linear/packing.py",
 )  # fmt: skip
 _EXPERTS = ("moe_lora", "nf4", "packed", "packed/products.py", "nn")
 _MODEL = (*_EXPERTS, "attention", "layer_norm")
@@ -122,7 +123,7 @@ DATED: dict[str, Sources] = {
     "first_kernel": Sources(page="first_kernel"),
     "host": Sources(_HOST),
     "first_kernel_steps": Sources(page="first_kernel"),
-    "launches": Sources(("layer_norm", "launch.py")),
+    "launches": Sources(("layer_norm", "launch.py", "observed.py")),
     "layer_norm_barrier": Sources(("layer_norm",)),
     "layer_norm_lock": Sources(page="layer_norm"),
     "layer_norm_steps": Sources(page="layer_norm"),

@@ -76,6 +76,7 @@ LATER_COLUMNS = {
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARED_SOURCES = (
     "launch.py",
+    "observed.py",
     "memory.py",
     "tensors.py",
     "arguments.py",

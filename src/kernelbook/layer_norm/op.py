@@ -1,6 +1,5 @@
 """The public functions in the order of a call: observed or not, plan, new memory, launch; then the gradients the same way."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, overload
@@ -9,21 +8,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import (
-    Launch,
-    are_tensors,
-    cdiv,
-    composite,
-    form,
-    is_aligned,
-    launcher,
-    observed,
-    operator,
-    sources,
-    wants_gradient,
-)
-from kernelbook.layer_norm import kernels
-from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.launch import composite, operator, sources
+from kernelbook.layer_norm import launches
+from kernelbook.layer_norm.launches import dense, dtype_of_sum, in_rows, row_stride
+from kernelbook.memory import accumulator, empty, present
+from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -162,14 +151,9 @@ def _over_several(
     return layer_norm(rows, weight, bias, eps, backward=backward).view(x.shape)
 
 
-def _sum_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
-    """Of what is normalized: x, or x + residual."""
-    return x.dtype if residual is None or residual.dtype == x.dtype else torch.promote_types(x.dtype, residual.dtype)
-
-
 def _out_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
     """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
-    dtype = _sum_dtype(x, residual)
+    dtype = dtype_of_sum(x, residual)
     if not torch._C._is_any_autocast_enabled() or arguments.autocast_dtype(x) is None:
         return dtype
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -209,68 +193,28 @@ def _checked_numbers(op: str, eps: float, backward: str) -> tuple[float, str]:
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _ForwardPlan:
-    """What is decided for a kind of forward pass."""
-
-    eps: float
-    has_mean: bool
-    differentiable: bool  # the statistics are written, for a backward pass
-    backward: str  # of BACKWARDS
-    shape: torch.Size
-    dtype: torch.dtype  # of the result
-    sum_dtype: torch.dtype  # of x + residual
-    statistics_dtype: torch.dtype
-    rows: int
-    columns: int
-    x_stride: int | None  # from row to row; None: no kernel can read the tensors as they lie
-    residual_stride: int
-    launch: Launch
-    grid: tuple[int]
-
-
-_forward_plans = KeptPlans[_ForwardPlan]()
+_forward_plans = KeptPlans[launches.ForwardPlan]()
 
 
 def _forward_plan(
     op: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float, dtype: torch.dtype, differentiable: bool, backward: str,
-) -> _ForwardPlan:  # fmt: skip
+) -> launches.ForwardPlan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
     tensors = form(x), form(residual), form(weight), form(bias)
     key = (op, tensors, eps, dtype, differentiable, backward, runtime.compile_target)
     plan = _forward_plans.get(key)
     if plan is None:
         _check(op, x, residual, weight, bias, eps, backward)
-        plan = _new_forward_plan(op == "layer_norm", x, residual, weight, bias, eps, dtype, differentiable, backward)
+        plan = launches.forward_plan(
+            op == "layer_norm", x, residual, weight, bias, eps, dtype, differentiable, backward
+        )
         _forward_plans.keep(key, plan)
     return plan
 
 
-def _new_forward_plan(
-    has_mean: bool, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
-    bias: torch.Tensor | None, eps: float, dtype: torch.dtype, differentiable: bool, backward: str,
-) -> _ForwardPlan:  # fmt: skip
-    m, n, sum_dtype = math.prod(x.shape[:-1]), x.shape[-1], _sum_dtype(x, residual)
-    config = kernels.plan_forward(n, sum_dtype.itemsize, runtime.properties(x.device))
-    kernel = kernels._layer_norm_fwd_looped_kernel if config is None else kernels._layer_norm_fwd_kernel
-    config = config or kernels.looped_config(sum_dtype.itemsize)
-    launch = launcher(
-        kernel, EPS=eps, HAS_MEAN=has_mean, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None, HAS_STATISTICS=differentiable, ACC=tl_accumulator(sum_dtype),
-        **config.kwargs, num_warps=config.num_warps,
-    )  # fmt: skip
-    readable = _is_in_rows(x) and _is_in_rows(residual) and _is_dense(weight) and _is_dense(bias)
-    return _ForwardPlan(
-        eps=eps, has_mean=has_mean, differentiable=differentiable, backward=backward,
-        shape=x.shape, dtype=dtype, sum_dtype=sum_dtype, statistics_dtype=accumulator(sum_dtype), rows=m, columns=n,
-        x_stride=_row_stride(x) if readable else None, residual_stride=_row_stride(residual) if readable else 0,
-        launch=launch, grid=(cdiv(m, config.kwargs.get("BLOCK_M", 1)),),
-    )  # fmt: skip
-
-
 def _forward(
-    plan: _ForwardPlan, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
+    plan: launches.ForwardPlan, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Any, Any]:  # fmt: skip
     """-> y; with a residual x + residual, else None; if the plan is differentiable the statistics, else None."""
@@ -283,70 +227,22 @@ def _forward(
         return y, total, statistics if statistics is None else statistics.zero_()
     x_stride, residual_stride = plan.x_stride, plan.residual_stride
     if x_stride is None:
-        x, residual, weight, bias = _rows(x), _rows(residual), _vector(weight), _vector(bias)
-        x_stride, residual_stride = _row_stride(x), _row_stride(residual)
+        x, residual, weight, bias = in_rows(x), in_rows(residual), dense(weight), dense(bias)
+        x_stride, residual_stride = row_stride(x), row_stride(residual)
     plan.launch(plan.grid, x, x_stride, residual, residual_stride, weight, bias, y, total, statistics, m, n)
     return y, total, statistics
-
-
-def _is_in_rows(x: torch.Tensor | None) -> bool:
-    """Whether x (..., N) is contiguous rows that lie evenly apart."""
-    return x is None or x.is_contiguous() or (x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1))
-
-
-def _rows(x: Any) -> Any:
-    """x (..., N) where it is in rows, else as (M, N) a view where the strides allow it, or a copy.
-
-    Kernels that read along another dimension would fetch a sector for each element; PyTorch's transposing copy does not.
-    """
-    if _is_in_rows(x):
-        return x
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if _is_in_rows(rows) else rows.contiguous()
-
-
-def _row_stride(rows: torch.Tensor | None) -> int:
-    """From row to row of a tensor that is in rows."""
-    if rows is None:
-        return 0
-    return rows.stride(0) if rows.ndim == 2 else rows.shape[-1]
-
-
-def _is_dense(vector: torch.Tensor | None) -> bool:
-    return vector is None or vector.stride(0) == 1
-
-
-def _vector(vector: Any) -> Any:
-    return vector if _is_dense(vector) else vector.contiguous()
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _BackwardPlan:
-    """What is decided for a kind of backward pass."""
-
-    rows: int
-    columns: int
-    x_stride: int
-    dy_stride: int
-    dsum_stride: int
-    launch: Launch
-    grid: tuple[int, int]
-    partial_sums: bool  # the programs' sums are added up by another kernel
-    launch_sum: Launch
-    sum_grid: tuple[int, int]
-    locks: Any  # the kernel's configuration where sums are added under locks, else None
-
-
-_backward_plans = KeptPlans[_BackwardPlan]()
+_backward_plans = KeptPlans[launches.BackwardPlan]()
 
 
 def _backward_plan(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor, dsum: torch.Tensor | None,
     with_dw: bool, with_db: bool, has_mean: bool, backward: str,
-) -> _BackwardPlan:  # fmt: skip
+) -> launches.BackwardPlan:  # fmt: skip
     locks = backward == "locks" and not torch.are_deterministic_algorithms_enabled()
     # What Triton's launcher looks at before it widens loads.
     aligned = is_aligned(x, dy, weight, statistics, dsum)
@@ -354,38 +250,9 @@ def _backward_plan(
     key = (tensors, aligned, with_dw, with_db, has_mean, locks, runtime.compile_target)
     plan = _backward_plans.get(key)
     if plan is None:
-        plan = _new_backward_plan(dy, x, weight, dsum, aligned, with_dw, with_db, has_mean, locks)
+        plan = launches.backward_plan(dy, x, weight, dsum, aligned, with_dw, with_db, has_mean, locks)
         _backward_plans.keep(key, plan)
     return plan
-
-
-def _new_backward_plan(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, dsum: torch.Tensor | None, aligned: bool,
-    with_dw: bool, with_db: bool, has_mean: bool, locks: bool,
-) -> _BackwardPlan:  # fmt: skip
-    m, n, itemsize = math.prod(x.shape[:-1]), x.shape[-1], x.element_size()
-    strides = _row_stride(x), _row_stride(dy), _row_stride(dsum)
-    aligned = aligned and not any(step % 16 for step in (*strides, n))
-    properties = runtime.properties(x.device)
-    tiles = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, dsum is not None, properties)
-    config, total = tiles.config, kernels.SUM_CONFIG
-    locks_config = kernels.locks_config(n, itemsize) if locks else None  # None also where a row is too large
-    split = config.kwargs.get("SPLIT")  # None: a row is looped over
-    programs = kernels.backward_programs(m, tiles, properties)
-    wanted = {"WITH_DW": with_dw, "WITH_DB": with_db, "ACC": tl_accumulator(x.dtype)}
-    launch = launcher(
-        kernels._layer_norm_bwd_partials_looped_kernel if split is None else kernels._layer_norm_bwd_partials_kernel,
-        HAS_WEIGHT=weight is not None, HAS_MEAN=has_mean, HAS_DSUM=dsum is not None, **wanted,
-        **config.kwargs, num_warps=config.num_warps,
-    )  # fmt: skip
-    return _BackwardPlan(
-        rows=m, columns=n, x_stride=strides[0], dy_stride=strides[1], dsum_stride=strides[2],
-        launch=launch, grid=(programs, split or 1),
-        partial_sums=(programs > 1 or split is None) and (with_dw or with_db),
-        launch_sum=launcher(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps),
-        sum_grid=(cdiv(n, total.kwargs["BLOCK_N"]), 2 if with_db or locks_config else 1),
-        locks=locks_config,
-    )  # fmt: skip
 
 
 def _backward(
@@ -399,76 +266,17 @@ def _backward(
     db = None if db_dtype is None else empty((n,), db_dtype, x)
     if dx.numel() == 0:
         return dx, None if dw is None else dw.zero_(), None if db is None else db.zero_()
-    x, dy, dsum, weight = _rows(x), _rows(dy), _rows(dsum), _vector(weight)
+    x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
     plan = _backward_plan(
         dy, x, weight, statistics, dsum, dw is not None, db is not None, has_mean, backward
     )  # fmt: skip
     if plan.locks is not None:
-        _run_locks(plan, dx, dw, db, dy, x, weight, statistics)
+        launches.run_locks(plan, dx, dw, db, dy, x, weight, statistics)
     else:
-        _run_partials(plan, dx, dw, db, dy, x, weight, statistics, dsum)
+        launches.run_partials(plan, dx, dw, db, dy, x, weight, statistics, dsum)
     if n == 1:
-        _set_gradient_of_single_column(dx, dy, x, weight, statistics, dsum, eps, has_mean)
+        launches.set_gradient_of_single_column(dx, dy, x, weight, statistics, dsum, eps, has_mean)
     return dx, dw, db
-
-
-def _run_partials(
-    plan: _BackwardPlan, dx: torch.Tensor, dw: torch.Tensor | None, db: torch.Tensor | None, dy: torch.Tensor,
-    x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor, dsum: torch.Tensor | None,
-) -> None:  # fmt: skip
-    m, n, (programs, _) = plan.rows, plan.columns, plan.grid
-    to_dw, to_db = dw, db
-    if plan.partial_sums:
-        to_dw = None if dw is None else empty((programs, n), statistics.dtype, x)
-        to_db = None if db is None else empty((programs, n), statistics.dtype, x)
-    plan.launch(
-        plan.grid, x, plan.x_stride, dy, plan.dy_stride, weight, statistics, dx, dsum, plan.dsum_stride, to_dw, to_db, m, n
-    )  # fmt: skip
-    if plan.partial_sums:
-        plan.launch_sum(plan.sum_grid, to_dw, to_db, dw, db, programs, n)
-
-
-def _run_locks(
-    plan: _BackwardPlan, dx: torch.Tensor, dw: torch.Tensor | None, db: torch.Tensor | None, dy: torch.Tensor,
-    x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor,
-) -> None:  # fmt: skip
-    m, n = plan.rows, plan.columns
-    wanted = {"WITH_DW": dw is not None, "WITH_DB": db is not None, "ACC": tl_accumulator(x.dtype)}
-    tensors = (x, plan.x_stride, dy, plan.dy_stride, weight, statistics, dx, n)
-    sums = _launch_locks(plan.locks, tensors, m, n, {"HAS_WEIGHT": weight is not None, **wanted})
-    if dw is not None or db is not None:
-        plan.launch_sum(plan.sum_grid, *sums, dw, db, sums[0].shape[0], n)
-
-
-def _launch_locks(
-    config: Any, tensors: tuple[Any, ...], m: int, n: int, constants: dict[str, Any],
-    *, buffers: int = kernels.LOCK_BUFFERS, barrier: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> the buffers that the programs added into, each (buffers, N)."""
-    statistics = tensors[5]
-    shape = (buffers, n if constants["WITH_DW"] or constants["WITH_DB"] else 0)
-    buffer_dw, buffer_db = (statistics.new_zeros(shape) for _ in range(2))
-    launch = launcher(
-        kernels._layer_norm_bwd_locks_kernel,
-        NUM_BUFFERS=buffers, BARRIER=barrier, num_warps=config.num_warps, **constants, **config.kwargs,
-    )  # fmt: skip
-    launch((m,), *tensors, buffer_dw, buffer_db, statistics.new_zeros(buffers, dtype=torch.int32), m, n)
-    return buffer_dw, buffer_db
-
-
-def _set_gradient_of_single_column(
-    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor,
-    dsum: torch.Tensor | None, eps: float, has_mean: bool,
-) -> None:  # fmt: skip
-    dx, dy, x = dx.view(-1, 1), dy.view(-1, 1), x.view(-1, 1)
-    if has_mean:
-        # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
-        torch.sub(dy, dy, out=dx)  # NaN where dy is
-        dx.add_(x - x)
-    else:
-        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
-        g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
-        dx.copy_(g * statistics.view(-1, 1) ** 3 + (0 if dsum is None else dsum.view(-1, 1)))
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------
@@ -478,7 +286,7 @@ class _Norm(torch.autograd.Function):
     """A norm that autograd records, where nobody observes the call."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, plan: _ForwardPlan) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, plan: launches.ForwardPlan) -> torch.Tensor:
         y, _, statistics = _forward(plan, x, None, weight, bias)
         _keep(ctx, x, weight, bias, statistics, plan.eps, plan.has_mean, plan.backward)
         return y
@@ -519,7 +327,7 @@ class _NormOfSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: Any, plan: _ForwardPlan
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: Any, plan: launches.ForwardPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y, total, rstd = _forward(plan, x, residual, weight, None)
         _keep(ctx, total, weight, None, rstd, plan.eps, plan.has_mean, plan.backward)
@@ -582,21 +390,13 @@ def _new_statistics(x: torch.Tensor, has_mean: bool, dtype: torch.dtype) -> torc
 
 
 def _run_norm(
-    x: torch.Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, backward: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, backward: str,
+    differentiable: bool = True,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     op = "layer_norm" if has_mean else "rms_norm"
-    y, _, statistics = _forward(
-        _forward_plan(op, x, None, weight, bias, eps, dtype, True, backward), x, None, weight, bias
-    )
+    plan = _forward_plan(op, x, None, weight, bias, eps, dtype, differentiable, backward)
+    y, _, statistics = _forward(plan, x, None, weight, bias)
     return y, statistics
-
-
-def _run_norm_inference(
-    x: torch.Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool
-) -> torch.Tensor:
-    op = "layer_norm" if has_mean else "rms_norm"
-    plan = _forward_plan(op, x, None, weight, bias, eps, dtype, False, "partials")
-    return _forward(plan, x, None, weight, bias)[0]
 
 
 def _run_norm_of_sum(
@@ -606,13 +406,9 @@ def _run_norm_of_sum(
     return _forward(plan, x, residual, weight, None)
 
 
-def _run_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run_norm_backward(dy: torch.Tensor, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     """What :func:`_backward` gives, with an empty tensor for what is not wanted."""
-    dx, dw, db = _backward(dy, x, *others)
-    nothing = [empty((0,), x.dtype, x) for gradient in (dw, db) if gradient is None]
-    return dx, nothing.pop() if dw is None else dw, nothing.pop() if db is None else db
+    return present(_backward(dy, x, *others), x)
 
 
 def _fake_norm_backward(
@@ -652,14 +448,14 @@ _norm = operator(
 _norm_inference = operator(
     "norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean) -> Tensor",
     outputs=lambda x, weight, bias, eps, dtype, has_mean: empty(x.shape, dtype, x),
-    run=_run_norm_inference,
+    run=lambda x, weight, bias, eps, dtype, mean: _run_norm(x, weight, bias, eps, dtype, mean, "partials", False)[0],
     visible=True,
 )
 
 _norm_of_sum = operator(
     "norm_of_sum(Tensor x, Tensor residual, Tensor? weight, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
     outputs=lambda x, residual, weight, eps, dtype: (
-        empty(x.shape, dtype, x), empty(x.shape, total := _sum_dtype(x, residual), x), _new_statistics(x, False, total),
+        empty(x.shape, dtype, x), empty(x.shape, total := dtype_of_sum(x, residual), x), _new_statistics(x, False, total),
     ),
     run=_run_norm_of_sum,
     setup_context=_keep_norm_of_sum,

@@ -1,6 +1,7 @@
 """Products of routed tokens with the matrices of their experts, and a low-rank update for each expert."""
 
-from kernelbook.moe_lora.op import Routing, lora_gradients, moe_lora, route, scatter2scatter, thin_products
+from kernelbook.moe_lora.lora import lora_gradients, thin_products
+from kernelbook.moe_lora.op import Routing, moe_lora, route, scatter2scatter
 from kernelbook.moe_lora.reference import (
     grouped_mm_moe_lora,
     grouped_mm_rows,

@@ -222,13 +222,13 @@ def _rows_kernel(
         by_row, decoding = w.transposed, "elements"
         if dtype.itemsize <= 4 and w.packed.data_ptr() % 16 == 0 and (n if by_row else k) % 32 == 0:
             access = "packed"
-            decoding = "permute" if dtype.itemsize == 2 and properties.arch.startswith("sm_") else "gather"
+            decoding = "permute" if dtype.itemsize == 2 and properties.is_nvidia else "gather"
         scale = "float32" if w.nested[0] is None else "nested"
         packed = {"PACKED": decoding, "BLOCK_SIZE": w.block_size, "SCALE": scale}
     else:
         by_row = not _fits_descriptor(w.transpose(1, 2))
         if wide_x and (not by_row or _fits_descriptor(w)):
-            access = "boxes" if kernels.has_boxes(properties) else "wide"
+            access = "boxes" if properties.prefers_tma else "wide"
     in_kernel = padded if lora == "fused" else 0
     tiles = kernels.rows_tiles(rows, experts, in_kernel, dtype.itemsize, access, properties)
     block_k, block_n = tiles.kwargs["BLOCK_K"], tiles.kwargs["BLOCK_N"]

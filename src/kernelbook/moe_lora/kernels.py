@@ -683,15 +683,6 @@ def tiles(warps: int, stages: int, **blocks: int) -> Tiles:
     return Tiles(tuple(blocks.items()), warps, stages)
 
 
-def has_boxes(properties: runtime.DeviceProperties) -> bool:
-    """Whether tiles are copied by tensor descriptor: on Hopper and later, and in the interpreter.
-
-    GeForce's Blackwell (sm_120) has descriptors too, but multiplies from registers and has less than half the shared
-    memory: there the large tiles that descriptors are for spill or do not fit.
-    """
-    return properties.arch in ("interpreter", "sm_90", "sm_90a", "sm_100", "sm_103")
-
-
 def _mean_rows(rows: int, experts: int) -> int:
     """The mean number of rows of an expert, as a power of two: token counts of one size share a kernel."""
     return triton.next_power_of_2(max(1, rows // max(1, min(experts, rows))))
@@ -785,7 +776,7 @@ def thin_tiles(
         split *= 2
     if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_M=height, BLOCK_K=32, BLOCK_R=min(block_r, 32), SPLIT=split)
-    if not has_boxes(properties):
+    if not properties.prefers_tma:
         return tiles(4, 2, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
     # With few programs on a multiprocessor each has to have more bytes under way.
     if programs < 2 * properties.num_sms and k >= 4096 and block_r <= 32:
@@ -815,7 +806,7 @@ def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties:
     if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_P=min(32, padded_rank(columns)), BLOCK_Q=32, BLOCK_M=16)
     if columns > 64:
-        return tiles(8, 3 if has_boxes(properties) else 2, BLOCK_P=128, BLOCK_Q=128, BLOCK_M=32)
+        return tiles(8, 3 if properties.prefers_tma else 2, BLOCK_P=128, BLOCK_Q=128, BLOCK_M=32)
     block_m = 128 if _mean_rows(rows, experts) > 256 else 32
     return tiles(4, 2, BLOCK_P=min(64, padded_rank(columns)), BLOCK_Q=128, BLOCK_M=block_m)
 

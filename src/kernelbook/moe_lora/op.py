@@ -7,17 +7,18 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import are_tensors, composite, form, observed, operator, sources, wants_gradient
-from kernelbook.memory import accumulator, empty
+from kernelbook.launch import composite, operator, sources
+from kernelbook.memory import accumulator, empty, present
 from kernelbook.moe_lora import grouped, kernels
 from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Layout, Lora, ShrinkPlan, Step
 from kernelbook.moe_lora.routing import Routing, route
+from kernelbook.observed import are_tensors, form, observed, wants_gradient
 from kernelbook.packed import NF4Tensor
 from kernelbook.packed.products import Matrices
 from kernelbook.plans import KeptPlans
 from kernelbook.tensors import precision, without_autocast
 
-__all__ = ["Routing", "lora_gradients", "moe_lora", "route", "scatter2scatter", "thin_products"]
+__all__ = ["Given", "Routing", "check", "moe_lora", "route", "scatter2scatter"]
 
 STRATEGIES = ("auto", "fused", "split")
 
@@ -53,7 +54,7 @@ def scatter2scatter(
         ValueError: a shape or a device is not as above.
     """
     weight = _weight("scatter2scatter", w, transposed)
-    given = _Given(x, weight, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
+    given = Given(x, weight, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
     return _product("scatter2scatter", given)
 
 
@@ -102,11 +103,11 @@ def moe_lora(
         ValueError: a shape, a device or ``strategy`` is not as above, or ``gates`` come with ``grouped_out``.
     """
     weight = _weight("moe_lora", w, transposed)
-    given = _Given(x, weight, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out)
+    given = Given(x, weight, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out)
     return _product("moe_lora", given)
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """A call's arguments, see :func:`moe_lora`."""
 
     x: torch.Tensor
@@ -120,6 +121,18 @@ class _Given(NamedTuple):
     strategy: str
     grouped_in: bool
     grouped_out: bool
+
+    @property
+    def differentiable(self) -> tuple[Any, ...]:
+        """The tensors that may have gradients."""
+        stored = self.w.packed if isinstance(self.w, Matrices) else self.w
+        return self.x, stored, self.lora_a, self.lora_b, self.bias, self.gates
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        w = self.w
+        scales = (w.absmax, w.code, *w.nested) if isinstance(w, Matrices) else (None,) * 5
+        return *self.differentiable, self.routing.expert_ids, self.routing.lists, *scales
 
 
 def _weight(op: str, w: Any, transposed: bool) -> torch.Tensor | Matrices:
@@ -138,22 +151,22 @@ def _weight(op: str, w: Any, transposed: bool) -> torch.Tensor | Matrices:
     return w  # type: ignore[no-any-return]
 
 
-def _product(op: str, given: _Given) -> torch.Tensor:
+def _product(op: str, given: Given) -> torch.Tensor:
     given = _settled(op, given)
-    flat = _flat(given)
+    tensors = given.tensors
     y: torch.Tensor
-    if is_dynamo_compiling() and are_tensors(*flat[:_TENSORS]):
-        y = _moe_lora_whole(op, *flat, SOURCES)
-    elif observed(*flat[:_TENSORS]):
+    if is_dynamo_compiling() and are_tensors(*tensors):
+        y = _moe_lora_whole(op, *_flat(given), SOURCES)
+    elif observed(*tensors):
         y = _by_operators(op, given)
-    elif wants_gradient(*flat[:_DIFFERENTIABLE]):
-        y = _MoeLora.apply(*flat[:_DIFFERENTIABLE], _forward_plan(op, given), given, flat)
+    elif wants_gradient(*tensors[:_DIFFERENTIABLE]):
+        y = _MoeLora.apply(*tensors[:_DIFFERENTIABLE], _forward_plan(op, given), given)
     else:
         y, _ = _forward(_forward_plan(op, given), given, with_u=False)
     return y
 
 
-def _settled(op: str, given: _Given) -> _Given:
+def _settled(op: str, given: Given) -> Given:
     """Tensors in autocast's dtype, and plain arguments of their types."""
     x, w, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out = given
     if not isinstance(routing, Routing):
@@ -163,10 +176,10 @@ def _settled(op: str, given: _Given) -> _Given:
         arguments.check_choice(op, "strategy", strategy, STRATEGIES)
     x, w, lora_a, lora_b, bias = arguments.in_autocast_dtype(x, w, lora_a, lora_b, bias)
     plain = scaling, strategy, bool(grouped_in), bool(grouped_out)
-    return _Given(x, w, lora_a, lora_b, bias, gates, routing, *plain)
+    return Given(x, w, lora_a, lora_b, bias, gates, routing, *plain)
 
 
-def _check(op: str, given: _Given) -> None:
+def check(op: str, given: Given) -> None:
     x, w, lora_a, lora_b, bias, gates, routing, _, strategy, grouped_in, grouped_out = given
     expert_ids, _, experts = routing
     arguments.check_tensor(op, "x", x)
@@ -214,7 +227,7 @@ def _check(op: str, given: _Given) -> None:
 # --- plans of a call ------------------------------------------------------------------------------------------------
 
 
-def _key(given: _Given) -> tuple[Any, ...]:
+def _key(given: Given) -> tuple[Any, ...]:
     """What the plans of a call depend on."""
     w: Any
     x, w, lora_a, lora_b, bias, gates, (ids, _, experts), _, strategy, grouped_in, grouped_out = given
@@ -227,13 +240,13 @@ def _key(given: _Given) -> tuple[Any, ...]:
     return tensors, aligned, plain, precision(x.dtype), runtime.compile_target
 
 
-def _layouts(given: _Given) -> tuple[Layout, Layout]:
+def _layouts(given: Given) -> tuple[Layout, Layout]:
     """-> of x and of dY. With gates a token's slots share one row of dY, and each gradient counts a row with its gate."""
     slots = given.routing.slots
     return Layout(given.grouped_in, slots), Layout(given.grouped_out, 1 if given.gates is None else slots)
 
 
-def _empty_u(given: _Given) -> torch.Tensor | None:
+def _empty_u(given: Given) -> torch.Tensor | None:
     """U, or D = scaling dY B: (R, padded rank), in expert order; ``None`` without a low-rank update."""
     if given.lora_a is None:
         return None
@@ -252,18 +265,18 @@ class _ForwardPlan:
 _forward_plans = KeptPlans[_ForwardPlan]()
 
 
-def _forward_plan(op: str, given: _Given) -> _ForwardPlan:
+def _forward_plan(op: str, given: Given) -> _ForwardPlan:
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
     key = _key(given)
     plan = _forward_plans.get(key)
     if plan is None:
-        _check(op, given)
+        check(op, given)
         plan = _new_forward_plan(given)
         _forward_plans.keep(key, plan)
     return plan
 
 
-def _new_forward_plan(given: _Given) -> _ForwardPlan:
+def _new_forward_plan(given: Given) -> _ForwardPlan:
     x, w, lora_a, lora_b, bias, gates, routing, _, strategy, _, grouped_out = given
     rows, n = routing.rows, w.shape[2]
     gemm = combine = None
@@ -275,7 +288,7 @@ def _new_forward_plan(given: _Given) -> _ForwardPlan:
     return _ForwardPlan((rows if gates is None else routing.expert_ids.shape[0], n), gemm, combine)
 
 
-def _forward(plan: _ForwardPlan, given: _Given, *, with_u: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _forward(plan: _ForwardPlan, given: Given, *, with_u: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """-> Y, and where it is asked for, and there is a low-rank update, U = scaling X A^T, which the backward pass needs."""
     x, w, lora_a, lora_b, bias, gates, routing, scaling, *_ = given
     y, u = empty(plan.shape, x.dtype, x), _empty_u(given) if with_u else None
@@ -309,7 +322,7 @@ class _BackwardPlan:
 _backward_plans = KeptPlans[_BackwardPlan]()
 
 
-def _backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...]) -> _BackwardPlan:
+def _backward_plan(dy: torch.Tensor, given: Given, needs: tuple[bool, ...]) -> _BackwardPlan:
     key = (_key(given), form(dy), dy.data_ptr() % 16 == 0, needs)
     plan = _backward_plans.get(key)
     if plan is None:
@@ -318,7 +331,7 @@ def _backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...]) -> 
     return plan
 
 
-def _new_backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...]) -> _BackwardPlan:
+def _new_backward_plan(dy: torch.Tensor, given: Given, needs: tuple[bool, ...]) -> _BackwardPlan:
     x, w, a, b, _, gates, routing, _, strategy, grouped_in, _ = given
     rows, slots, (_, k, n), gated = routing.rows, routing.slots, w.shape, gates is not None
     if rows == 0 or n == 0:
@@ -351,7 +364,7 @@ def _new_backward_plan(dy: torch.Tensor, given: _Given, needs: tuple[bool, ...])
     )
 
 
-def _backward(dy: torch.Tensor, u: Any, given: _Given, needs: tuple[bool, ...]) -> Gradients:
+def _backward(dy: torch.Tensor, u: Any, given: Given, needs: tuple[bool, ...]) -> Gradients:
     """-> the gradients that are needed, each contiguous; ``None`` for the others."""
     x, w, lora_a, lora_b, bias, gates, routing, scaling, *_ = given
     plan = _backward_plan(dy, given, needs)
@@ -385,7 +398,7 @@ def _backward(dy: torch.Tensor, u: Any, given: _Given, needs: tuple[bool, ...]) 
     return tuple(found)
 
 
-def _sum_up(step: Step, grown: torch.Tensor, dx: Any, dgates: Any, dy: torch.Tensor, given: _Given) -> None:
+def _sum_up(step: Step, grown: torch.Tensor, dx: Any, dgates: Any, dy: torch.Tensor, given: Given) -> None:
     """Fills dx and dgates, where they are wanted, from dY W^T + D A, a row for each routed token."""
     order = given.routing.lists if given.grouped_in else None
     x = None if dgates is None else given.x
@@ -398,7 +411,7 @@ def _sum_up(step: Step, grown: torch.Tensor, dx: Any, dgates: Any, dy: torch.Ten
         dgates.copy_(inner)
 
 
-def _add_share_of_bias(dgates: torch.Tensor, dy: torch.Tensor, given: _Given) -> None:
+def _add_share_of_bias(dgates: torch.Tensor, dy: torch.Tensor, given: Given) -> None:
     """y = ... + bias[e]: what the inner products of dX and x leave out."""
     assert given.bias is not None
     with without_autocast(dy):
@@ -410,8 +423,46 @@ def _add_share_of_bias(dgates: torch.Tensor, dy: torch.Tensor, given: _Given) ->
 
 # --- gradients ------------------------------------------------------------------------------------------------------
 
-# A call as an operator's schema and autograd have it: its tensors first, of which the first ones have gradients.
-_TENSORS, _DIFFERENTIABLE = 13, 6
+_DIFFERENTIABLE = 6  # the first of a call's tensors
+
+
+class _MoeLora(torch.autograd.Function):
+    """:func:`moe_lora` that autograd records, where nobody observes the call."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        plan, given = args[_DIFFERENTIABLE:]
+        x, w, lora_a, lora_b, bias, gates, ctx.routing, *ctx.settings = given
+        y, u = _forward(plan, given, with_u=True)
+        # Where activations are checkpointed, each tensor that autograd keeps costs the host some 25 us. A routing and frozen
+        # weights in few bits have no gradient, and no memory is won by dropping them.
+        ctx.packed = w if isinstance(w, Matrices) else None
+        ctx.save_for_backward(u, x, w if ctx.packed is None else None, lora_a, lora_b, bias, gates)
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if dy is None:
+            return (None,) * (_DIFFERENTIABLE + 2)
+        u, x, dense, lora_a, lora_b, bias, gates = ctx.saved_tensors
+        w = dense if ctx.packed is None else ctx.packed
+        given = Given(x, w, lora_a, lora_b, bias, gates, ctx.routing, *ctx.settings)
+        return *_differentiate(dy, u, given, tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])), None, None
+
+
+def _differentiate(dy: torch.Tensor, u: torch.Tensor | None, given: Given, needs: tuple[bool, ...]) -> Gradients:
+    """What :func:`_backward` gives, by its operator where somebody observes, or wants a gradient of the gradients."""
+    if torch.is_grad_enabled() or observed(dy, u, *given.tensors):
+        found = _moe_lora_backward(dy, _nothing(dy) if u is None else u, *_flat(given), *needs)
+        return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
+    return _backward(dy, u, given, needs)
+
+
+# --- where somebody observes: operators -----------------------------------------------------------------------------
+
+# A call as an operator's schema has it: its tensors first.
+_TENSORS = 13
 _ARGUMENTS = (
     "Tensor x, Tensor w, Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor expert_ids, Tensor lists, "
     "Tensor? absmax, Tensor? code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset, "
@@ -420,80 +471,24 @@ _ARGUMENTS = (
 )
 
 
-def _flat(given: _Given) -> tuple[Any, ...]:
+def _flat(given: Given) -> tuple[Any, ...]:
     """A call as :data:`_ARGUMENTS` has it."""
-    x, w, lora_a, lora_b, bias, gates, (ids, lists, experts), *settings = given
-    stored: torch.Tensor
-    if isinstance(w, Matrices):
-        stored, *scales = w.packed, w.absmax, w.code, *w.nested
-        block_size, transposed = w.block_size, w.transposed
-    else:
-        stored, scales, block_size, transposed = w, [None] * 5, 0, False
-    tensors = x, stored, lora_a, lora_b, bias, gates, ids, lists, *scales
-    return *tensors, experts, w.shape, block_size, *settings, transposed
+    w, (_, _, experts), settings = given.w, given.routing, given[7:]
+    block_size, transposed = (w.block_size, w.transposed) if isinstance(w, Matrices) else (0, False)
+    return *given.tensors, experts, w.shape, block_size, *settings, transposed
 
 
-def _unflat(*flat: Any) -> _Given:
+def _unflat(*flat: Any) -> Given:
     """The opposite of :func:`_flat`."""
     x, w, lora_a, lora_b, bias, gates, ids, lists, absmax, code, *nested = flat[:_TENSORS]
     experts, shape, block_size, *settings, transposed = flat[_TENSORS:]
     if absmax is not None:
         w = Matrices(w, absmax, code, tuple(nested), block_size, tuple(shape), transposed)
-    return _Given(x, w, lora_a, lora_b, bias, gates, Routing(ids, lists, experts), *settings)
+    return Given(x, w, lora_a, lora_b, bias, gates, Routing(ids, lists, experts), *settings)
 
 
-class _MoeLora(torch.autograd.Function):
-    """:func:`moe_lora` that autograd records, where nobody observes the call."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        plan, given, flat = args[_DIFFERENTIABLE:]
-        y, u = _forward(plan, given, with_u=True)
-        # Where activations are checkpointed, each tensor that autograd keeps costs the host some 25 us. A routing and frozen
-        # weights in few bits have no gradient, and no memory is won by dropping them.
-        packed = isinstance(given.w, Matrices)
-        ctx.save_for_backward(u, given.x, None if packed else given.w, *flat[2:_DIFFERENTIABLE])
-        ctx.packed, ctx.others = flat[1] if packed else None, flat[_DIFFERENTIABLE:]
-        ctx.set_materialize_grads(False)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if dy is None:
-            return (None,) * (_DIFFERENTIABLE + 3)
-        u, x, w, *pairs = ctx.saved_tensors
-        flat = (x, w if ctx.packed is None else ctx.packed, *pairs, *ctx.others)
-        return *_differentiate(dy, u, flat, tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])), None, None, None
-
-
-def _keep(ctx: Any, u: torch.Tensor | None, flat: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(u, *flat[:_TENSORS])
-    ctx.settings = flat[_TENSORS:]
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, dy: torch.Tensor | None) -> Gradients:
-    if dy is None:
-        return (None,) * _DIFFERENTIABLE
-    u, *tensors = ctx.saved_tensors
-    return _differentiate(dy, u, (*tensors, *ctx.settings), tuple(ctx.needs_input_grad[:_DIFFERENTIABLE]))
-
-
-def _differentiate(
-    dy: torch.Tensor, u: torch.Tensor | None, flat: tuple[Any, ...], needs: tuple[bool, ...]
-) -> Gradients:
-    """What :func:`_backward` gives, by its operator where somebody observes, or wants a gradient of the gradients."""
-    if torch.is_grad_enabled() or observed(dy, u, *flat[:_TENSORS]):
-        found = _moe_lora_backward(dy, empty((0,), dy.dtype, dy) if u is None else u, *flat, *needs)
-        return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
-    return _backward(dy, u, _unflat(*flat), needs)
-
-
-# --- where somebody observes: operators -----------------------------------------------------------------------------
-
-
-def _by_operators(op: str, given: _Given) -> torch.Tensor:
-    _check(op, given)
+def _by_operators(op: str, given: Given) -> torch.Tensor:
+    check(op, given)
     flat = _flat(given)
     y: torch.Tensor
     if wants_gradient(*flat[:_DIFFERENTIABLE]):
@@ -524,7 +519,7 @@ def _run(*flat: Any, with_u: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
 def _run_backward(dy: torch.Tensor, u: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     flat, needs = others[:-_DIFFERENTIABLE], others[-_DIFFERENTIABLE:]
     found = _backward(dy, u, _unflat(*flat), needs)
-    return tuple(_nothing(dy) if gradient is None else gradient for gradient in found)
+    return present(found, dy)
 
 
 def _new_gradients(dy: torch.Tensor, u: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
@@ -533,8 +528,18 @@ def _new_gradients(dy: torch.Tensor, u: torch.Tensor, *others: Any) -> tuple[tor
 
 
 def _keep_operators(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    _keep(ctx, output[1], inputs)
+    ctx.save_for_backward(output[1], *inputs[:_TENSORS])
+    ctx.settings = inputs[_TENSORS:]
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, dy: torch.Tensor | None) -> Gradients:
+    if dy is None:
+        return (None,) * _DIFFERENTIABLE
+    u, *tensors = ctx.saved_tensors
+    needs = tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])
+    return _differentiate(dy, u, _unflat(*tensors, *ctx.settings), needs)
 
 
 _NEEDS = ", ".join(f"bool needs_{name}" for name in ("dx", "dw", "da", "db", "dbias", "dgates"))
@@ -561,97 +566,3 @@ SOURCES = sources()
 _moe_lora_whole = composite(
     f"moe_lora_whole(str op, {_ARGUMENTS}) -> Tensor", lambda op, *flat: _by_operators(op, _unflat(*flat))
 )
-
-
-# --- the low-rank update alone --------------------------------------------------------------------------------------
-
-
-def lora_gradients(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    routing: Routing,
-    *,
-    scaling: float = 1.0,
-    saved: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dA (E, r, K) and dB (E, N, r) of :func:`moe_lora` alone, in either of the two ways; not differentiable.
-
-    Args:
-        x: (T, K). dy: (T*k, N), row t*k + j for slot j of token t. lora_a: (E, r, K). lora_b: (E, N, r).
-        routing, scaling: as in :func:`moe_lora`.
-        saved: U = scaling x A^T and D = scaling dy B as :func:`thin_products` gives them, which is how the backward pass
-            does it; ``None``: every program computes anew what it needs of them, which is slower and needs no memory.
-
-    Raises: as :func:`moe_lora`.
-    """
-    scaling = arguments.number("lora_gradients", "scaling", scaling)
-    plan = _lora_plan("lora_gradients", x, dy, lora_a, lora_b, routing)
-    da, db = (empty(t.shape, t.dtype, t) for t in (lora_a, lora_b))
-    if saved is not None:
-        u, d = saved
-        grouped.factors(plan.factors, routing, d, u, x, dy, None, da, db)
-    else:
-        grouped.recompute(plan.recompute_da, routing, dy, lora_b, x, scaling, da)
-        grouped.recompute(plan.recompute_db, routing, x, lora_a.transpose(1, 2), dy, scaling, db.transpose(1, 2))
-    return da, db
-
-
-def thin_products(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    routing: Routing,
-    *,
-    scaling: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """U = scaling x A^T and D = scaling dy B, each (T*k, padded rank) in sorted order; not differentiable.
-
-    The rank is padded with zeros to a power of two of at least 16. Arguments as in :func:`lora_gradients`.
-    """
-    scaling = arguments.number("thin_products", "scaling", scaling)
-    plan = _lora_plan("thin_products", x, dy, lora_a, lora_b, routing)
-    u, d = (empty((routing.rows, kernels.padded_rank(lora_a.shape[1])), x.dtype, x) for _ in range(2))
-    if plan.shrink_u is not None and plan.shrink_d is not None:
-        grouped.shrink(plan.shrink_u, routing, x, lora_a, u, scaling)
-        grouped.shrink(plan.shrink_d, routing, dy, lora_b.transpose(1, 2), d, scaling)
-    return u, d
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _LoraPlan:
-    """What is decided for a kind of call of these two."""
-
-    shrink_u: ShrinkPlan | None  # None: there are no rows
-    shrink_d: ShrinkPlan | None
-    factors: Step
-    recompute_da: Step
-    recompute_db: Step
-
-
-_lora_plans = KeptPlans[_LoraPlan]()
-
-
-def _lora_plan(
-    op: str, x: torch.Tensor, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing
-) -> _LoraPlan:
-    experts, rows = routing.num_experts, routing.rows
-    key = (*map(form, (x, dy, a, b, routing.expert_ids)), experts, precision(x.dtype), runtime.compile_target)
-    plan = _lora_plans.get(key)
-    if plan is None:
-        w = x.new_empty(()).expand(experts, x.shape[-1], b.shape[1])
-        _check(op, _Given(x, w, a, b, None, None, routing, 1.0, "auto", False, False))
-        arguments.check_shape(op, "dy", dy, (rows, b.shape[1]))
-        arguments.check_same_dtype(op, x=x, dy=dy, lora_a=a, lora_b=b)
-        of_x, of_dy, turned_a, turned_b = Layout(False, routing.slots), Layout(False, 1), *(t.mT for t in (a, b))
-        plan = _LoraPlan(
-            shrink_u=grouped.shrink_plan(routing, x, of_x, a) if rows else None,
-            shrink_d=grouped.shrink_plan(routing, dy, of_dy, turned_b) if rows else None,
-            factors=grouped.factors_step(routing, x, of_x, of_dy, a.shape[1], b.shape[1], False),
-            recompute_da=grouped.recompute_step(of_dy, b, of_x, x.shape[1]),
-            recompute_db=grouped.recompute_step(of_x, turned_a, of_dy, dy.shape[1]),
-        )
-        _lora_plans.keep(key, plan)
-    return plan

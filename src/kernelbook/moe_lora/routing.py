@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import Launch, cdiv, form, launcher, observed, operator
+from kernelbook.launch import Launch, cdiv, launcher, operator
 from kernelbook.memory import empty
 from kernelbook.moe_lora import kernels
+from kernelbook.observed import form, observed
 from kernelbook.plans import KeptPlans
 
 __all__ = ["Routing", "route", "tiles_of_height"]

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import Launch, cdiv, form, launcher, observed, operator, wants_gradient
+from kernelbook.launch import Launch, cdiv, launcher, operator
 from kernelbook.memory import empty
 from kernelbook.nf4 import kernels
+from kernelbook.observed import form, observed, wants_gradient
 from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor, products, quantized_scales
 from kernelbook.plans import KeptPlans
 from kernelbook.tensors import without_autocast
@@ -98,8 +99,7 @@ def _dequantize_plan(
         if words and size % 8 == 0:
             kernel, config = kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(nested, properties)
             # By PTX, which is NVIDIA's, or by loads in the interpreter, where there is none.
-            nvidia = properties.arch.startswith("sm_")
-            more = {"PREFETCH": "load" if runtime.INTERPRET else "instruction" if nvidia else "none"}
+            more = {"PREFETCH": "load" if runtime.INTERPRET else "instruction" if properties.is_nvidia else "none"}
             length, tile = size // 8, config.kwargs["BLOCK_W"] * config.kwargs["UNROLL"]
         else:
             kernel, config, more = kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG, {}

@@ -1,6 +1,5 @@
 """Modules for PyTorch models that use the kernels."""
 
-from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
 from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.nn.ffn import SparseFFN
 from kernelbook.nn.gpt import GPT, GPTConfig
@@ -8,6 +7,7 @@ from kernelbook.nn.layers import LayerNorm, RMSNorm, SparseLinear
 from kernelbook.nn.moe import Float8Tensor, GatedExperts, LoRAPair, MoELayer, gated_experts, load_balancing_loss
 from kernelbook.nn.nf4_linear import NF4Linear
 from kernelbook.nn.swap import Swap, swap
+from kernelbook.nn.swiglu import ClampedSwiGLU
 
 __all__ = [
     "GPT",

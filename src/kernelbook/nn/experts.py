@@ -18,15 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import Launch, cdiv, launcher, observed, operator, wants_gradient
-from kernelbook.memory import empty, tl_accumulator
+from kernelbook import arguments  # before Triton, which it sets up
 from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
-from kernelbook.nn import kernels
-from kernelbook.nn.clamped_swiglu import ClampedSwiGLU
+from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 from kernelbook.packed.products import decodes_on_the_way
-from kernelbook.plans import KeptPlans
 
 __all__ = [
     "ACTIVATIONS",
@@ -209,91 +205,6 @@ class _Kept(NamedTuple):
 # --- the activation -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _SwigluPlan:
-    """What is decided for h (S, 2 I) of a kind, forward and backward."""
-
-    rows: int
-    inner: int  # I
-    forward: Launch
-    backward: Launch
-    grid: tuple[int, int]
-
-
-_swiglu_plans = KeptPlans[_SwigluPlan]()
-
-
-def _swiglu_plan(h: torch.Tensor) -> _SwigluPlan:
-    key = (h.shape, h.dtype, h.device, runtime.compile_target)
-    plan = _swiglu_plans.get(key)
-    if plan is None:
-        rows, inner = h.shape[0], h.shape[1] // 2
-        height = 1 if h.dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-        how: dict[str, Any] = {"ACC": tl_accumulator(h.dtype), "ROWS": height, "BLOCK_I": kernels.BLOCK_I}
-        plan = _SwigluPlan(
-            rows=rows, inner=inner, forward=launcher(kernels._swiglu_fwd_kernel, **how, num_warps=kernels.WARPS),
-            backward=launcher(kernels._swiglu_bwd_kernel, **how, num_warps=kernels.WARPS),
-            grid=(cdiv(rows, height), cdiv(inner, kernels.BLOCK_I)),
-        )  # fmt: skip
-        _swiglu_plans.keep(key, plan)
-    return plan
-
-
-def _swiglu(h: torch.Tensor) -> torch.Tensor:
-    """h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass."""
-    if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
-        gate, up = h.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    if observed(h):
-        return _swiglu_of(h)  # type: ignore[no-any-return]
-    return _Swiglu.apply(h) if wants_gradient(h) else _run_swiglu(h)
-
-
-def _run_swiglu(h: torch.Tensor) -> torch.Tensor:
-    plan = _swiglu_plan(h)
-    out = empty((plan.rows, plan.inner), h.dtype, h)
-    if out.numel() > 0:
-        plan.forward(plan.grid, h.contiguous(), out, plan.rows, plan.inner)
-    return out
-
-
-def _run_swiglu_backward(h: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    plan = _swiglu_plan(h)
-    dh = empty(h.shape, h.dtype, h)
-    if dh.numel() > 0:
-        plan.backward(plan.grid, dout.contiguous(), h.contiguous(), dh, plan.rows, plan.inner)
-    return dh
-
-
-class _Swiglu(torch.autograd.Function):
-    """:func:`_swiglu` that autograd records, where nobody observes the call."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(h)
-        return _run_swiglu(h)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:
-        [h] = ctx.saved_tensors
-        by_operator = torch.is_grad_enabled() or observed(h, dout)
-        return _swiglu_backward(h, dout) if by_operator else _run_swiglu_backward(h, dout)
-
-
-_swiglu_backward = operator(
-    "swiglu_backward(Tensor h, Tensor dout) -> Tensor",
-    outputs=lambda h, dout: empty(h.shape, h.dtype, h),
-    run=_run_swiglu_backward,
-)
-_swiglu_of = operator(
-    "swiglu(Tensor h) -> Tensor",
-    outputs=lambda h: empty((h.shape[0], h.shape[1] // 2), h.dtype, h),
-    run=_run_swiglu,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    backward=_Swiglu.backward,
-)
-
-
 def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def apply(h: torch.Tensor) -> torch.Tensor:
         gate, up = h.chunk(2, dim=-1)
@@ -303,7 +214,7 @@ def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": _swiglu,
+    "silu": swiglu,
     "gelu": _gated(F.gelu),
     "relu": _gated(F.relu),
     "swigluoai": ClampedSwiGLU(),

@@ -1,8 +1,8 @@
 """Rows times 4-bit matrices on Hopper, in Gluon: tiles are decoded while the tensor cores multiply the ones before.
 
-W takes the part of the left operand and the rows of x that of the right one, whose number comes in eights. So a tile can
-have as many rows as an expert has, up to 256 (half or a quarter of that where it is enough), and each element of W is decoded
-once for all of them. A thread reads 32 or 64 elements that lie side by side and have one scale. It multiplies the sixteen
+W is the left operand of the tensor cores' instruction (``wgmma``), and the rows of x are the columns of the right one, of
+which the instruction takes any multiple of 8 up to 256. So a tile can have as many rows as an expert has, up to 256 (half or
+a quarter of that where it is enough), and each element of W is decoded once for all of them. A thread reads 32 or 64 elements that lie side by side and have one scale. It multiplies the sixteen
 values with the scale, in float32, and rounds them: then every element is a look-up, and is what ``nf4_dequantize`` gives,
 bit for bit.
 

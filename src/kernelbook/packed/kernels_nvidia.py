@@ -1,7 +1,7 @@
 """Few rows times 4-bit matrices, in Gluon: each warp decodes what it multiplies with, and keeps it in registers.
 
-In both kernels W takes the part of the tensor cores' left operand, whose rows come in sixteens; the tokens are the right
-one, in eights. A lane reads one to four words of a row side by side, of eight elements each. The tensor cores may sum over
+In both kernels W is the left operand of the tensor cores' instruction (``mma.sync``), which has 16 rows; the tokens are the
+columns of the right one, of which it has 8. A lane reads one to four words of a row side by side, of eight elements each. The tensor cores may sum over
 K in any order, as long as both operands have it: so these elements are just those that the instruction wants from this
 lane, and nothing goes through shared memory. The warps of a program share the sum over K. At the end they add up what they
 have, always in the same order.

@@ -73,7 +73,7 @@ DENSE_ROWS = {True: 512, False: 128}  # on Hopper, and by the plain kernels else
 
 
 def _is_hopper(properties: runtime.DeviceProperties) -> bool:
-    return properties.arch in ("sm_90", "sm_90a") and gluon_names.USABLE
+    return properties.is_hopper and gluon_names.USABLE
 
 
 def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProperties | None = None) -> bool:

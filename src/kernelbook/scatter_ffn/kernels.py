@@ -21,7 +21,6 @@ that lies outside the matrix stands for a row of zeros.
 """
 
 import dataclasses
-import functools
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.plans import derived, fits, matmul_resources, planner
@@ -682,12 +681,6 @@ class Plan:
     down_split: int
 
 
-@functools.cache
-def has_pdl(properties: runtime.DeviceProperties) -> bool:
-    """Whether a kernel can start before the one before it has ended (Hopper and later)."""
-    return properties.arch.startswith("sm_") and int(properties.arch[3:].rstrip("a")) >= 90
-
-
 def _narrow(dtype: str) -> bool:
     return dtype in ("float16", "bfloat16")
 
@@ -882,16 +875,16 @@ def _tiles_up_allowed(
 @planner("scatter_ffn.tiles_up", _tiles_up_allowed, buckets=("m", "active"))
 def tiles_up(m: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
     """The tiles of the up kernel, and its split."""
-    if m <= 16 and properties.arch.startswith("gfx"):
+    if m <= 16 and properties.is_amd:
         active = max(active, FEW + 1)  # the tiles for fewer are 8 wide, which AMD's tensor cores are not
     if m <= 256:
         *tiles, stages, warps = _tuned(TILES_UP if gated else TILES_UP_PLAIN, m, active)
-        if 64 < m <= 128 and tiles[0] == 128 and not _has_wgmma(properties):
+        if 64 < m <= 128 and tiles[0] == 128 and not properties.has_wgmma:
             warps = 8
     else:
         wide, square = (-(-m // 128) * -(-active // side) for side in (256, 128))
         tiles, stages, warps = [128, 64, 64, 1], 4, 4
-        if wide >= 0.75 * properties.num_sms and _has_wgmma(properties) and not gated:
+        if wide >= 0.75 * properties.num_sms and properties.has_wgmma and not gated:
             tiles, stages, warps = [128, 256, 64, 1], 3, 8
         elif square >= 0.5 * properties.num_sms:
             tiles, stages, warps = [128, 128, 64, 1], 4, 8
@@ -941,16 +934,10 @@ def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProper
     return _tiles_down(m, tuple(tiles), stages, warps, properties), split
 
 
-def _has_wgmma(properties: runtime.DeviceProperties) -> bool:
-    """Whether tensor cores read both operands from shared memory; elsewhere they take registers that large tiles need."""
-    return properties.arch in ("sm_90", "sm_100", "sm_103")
-
-
 def _stages(wanted: int, stage_bytes: int, properties: runtime.DeviceProperties) -> int:
     """As many stages as fit; AMD's pipeline keeps the newest in registers."""
-    amd = properties.arch.startswith("gfx")
     # The listed ids, and what changes its layout, lie in shared memory too.
     room = properties.shared_memory_per_program - 12 * 1024
-    while wanted > 2 and (wanted - amd) * stage_bytes > room:
+    while wanted > 2 and (wanted - properties.is_amd) * stage_bytes > room:
         wanted -= 1
     return wanted

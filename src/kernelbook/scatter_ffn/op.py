@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -12,27 +12,23 @@ import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import (
-    Launch,
-    are_tensors,
-    cdiv,
-    composite,
-    form,
-    is_aligned,
-    launcher,
-    observed,
-    operator,
-    sources,
-    wants_gradient,
-)
-from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.launch import Launch, cdiv, composite, launcher, operator, sources
+from kernelbook.memory import accumulator, empty, present, tl_accumulator
+from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 from kernelbook.scatter_ffn import kernels
 from kernelbook.tensors import has_aligned_rows, matrix, strided
 
 __all__ = ["ACTIVATIONS", "gather_matmul", "scatter_ffn"]
 
-ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+ACTIVATIONS = tuple(_FUNCTIONS)
 PRECISION = "ieee"  # of float32 in tiles, which only tests multiply so: it is left to cuBLAS
 
 
@@ -132,7 +128,7 @@ def _call(op: str, network: _Network, rows: torch.Tensor | None, activation: str
         if rows is not None:
             return _forward(plan, network, rows)
     assert network.w_down is not None and activation is not None
-    act = functools.partial(F.gelu, approximate="tanh") if activation == "gelu_tanh" else getattr(F, activation)
+    act = _FUNCTIONS[activation]
     h = F.linear(network.x, network.w_up, network.b_up)
     h = act(h) if network.w_gate is None else act(F.linear(network.x, network.w_gate, network.b_gate)) * h
     return F.linear(h, network.w_down.t(), network.b_down)
@@ -244,7 +240,7 @@ def _new_plan(network: _Network, count: int, activation: str | None) -> _Plan:
     if w_down is None:
         return _Plan(activation, shape, padded, _up(_cut(x, x.shape[-1], count), m, count, w_up, activation, has_bias))
     cut = _cut(x, w_down.shape[1], count, gated)
-    pdl = (cut.strategy == "vector" or count <= kernels.EARLY) and kernels.has_pdl(runtime.properties(x.device))
+    pdl = (cut.strategy == "vector" or count <= kernels.EARLY) and runtime.properties(x.device).has_pdl
     down = _down(cut, m, w_down, b_down is not None, pdl)
     counters = down.grid[0] if down.split > 1 else 0
     up = _up(cut, m, padded, w_up, activation, has_bias, gated, has_gate_bias, counters, pdl)
@@ -585,20 +581,14 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 def _run(*given: Any) -> torch.Tensor:
     *tensors, rows, activation = given
     network = _Network(*tensors)
-    return _forward(
-        _plan("gather_matmul" if network.w_down is None else "scatter_ffn", network, rows, activation), network, rows
-    )
+    op = "scatter_ffn" if network.w_down is not None else "gather_matmul"
+    return _forward(_plan(op, network, rows, activation), network, rows)
 
 
 def _run_backward(dy: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
     *tensors, rows, activation, wanted = given
     network = _Network(*tensors)
-    return _present(_backward(_backward_plan(network, rows, activation, tuple(wanted)), dy, network, rows), dy)
-
-
-def _present(gradients: Sequence[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients, with an empty tensor for what is not wanted."""
-    return tuple(empty((0,), like.dtype, like) if gradient is None else gradient for gradient in gradients)
+    return present(_backward(_backward_plan(network, rows, activation, tuple(wanted)), dy, network, rows), dy)
 
 
 _operator = operator(
@@ -614,7 +604,7 @@ _operator = operator(
 _backward_operator = operator(
     "scatter_ffn_backward(Tensor dy, Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, "
     "Tensor neurons, str? activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    outputs=lambda dy, *given: _present(_new_gradients(_Network(*given[:6]), given[-1]), dy),
+    outputs=lambda dy, *given: present(_new_gradients(_Network(*given[:6]), given[-1]), dy),
     run=_run_backward,
 )
 

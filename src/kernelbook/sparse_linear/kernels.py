@@ -23,7 +23,6 @@ twice (the two write the same rows of dW).
 """
 
 import dataclasses
-import functools
 import math
 
 from kernelbook import runtime  # before Triton, which it sets up
@@ -652,22 +651,14 @@ class Plan:
     boxes: bool = False  # read through tensor descriptors
 
 
-@functools.cache
-def has_boxes(properties: runtime.DeviceProperties) -> bool:
-    """Whether the GPU copies tiles by tensor descriptor (Hopper and later; the interpreter does)."""
-    arch = properties.arch
-    return arch == "interpreter" or (arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90)
-
-
 def _config(
     choices: tuple[_Tiles, ...], flop: float, itemsize: int, properties: runtime.DeviceProperties
 ) -> triton.Config:
     """The tiles for a launch of ``flop`` operations, with as many stages as fit."""
     found = next((t for t in choices if flop <= t.flop * properties.num_sms / 132), choices[-1])
     # A stage is one tile of each operand; AMD's pipeline keeps the newest in registers.
-    amd = properties.arch.startswith("gfx")
     stages, stage_bytes = found.stages, (found.r + found.d) * found.k * itemsize
-    while stages > 2 and (stages - amd) * stage_bytes > properties.shared_memory_per_program:
+    while stages > 2 and (stages - properties.is_amd) * stage_bytes > properties.shared_memory_per_program:
         stages -= 1
     blocks = {"BLOCK_R": found.r, "BLOCK_D": found.d, "BLOCK_K": found.k, "GROUP": found.group}
     return triton.Config(blocks, num_warps=found.warps, num_stages=stages)
@@ -676,7 +667,7 @@ def _config(
 def _choices(itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> tuple[_Tiles, ...]:
     if boxes or itemsize != 2:
         return TILES[itemsize]
-    return POINTER_TILES if has_boxes(properties) else POINTER_TILES[:-1]
+    return POINTER_TILES if properties.has_tma else POINTER_TILES[:-1]
 
 
 def _fits(config: triton.Config, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> bool:
@@ -748,7 +739,7 @@ def _forward_allowed(
 def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> Plan:
     """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
     choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])
-    if not has_boxes(properties):
+    if not properties.has_tma:
         choices = _choices(itemsize, False, properties)
     return Plan(_config(choices, 2.0 * m * d_in * active, itemsize, properties))
 

@@ -4,37 +4,22 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import (
-    NAMESPACE,
-    Block,
-    Descriptor,
-    Launch,
-    are_tensors,
-    block,
-    cdiv,
-    composite,
-    form,
-    is_aligned,
-    launcher,
-    observed,
-    operator,
-    sources,
-    wants_gradient,
-)
-from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.launch import NAMESPACE, Block, Descriptor, Launch, block, cdiv, composite, launcher, operator, sources
+from kernelbook.memory import accumulator, empty, present, tl_accumulator
+from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
 from kernelbook.plans import KeptPlans
-from kernelbook.sparse_linear import kernels
+from kernelbook.sparse_linear import kernels, packing
+from kernelbook.sparse_linear.packing import Chunks
 from kernelbook.tensors import has_aligned_rows, matrix, strided
 
 # isort: split
-import triton
 
 __all__ = ["sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
@@ -172,7 +157,7 @@ def _linear(
     if is_dynamo_compiling() and are_tensors(x, weight, bias, ids):
         return _linear_whole(op, x, weight, bias, ids, chunk_size, compact, mode, SOURCES)  # type: ignore[no-any-return]
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    chunks = _Chunks(chunk_size, y_compact=bool(compact))
+    chunks = Chunks(chunk_size, y_compact=bool(compact))
     if observed(x, weight, bias, ids):
         chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, bias=bias)
         if ids is not None and mode != "dense":
@@ -195,7 +180,7 @@ def _products(
         return _backward_whole(op, dy, x, weight, ids, chunk_size, compact, wanted, SOURCES)  # type: ignore[no-any-return]
     if op != "sparse_backward":
         dy, x, weight = arguments.in_autocast_dtype(dy, x, weight)
-    chunks, mode = _Chunks(chunk_size, dw_compact=bool(compact)), "sparse_dw_dx" if op == "sparse_backward" else None
+    chunks, mode = Chunks(chunk_size, dw_compact=bool(compact)), "sparse_dw_dx" if op == "sparse_backward" else None
     if observed(dy, x, weight, ids) or wants_gradient(dy, x, weight):
         chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, dy=dy)
         return _backward_operator(dy, x, weight, ids, *chunks[:5], mode, wanted)  # type: ignore[no-any-return]
@@ -211,27 +196,7 @@ TENSORS = {
 }  # fmt: skip
 
 
-class _Chunks(NamedTuple):
-    """The chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are the active ones only."""
-
-    size: int
-    d_out: Any = None  # None: a public function's, which its arguments say once they are checked
-    y_compact: bool = False
-    w_compact: bool = False
-    dw_compact: bool = False
-    listed: int = 0  # A, once a plan is made
-
-    @property
-    def total(self) -> int:
-        return cdiv(self.d_out, self.size)
-
-    @property
-    def active(self) -> int:
-        """Active features."""
-        return self.listed * self.size
-
-
-def _checked(op: str, chunks: _Chunks, ids: Any, mode: Any, **tensors: Any) -> _Chunks:
+def _checked(op: str, chunks: Chunks, ids: Any, mode: Any, **tensors: Any) -> Chunks:
     """Checks what a public function was given; only :func:`sparse_linear` has a mode, and does without ids.
 
     -> the chunks with their size and ``d_out``.
@@ -280,7 +245,7 @@ class _Plan:
 
     op: str
     mode: str | None
-    chunks: _Chunks
+    chunks: Chunks
     shapes: tuple[Any, ...]  # of Y, or of dX, dW and db; None: not wanted
     strategy: str  # "zeros", or of :func:`_strategy`
     tiles: _Tiles | None
@@ -290,7 +255,7 @@ _plans = KeptPlans[_Plan]()
 
 
 def _plan(
-    op: str, chunks: _Chunks, ids: Any, *, x: Any = None, weight: Any = None, bias: Any = None, dy: Any = None,
+    op: str, chunks: Chunks, ids: Any, *, x: Any = None, weight: Any = None, bias: Any = None, dy: Any = None,
     wanted: Sequence[bool] | None = None, mode: Any = None,
 ) -> _Plan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked.
@@ -315,7 +280,7 @@ def _plan(
     return plan
 
 
-def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], *, by_chunk: bool = False) -> str:
+def _strategy(chunks: Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], *, by_chunk: bool = False) -> str:
     """``"dense"``: cuBLAS on everything; else what :func:`kernels.strategy` says of ``d_in`` inputs."""
     if chunks.listed == chunks.total and not (chunks.y_compact or chunks.w_compact or chunks.dw_compact):
         return "dense"
@@ -328,7 +293,7 @@ def _strategy(chunks: _Chunks, m: int, d_in: int, operands: Sequence[torch.Tenso
 # What PyTorch computes, here and below, goes to ``out=``, which autocast leaves alone.
 
 
-def _forward_plan(op: str, chunks: _Chunks, x: torch.Tensor, weight: torch.Tensor, bias: Any, mode: Any) -> _Plan:
+def _forward_plan(op: str, chunks: Chunks, x: torch.Tensor, weight: torch.Tensor, bias: Any, mode: Any) -> _Plan:
     shape = (*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out)
     strategy, tiles = "dense" if mode is not None else "zeros", None
     if mode is None and chunks.listed > 0 and math.prod(shape) > 0:
@@ -341,7 +306,7 @@ def _forward_plan(op: str, chunks: _Chunks, x: torch.Tensor, weight: torch.Tenso
     return _Plan(op, mode, chunks, (shape,), strategy, tiles)
 
 
-def _forward_tiles(cut: kernels.Plan, chunks: _Chunks, x: torch.Tensor, has_bias: bool) -> _Tiles:
+def _forward_tiles(cut: kernels.Plan, chunks: Chunks, x: torch.Tensor, has_bias: bool) -> _Tiles:
     (m, d_in), blocks = x.shape, cut.config.kwargs
     num_tiles = cdiv(m, blocks["BLOCK_R"]) * cdiv(chunks.active, blocks["BLOCK_D"])
     num_zero = 0 if chunks.y_compact else chunks.total * cdiv(m, kernels.ZERO_ROWS)
@@ -369,12 +334,12 @@ def _forward(plan: _Plan, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids:
         tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1, x), y, y.stride(0))
         plan.tiles.launch(plan.tiles.grid, ids, *tensors, *x.shape, chunks.d_out, chunks.listed, *plan.tiles.counts)
     else:
-        packed_w, _ = _pack(chunks, ids, weight, 0, chunks.w_compact)
-        packed_b = None if bias is None else _pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
+        packed_w, _ = packing.pack(chunks, ids, weight, 0, chunks.w_compact)
+        packed_b = None if bias is None else packing.pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
         packed_y = y if chunks.y_compact else empty((y.shape[0], chunks.active), y.dtype, y)
         _multiply(packed_y, x, packed_w, packed_b)
         if not chunks.y_compact:
-            _place(chunks, ids, packed_y.t()[None], y.t(), None, None)
+            packing.place(chunks, ids, packed_y.t()[None], y.t(), None, None)
     return result
 
 
@@ -386,7 +351,7 @@ def _multiply(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
 
 
 def _backward_plan(
-    op: str, chunks: _Chunks, dy: torch.Tensor, x: Any, weight: Any, wanted: Sequence[bool], mode: str | None
+    op: str, chunks: Chunks, dy: torch.Tensor, x: Any, weight: Any, wanted: Sequence[bool], mode: str | None
 ) -> _Plan:
     shapes, (with_dx, with_dw, with_db) = _gradient_shapes(chunks, dy, x, weight, wanted), wanted
     with_dx = with_dx and mode != "sparse_dw"
@@ -399,14 +364,14 @@ def _backward_plan(
         properties, size = runtime.properties(dy.device), dy.element_size()
         # Tensor descriptors read matrices with contiguous rows that start on 16 bytes, in chunks of whole blocks.
         whole = not (chunks.size % kernels.BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
-        by_descriptor = whole and kernels.has_boxes(properties) and all(map(has_aligned_rows, operands))
+        by_descriptor = whole and properties.has_tma and all(map(has_aligned_rows, operands))
         cut = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
         tiles = _backward_tiles(cut, chunks, m, d_in, dy.dtype, (with_dx, with_dw, with_dw and with_db))
     return _Plan(op, mode, chunks, shapes, strategy, tiles)
 
 
 def _gradient_shapes(
-    chunks: _Chunks, dy: torch.Tensor, x: Any, weight: Any, wanted: Sequence[bool]
+    chunks: Chunks, dy: torch.Tensor, x: Any, weight: Any, wanted: Sequence[bool]
 ) -> tuple[tuple[int, ...] | None, ...]:
     """Of dX, dW and db; ``None`` where not wanted."""
     with_dx, with_dw, with_db = wanted
@@ -416,7 +381,7 @@ def _gradient_shapes(
 
 
 def _backward_tiles(
-    cut: kernels.Plan, chunks: _Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: Sequence[bool]
+    cut: kernels.Plan, chunks: Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: Sequence[bool]
 ) -> _Tiles:
     with_dx, with_dw, with_db = wanted
     blocks, split = cut.config.kwargs, cut.split if with_dw else 1
@@ -464,16 +429,16 @@ def _backward(plan: _Plan, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Ten
         if db is not None:
             torch.sum(dy, 0, out=db)
     elif plan.tiles is None:
-        _run_packed(plan.chunks, ids, dy, x, weight, dx, dw, db)
+        packing.run_packed(plan.chunks, ids, dy, x, weight, dx, dw, db)
     else:
         if db is not None and dw is None:  # the kernel sums dY where it multiplies it for dW
-            _run_packed(plan.chunks, ids, dy, None, None, None, None, db)
+            packing.run_packed(plan.chunks, ids, dy, None, None, None, None, db)
         _run_tiles(plan.tiles, plan.chunks, ids, dy, x, weight, dx, dw, None if dw is None else db)
     return results[0], dw, db
 
 
 def _run_tiles(
-    tiles: _Tiles, chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
+    tiles: _Tiles, chunks: Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
 ) -> None:
     """Fills dx, dw and, with it, db with one launch, or two if the sums of dW are split."""
     x, weight = None if dw is None else x, None if dx is None else weight
@@ -492,77 +457,7 @@ def _run_tiles(
         m, d_in, chunks.d_out, chunks.listed, *tiles.counts,
     )  # fmt: skip
     if tiles.split > 1:
-        _place(chunks, ids, to_dw, dw, to_db, db, compact=chunks.dw_compact)
-
-
-def _run_packed(
-    chunks: _Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
-) -> None:
-    """As :func:`_run_tiles`: packs the active columns of dY (summing them for db) and rows of W, and multiplies."""
-    packed_dy, sums = _pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
-    if dx is not None:
-        packed_w, _ = _pack(chunks, ids, weight, 0, chunks.w_compact)
-        torch.mm(packed_dy, packed_w, out=dx)
-    if dw is not None and chunks.dw_compact:
-        torch.mm(packed_dy.t(), x, out=dw)
-    elif dw is not None:
-        product = torch.mm(packed_dy.t(), x, out=empty((chunks.active, x.shape[1]), x.dtype, x))
-        _place(chunks, ids, product[None], dw, sums, db)
-    if db is not None and (dw is None or chunks.dw_compact):
-        _place(chunks, ids, None, None, sums, db, compact=chunks.dw_compact)
-
-
-def _pack(
-    chunks: _Chunks, ids: torch.Tensor, source: torch.Tensor, axis: int, compact: bool, copy: bool = True, sums: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The active rows (axis 0) or columns (1) of a matrix, in memory as it is, and partial sums of columns (P, A * chunk).
-
-    A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.
-    """
-    strides, config, m = source.stride(), kernels.PACK_CONFIG, source.shape[1 - axis]
-    shape = (chunks.active, m) if axis == 0 else (m, chunks.active)
-    packed = source
-    if copy:
-        turned = strides[0] == 1 and strides[1] != 1
-        packed = (
-            empty(tuple(shape[::-1]), source.dtype, source).t() if turned else empty(tuple(shape), source.dtype, source)
-        )
-    to = packed.stride()
-    grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
-    partial = empty((grid[1], chunks.active), accumulator(source.dtype), source) if sums else None
-    launch = launcher(
-        kernels._sparse_linear_pack_kernel,
-        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size), SRC_COMPACT=compact, WITH_COPY=copy, WITH_SUMS=sums,
-        ACC=tl_accumulator(source.dtype), **config.kwargs, num_warps=config.num_warps,
-    )  # fmt: skip
-    launch(
-        grid,
-        ids,
-        source, strides[1 - axis], strides[axis],
-        packed, to[1 - axis], to[axis],
-        source if partial is None else partial,
-        m, chunks.d_out, chunks.listed,
-    )  # fmt: skip
-    return packed, partial
-
-
-def _place(
-    chunks: _Chunks, ids: torch.Tensor, source: Any, target: Any, sums: Any, total: Any, *, compact: bool = False
-) -> None:
-    """(SPLIT, A * chunk, M) summed into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
-    m, split = (0, 1) if source is None else (target.shape[1], source.shape[0])
-    launch = launcher(
-        kernels._sparse_linear_place_kernel,
-        CHUNK=chunks.size, COMPACT=compact, SPLIT=split, WITH_COPY=source is not None, WITH_SUMS=sums is not None,
-        ACC=tl_accumulator((total if target is None else target).dtype),
-        BLOCK_N=triton.next_power_of_2(chunks.size), BLOCK_M=kernels.PLACE_BLOCK_M, BLOCK_A=kernels.BLOCK_A, num_warps=8,
-    )  # fmt: skip
-    launch(
-        (chunks.listed if compact else chunks.total, max(1, cdiv(m, kernels.PLACE_BLOCK_M))),
-        ids,
-        *strided(source, 3, ids), *strided(target, 2, ids), *((ids, ids) if sums is None else (sums, total)),
-        m, chunks.d_out, chunks.listed, 0 if sums is None else sums.shape[0],
-    )  # fmt: skip
+        packing.place(chunks, ids, to_dw, dw, to_db, db, compact=chunks.dw_compact)
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------
@@ -593,7 +488,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         computed = with_dx, with_dw or (with_db and mode is None), with_db
         found = _backward_operator(dy, x, weight, ids, *ctx.settings, computed)
         return tuple(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True))
-    plan = _plan("sparse_backward", _Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
+    plan = _plan("sparse_backward", Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
     return _backward(plan, dy, x, weight, ids)
 
 
@@ -618,35 +513,30 @@ def _gradients_of_gradients(ctx: Any, gx: torch.Tensor, gw: torch.Tensor, gb: to
 
 
 # --- where somebody observes: operators -----------------------------------------------------------------------------
-# Their numbers are those of _Chunks, and a mode; without one they are the products of active chunks alone.
+# Their numbers are those of Chunks, and a mode; without one they are the products of active chunks alone.
 
 
 def _run_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *settings: Any) -> torch.Tensor:
     *sizes, mode = settings
     op = "sparse_forward" if mode is None else "sparse_linear"
-    return _forward(_plan(op, _Chunks(*sizes), ids, x=x, weight=weight, bias=bias, mode=mode), x, weight, bias, ids)
+    return _forward(_plan(op, Chunks(*sizes), ids, x=x, weight=weight, bias=bias, mode=mode), x, weight, bias, ids)
 
 
 def _run_backward(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, ...]:
     *sizes, mode, wanted = settings
-    plan = _plan("sparse_backward", _Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
-    return _present(_backward(plan, dy, x, weight, ids), dy)
-
-
-def _present(gradients: Sequence[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients, with an empty tensor for what is not wanted."""
-    return tuple(empty((0,), like.dtype, like) if gradient is None else gradient for gradient in gradients)
+    plan = _plan("sparse_backward", Chunks(*sizes), ids, x=x, weight=weight, dy=dy, wanted=wanted, mode=mode)
+    return present(_backward(plan, dy, x, weight, ids), dy)
 
 
 def _fake_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *settings: Any) -> torch.Tensor:
-    chunks = _Chunks(*settings[:5])._replace(listed=ids.shape[0])
+    chunks = Chunks(*settings[:5])._replace(listed=ids.shape[0])
     return x.new_empty((*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out))
 
 
 def _fake_backward(
     dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, ...]:
-    chunks = _Chunks(*settings[:5])._replace(listed=ids.shape[0])
+    chunks = Chunks(*settings[:5])._replace(listed=ids.shape[0])
     shapes = _gradient_shapes(chunks, dy, x, weight, settings[6])
     return tuple(dy.new_empty((0,) if shape is None else shape) for shape in shapes)
 
@@ -688,5 +578,5 @@ _linear_whole = composite(
 _backward_whole = composite(
     "sparse_linear_backward_whole(str op, Tensor dy, Tensor? x, Tensor? weight, Tensor active_chunks, SymInt chunk_size, "
     "bool compact, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    lambda op, dy, *args: _present(_products(op, dy, *args), dy),
+    lambda op, dy, *args: present(_products(op, dy, *args), dy),
 )

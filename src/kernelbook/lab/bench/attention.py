@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernelbook import check, runtime
-from kernelbook.attention import op
+from kernelbook.attention import op, pages
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 from kernelbook.lab import record, timing
 from kernelbook.lab.bench import Bench
@@ -342,7 +342,7 @@ def _paged_problem(b: int, h: int, h_kv: int, n: int, s: int, d: int, page: int,
 
     return timing.Problem(
         {
-            "kernelbook": lambda: [op.paged_attention(q, k_pages, v_pages, table, lengths)],
+            "kernelbook": lambda: [pages.paged_attention(q, k_pages, v_pages, table, lengths)],
             "kernelbook:contiguous": lambda: [op.flash_attention(q, k, v, causal=True)],
         },
         lambda: _truth(flash_attention_reference, (q, k, v), h // h_kv, True),
@@ -505,8 +505,8 @@ def host_calls() -> dict[str, Callable[[], object]]:
     new = k[:, :, :1]
     return {
         "flash_attention, one query": lambda: op.flash_attention(q, k, v),
-        "paged_attention, one query": lambda: op.paged_attention(q, k_pages, v_pages, table, lengths),
-        "append_to_pages": lambda: op.append_to_pages(new, new, k_pages, v_pages, table, lengths),
+        "paged_attention, one query": lambda: pages.paged_attention(q, k_pages, v_pages, table, lengths),
+        "append_to_pages": lambda: pages.append_to_pages(new, new, k_pages, v_pages, table, lengths),
         "flash_attention, forward and backward": lambda: torch.autograd.grad(
             op.flash_attention(*leaves, causal=causal), leaves, do
         ),
@@ -516,7 +516,7 @@ def host_calls() -> dict[str, Callable[[], object]]:
 BENCH = Bench(
     name="attention",
     sources=SOURCES,
-    library=("kernelbook.attention.op",),
+    library=("kernelbook.attention.op", "kernelbook.attention.pages"),
     baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex"), "torch"),
     left_out=("flashinfer (it compiles its kernels with nvcc where it runs)",),
     cases=cases,

@@ -26,7 +26,7 @@ from kernelbook.lab import record, timing
 
 __all__ = ["BENCH", "measured"]
 
-SOURCES = (Path(kb.__file__).parent / "launch.py",)
+SOURCES = tuple(Path(kb.__file__).parent / name for name in ("launch.py", "observed.py"))
 COLUMNS = ("run", "provider", "call", "host_us", "u", "processes", *record.ENVIRONMENT)
 PROCESSES = 5
 BF16 = torch.bfloat16
@@ -52,14 +52,14 @@ def _pairs() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]
     calls: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         "layer_norm": (kb.layer_norm, lambda x, w, b: F.layer_norm(x, (256,), w, b), (x, w, b)),
         "rms_norm": (kb.rms_norm, lambda x, w: F.rms_norm(x, (256,), w, 1e-6), (x, w)),
-        "linear": (lambda *given: kb.sparse_linear(*given, chunks), F.linear, (x, weight, b)),
+        "linear": (lambda x, w, b: kb.sparse_linear(x, w, b, chunks), F.linear, (x, weight, b)),
         "sdpa": (
             lambda q, k, v: kb.flash_attention(q, k, v, causal=True),
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
             (q, _tensor(1, 4, 64, 64, leaf=True), _tensor(1, 4, 64, 64, leaf=True)),
         ),
         "ffn": (
-            lambda *given: kb.scatter_ffn(*given, neurons),
+            lambda x, up, down: kb.scatter_ffn(x, up, down, neurons),
             lambda x, up, down: F.relu(x @ up.t()) @ down,
             (x, w_up, w_down),
         ),

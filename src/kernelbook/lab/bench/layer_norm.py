@@ -17,7 +17,7 @@ from kernelbook import check, memory, runtime
 from kernelbook.lab import baselines, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
-from kernelbook.layer_norm import kernels, op
+from kernelbook.layer_norm import kernels, launches, op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8
     tensors = (x, x.stride(0), dy, dy.stride(0), w, statistics, torch.empty_like(x), n)
     wrong = 0
     for _ in range(runs):
-        sums = op._launch_locks(config, tensors, m, n, constants, buffers=buffers, barrier=barrier)
+        sums = launches.launch_locks(config, tensors, m, n, constants, buffers=buffers, barrier=barrier)
         errors = [
             check.relative_error(total.double().sum(0), exact) for total, exact in zip(sums, (dw, db), strict=True)
         ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,10 @@ SOURCES = (
     record.PACKAGE / "nn" / "parameters.py",
     record.PACKAGE / "nn" / "kernels.py",
     record.PACKAGE / "interop" / "transformers.py",
+    record.PACKAGE / "interop" / "transformers_experts.py",
     record.PACKAGE / "interop" / "peft.py",
     record.PACKAGE / "launch.py",
+    record.PACKAGE / "observed.py",
     record.PACKAGE / "moe_lora",
     record.PACKAGE / "nf4",
 )
@@ -408,9 +411,7 @@ PARTS = {
 }
 
 
-def part_of(kernel: str) -> str:
-    """The part of the block's work that a kernel does, by its name."""
-    return profiling.part_of(kernel, PARTS)
+part_of = functools.partial(profiling.part_of, parts=PARTS)
 
 
 def parts_experiment(repeats: int = 5) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from kernelbook import check, runtime
 from kernelbook.lab import baselines, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS as LATEST
-from kernelbook.moe_lora import op
+from kernelbook.moe_lora import lora, op
 from kernelbook.moe_lora.reference import (
     grouped_mm_rows,
     moe_lora_reference,
@@ -178,13 +178,13 @@ def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     needs = (True, False, False, False, False, False)
 
     def ours(strategy: str) -> Callable[[], Tensors]:
-        given = op._Given(
+        given = op.Given(
             t.x, t.w, t.lora_a, t.lora_b, None, None, t.routing, 1.0, strategy, shape.grouped, grouped_out=False
         )
 
         def call() -> Tensors:
             with torch.no_grad():
-                dx = op._differentiate(t.dy, None, op._flat(given), needs)[0]
+                dx = op._differentiate(t.dy, None, given, needs)[0]
             assert dx is not None
             return [dx]
 
@@ -216,7 +216,7 @@ def _factors(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The gradients of A and B, U and D being there; ``recomputing`` makes do without them."""
     t = _Inputs.of(shape, dtype)
     given = (t.x, t.dy, t.lora_a, t.lora_b, t.routing)
-    saved = op.thin_products(*given)
+    saved = lora.thin_products(*given)
 
     def grouped_mm() -> Tensors:
         ends = t.ends
@@ -232,8 +232,8 @@ def _factors(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 
     calls: Calls = {
         "grouped_mm": grouped_mm,
-        "kernelbook": lambda: op.lora_gradients(*given, saved=saved),
-        "kernelbook:recomputing": lambda: op.lora_gradients(*given),
+        "kernelbook": lambda: lora.lora_gradients(*given, saved=saved),
+        "kernelbook:recomputing": lambda: lora.lora_gradients(*given),
     }
     return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
 
@@ -629,7 +629,7 @@ def host_calls() -> dict[str, Callable[[], object]]:
 BENCH = Bench(
     name="moe_lora",
     sources=SOURCES,
-    library=("kernelbook.moe_lora.op",),
+    library=("kernelbook.moe_lora.op", "kernelbook.moe_lora.lora"),
     # scattermoe is on no package index; of axolotl its kernels are enough: pip install --no-deps axolotl.
     baselines={"torch": "torch", "grouped_mm": "torch", "scattermoe": "scattermoe", "axolotl": "axolotl"},
     cases=cases,

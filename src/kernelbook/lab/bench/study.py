@@ -602,9 +602,7 @@ _PARTS = {
 }
 
 
-def part_of(kernel: str) -> str:
-    """The part of a step that a kernel belongs to, by its name; casts, sums and copies are what remains."""
-    return profiling.part_of(kernel, _PARTS, "casts, sums, copies")
+part_of = functools.partial(profiling.part_of, parts=_PARTS, rest="casts, sums, copies")
 
 
 def _rows_of(path: Path) -> pd.DataFrame:

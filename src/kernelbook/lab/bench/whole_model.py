@@ -52,6 +52,7 @@ import torch
 from tabulate import tabulate
 
 from kernelbook import check, runtime
+from kernelbook.interop import base_model
 from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.lab.bench import Bench
@@ -65,7 +66,7 @@ SOURCES = (
     record.PACKAGE / "lab" / "arithmetic.py",
     *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "transformers_fp4", "peft")),
     *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
-    *(record.PACKAGE / "interop" / f"transformers_{name}.py" for name in ("generation", "loss")),
+    *(record.PACKAGE / "interop" / f"transformers_{name}.py" for name in ("experts", "generation", "loss")),
     *(record.PACKAGE / "train" / f"{name}.py" for name in ("capture", "step")),
     *(record.PACKAGE / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
 )
@@ -149,13 +150,13 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
     """
     from transformers import AutoModelForCausalLM
 
-    from kernelbook.interop import transformers as interop
+    from kernelbook.interop.transformers_experts import expert_modules, weight_names
     from kernelbook.nn.moe import quantize_parameter
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator(runtime.DEVICE).manual_seed(seed)
-    experts = {id(module): interop._weight_names(module) for _, module in interop.expert_modules(model)}
+    experts = {id(module): weight_names(module) for _, module in expert_modules(model)}
     done: dict[int, torch.nn.Parameter] = {}  # by the parameter that it stands for: tied ones are drawn once
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
@@ -234,7 +235,7 @@ def _running(model: Any, provider: str) -> Iterator[None]:
     from kernelbook.interop import transformers as interop
     from kernelbook.nn import swap
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     has_experts = any(True for _ in interop.expert_modules(base))
     if not provider.startswith("kernelbook"):
         if has_experts:
@@ -257,7 +258,7 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
 
     from kernelbook.interop.transformers import known_masks, loss_in_pieces
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     ids = torch.randint(0, base.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
     model.train()
     if checkpoints:
@@ -439,9 +440,7 @@ PARTS = {
 }
 
 
-def part_of(kernel: str) -> str:
-    """The part of a step's work that a kernel does, by its name."""
-    return profiling.part_of(kernel, PARTS)
+part_of = functools.partial(profiling.part_of, parts=PARTS)
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
@@ -613,7 +612,7 @@ class _Session:
         """Measures and writes the rows of one plan."""
         ratio = self._checked(plan)
         model = self._model(plan)
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = base_model(model)
         gc.collect()
         if runtime.DEVICE.type == "cuda":
             torch.cuda.empty_cache()

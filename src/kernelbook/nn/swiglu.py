@@ -1,17 +1,27 @@
-"""gpt-oss' activation: gate and up in turns, both clamped, a steeper sigmoid, and one more than up."""
+"""SwiGLU between the two products of a gated expert, and gpt-oss' variant: interleaved rows, both parts clamped."""
 
 import dataclasses
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import Launch, cdiv, launcher, observed, operator, wants_gradient
+from kernelbook.launch import Launch, cdiv, launcher, operator
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.nn import kernels
+from kernelbook.observed import observed, wants_gradient
 from kernelbook.plans import KeptPlans
 
-__all__ = ["ClampedSwiGLU"]
+__all__ = ["ClampedSwiGLU", "swiglu"]
+
+
+def swiglu(h: torch.Tensor) -> torch.Tensor:
+    """h (S, 2 I) -> silu(h[:, :I]) * h[:, I:]. Only h is kept for the backward pass."""
+    if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return _swiglu(h) if observed(h) else _unobserved(h)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +53,8 @@ class ClampedSwiGLU:
         if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
             return self.reference(h)
         if observed(h):
-            return _operator(h, self.alpha, self.limit)  # type: ignore[no-any-return]
-        if wants_gradient(h):
-            return _Activation.apply(h, self.alpha, self.limit)  # type: ignore[no-any-return]
-        return _run(h, self.alpha, self.limit)
+            return _clamped_swiglu(h, self.alpha, self.limit)  # type: ignore[no-any-return]
+        return _unobserved(h, self.alpha, self.limit)
 
     def reference(self, h: torch.Tensor) -> torch.Tensor:
         """The same in plain PyTorch."""
@@ -68,36 +76,43 @@ class _Plan:
 _plans = KeptPlans[_Plan]()
 
 
-def _plan(h: torch.Tensor, alpha: float, limit: float) -> _Plan:
-    key = (h.shape, h.dtype, h.device, alpha, limit, runtime.compile_target)
+def _plan(h: torch.Tensor, clamp: tuple[float, ...]) -> _Plan:
+    """``clamp``: alpha and limit of :class:`ClampedSwiGLU`, or nothing."""
+    key = (h.shape, h.dtype, h.device, clamp, runtime.compile_target)
     plan = _plans.get(key)
     if plan is None:
         if h.ndim != 2 or h.shape[1] % 2:
-            raise ValueError(f"ClampedSwiGLU: h must have shape (S, 2 I), got {tuple(h.shape)}")
+            raise ValueError(
+                f"{'ClampedSwiGLU' if clamp else 'swiglu'}: h must have shape (S, 2 I), got {tuple(h.shape)}"
+            )
         rows, inner = h.shape[0], h.shape[1] // 2
         height = 1 if h.dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-        how: dict[str, Any] = {
-            "ALPHA": alpha, "LIMIT": limit, "ACC": tl_accumulator(h.dtype), "ROWS": height, "BLOCK_I": kernels.BLOCK_I,
-        }  # fmt: skip
+        how: dict[str, Any] = dict(zip(("ALPHA", "LIMIT"), clamp, strict=False))
+        how |= {"ACC": tl_accumulator(h.dtype), "ROWS": height, "BLOCK_I": kernels.BLOCK_I, "num_warps": kernels.WARPS}
         plan = _Plan(
-            rows=rows, inner=inner, forward=launcher(kernels._clamped_swiglu_fwd_kernel, **how, num_warps=kernels.WARPS),
-            backward=launcher(kernels._clamped_swiglu_bwd_kernel, **how, num_warps=kernels.WARPS),
+            rows=rows, inner=inner,
+            forward=launcher(kernels._clamped_swiglu_fwd_kernel if clamp else kernels._swiglu_fwd_kernel, **how),
+            backward=launcher(kernels._clamped_swiglu_bwd_kernel if clamp else kernels._swiglu_bwd_kernel, **how),
             grid=(cdiv(rows, height), cdiv(inner, kernels.BLOCK_I)),
         )  # fmt: skip
         _plans.keep(key, plan)
     return plan
 
 
-def _run(h: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    plan = _plan(h, alpha, limit)
+def _unobserved(h: torch.Tensor, *clamp: float) -> torch.Tensor:
+    return _Activation.apply(h, *clamp) if wants_gradient(h) else _run(h, *clamp)
+
+
+def _run(h: torch.Tensor, *clamp: float) -> torch.Tensor:
+    plan = _plan(h, clamp)
     out = empty((plan.rows, plan.inner), h.dtype, h)
     if out.numel() > 0:
         plan.forward(plan.grid, h.contiguous(), out, plan.rows, plan.inner)
     return out
 
 
-def _run_backward(h: torch.Tensor, dout: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    plan = _plan(h, alpha, limit)
+def _run_backward(h: torch.Tensor, dout: torch.Tensor, *clamp: float) -> torch.Tensor:
+    plan = _plan(h, clamp)
     dh = empty(h.shape, h.dtype, h)
     if dh.numel() > 0:
         plan.backward(plan.grid, dout.contiguous(), h.contiguous(), dh, plan.rows, plan.inner)
@@ -105,33 +120,50 @@ def _run_backward(h: torch.Tensor, dout: torch.Tensor, alpha: float, limit: floa
 
 
 class _Activation(torch.autograd.Function):
-    """The activation that autograd records, where nobody observes the call."""
+    """The activations that autograd records, where nobody observes the call."""
 
     @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-        _keep(ctx, (h, alpha, limit), None)
-        return _run(h, alpha, limit)
+    def forward(ctx: Any, h: torch.Tensor, *clamp: float) -> torch.Tensor:
+        _keep(ctx, (h, *clamp), None)
+        return _run(h, *clamp)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         [h] = ctx.saved_tensors
-        by_operator = torch.is_grad_enabled() or observed(h, dout)
-        return (_backward_operator if by_operator else _run_backward)(h, dout, ctx.alpha, ctx.limit), None, None
+        if torch.is_grad_enabled() or observed(h, dout):
+            dh = (_clamped_swiglu_backward if ctx.clamp else _swiglu_backward)(h, dout, *ctx.clamp)
+        else:
+            dh = _run_backward(h, dout, *ctx.clamp)
+        return dh, *(None for _ in ctx.clamp)
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    h, ctx.alpha, ctx.limit = inputs
+    h, *ctx.clamp = inputs
     ctx.save_for_backward(h)
 
 
-_backward_operator = operator(
+def _new_rows(h: torch.Tensor, *_: Any) -> torch.Tensor:
+    return empty((h.shape[0], h.shape[1] // 2), h.dtype, h)
+
+
+def _new_gradient(h: torch.Tensor, *_: Any) -> torch.Tensor:
+    return empty(h.shape, h.dtype, h)
+
+
+_swiglu_backward = operator(
+    "swiglu_backward(Tensor h, Tensor dout) -> Tensor", outputs=_new_gradient, run=_run_backward
+)
+_swiglu = operator(
+    "swiglu(Tensor h) -> Tensor", outputs=_new_rows, run=_run, setup_context=_keep, backward=_Activation.backward
+)
+_clamped_swiglu_backward = operator(
     "clamped_swiglu_backward(Tensor h, Tensor dout, float alpha, float limit) -> Tensor",
-    outputs=lambda h, *_: empty(h.shape, h.dtype, h),
+    outputs=_new_gradient,
     run=_run_backward,
 )
-_operator = operator(
+_clamped_swiglu = operator(
     "clamped_swiglu(Tensor h, float alpha, float limit) -> Tensor",
-    outputs=lambda h, *_: empty((h.shape[0], h.shape[1] // 2), h.dtype, h),
+    outputs=_new_rows,
     run=_run,
     setup_context=_keep,
     backward=_Activation.backward,

@@ -1,0 +1,243 @@
+"""Keys and values in pages: attention of a few new queries, and writing what is new; in the order of a call."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook.attention import kernels_decode, launches
+from kernelbook.attention.op import (
+    NUMBER,
+    Plan,
+    check_heads,
+    check_sinks,
+    check_tensors,
+    checked_scale,
+    forward,
+    plain_arguments,
+)
+from kernelbook.launch import NAMESPACE, composite, library, operator, sources
+from kernelbook.memory import accumulator
+from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
+from kernelbook.plans import KeptPlans
+from kernelbook.tensors import written
+
+__all__ = ["append_to_pages", "paged_attention"]
+
+MAX_PAGE = 256
+
+
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float | None = None,
+    sinks: Tensor | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of up to 16 new queries a sequence, to keys and values in pages; no gradients.
+
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+
+    Args:
+        q: (B, H, N, D), float16, bfloat16, float32 or float64, N from 0 to 16, D from 1 to 256: the last N positions of
+            each sequence, causal among them.
+        k_pages, v_pages: (P, H_kv, page, D), the dtype of ``q``, any strides (fast where rows are contiguous); H_kv divides
+            H, and a page has 16 to 256 slots, a multiple of 16.
+        block_table: (B, n) int64 or int32: key ``j`` of sequence ``b`` lies in slot ``j % page`` of page
+            ``block_table[b, j // page]``. Sequences may share pages. A page that is not in [0, P) is not there; under
+            ``KERNELBOOK_DEBUG=1`` one that a key lies on is an error, but for -1.
+        lengths: (B,) int64 or int32: how many keys each sequence has, the new ones among them. What is not in
+            [0, n * page] is an error on the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, it is clamped.
+        scale: what scores are multiplied by; ``None``: 1 / sqrt(D).
+        sinks, softcap: as for :func:`flash_attention`.
+
+    Returns:
+        (B, H, N, D) like ``q``. Slots beyond a sequence's length are never read, and neither are keys on a page that is not
+        there. A query that sees no key gets zeros. Nothing waits for the device, and a captured CUDA graph follows what
+        ``lengths`` and ``block_table`` hold when it is replayed.
+
+    Raises:
+        TypeError: an argument is not a tensor of a supported dtype, dtypes differ, or ``scale`` or ``softcap`` is not a
+            number.
+        ValueError: a shape, a device, ``scale`` or ``softcap`` is not as above, or, where they are checked, an entry of ``lengths`` or
+            ``block_table``.
+    """
+    if type(scale) not in NUMBER or type(softcap) not in NUMBER:
+        _, scale, _, softcap = plain_arguments("paged_attention", True, scale, None, softcap)
+    tensors = q, k_pages, v_pages, block_table, lengths
+    if is_dynamo_compiling() and are_tensors(*tensors, sinks):
+        return _paged_whole(*tensors, scale, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
+    if observed(*tensors, sinks) or wants_gradient(q, k_pages, v_pages, sinks):
+        return _paged_by_operator(*tensors, scale, sinks, softcap)
+    if torch._C._is_any_autocast_enabled():
+        q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
+    return _paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
+
+
+def append_to_pages(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor
+) -> None:
+    """Writes new keys and values into their pages, in place, from position ``lengths[b]`` of each sequence on.
+
+    Args:
+        k, v: (B, H_kv, N, D), the dtype of the pages, any strides.
+        k_pages, v_pages, block_table: as for :func:`paged_attention`.
+        lengths: (B,) int64 or int32: how many keys each sequence has so far; it is not changed. One below 0 is an error on
+            the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, positions below 0 are not written.
+
+    What has no room in ``block_table``, or belongs on a page that is not in [0, P), is not written. Two sequences must not
+    write to one page: that page has to be copied first. Nothing waits for the device.
+
+    Raises:
+        TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
+        ValueError: a shape or a device is not as above, or, where they are checked, an entry of ``lengths`` or
+            ``block_table``.
+    """
+    if observed(k, v, k_pages, v_pages, block_table, lengths) or wants_gradient(k, v, k_pages, v_pages):
+        _check_append(k, v, k_pages, v_pages, block_table, lengths)
+        _append_operator(k, v, k_pages, v_pages, block_table, lengths)
+    else:
+        _append(k, v, k_pages, v_pages, block_table, lengths)
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_pages(op: str, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, name: str, new: Any) -> None:
+    """``new``: queries or keys (B, any, any, D), called ``name``."""
+    arguments.check_shape(op, "k_pages", k_pages, (*k_pages.shape[:3], new.shape[3]))
+    arguments.check_shape(op, "v_pages", v_pages, k_pages.shape)
+    page = k_pages.shape[2]
+    if page % 16 or not 16 <= page <= MAX_PAGE:
+        raise ValueError(f"{op}: k_pages must have 16 to {MAX_PAGE} slots a page, a multiple of 16, got {page}")
+    arguments.check_tensor(op, "block_table", block_table, dtypes=(torch.int64, torch.int32))
+    if block_table.ndim != 2 or block_table.shape[0] != new.shape[0]:
+        raise ValueError(f"{op}: block_table must have shape ({new.shape[0]}, n), got {tuple(block_table.shape)}")
+    arguments.check_indices(op, "lengths", lengths)
+    arguments.check_shape(op, "lengths", lengths, new.shape[:1])
+    arguments.check_same_device(op, **{name: new}, block_table=block_table, lengths=lengths)
+
+
+def _check_paged(
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, scale: Any, sinks: Any, softcap: Any
+) -> tuple[float, float | None]:
+    """-> scale and softcap."""
+    op = "paged_attention"
+    check_tensors(op, q=q, k_pages=k_pages, v_pages=v_pages)
+    if q.shape[2] > kernels_decode.MAX_QUERIES:
+        raise ValueError(f"{op}: q must have at most {kernels_decode.MAX_QUERIES} queries, got shape {tuple(q.shape)}")
+    _check_pages(op, k_pages, v_pages, block_table, lengths, "q", q)
+    check_heads(op, "k_pages and v_pages", q.shape[1], k_pages.shape[1])
+    check_sinks(op, q, sinks, softcap)
+    return checked_scale(op, scale, q.shape[3]), softcap
+
+
+def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any) -> None:
+    op = "append_to_pages"
+    check_tensors(op, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
+    arguments.check_shape(op, "v", v, k.shape)
+    arguments.check_shape(op, "k_pages", k_pages, (k_pages.shape[0], k.shape[1], *k_pages.shape[2:]))
+    _check_pages(op, k_pages, v_pages, block_table, lengths, "k", k)
+
+
+def _check_table(op: str, table: Tensor, first: Tensor, end: Tensor, k_pages: Tensor) -> None:
+    """Raises unless the pages of positions ``[first, end)`` are in the pool, or -1; for ``KERNELBOOK_DEBUG=1``: it waits."""
+    page = k_pages.shape[2]
+    begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
+    pages = table[(begins < end[:, None]) & (begins + page > first[:, None])]
+    arguments.check_index_values(op, "block_table", pages[pages != -1], k_pages.shape[0])
+
+
+# --- what a call does -----------------------------------------------------------------------------------------------
+
+_plans = KeptPlans[Plan]()
+
+
+def _paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
+    sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
+    tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths), form(sinks)
+    key = tensors, aligned, scale, softcap, precision, runtime.compile_target
+    plan = _plans.get(key)
+    if plan is None:
+        scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
+        problem, split = (
+            launches.problem(q, k_pages, True, lengths, None, precision, block_table, sinks=sinks, softcap=softcap),
+            None,
+        )
+        if q.numel() and k_pages.numel() and problem.s:
+            split = launches.split_keys(problem, False)
+        scaling = launches.scaling(q.dtype, scale)
+        readable = aligned and scaling.queries == 1 and launches.are_in_pieces(q.stride())
+        plan = Plan(scale, None, softcap, readable, scaling, None, accumulator(q.dtype), split, None)
+        _plans.keep(key, plan)
+    if debug or not q.is_cuda:
+        room = block_table.shape[1] * k_pages.shape[2]
+        arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
+    if debug:
+        _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
+    return forward(plan, q, k_pages, v_pages, lengths, block_table, sinks)[0]
+
+
+_append_plans = KeptPlans[launches.Append]()
+
+
+def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor) -> None:
+    tensors = form(k), form(v), form(k_pages), form(v_pages), form(block_table), form(lengths)
+    key, debug = (tensors, runtime.compile_target), runtime.debug_enabled()
+    plan = _append_plans.get(key)
+    if plan is None:
+        _check_append(k, v, k_pages, v_pages, block_table, lengths)
+        plan = launches.append(k, k_pages, block_table)
+        _append_plans.keep(key, plan)
+    if plan.grid == (0,):
+        return
+    if debug or not k.is_cuda:
+        arguments.check_index_values("append_to_pages", "lengths", lengths, None)
+    if debug:
+        _check_table("append_to_pages", block_table, lengths, lengths + k.shape[2], k_pages)
+    plan.launch(
+        plan.grid, k, *k.stride(), v, *v.stride(), k_pages, *k_pages.stride(), v_pages, *v_pages.stride(),
+        block_table, *block_table.stride(), lengths, *lengths.stride(), *plan.sizes,
+    )  # fmt: skip
+    written(k_pages, v_pages)
+
+
+# --- where somebody observes: operators -----------------------------------------------------------------------------
+
+
+def _paged_by_operator(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
+    sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
+    scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
+    return _paged_operator(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)  # type: ignore[no-any-return]
+
+
+_paged_operator = operator(
+    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float scale, "
+    "Tensor? sinks, float? softcap) -> Tensor",
+    outputs=lambda q, *_: torch.empty_like(q),
+    run=_paged,
+)
+
+# launch.operator() is for operators that return what they compute; this one writes into its arguments.
+_append_library = library("append_to_pages")
+torch.library.define(
+    f"{NAMESPACE}::append_to_pages",
+    "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
+    lib=_append_library,
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append, lib=_append_library)
+torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None, lib=_append_library)
+_append_operator = torch.ops.kernelbook.append_to_pages.default
+
+SOURCES = sources()
+_paged_whole = composite(
+    "paged_attention_whole(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float? scale, "
+    "Tensor? sinks, float? softcap) -> Tensor",
+    _paged_by_operator,
+)

@@ -1,0 +1,139 @@
+"""The experts of transformers' models as transformers' interface for experts calls them: which they are, and their weights."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+from kernelbook.nf4 import NF4Tensor
+from kernelbook.nn.experts import Float8Tensor, Weight
+from kernelbook.nn.parameters import is_turned, stored_weight
+
+__all__ = [
+    "HANDED",
+    "NAME",
+    "check_experts",
+    "expert_modules",
+    "interface",
+    "is_experts",
+    "is_transposed",
+    "stored",
+    "weight_names",
+]
+
+NAME = "kernelbook"
+HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
+ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
+FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+
+def interface() -> Any:
+    """transformers' table of experts implementations; ``ImportError`` where it is not what we know."""
+    try:
+        from transformers.integrations import moe
+
+        table, known = moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
+        fitting = tuple(inspect.signature(known).parameters) == ARGUMENTS and callable(table.register)
+    except (ImportError, AttributeError):
+        fitting = False
+    if not fitting:
+        raise ImportError(
+            f"kernelbook.interop.transformers: the interface for experts (ExpertsInterface, its functions called with "
+            f"{', '.join(ARGUMENTS)}) must be there, as in transformers 5; it is not in transformers "
+            f"{transformers.__version__}"
+        )
+    return table
+
+
+def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of ``model`` that transformers' interface for experts calls, with their names."""
+    for name, module in model.named_modules():
+        if is_experts(module):
+            yield name, module
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether transformers' interface for experts calls this module."""
+    return all(hasattr(module, flag) for flag in ("has_gate", "is_transposed", "_apply_gate"))
+
+
+def weight_names(experts: Any) -> tuple[str, str]:
+    """The parameters of the two products."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
+
+
+def check_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The experts of ``model``, if all of them are of a kind that the kernels can run.
+
+    Raises:
+        ImportError: this version of transformers has another interface.
+        ValueError: the model has no experts on that interface, or some that are built otherwise.
+    """
+    interface()
+    found = list(expert_modules(model))
+    if not found:
+        raise ValueError(
+            f"check_experts: the model must have experts on transformers' ExpertsInterface, got "
+            f"{type(model).__name__} without any"
+        )
+    for name, experts in found:
+        problem = _problem_of(experts)
+        if problem:
+            raise ValueError(f"check_experts: {name} ({type(experts).__name__}) {problem}")
+    return found
+
+
+def _problem_of(experts: Any) -> str | None:
+    """What keeps ``experts`` off the kernels, in words."""
+    missing = [flag for flag in FLAGS if not hasattr(experts, flag)]
+    if missing:
+        return f"must have the attributes {', '.join(FLAGS)}, it lacks {', '.join(missing)}"
+    first, second = weight_names(experts)
+    if not all(hasattr(experts, name) for name in (first, second)):
+        return f"must have the parameters {first} and {second}"
+    if experts.has_bias and not all(hasattr(experts, f"{name}_bias") for name in (first, second)):
+        return f"must have the parameters {first}_bias and {second}_bias"
+    try:
+        up, down = (stored(experts, name) for name in (first, second))
+    except (TypeError, ValueError) as error:
+        return f"must have weights in a form that is known: {error}"
+    if len(up.shape) != 3 or len(down.shape) != 3:
+        return f"must have weights with three dimensions, got {tuple(up.shape)} and {tuple(down.shape)}"
+    (num, out, hidden), (num2, hidden2, inner) = up.shape, down.shape
+    if is_transposed(experts):
+        out, hidden, hidden2, inner = hidden, out, inner, hidden2
+    # Spread over ranks, the module counts its own rank's experts, and its weights know of all.
+    counted = num if isinstance(up, DTensor) else experts.num_experts
+    if not num == num2 == counted or hidden != hidden2 or out != (2 if experts.has_gate else 1) * inner:
+        return (
+            f"must have {experts.num_experts} experts that take and give the same number of features, got weights "
+            f"{tuple(up.shape)} and {tuple(down.shape)}"
+        )
+    return None
+
+
+def stored(experts: torch.nn.Module, name: str) -> Weight:
+    """The weight in the form in which it is stored, whoever compressed it."""
+    if parametrize.is_parametrized(experts, name):
+        found = experts.parametrizations[name]  # type: ignore[index]
+        if len(found) == 1 and type(found[0]).__module__.startswith("bitsandbytes."):
+            from kernelbook.interop.bitsandbytes import parametrized_weight
+
+            return parametrized_weight(experts, name)
+    weight = stored_weight(experts, name)
+    if isinstance(weight, NF4Tensor) or weight.element_size() > 1:
+        return weight
+    scale = getattr(experts, f"{name}_scale_inv", None)
+    if scale is None:
+        raise ValueError(f"{name} is {weight.dtype} and there is no {name}_scale_inv")
+    block = getattr(experts, "block_size", None)
+    return Float8Tensor(weight.detach(), scale.detach(), None if block is None else tuple(block))
+
+
+def is_transposed(experts: Any) -> bool:
+    """Whether the weights are stored as (E, K, N). Two that are compressed are stored in the same way."""
+    return bool(experts.is_transposed) and not is_turned(experts, weight_names(experts)[0])

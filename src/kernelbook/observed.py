@@ -1,0 +1,87 @@
+"""Who observes a call: a compiler, a mode, a trace, a profiler, a transform, autograd; and what a plan's key holds of tensors."""
+
+import threading
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from kernelbook.memory import PLAIN
+
+__all__ = [
+    "are_tensors",
+    "form",
+    "is_aligned",
+    "is_observed",
+    "is_transformed",
+    "observed",
+    "of_thread",
+    "wants_gradient",
+]
+
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiling = torch._C._autograd._profiler_enabled
+
+
+class _OfThread(threading.local):
+    tracing: Any = False  # whether the kernels that are launched become nodes of a graph
+
+
+of_thread = _OfThread()
+
+
+def is_transformed() -> bool:
+    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
+
+
+def is_observed() -> bool:
+    """Whether PyTorch's dispatcher has something to add to a call: a compiler, a mode, a transform, a trace, a profiler."""
+    return (
+        torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
+        or forward_ad._current_level >= 0 or _transform() is not None or _dispatch_modes() > 0
+    )  # fmt: skip
+
+
+def observed(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call is left to its operator: somebody observes it, or an argument is no ordinary dense tensor with data.
+
+    PyTorch's dispatcher knows what to do for tensors of another class, on the meta device, and negated ones.
+    """
+    if is_observed():
+        return True
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg() or tensor.layout is not torch.strided
+        ):
+            return True
+    return False
+
+
+def are_tensors(*given: object) -> bool:
+    """Whether all are tensors or ``None``, so that an operator takes them."""
+    return all(isinstance(each, torch.Tensor) for each in given if each is not None)
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd is to record a call with these tensors."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def form(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What the key of a plan holds of a tensor."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def is_aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether all begin on 16 bytes, as PyTorch allocates them; fake tensors do."""
+    if of_thread.tracing is not True:
+        for tensor in tensors:
+            if tensor is not None and tensor.data_ptr() % 16:
+                return False
+    return True
