@@ -30,7 +30,7 @@ def register() -> None:
         ImportError: this version of transformers has no table of them.
     """
     try:
-        from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+        from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface  # type: ignore[attr-defined, unused-ignore]
     except ImportError as error:
         raise ImportError(
             f"kernelbook.interop.expert_parallel: transformers must have named implementations of expert parallelism, as "

@@ -480,7 +480,7 @@ def _peer(model: _Model, counts: Sequence[int], samples: int) -> Iterator[Row]:
     call_experts: Callable[..., torch.Tensor] = forward
     if ranks > 1:
         try:
-            from transformers.distributed.expert_parallel import AllToAllEP
+            from transformers.distributed.expert_parallel import AllToAllEP  # type: ignore[attr-defined, unused-ignore]
         except ImportError:  # an older version
             return
         own = SimpleNamespace(forward=lambda *given: _Settled.apply(forward(*given)), num_experts=experts // ranks)
