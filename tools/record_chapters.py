@@ -6,7 +6,7 @@ usage: python tools/record_chapters.py [--steps] attention_forward attention_bac
 
 With --steps only the ladder is recorded, by RECORD_STEPS, and the chapter ends there.
 The notebooks themselves stay as they are.
-With --profile Nsight Compute counts in the kernels that the page "How a GPU runs your program" reads, into profile.csv;
+With --profile Nsight Compute counts in the kernels that the chapter "A kernel is wrong, a kernel is slow" reads, into profile.csv;
 with --slow in those that the chapter "A kernel is wrong, a kernel is slow" asks about, into slow_kernels.csv.
 """
 
