@@ -310,6 +310,10 @@ def prose_of(cells: list[Any]) -> str:
     return re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
 
 
+# Chapters in which a word of the glossary means another thing.
+OTHERWISE = {"launches": {"lock"}, "several_gpus": {"rank"}, "sparse_training": {"race", "rank"}}
+
+
 def unlinked_terms(prose: str, terms: list[str]) -> list[str]:
     """Terms of the glossary that a text uses and nowhere links."""
     linked = {
@@ -327,7 +331,7 @@ def test_a_chapter_is_short_and_links_its_terms(path: Path) -> None:
     prose = prose_of(nbformat.read(path, as_version=4).cells)
     words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", prose))
     assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
-    assert not unlinked_terms(prose, TERMS)
+    assert not set(unlinked_terms(prose, TERMS)) - OTHERWISE.get(path.stem, set())
 
 
 def test_terms_without_a_link_are_found() -> None:
