@@ -342,6 +342,29 @@ def test_terms_without_a_link_are_found() -> None:
     assert unlinked_terms("# Warps and SMs\n\n{term}`SM` $warp$", terms) == []
 
 
+LEVELS = {
+    "Arithmetic",
+    "Derive",
+    "Mend",
+    "Predict",
+    "Program",
+    "Read",
+    "Write",
+}  # as the page of all exercises explains them
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_an_exercise_says_how_hard_and_how_long_it_is(path: Path) -> None:
+    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    stated = re.findall(r"^`{3,}\{exercise\}\n:label: (\S+)\n\n(.*)$", text, re.MULTILINE)
+    assert stated and len(stated) == text.count("{exercise}")
+    for label, line in stated:
+        says = re.match(r"\*(\w+) · (\d+) minutes · (no GPU|better with a GPU|needs a GPU)\.\* \S", line)
+        assert says is not None and says[1] in LEVELS and 0 < int(says[2]) <= 120, f"{label}: {line[:60]}"
+    opened = re.findall(r"\{solution-(start|end)\}", text)
+    assert opened == ["start", "end"] * (len(opened) // 2), "a solution is not opened and closed once"
+
+
 def test_functions_of_triton_link_to_their_reference() -> None:
     """Each chapter links the pages of those functions that no chapter before it has used."""
     contents = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
