@@ -180,6 +180,21 @@ def test_embedded_pictures_become_files(tmp_path: Path) -> None:
     assert moved == f'<img loading="lazy" alt="a" src="../_images/{file.name}"><img src="b.png">'
 
 
+def test_a_wide_drawing_has_parts_for_a_phone(tmp_path: Path) -> None:
+    tool = program("pages")
+    (tmp_path / "_images").mkdir()
+    drawing = '<svg viewBox="0 0 600 200"><view id="phone-1" viewBox="0 0 300 200"/><view id="phone-2" viewBox="300 0 300 200"/></svg>'
+    (tmp_path / "_images" / "two.svg").write_text(drawing)
+    (tmp_path / "_images" / "one.svg").write_text('<svg viewBox="0 0 600 200"></svg>')
+    text = '<img alt="a" src="../_images/two.svg" /><img src="../_images/one.svg"><img src="b.png">'
+    found = tool.with_views(text, tmp_path)
+    assert re.findall(r'class="phone-view" alt="" loading="lazy" src="([^"]+)"', found) == [
+        "../_images/two.svg#phone-1",
+        "../_images/two.svg#phone-2",
+    ]
+    assert re.sub(r'<img class="phone-view"[^>]*>', "", found) == text
+
+
 def test_a_question_keeps_its_answer_folded(tmp_path: Path) -> None:
     (tmp_path / "conf.py").write_text("extensions = ['myst_parser', 'pages']\n")
     (tmp_path / "index.md").write_text("# A page\n\n```{question}\nWhat is $x$?\n\n---\nA letter.\n```\n")
