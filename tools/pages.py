@@ -32,6 +32,9 @@ RECORDINGS = Path(__file__).resolve().parent.parent / "book" / "_static" / "inst
 SIMILAR = 0.6  # of two functions: below it, one is another one and not the next step
 
 GLUED = re.compile(r"^plots\.glue\(.*\)\n?", re.MULTILINE)
+DRAWING = re.compile(r'<img\b[^>]*?\bsrc="((?:\.\./)*_images/([\w-]+\.svg))"[^>]*>')
+VIEW = re.compile(r'<view id="(phone-\d+)" viewBox="\S+ \S+ (\S+) (\S+)"')
+FITS = 840  # pixels of a chart whose letters are legible on a phone, too
 EMBEDDED = re.compile(r'<img ([^>]*)src="data:image/png;base64,([^"]+)"')
 INLINE_CODE = re.compile(r"(<code\b[^>]*>)(.*?)(?=</code>)", re.DOTALL)
 CELL, LABEL_WIDTH = 26, 92  # of a still picture, in its units
@@ -315,9 +318,29 @@ def with_files(text: str, page: Path, out: Path) -> str:
         (out / "_images").mkdir(exist_ok=True)
         (out / "_images" / name).write_bytes(data)
         root = "../" * (len(page.relative_to(out).parts) - 1)
-        return f'<img loading="lazy" {match[1]}src="{root}_images/{name}"'
+        fits = 'class="fits" ' if 0 < int.from_bytes(data[16:20], "big") <= FITS and "class=" not in match[1] else ""
+        return f'<img loading="lazy" {fits}{match[1]}src="{root}_images/{name}"'
 
     return EMBEDDED.sub(moved, text)
+
+
+def with_views(text: str, out: Path) -> str:
+    """A page with the parts of its wide drawings, which a phone shows below one another instead of the whole.
+
+    A drawing names its parts itself: ``<view id="phone-1" viewBox="0 0 290 276"/>``.
+    """
+
+    def parted(match: re.Match[str]) -> str:
+        drawing = out / "_images" / match[2]
+        views = VIEW.findall(drawing.read_text(encoding="utf-8")) if drawing.exists() else []
+        parts = "".join(
+            f'<img class="phone-view" alt="" loading="lazy" src="{match[1]}#{name}" '
+            f'style="width: min(100%, {1.15 * float(width):.0f}px); aspect-ratio: {width} / {height}">'
+            for name, width, height in views
+        )
+        return match[0] + parts
+
+    return DRAWING.sub(parted, text)
 
 
 def _lighten(app: Any, exception: Exception | None) -> None:
@@ -336,7 +359,7 @@ def _lighten(app: Any, exception: Exception | None) -> None:
         parts = parts.replace(
             '<div role="list" class="citation-list">', '<div class="citation-list">'
         )  # its items are none
-        parts = with_files(parts, page, out)
+        parts = with_views(with_files(parts, page, out), out)
         # A script sets the theme that a reader wants; without scripts code would have no colours.
         parts = parts.replace(' data-theme="auto"', "")
         parts = parts.replace(

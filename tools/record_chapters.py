@@ -4,7 +4,7 @@ usage: python tools/record_chapters.py [--steps] [--seconds N] [--profile] [--sl
 
 With --steps only the ladder is recorded, by RECORD_STEPS, and the chapter ends there; cells that only ask the compiler are left out.
 The notebooks themselves stay as they are. Without a GPU everything runs and nothing is written: a rehearsal.
-With --profile Nsight Compute counts in the kernels that the page "How a GPU runs your program" reads, into profile.csv;
+With --profile Nsight Compute counts in the kernels that the chapter "A kernel is wrong, a kernel is slow" reads, into profile.csv;
 with --slow in those that the chapter "A kernel is wrong, a kernel is slow" asks about, into slow_kernels.csv.
 
 One chapter after the other, each in a process of its own. What one has written stays, whatever becomes of it or of the others;

@@ -345,10 +345,13 @@
     dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
     document.body.append(dialog);
     for (const image of document.querySelectorAll(".bd-article figure img, .bd-article .cell_output img")) {
-      if (image.closest("a, .sd-card")) continue;
+      if (image.closest("a, .sd-card, .enlarge")) continue;
+      // What a phone shows of it, below one another.
+      const views = [];
+      for (let next = image.nextElementSibling; next?.matches(".phone-view"); next = next.nextElementSibling) views.push(next);
       const button = make("button", { type: "button", class: "enlarge", "aria-label": `Enlarge: ${image.alt || "figure"}` });
       image.replaceWith(button);
-      button.append(image);
+      button.append(image, ...views);
       button.addEventListener("click", () => {
         const copy = image.cloneNode();
         copy.removeAttribute("style");

@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -502,17 +503,17 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
     ours = rows["provider"].str.startswith("kernelbook")
     rows = pd.concat([rows[ours], rows[~ours]])
     times, names = 1e3 * rows["ms"].astype(float), _without_ours(rows["provider"])
-    figure, (ax,) = new_figure(width=6.0, height=0.6 + 0.27 * len(rows))
+    figure, (ax,) = new_figure(width=4.8, height=0.6 + 0.27 * len(rows))
     colors = [BLUE if mine else GREY for mine in rows["provider"].str.startswith("kernelbook")]
     bars = ax.barh(range(len(rows)), times, color=colors, height=0.62)
     ax.bar_label(bars, labels=[f"{_microseconds(ms / 1e3)} µs" for ms in times], padding=3, fontsize=8)
-    ax.set_yticks(range(len(rows)), list(names))
+    ax.set_yticks(range(len(rows)), list(names), fontsize=8)
     ax.invert_yaxis()
-    ax.set_xlim(0, 1.18 * times.max())
+    ax.set_xlim(0, 1.25 * times.max())
     ax.xaxis.set_visible(False)
     ax.grid(visible=False)
     ax.spines["bottom"].set_visible(False)
-    ax.set_title(name)
+    ax.set_title(textwrap.fill(name, 40), fontsize=9)  # narrow enough for a phone
     return finish(figure, rows)
 
 
