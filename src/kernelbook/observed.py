@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import torch
+from torch import Tensor  # one guard of a compiled call less than by the module
 from torch.autograd import forward_ad
 
 from kernelbook.memory import PLAIN
@@ -61,7 +62,7 @@ def observed(*tensors: torch.Tensor | None) -> bool:
 
 def are_tensors(*given: object) -> bool:
     """Whether all are tensors or ``None``, so that an operator takes them."""
-    return all(isinstance(each, torch.Tensor) for each in given if each is not None)
+    return all(isinstance(each, Tensor) for each in given if each is not None)
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:

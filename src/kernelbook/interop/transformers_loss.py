@@ -37,7 +37,8 @@ def loss_in_pieces(
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
-        input_ids: (B, N). labels: (B, N) int64; -100 does not count.
+        input_ids: (B, N).
+        labels: (B, N) int64; -100 does not count.
         attention_mask, others: what the model without its head takes beside them.
         piece: tokens.
 

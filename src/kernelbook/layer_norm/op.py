@@ -57,8 +57,8 @@ def layer_norm(
     """
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape, backward)
-    # A schema takes True and False for 1.0 and 0.0, and says by itself what else is no number; to ask for a type is a guard more.
-    if is_dynamo_compiling() and eps is not True and eps is not False and are_tensors(x, weight, bias):
+    # A schema takes True and 1 for 1.0. To ask for the type of ``backward`` too would be a guard more: what it may be is checked later.
+    if is_dynamo_compiling() and isinstance(eps, float) and are_tensors(x, weight, bias):
         return _layer_norm_whole(x, weight, bias, eps, backward, SOURCES)  # type: ignore[no-any-return]
     if type(eps) is not float or type(backward) is not str:
         eps, backward = _checked_numbers("layer_norm", eps, backward)
