@@ -26,7 +26,7 @@ WIDTHS = (1400, 390)
 THEMES = ("light", "dark")
 # Of what a reader loads with a page: the page itself, scripts, styles, and not the figures.
 MOST_BYTES = 1_500_000
-MOST_PIXELS = 32_000  # of a chapter at the first width, folds closed: kernels stand whole
+MOST_PIXELS = 33_000  # of a chapter at the first width, folds closed: kernels stand whole, and one listing with all parts
 # Sphinx puts the parts of a class between the terms and definitions of one list.
 AXE: dict[str, Any] = {
     "resultTypes": ["violations"],
@@ -213,7 +213,8 @@ def use_instrument(page: Any, box: Any, way: str) -> None:
     assert settings.nth(recording["asked"]).is_checked()  # what the question is about
     before = box.locator(".panels").inner_html()
     use(box.get_by_label("one step on"))
-    assert not box.locator(".verdict").inner_text()
+    if len(recording["runs"][recording["asked"]]["frames"]) > 2:  # else one step is the end
+        assert not box.locator(".verdict").inner_text()
     use(box.locator(".play"))  # with reduced motion: straight to the end
     assert box.locator(".panels").inner_html() != before
     assert box.locator(".facts dd").count() > 0
