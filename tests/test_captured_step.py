@@ -6,6 +6,7 @@ import collections
 import copy
 import gc
 import random
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from kernelbook import runtime
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.train import CapturedStep, ChunkAdamW, capture
-from kernelbook.train.capture import CapturedCalls, FixedInputs, _no_stashed_generator, state_of
+from kernelbook.train.capture import MANY, CapturedCalls, FixedInputs, Known, _no_stashed_generator, state_of
 from kernelbook.train.step import KeptGradients
 
 GPU = runtime.DEVICE.type == "cuda"
@@ -618,6 +619,72 @@ def test_modes_of_parts_and_the_callers_autocast_are_seen(monkeypatch: pytest.Mo
     for x in xs(5):
         step(x)
     assert len(step._calls) == 3
+
+
+class Settings(nn.Module):
+    """A module with something of each kind that a state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+        self.rate, self.none, self.names, self.empty = 0.5, None, ["a"], {}
+        self.sizes = {"a": 1}
+        self.long = list(range(MANY + 1))
+        self.table = torch.zeros(3)
+        self.config = types.SimpleNamespace(cap=1.0)
+        self.register_buffer("mean", torch.zeros(3))
+
+
+def other_storage(t: torch.Tensor) -> None:
+    t.data = t.data.clone()
+
+
+CHANGES: dict[str, Callable[[Settings], object]] = {
+    "a number": lambda m: setattr(m, "rate", 0.25),
+    "a tensor where a number was, of the same value": lambda m: setattr(m, "rate", torch.tensor(0.5)),
+    "none becomes a number": lambda m: setattr(m, "none", 0),
+    "a new attribute": lambda m: setattr(m, "other", 1),
+    "an attribute less": lambda m: delattr(m, "rate"),
+    "a part of a list": lambda m: m.names.__setitem__(0, "b"),
+    "a longer list": lambda m: m.names.append("b"),
+    "a part of a dictionary": lambda m: m.sizes.update(a=2),
+    "a dictionary that was empty": lambda m: m.empty.update(a=2),
+    "a long list becomes short": lambda m: m.long.pop(),
+    "another tensor": lambda m: setattr(m, "table", torch.zeros(3)),
+    "other storage of a tensor": lambda m: other_storage(m.table),
+    "other storage of a weight": lambda m: other_storage(m.inner[0].weight),
+    "other storage of a buffer": lambda m: other_storage(m.mean),
+    "another weight": lambda m: setattr(m.inner[0], "bias", nn.Parameter(torch.zeros(3))),
+    "no bias": lambda m: setattr(m.inner[0], "bias", None),
+    "a frozen weight": lambda m: m.inner[0].weight.requires_grad_(False),
+    "a new weight": lambda m: m.register_parameter("w", nn.Parameter(torch.zeros(1))),
+    "a mode": lambda m: m.inner[1].eval(),
+    "a rate of a part": lambda m: setattr(m.inner[1], "p", 0.1),
+    "another module": lambda m: m.inner.__setitem__(1, nn.Identity()),
+    "a module more": lambda m: m.inner.append(nn.ReLU()),
+    "a module where there was none": lambda m: m.inner[1].add_module("part", nn.ReLU()),
+    "a hook": lambda m: m.inner[0].register_forward_hook(lambda *_: None),
+    "a configuration": lambda m: setattr(m.config, "cap", 2.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_state_is_known_again_without_a_walk_and_no_change_is_missed(
+    change: Callable[[Settings], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, known = Settings(), Known()
+    first = known(model, ("rate", 1))
+    assert known(model, ("rate", 1)) is first
+    with monkeypatch.context() as patched:
+        patched.setattr(capture, "state_of", lambda *_: pytest.fail("the model was walked through"))
+        for _ in range(2):
+            model.inner[0].weight.data.add_(1)  # values may change
+            assert known(model, ("rate", 1)) is first
+    assert known(model, ("rate", 2)) is not first
+    assert known(model, ("rate", 1)) is first
+    assert known(model, ("rate", 1)) is first
+    change(model)
+    assert known(model, ("rate", 1)) is not first
 
 
 def test_the_state_of_a_model_has_its_chunks() -> None:
