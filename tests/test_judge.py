@@ -120,9 +120,14 @@ def test_every_task_has_a_right_solution() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_a_right_solution_is_timed(name: str) -> None:
-    found = judge(SOLUTIONS[name], name).require()
+    for _ in range(3):  # other processes on the GPU may spoil a clock
+        found = judge(SOLUTIONS[name], name)
+        if found.right:
+            break
+    found.require()
     assert found.speed is not None and 0 < found.speed.bound_ms / found.speed.ms < 1.1
 
 

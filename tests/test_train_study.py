@@ -188,6 +188,7 @@ def test_parts_of_other_code_are_not_mixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_equal_seconds_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "BUDGET_SECONDS", {512: 0.25})
     chosen = [(study.Variant(), 1.0), (study.Variant("sparse_dw_dx", "ema_topk", 0.1), 2.0)]
