@@ -163,7 +163,7 @@ def test_steps_of_decoding_in_a_compiled_graph(provider: str, monkeypatch: pytes
     with bench._running(model, provider):
         for compiled in (True, False):
             torch.manual_seed(0)
-            step, rewind = bench._decode_task(model, 2, 3000, compiled=compiled)
+            step, rewind = bench._decode_task(model, 2, 3000, graph="compile" if compiled else "0")
             monkeypatch.setattr(memory, "_counters", {})
             with compiled_graphs() if compiled else contextlib.nullcontext():
                 outcomes.append([step().clone() for _ in range(6)])
@@ -202,7 +202,8 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert list(rows.columns) == [*record.COLUMNS, "add_host_us", "setup_s"]
     assert len(rows) == 4 and rows["run"].nunique() == 1
     assert (rows[["add_host_us", "setup_s"]] > 0).all(axis=None)
-    assert set(rows["mode"]) == {"step", "forward"} and (rows["ms"] > 0).all()
+    assert set(rows["mode"]) == {"step", "forward"}
+    assert (rows["ms"].iloc[:3] > 0).all()  # a token more of generate is a difference of two times
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
     assert rows["x"].tolist() == [1, 2, 1, 1] and rows["err_ratio"].notna().all()
     printed = capsys.readouterr().out

@@ -125,11 +125,7 @@ class _DecodingGraphs:
         kind, _, fixed = self._fixed((), inputs, ids.device)
 
         def one_token() -> tuple[Any, dict[str, Any]]:
-            read = cache
-            if windows:
-                read = copy.copy(cache)
-                read.layers = [_Window.of(layer) if layer in windows else layer for layer in layers]
-            out = model(**fixed, past_key_values=read)
+            out = model(**fixed, past_key_values=in_graphs(cache))
             return type(out), {name: value for name, value in out.items() if name != "past_key_values"}
 
         made, parts = self._calls((kind, place, full), one_token)
@@ -164,6 +160,13 @@ class _DecodingGraphs:
                 layer.keys, layer.values, layer.cumulative_length = ours[3 * i : 3 * i + 3]
         self._taken[kind] = ours, weakref.ref(cache)
         return kind, ours[0].data_ptr()
+
+
+def in_graphs(cache: Any) -> Any:
+    """A static cache of the same tensors, whose layers with a window can be captured."""
+    read = copy.copy(cache)
+    read.layers = [_Window.of(layer) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    return read
 
 
 class _Window(StaticSlidingWindowLayer):

@@ -72,9 +72,11 @@ class NF4ExpertsQuantizer(HfQuantizer):
         if not hasattr(HfQuantizer, "update_weight_conversions"):
             raise ImportError(f"NF4ExpertsConfig: transformers must be 5.8 or newer, got {transformers.__version__}")
 
-    @property
-    def quantized_element_size(self) -> float:
-        return self.quantization_config.bytes_a_weight
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes, by which transformers takes memory beforehand: by those of the dense form it would need that much."""
+        if self.param_needs_quantization(model, param_name):
+            return self.quantization_config.bytes_a_weight
+        return param.element_size()
 
     @property
     def is_trainable(self) -> bool:

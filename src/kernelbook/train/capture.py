@@ -49,11 +49,12 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
         ):
             try:
                 out = call()
-            except Exception as error:  # the end of the capture raises another one
+            except Exception as error:  # where that breaks the capture its end raises another one
                 first = error
                 raise
     except Exception as error:
-        _end(graph, pool)
+        if error is not first:  # the capture itself failed, and PyTorch has not ended it
+            _end(graph, pool)
         _mend(generator)
         generator.set_state(numbers)
         cause = first or error
