@@ -23,6 +23,7 @@ from kernelbook.interop import transformers_experts
 from kernelbook.interop import transformers_quantizer as quantizer
 from kernelbook.interop.transformers import NF4ExpertsConfig
 from kernelbook.nf4 import NF4Tensor
+from kernelbook.nn import swap
 
 CHANGES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2}
 INNER = {
@@ -145,6 +146,18 @@ def test_peak_of_the_gpus_memory_while_loading(double_quant: bool, tmp_path: Pat
     loaded = load(tmp_path, NF4ExpertsConfig(double_quant))
     held = torch.cuda.memory_allocated() - before
     assert packed(loaded) and torch.cuda.max_memory_allocated() - before <= held + largest
+
+
+def test_nothing_holds_a_model_that_was_swapped() -> None:
+    """A module with 4-bit parameters has a class of its own, and whoever keeps that keeps its weights."""
+    model = tiny_model("qwen3_moe")
+    interop.quantize_experts(model)
+    experts = weakref.ref(next(iter(interop.expert_modules(model)))[1])
+    with swap(interop.use_kernels(model), quiet=True), torch.no_grad():
+        model(tokens())
+    del model
+    gc.collect()
+    assert experts() is None
 
 
 def test_blocks_that_cross_tensors_are_quantized_as_a_whole(tmp_path: Path) -> None:

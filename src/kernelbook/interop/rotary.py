@@ -144,12 +144,20 @@ def _is_rotation(function: Any, width: int) -> bool:
     )
 
 
+def _names_it(forward: Any) -> bool:
+    """Whether it may call its module's function. Of other classes none is kept: with parametrizations a module has a class of its
+    own, which keeps the module, and so its weights.
+    """
+    code = getattr(forward, "__code__", None)
+    return code is not None and FUNCTION in code.co_names and FUNCTION in forward.__globals__
+
+
 @functools.cache
 def _with_kernel(kind: Any, forward: Any) -> type[torch.nn.Module] | None:
     """The attention class that calls :func:`rotate` instead of its module's function; ``None`` where that cannot be."""
-    names = getattr(forward, "__globals__", {})
-    if inspect.unwrap(forward) is not forward or FUNCTION not in forward.__code__.co_names or FUNCTION not in names:
+    if inspect.unwrap(forward) is not forward:
         return None
+    names = forward.__globals__
     try:
         calls = inspect.getsource(forward).count(f"{FUNCTION}(query_states, key_states, cos, sin)")
     except OSError:  # there is no source to look into
@@ -177,7 +185,7 @@ def _reduce(module: torch.nn.Module, protocol: Any) -> Any:
 def _new(kind: Any) -> torch.nn.Module:
     """A module of the class on the kernel, or of ``kind`` where another version of transformers has it otherwise."""
     transformers_attention.register()  # in another process nobody has, and the model's configuration names it
-    made = _with_kernel(kind, kind.forward) or kind
+    made = (_with_kernel(kind, kind.forward) if _names_it(kind.forward) else None) or kind
     return made.__new__(made)
 
 
@@ -185,6 +193,5 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, t
     """The attention modules of ``model`` that turn queries and keys so: name, module, and its class on the kernel."""
     for name, module in model.named_modules():
         kind: Any = type(module)
-        new = None if kind.__module__ == __name__ else _with_kernel(kind, kind.forward)
-        if new is not None:
+        if kind.__module__ != __name__ and _names_it(kind.forward) and (new := _with_kernel(kind, kind.forward)):
             yield name, module, new
