@@ -954,6 +954,7 @@ def test_a_model_that_moves_is_captured_where_it_is() -> None:
     with pytest.warns(UserWarning, match="the model is on the cpu"):
         step = CapturedStep(model, sgd(model))
     model.to(runtime.DEVICE)
+    model.rows = model.rows.to(runtime.DEVICE)  # an attribute, which does not move with the model
     for x in xs(6):
         step(x)
     assert_captured(step, 1)
