@@ -405,7 +405,11 @@ def test_a_captured_trainer_keeps_what_checkpoints_draw(tmp_path: Path) -> None:
     # Batches are of two lengths, and each is captured in its fourth step.
     with pytest.warns(UserWarning, match="CapturedTrainer: goes on without a CUDA graph: .* random numbers are drawn"):
         ours = trained(
-            interop.CapturedTrainer, tmp_path / "a", noisy("a router's noise"), gradient_checkpointing=True, max_steps=12
+            interop.CapturedTrainer,
+            tmp_path / "a",
+            noisy("a router's noise"),
+            gradient_checkpointing=True,
+            max_steps=12,
         )
     theirs = trained(transformers.Trainer, tmp_path / "b", noisy("a router's noise"), max_steps=12)
     for mine, other in zip(logged(ours, "loss", "grad_norm"), logged(theirs, "loss", "grad_norm"), strict=True):

@@ -300,7 +300,9 @@ def test_both_ways_choose_the_same_kernel() -> None:
         args = (x, pointer, n, stride, 0.5, True)
         launched((1,), *args)
         kept = launched._compiled[launched._key(x.get_device(), args)[0]]
-        assert kept.kernel is kernel[(1,)](*args, BLOCK=64, **launch.OPTIONS) and kept.is_current(kernel, x.get_device())
+        assert kept.kernel is kernel[(1,)](*args, BLOCK=64, **launch.OPTIONS) and kept.is_current(
+            kernel, x.get_device()
+        )
         launched((1,), *args)
     torch.cuda.synchronize()
 
