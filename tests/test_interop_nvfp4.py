@@ -25,7 +25,10 @@ from kernelbook.interop.transformers import NVFP4ExpertsConfig, use_kernels
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import dense_parameter
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 11, "num_hidden_layers": 1}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 11, "num_hidden_layers": 1},
+    "mixtral": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
+}
 LAYOUTS = ("compressed-tensors", "modelopt")
 SETTINGS: dict[str, dict[str, Any]] = {
     "compressed-tensors": {
@@ -77,10 +80,10 @@ def decoded(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def publish(
-    folder: Path, layout: str, *, attention: bool = True, dtype: torch.dtype = torch.float32
+    folder: Path, layout: str, *, attention: bool = True, dtype: torch.dtype = torch.float32, name: str = "qwen3_moe"
 ) -> tuple[Any, Any]:
     """Writes a checkpoint of two shards; -> its tensors, and the dense model that they stand for."""
-    model = tiny_model("qwen3_moe", **SIZES).cpu().to(dtype)
+    model = tiny_model(name, **SIZES[name]).cpu().to(dtype)
     tensors, dense = {}, {}
     names = ["q_proj", "k_proj", "v_proj", "o_proj"] if attention else []
     model.save_pretrained(folder)
@@ -89,7 +92,7 @@ def publish(
             module, value = key.removesuffix(".weight"), file.get_tensor(key)
             if ".experts." in key or module.rpartition(".")[2] in names:
                 # gate, up and down of an expert have very different scales
-                factor = {"up_proj": 4.0, "gate_proj": 0.3}.get(module.rpartition(".")[2], 1.0)
+                factor = {"up_proj": 4.0, "w3": 4.0, "gate_proj": 0.3, "w1": 0.3}.get(module.rpartition(".")[2], 1.0)
                 parts = encoded(value * factor, layout)
                 tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
                 dense[key] = decoded(parts)
@@ -157,23 +160,33 @@ def test_a_loaded_model_is_the_dense_one(layout: str, attention: bool, tmp_path:
     assert_as_eager(dense, lambda _: use_kernels(model))
 
 
-def test_dividing_for_multiplying_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_scales_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a product for the division, and gate's float32 for up's."""
     _, dense = publish(tmp_path / "nvfp4", "compressed-tensors", attention=False)
-    take = transformers_nvfp4._take
-    monkeypatch.setattr(
-        transformers_nvfp4, "_take", lambda module, place, divides, dtype: take(module, place, not divides, dtype)
-    )
-    model = load(tmp_path / "nvfp4")
-    with pytest.raises(AssertionError):
-        assert_as_eager(dense, lambda _: use_kernels(model))
+    take, make = transformers_nvfp4._take, transformers_nvfp4.fp4_tensor
+
+    def multiplied(module: Any, place: Any, divides: bool, dtype: torch.dtype) -> None:
+        take(module, place, not divides, dtype)
+
+    def gates(packed: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor, **how: Any) -> NF4Tensor:
+        of_gate = whole.unflatten(0, (-1, 2))[:, :1].expand(-1, 2).flatten() if len(whole) == 2 * 11 else whole
+        return make(packed, scales, of_gate, **how)
+
+    for name, wrong in (("_take", multiplied), ("fp4_tensor", gates)):
+        with monkeypatch.context() as patch:
+            patch.setattr(transformers_nvfp4, name, wrong)
+            model = load(tmp_path / "nvfp4")
+        with pytest.raises(AssertionError, match="logits"):
+            assert_as_eager(dense, lambda _, model=model: use_kernels(model))
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("name", "dtype"), (("qwen3_moe", torch.float32), ("mixtral", torch.bfloat16)))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_saving_gives_the_same_bytes(layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    published, _ = publish(tmp_path / "published", layout, dtype=dtype)
+def test_saving_gives_the_same_bytes(layout: str, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    published, _ = publish(tmp_path / "published", layout, dtype=dtype, name=name)
     model = load(tmp_path / "published")
     assert model.dtype == dtype and all(q.dtype == dtype for q in packed(model).values())
+    assert len(packed(model)) == 6 * model.config.num_hidden_layers
     model.save_pretrained(tmp_path / "saved")
     kept = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     assert kept == SETTINGS[layout]
@@ -290,7 +303,7 @@ def test_settings() -> None:
         with pytest.raises(error, match=f"NVFP4ExpertsConfig: {message}"):
             NVFP4ExpertsConfig(settings)
     with pytest.raises(ValueError, match="taken_from: config must have a quantization_config"):
-        NVFP4ExpertsConfig.taken_from(tiny_model("qwen3_moe", **SIZES).config)
+        NVFP4ExpertsConfig.taken_from(tiny_model("qwen3_moe", **SIZES["qwen3_moe"]).config)
 
 
 # --- training and merging -------------------------------------------------------------------------------------------
@@ -341,6 +354,10 @@ def test_lora_is_pefts_on_the_dense_model(layout: str, tmp_path: Path) -> None:
         factor = check.FORWARD_FACTOR if where == ("logits",) else check.GRADIENT_FACTOR
         check.compare(str(where), ours[where], ref, baseline[where], factor=factor).require()
     torch.testing.assert_close(losses(model, ids, 2), losses(dense, ids, 2), rtol=1e-2, atol=1e-3)
+    model.save_pretrained(tmp_path / "adapter")
+    again = use_kernels(peft.PeftModel.from_pretrained(load(tmp_path / "nvfp4"), tmp_path / "adapter"))
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

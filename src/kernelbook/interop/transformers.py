@@ -105,7 +105,8 @@ def use_kernels(model: Any) -> Any:
     """
     check_experts(model)
     wrapped = any(
-        hasattr(module, "lora_A") and (hasattr(module, "parameter_name") or isinstance(module.base_layer, NVFP4Linear))
+        hasattr(module, "lora_A")
+        and (hasattr(module, "parameter_name") or isinstance(getattr(module, "base_layer", None), NVFP4Linear))
         for module in model.modules()
     )
     if wrapped:
