@@ -17,6 +17,7 @@ transformers must be 5.8 or newer.
 
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -127,7 +128,8 @@ class _Place(NamedTuple):
 class NVFP4ExpertsQuantizer(ExpertsQuantizer):
     """What transformers calls while it loads a model with :class:`NVFP4ExpertsConfig`.
 
-    transformers knows nothing of the checkpoint's own format then, and reads one parameter after the other.
+    transformers knows nothing of the checkpoint's own format then, and reads one parameter after the other: while the tensors of
+    single experts are put together, those bytes are there twice.
     """
 
     quantization_config: NVFP4ExpertsConfig  # type: ignore[assignment]
@@ -160,7 +162,8 @@ class NVFP4ExpertsQuantizer(ExpertsQuantizer):
                 self.places.append(_Place(module, "weight", "", (*self.layout, *kept), (), n, k))
             else:  # of a cache, where the layer is dense
                 for leaf in kept:
-                    _register(modules[module], leaf, torch.float32, ())
+                    if not hasattr(modules[module], leaf):
+                        _register(modules[module], leaf, torch.float32, ())
         for place in self.places:
             _expect(modules[place.module], place)
 
@@ -269,7 +272,10 @@ class _Stack(ConversionOps):
     ) -> dict[str, torch.Tensor]:
         given = [input_dict.pop(pattern, []) for pattern in source_patterns]
         in_turns = [tensor for of_one in zip(*given, strict=True) for tensor in of_one]
-        return {target_patterns[0]: torch.stack(in_turns).unflatten(0, (-1, len(given)))}
+        dtype = in_turns[0].dtype
+        plain = torch.uint8 if dtype.itemsize == 1 else dtype  # not every PyTorch stacks float8 everywhere
+        stacked = torch.stack([tensor.view(plain) for tensor in in_turns]).view(dtype)
+        return {target_patterns[0]: stacked.unflatten(0, (-1, len(given)))}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -318,7 +324,9 @@ def _take(module: Any, place: _Place, divides: bool, dtype: torch.dtype) -> None
     read = []
     for leaf, shape in zip(place.leaves, place.shapes, strict=True):
         value = getattr(module, place.prefix + leaf)
-        if value.is_meta or not getattr(value, "_is_hf_initialized", False) or value.shape[: len(shape)] != shape:
+        there = not value.is_meta and getattr(value, "_is_hf_initialized", False)
+        one_each = leaf != place.leaves[2] or value.numel() == math.prod(place.lead)
+        if not there or value.shape[: len(shape)] != shape or not one_each:
             raise ValueError(
                 f"from_pretrained: {place.module}.{place.prefix}{leaf} must be in the checkpoint, and it is not, or in another "
                 f"shape"
