@@ -24,7 +24,7 @@ from kernelbook.interop import base_model
 from kernelbook.interop.transformers_experts import HANDED, NAME, expert_modules, stored, weight_names
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.experts import LoRAPair
-from kernelbook.nn.parameters import dense_parameter, is_turned
+from kernelbook.nn.parameters import dense_parameter, is_turned, stored_weight
 from kernelbook.packed.fp4 import fp4_quantize
 
 __all__ = ["MergeError", "check_wrappers", "lora_pair", "merge_experts", "use_factors"]
@@ -106,6 +106,22 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
         return [name for name in names if name in self.lora_A]
 
 
+class Linear(layer.Linear):  # likewise
+    """PEFT's wrapper of a linear layer, except that it does not merge into a packed weight: it would be lost."""
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if _is_packed(self.get_base_layer()):
+            raise ValueError(
+                f"merge: the weight of {type(self.get_base_layer()).__name__} must be dense to take up LoRA pairs, got a packed "
+                f"one; kernelbook.interop.peft.merge_experts(model, into='dense') makes it dense"
+            )
+        super().merge(safe_merge, adapter_names)
+
+
+def _is_packed(linear: Any) -> bool:
+    return isinstance(linear, torch.nn.Linear) and isinstance(stored_weight(linear, "weight"), NF4Tensor)
+
+
 # --- merging into compressed experts ----------------------------------------------------------------------------------
 
 
@@ -131,7 +147,8 @@ def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]
     ``"dense"``: the weights become dense in their own dtype. ``"mxfp4"``: those that are in MXFP4 are rounded to it again, in
     the same memory, each block with the better of two scales. An update much smaller than the step between two values of 4 bits is then
     lost in the rounding; the errors say how much. Pairs elsewhere, and on experts that are dense, are left to PEFT:
-    ``model.merge_and_unload()`` takes them up afterwards, and the pairs that are merged here off.
+    ``model.merge_and_unload()`` takes them up afterwards, and the pairs that are merged here off. For it ``"dense"`` makes
+    linear layers dense too, where a checkpoint in NVFP4 has packed ones.
 
     Returns:
         For each parameter that changed, by its name in the model, what was lost; in "dense" by its dtype alone.
@@ -166,6 +183,9 @@ def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]
             experts, name, q, pairs, across, into
         )
         wrapper.merged_adapters.extend(adapters)
+    for module in base_model(model).modules() if into == "dense" else ():
+        if _is_packed(module):
+            dense_parameter(module, "weight", module.weight.detach())  # type: ignore[arg-type, operator]
     return errors
 
 
@@ -272,4 +292,7 @@ def use_factors(model: torch.nn.Module) -> int:
     wrappers = check_wrappers(model)
     for wrapper in wrappers:
         wrapper.__class__ = ParamWrapper
+    for module in model.modules():
+        if type(module) is layer.Linear and _is_packed(module.get_base_layer()):
+            module.__class__ = Linear
     return len(wrappers)

@@ -8,7 +8,8 @@ registers the name ``"kernelbook"`` and selects it::
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4ExpertsConfig())
     use_kernels(model)
 
-(:func:`quantize_experts` does it for a model that is there already; ``MXFP4ExpertsConfig()`` is for gpt-oss as it is published.)
+(:func:`quantize_experts` does it for a model that is there already; ``MXFP4ExpertsConfig()`` is for gpt-oss as it is published,
+``NVFP4ExpertsConfig.taken_from(config)`` for a checkpoint in NVFP4.)
 
 After :func:`register`, ``model.set_experts_implementation("kernelbook")`` selects it too, as does
 ``from_pretrained(..., experts_implementation="kernelbook")``. LoRA pairs that PEFT put on the
@@ -38,6 +39,7 @@ from kernelbook.interop.transformers_experts import (
 from kernelbook.interop.transformers_fp4 import MXFP4ExpertsConfig
 from kernelbook.interop.transformers_generation import fast_generate
 from kernelbook.interop.transformers_loss import loss_in_pieces
+from kernelbook.interop.transformers_nvfp4 import NVFP4ExpertsConfig, NVFP4Linear
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.moved import moved
 from kernelbook.nn.experts import LoRAPair, gated_experts
@@ -52,6 +54,7 @@ __all__ = [
     "CapturedTrainer",
     "MXFP4ExpertsConfig",
     "NF4ExpertsConfig",
+    "NVFP4ExpertsConfig",
     "check_experts",
     "expert_modules",
     "expert_parameters",
@@ -101,17 +104,21 @@ def use_kernels(model: Any) -> Any:
         ImportError, ValueError: versions or a model that this module does not know; then nothing has been changed.
     """
     check_experts(model)
-    wrappers = []
-    if any(hasattr(module, "parameter_name") and hasattr(module, "lora_A") for module in model.modules()):
+    wrapped = any(
+        hasattr(module, "lora_A")
+        and (hasattr(module, "parameter_name") or isinstance(getattr(module, "base_layer", None), NVFP4Linear))
+        for module in model.modules()
+    )
+    if wrapped:
         from kernelbook.interop import peft
 
-        wrappers = peft.check_wrappers(model)
+        peft.check_wrappers(model)
     base = base_model(model)
     if not hasattr(base, "set_experts_implementation"):
         raise ValueError(f"use_kernels: model must be a transformers model, got {type(model).__name__}")
     register()
     base.set_experts_implementation(NAME)
-    if wrappers:
+    if wrapped:
         peft.use_factors(model)
     return model
 

@@ -12,14 +12,12 @@ Other parts of the model are loaded as transformers loads them. transformers mus
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.utils import parametrize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
-from kernelbook import runtime
 from kernelbook.interop.transformers_experts import check_experts, expert_modules, weight_names
+from kernelbook.interop.transformers_quantizer import ExpertsQuantizer
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import store_parameter, stored_weight
 from kernelbook.packed.fp4 import fp4_parts, fp4_tensor
@@ -59,7 +57,7 @@ MXFP4ExpertsConfig.__name__ = Mxfp4Config.__name__
 
 
 @register_quantizer(METHOD)
-class MXFP4ExpertsQuantizer(HfQuantizer):
+class MXFP4ExpertsQuantizer(ExpertsQuantizer):
     """What transformers calls while it loads a model with :class:`MXFP4ExpertsConfig`."""
 
     def __init__(self, quantization_config: Any, **others: Any) -> None:
@@ -68,28 +66,12 @@ class MXFP4ExpertsQuantizer(HfQuantizer):
     # --- what transformers asks ---
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
-        if not hasattr(HfQuantizer, "update_weight_conversions"):
-            raise ImportError(f"MXFP4ExpertsConfig: transformers must be 5.8 or newer, got {transformers.__version__}")
+        self._check_version("MXFP4ExpertsConfig")
         if not self.pre_quantized:
             raise ValueError(
                 "MXFP4ExpertsConfig: the checkpoint must be in MXFP4, and its config.json does not say so; for one with dense "
                 "experts there is NF4ExpertsConfig"
             )
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:  # without it generate() leaves a static cache to Python
-        return True
-
-    def is_serializable(self) -> bool:
-        return True
-
-    def update_device_map(self, device_map: Any) -> Any:
-        """Where nothing is said the model goes to where the kernels run."""
-        return {"": runtime.DEVICE} if device_map is None else device_map
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
         for _, experts in check_experts(model):

@@ -26,7 +26,7 @@ from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import quantized_scales
 
-__all__ = ["METHOD", "NF4ExpertsConfig", "NF4ExpertsQuantizer"]
+__all__ = ["METHOD", "ExpertsQuantizer", "NF4ExpertsConfig", "NF4ExpertsQuantizer", "stacks_experts"]
 
 METHOD = "kernelbook_nf4_experts"  # the name in a model's config.json
 NESTED_BLOCK = 256
@@ -60,23 +60,12 @@ class NF4ExpertsConfig(QuantizationConfigMixin):
         return 0.5 + scale / self.block_size
 
 
-@register_quantizer(METHOD)
-class NF4ExpertsQuantizer(HfQuantizer):
-    """What transformers calls while it loads a model with :class:`NF4ExpertsConfig`."""
+class ExpertsQuantizer(HfQuantizer):
+    """What all of our quantizers answer to transformers alike."""
 
-    quantization_config: NF4ExpertsConfig  # type: ignore[assignment]
-
-    # --- what transformers asks ---
-
-    def validate_environment(self, *_: Any, **__: Any) -> None:
+    def _check_version(self, name: str) -> None:
         if not hasattr(HfQuantizer, "update_weight_conversions"):
-            raise ImportError(f"NF4ExpertsConfig: transformers must be 5.8 or newer, got {transformers.__version__}")
-
-    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
-        """Bytes, by which transformers takes memory beforehand: by those of the dense form it would need that much."""
-        if self.param_needs_quantization(model, param_name):
-            return self.quantization_config.bytes_a_weight
-        return param.element_size()
+            raise ImportError(f"{name}: transformers must be 5.8 or newer, got {transformers.__version__}")
 
     @property
     def is_trainable(self) -> bool:
@@ -92,6 +81,24 @@ class NF4ExpertsQuantizer(HfQuantizer):
     def update_device_map(self, device_map: Any) -> Any:
         """Where nothing is said the model goes to where the kernels run."""
         return {"": runtime.DEVICE} if device_map is None else device_map
+
+
+@register_quantizer(METHOD)
+class NF4ExpertsQuantizer(ExpertsQuantizer):
+    """What transformers calls while it loads a model with :class:`NF4ExpertsConfig`."""
+
+    quantization_config: NF4ExpertsConfig  # type: ignore[assignment]
+
+    # --- what transformers asks ---
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        self._check_version("NF4ExpertsConfig")
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes, by which transformers takes memory beforehand: by those of the dense form it would need that much."""
+        if self.param_needs_quantization(model, param_name):
+            return self.quantization_config.bytes_a_weight
+        return param.element_size()
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         if not param_name.endswith(("_proj",)):
@@ -255,14 +262,18 @@ def _check_shape(model: Any, full_name: str, shape: tuple[int, ...]) -> None:
         raise ValueError(f"from_pretrained: {full_name} must have shape {expected}, got {shape}")
 
 
+def stacks_experts(converter: Any) -> bool:
+    """Whether a converter stacks the matrices of single experts, one above the other where each has several."""
+    if type(converter) is not WeightConverter or len(converter.target_patterns) != 1:
+        return False
+    kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
+    several = len(converter.source_patterns) > 1
+    return kinds == [(MergeModulelist, 0), (Concatenate, 1)][: 1 + several]
+
+
 def _streaming(converter: Any) -> _Streaming | None:
     """The converter that does the same piece by piece; ``None`` for one that does something else."""
-    if type(converter) is not WeightConverter or len(converter.target_patterns) != 1:
-        return None
-    kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
-    if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
-        return None
-    if (len(kinds) == 2) != (len(converter.source_patterns) > 1):
+    if not stacks_experts(converter):
         return None
     new: Any = copy.deepcopy(converter)
     new.__class__ = _Streaming  # what a converter is made from is another in each version of transformers
