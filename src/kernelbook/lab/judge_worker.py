@@ -275,9 +275,9 @@ class _Session:
             if type(found).__name__ == "WrongAccessError":
                 watched = str(found).removeprefix("watched: ")
             found = found.__cause__ or found.__context__
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(self.text)]
         inner = error.__cause__ or error
-        lines += [f.lineno for f in traceback.extract_tb(inner.__traceback__) if f.filename == str(self.text)]
+        frames = (*traceback.extract_tb(error.__traceback__), *traceback.extract_tb(inner.__traceback__))
+        lines = [frame.lineno for frame in frames if frame.filename == str(self.text) and frame.lineno]
         where = f", at line {lines[-1]}: {self._line(lines[-1])}" if lines else ""
         told = str(inner).strip().splitlines() or [""]
         return (watched or f"it raised {type(inner).__name__}: {told[0][:300]}") + where
