@@ -228,6 +228,15 @@ def test_what_stands_open_can_be_typed_and_runs(name: str, tmp_path: Path) -> No
     assert typed.stdout.count("passed") >= 10
 
 
+def test_remarks_to_tools_are_not_shown() -> None:
+    tool = program("pages")
+    kept = "x = f(\n    a,\n)\ny = 1  # not that one\n"
+    source = (
+        "plots.glue('a', 1)\n# isort: split\n" + kept.replace(")\n", ")  # fmt: skip\n") + "z = 1  # noqa: E731, F821"
+    )
+    assert tool.UNSHOWN.sub("", source) == kept + "z = 1"
+
+
 def test_long_names_break_behind_underscores_and_points() -> None:
     tool = program("pages")
     body = '<a title="a_b"><code class="x_y"><span class="pre">torch.where_</span> 1.5</code></a><pre>a_b</pre>'
