@@ -110,8 +110,6 @@ def mark_changes(doctree: nodes.document) -> None:
     """
     earlier: list[str] = []
     for block in doctree.findall(nodes.literal_block):
-        if not _source(block) and block.get("language") != "python":
-            continue
         text = UNSHOWN.sub("", block.astext()).rstrip("\n")
         if text != block.astext() and text:
             block.rawsource = text
