@@ -208,6 +208,35 @@ def test_folds_that_hide_the_lesson_are_found() -> None:
     assert any("hidden cell" in fault for fault in faults_of_folds([hidden]))
 
 
+def open_cells(path: Path) -> str:
+    """What stands open on a chapter's page before its exercises, as a script; what only puts a figure into the text is left out."""
+    parts = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown" and re.search(r"^## Exercises", cell.source, re.MULTILINE):
+            break
+        if cell.cell_type == "code" and not set(cell.metadata.get("tags", [])) & HIDDEN:
+            parts.append(re.sub(r"(?m)^plots\.glue\(.*\)$\n?", "", cell.source))
+    return "\n\n\n".join(parts)
+
+
+@pytest.mark.parametrize("name", ("layer_norm", "sparse_linear"))
+def test_what_stands_open_can_be_typed_and_runs(name: str, tmp_path: Path) -> None:
+    """By a reader who opens nothing: no import, no input and no check is in a folded cell only."""
+    (tmp_path / "typed.py").write_text(open_cells(ROOT / "notebooks" / f"{name}.ipynb"), encoding="utf-8")
+    typed = subprocess.run([sys.executable, "typed.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert typed.returncode == 0, typed.stderr[-2000:]
+    assert typed.stdout.count("passed") >= 10
+
+
+def test_remarks_to_tools_are_not_shown() -> None:
+    tool = program("pages")
+    kept = "x = f(\n    a,\n)\ny = 1  # not that one\n"
+    source = (
+        "plots.glue('a', 1)\n# isort: split\n" + kept.replace(")\n", ")  # fmt: skip\n") + "z = 1  # noqa: E731, F821"
+    )
+    assert tool.UNSHOWN.sub("", source) == kept + "z = 1"
+
+
 def test_long_names_break_behind_underscores_and_points() -> None:
     tool = program("pages")
     body = '<a title="a_b"><code class="x_y"><span class="pre">torch.where_</span> 1.5</code></a><pre>a_b</pre>'

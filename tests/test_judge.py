@@ -224,6 +224,30 @@ def test_what_is_wrong_is_said_in_a_sentence_with_its_case(name: str, tmp_path: 
     assert ("For n=" in found.sentence) == (name != "syntax")
 
 
+@pytest.mark.unwatched
+def test_a_sentence_quotes_its_line_and_shows_what_the_failing_case_printed(tmp_path: Path) -> None:
+    text = judge_source.text_of(double)
+    store = "    tl.store(y_ptr + offs, FACTOR * x, mask=offs < n)"
+    (tmp_path / "double.py").write_text(text.replace(store, f'    tl.device_print("of", n)\n{store[:-16]})', 1))
+    found = judge(tmp_path / "double.py", DOUBLE, gpu=False)
+    assert found.sentence.endswith(": `tl.store(y_ptr + offs, FACTOR * x)`.")
+    (tmp_path / "double.py").write_text(text.replace(store, f'    tl.device_print("of", n)\n{store}', 1))
+    task = dataclasses.replace(DOUBLE, reference=lambda x: 2 * x + (len(x) > 90))
+    printed = judge(tmp_path / "double.py", task, gpu=False).printed
+    assert "of" in printed and "[1]" not in printed
+
+
+@pytest.mark.unwatched
+def test_a_sum_of_squares_in_16_bits_is_not_right(tmp_path: Path) -> None:
+    """The squares of numbers around 300 are beyond float16."""
+    text = SOLUTIONS["rms_norm"].read_text()
+    load = "other=0.0).to(tl.float32)"
+    assert load in text
+    (tmp_path / "rms_norm.py").write_text(text.replace(load, "other=0.0)"))
+    found = judge(tmp_path / "rms_norm.py", "rms_norm", gpu=False)
+    assert "float16, numbers around 300" in found.sentence
+
+
 @pytest.mark.parametrize(
     "line",
     (

@@ -31,7 +31,10 @@ GLOSSARY = "book/notation"
 RECORDINGS = Path(__file__).resolve().parent.parent / "book" / "_static" / "instruments"
 SIMILAR = 0.6  # of two functions: below it, one is another one and not the next step
 
-GLUED = re.compile(r"^plots\.glue\(.*\)\n?", re.MULTILINE)
+# What only puts a figure into the text, and remarks to tools that format and check: no reader's.
+UNSHOWN = re.compile(
+    r"^plots\.glue\(.*\)\n?|^# isort: split\n|  # (?:fmt: skip|noqa|type: ignore)(?::? ?[\w, \[\]-]*)?$", re.MULTILINE
+)
 DRAWING = re.compile(r'<img\b[^>]*?\bsrc="((?:\.\./)*_images/([\w-]+\.svg))"[^>]*>')
 VIEW = re.compile(r'<view id="(phone-\d+)" viewBox="\S+ \S+ (\S+) (\S+)"')
 FITS = 840  # pixels of a chart whose letters are legible on a phone, too
@@ -102,16 +105,17 @@ def highlighted(source: str, earlier: list[str]) -> list[int]:
 def mark_changes(doctree: nodes.document) -> None:
     """Highlights, in functions that mark lines as new, what the most similar function before does not have.
 
-    Lines that hand a number to the text of the page are no part of the lesson, and are left out.
+    Lines that hand a number to the text of the page, and remarks to tools that format and check, are no part of the lesson:
+    they are left out, of listings too.
     """
     earlier: list[str] = []
     for block in doctree.findall(nodes.literal_block):
-        if not _source(block):
-            continue
-        text = GLUED.sub("", block.astext()).rstrip("\n")
+        text = UNSHOWN.sub("", block.astext()).rstrip("\n")
         if text != block.astext() and text:
             block.rawsource = text
             block.children[:] = [nodes.Text(text)]
+        if not _source(block):
+            continue
         if "@triton.jit" not in text and "@gluon.jit" not in text:
             continue
         lines = highlighted(text, earlier)

@@ -81,7 +81,7 @@ class Judgement:
     def __str__(self) -> str:
         told = f"{self.task}: right, {self.cases} cases" if self.right else f"{self.task}: not right. {self.sentence}"
         lines = [told, *([str(self.speed)] if self.speed else []), *(f"Hint: {hint}" for hint in self.hints)]
-        return "\n".join(lines + ([f"It printed:\n{self.printed}"] if self.printed else []))
+        return "\n".join(lines + ([f"In the last case it printed:\n{self.printed}"] if self.printed else []))
 
     def require(self) -> Judgement:
         """Returns itself, or raises ``check.CheckError``."""
@@ -378,9 +378,9 @@ def _far_off(
 def _run_case(solution: _Solution, task: Task, case: _Case, seed: int, device: torch.device) -> None:
     """Raises :class:`_WrongError` if the solution is wrong for the case."""
 
-    def ask(seed: int) -> tuple[_Asked, list[dict[str, Any]], list[list[check.Verdict]]]:
+    def ask(seed: int, *, first: bool = False) -> tuple[_Asked, list[dict[str, Any]], list[list[check.Verdict]]]:
         asked = _Asked(task, case, seed)
-        results = solution.ask(asked.message()).get("results")
+        results = solution.ask(asked.message() | {"first": first}).get("results")
         if not isinstance(results, list) or len(results) != case.calls:
             raise _WrongError("its process sent what is no answer")
         try:
@@ -390,7 +390,7 @@ def _run_case(solution: _Solution, task: Task, case: _Case, seed: int, device: t
         except (KeyError, TypeError, AttributeError, check.CheckError) as error:
             raise _WrongError(f"its process sent what is no answer: {error}") from None
 
-    asked, results, found = ask(seed)
+    asked, results, found = ask(seed, first=True)
     if all(verdict.passed for verdicts in found for verdict in verdicts):
         return
     # A limit that PyTorch's luck has made small does not count: the root mean squares over more draws do.
