@@ -96,7 +96,16 @@ _NO_ATTRIBUTES = frozenset(
 )
 _DUNDERS = frozenset(("__init__", "__name__", "__doc__", "__post_init__"))
 # What the body of a kernel may call: Triton's language, other kernels of the file, and what Triton makes of these of Python.
-_IN_KERNELS = frozenset(("range", "min", "max", "len", "float", "int", "bool", "abs", "tuple", "print"))
+_IN_KERNELS = frozenset(
+    ("range", "min", "max", "len", "float", "int", "bool", "abs", "tuple", "print", "isinstance", "hasattr")
+)
+# What a value in a kernel has. A block's handle, say, is the interpreter's.
+_OF_VALUES = frozenset(
+    name
+    for kind in (tl.tensor, tl.pointer_type, tl.block_type, tl.tensor_descriptor, tl.constexpr)
+    for name in dir(kind)
+    if not name.startswith("_")
+) | {"dtype", "element_ty", "numel", "primitive_bitwidth", "shape", "strides", "type", "value"}
 
 
 def _path(node: ast.expr) -> list[str] | None:
@@ -185,6 +194,8 @@ def _found(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"defines {node.name}"
             if isinstance(node, ast.FunctionDef) and node.name in kernels:
                 yield from _in_kernel(node, kernels, modules)
+        elif isinstance(node, ast.MatchClass) and node.kwd_attrs:
+            yield node.lineno, f"reads .{node.kwd_attrs[0]} by a pattern"
         elif isinstance(node, ast.ClassDef) and "torch.Tensor" in map(ast.unparse, node.bases):
             yield node.lineno, "derives a class from torch.Tensor"
 
@@ -197,6 +208,10 @@ def _in_kernel(kernel: ast.FunctionDef, kernels: set[str], modules: dict[str, li
             method = chain[0] not in modules and len(chain) > 1
             if not (method or full[0] == "triton" or (len(full) == 1 and full[0] in kernels | _IN_KERNELS)):
                 yield node.lineno, f"calls {'.'.join(chain)} in a kernel, which is no function of Triton's language"
+        elif isinstance(node, ast.Attribute) and node.attr not in _OF_VALUES:
+            chain = _path(node)
+            if not (chain and chain[0] in modules):
+                yield node.lineno, f"uses .{node.attr} in a kernel, which no value of Triton's language has"
 
 
 def problems(source: str) -> list[str]:

@@ -17,9 +17,11 @@ without ``serve`` it takes one and keeps to this process, which a GPU needs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 import os
+import random
 import resource
 import signal
 import socket
@@ -34,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -44,6 +47,7 @@ from kernelbook.lab import timing
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime import jit
+from triton.runtime.autotuner import Autotuner
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["receive", "send"]
@@ -59,6 +63,7 @@ _MOVING = frozenset(
     """clone _to_copy copy_ fill_ full full_like new_full new_ones new_zeros ones ones_like scalar_tensor zero_ zeros
     zeros_like""".split()  # noqa: SIM905
 )
+_COPYING = frozenset(("clone", "_to_copy", "copy_"))
 # Operators with which Triton's interpreter, and what gives it float32 for bfloat16, handle a kernel's arguments.
 _OF_INTERPRETER = frozenset(("set_", "clone", "copy_", "_to_copy", "equal", "new_empty", "view"))
 _MEBI = 2**20
@@ -146,6 +151,7 @@ class _Host(TorchDispatchMode):
     def __init__(self, veil: _Veil, also: Sequence[str]) -> None:
         super().__init__()
         self.veil, self.also, self.computed = veil, frozenset(also), list[str]()
+        self.whole: set[int] = set()  # memory that PyTorch may not copy, since that is the task
         self.launching = False  # the interpreter itself sets, copies and compares while it runs a kernel
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,7 +162,11 @@ class _Host(TorchDispatchMode):
             name = {"_local_scalar_dense": "item(), which the host waits for"}.get(name, name)
             self.computed.append(name)
             raise RuntimeError(f"PyTorch computes: {name}")
-        lifted = self.veil.lift([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name in _COPYING and any(tensor.untyped_storage().data_ptr() in self.whole for tensor in tensors):
+            self.computed.append(f"{name}, and copying is the task")
+            raise RuntimeError(f"PyTorch copies: {name}")
+        lifted = self.veil.lift(tensors)
         result = func(*args, **(kwargs or {}))
         if lifted:
             self.veil.lower([*lifted, *(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))])
@@ -196,6 +206,12 @@ def _launches_see(veil: _Veil, host: _Host) -> Iterator[list[str]]:
         mock.patch.object(jit.JITFunction, "run", compiled),
     ):
         yield launched
+
+
+def _tuned_by_chance(_: Any, call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+    """What ``triton.autotune`` is told of a configuration where nothing is timed: it runs, and whichever is taken is judged."""
+    call()
+    return [random.random()] * len(quantiles)
 
 
 # --- the process as it should be ------------------------------------------------------------------------------------------
@@ -247,7 +263,7 @@ class RefusedError(Exception):
 class _Session:
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.text = Path(request["file"])
-        self.also = request["also"]
+        self.also, self.copies = request["also"], request["copies"]
         self.before = _names()
         self.function = self._load(request["function"])
         self._honest()
@@ -314,6 +330,8 @@ class _Session:
         for tensor in tensors:
             if tensor.dtype in (torch.int32, torch.int64, torch.bool):
                 veil.open.add(tensor.untyped_storage().data_ptr())
+            elif self.copies:
+                host.whole.add(tensor.untyped_storage().data_ptr())
         for name in request["grads"]:
             given[name].requires_grad_()
         upstream = [self._on(runtime.DEVICE, up) for up in request["upstream"][number]]
@@ -337,19 +355,25 @@ class _Session:
                 try:
                     grads = torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
                 except Exception as error:
-                    computed = f"PyTorch computes in its backward pass: {host.computed[0]}"
-                    raise RefusedError(computed if host.computed else self.sentence(error)) from error
+                    found = host.computed and f"PyTorch computes in its backward pass: {host.computed[0]}"
+                    raise RefusedError(found or self.sentence(error)) from error
                 missing = [name for name, grad in zip(request["grads"], grads, strict=True) if grad is None]
                 if missing:
                     raise RefusedError(f"there is no gradient by {missing[0]}")
                 self._plain(grads, [], "a gradient")
             kept_grads = self._copies(veil, grads)
+            results = [StorageWeakRef(found.untyped_storage()) for found in (*outputs, *grads)]
         if host.computed:
             raise RefusedError(f"PyTorch computes in it: {host.computed[0]}")
         if threading.active_count() > threads:
             raise RefusedError("it leaves a thread at work")
         self._honest()
         veil.lift(tensors)
+        del outputs, grads, host
+        veil.hidden.clear()
+        gc.collect()
+        if not all(result.expired() for result in results):
+            raise RefusedError("it keeps the memory of a result, which a later call may change or return again")
         if runtime.DEVICE.type == "cuda":
             torch.cuda.synchronize()
         return {
@@ -462,6 +486,7 @@ def _session(channel: socket.socket) -> None:
             from kernelbook.lab.watched_memory import watched
 
             stack.enter_context(watched())
+            stack.enter_context(mock.patch.object(Autotuner, "do_bench", _tuned_by_chance))
         session: _Session | None = None
         while True:
             try:
