@@ -291,7 +291,7 @@ def _numbers(text: str) -> set[int]:
                 return known[type(node.op)](left, right) if right < 32 or isinstance(node.op, ast.Mult) else None
         return None
 
-    return {found for node in ast.walk(ast.parse(text)) if (found := value(node)) is not None}
+    return {found for node in ast.walk(ast.parse(text.encode())) if (found := value(node)) is not None}
 
 
 def _beyond(task: Task, text: str, rng: random.Random) -> list[_Case]:

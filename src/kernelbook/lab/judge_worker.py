@@ -3,7 +3,7 @@
 Nothing here decides whether a result is right: the seeds, the reference and the comparison are in another process, and no
 answer is ever in this one. What is looked after here is how a result comes about:
 
-- The host sees no numbers. Outside of kernels every tensor of floating-point numbers reads as zeros (:class:`_Veil`); what it
+- The host sees no numbers. Outside of kernels every tensor reads as zeros (:class:`_Veil`); what it
   holds is put back while a kernel runs, and while one of PyTorch's operators runs that only moves numbers. So nobody computes on
   the host, in PyTorch, NumPy or a thread; a call of another operator is named (:class:`_Host`).
 - New memory is NaN, and in the interpreter memory is watched (:mod:`kernelbook.lab.watched_memory`).
@@ -16,9 +16,12 @@ without ``serve`` it takes one and keeps to this process, which a GPU needs.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import gc
 import importlib.util
+import inspect
 import io
 import os
 import random
@@ -30,6 +33,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from kernelbook import check, interpreter, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import judge_source, timing
 
 # isort: split
 import triton.language as tl
@@ -117,7 +121,6 @@ class _Veil:
 
     def __init__(self) -> None:
         self.hidden: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        self.open: set[int] = set()  # memory that the host may read: integers that it was given
 
     @staticmethod
     def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -139,7 +142,7 @@ class _Veil:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 place = storage.data_ptr()
-                if place and place not in self.hidden and place not in self.open:
+                if place and place not in self.hidden:
                     held = self._bytes(storage)
                     self.hidden[place] = storage, held.clone()
                     held.zero_()
@@ -173,16 +176,72 @@ class _Host(TorchDispatchMode):
         return result
 
 
+def _foreign_value(value: Any) -> str | None:
+    """The kind of a value that is none of a kernel's: the interpreter takes whatever Python has."""
+    if isinstance(value, (tuple, list)):
+        return next(filter(None, map(_foreign_value, value)), None)
+    plain = isinstance(value, (bool, int, float, str, torch.Tensor, torch.dtype, types.NoneType))
+    home = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+    home = (getattr(value, "__module__", None) or home) if isinstance(value, (types.FunctionType, type)) else home
+    if plain or home.split(".")[0] in ("triton", "math"):
+        return None
+    return f"a {type(value).__name__}"
+
+
+def _foreign(function: Any) -> str | None:
+    """What a kernel, or one that it calls, takes from around it without its being of Triton's language."""
+    waiting, known = [function], set[Any]()
+    while waiting:
+        code = (function := waiting.pop()).__code__
+        if code in known:
+            continue
+        known.add(code)
+        around = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
+        for part in [code, *(constant for constant in code.co_consts if isinstance(constant, types.CodeType))]:
+            for step in dis.get_instructions(part):
+                if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF") or step.argval not in around:
+                    continue
+                name, value = step.argval, around[step.argval]
+                if isinstance(value, (triton_interpreter.InterpretedFunction, jit.JITFunction)):
+                    waiting.append(value.fn)
+                elif value is vars(builtins).get(name):
+                    if name not in judge_source.IN_KERNELS:
+                        return name
+                elif _foreign_value(value):
+                    return name
+    return None
+
+
 @contextlib.contextmanager
 def _launches_see(veil: _Veil, host: _Host) -> Iterator[list[str]]:
     """Within the context kernels see what tensors hold; yields the names of those that were launched."""
     launched: list[str] = []
     interpret, run = triton_interpreter.GridExecutor.__call__, jit.JITFunction.run
 
+    def of_host(grid: Any, tensors: Sequence[torch.Tensor], mode: contextlib.AbstractContextManager[Any]) -> Any:
+        """A grid that is a function runs on the host, in the middle of a launch."""
+
+        def asked(meta: Any) -> Any:
+            launching = host.launching
+            veil.lower(tensors)
+            host.launching = False
+            try:
+                with mode:
+                    return grid(meta)
+            finally:
+                host.launching = launching
+                veil.lift(tensors)
+
+        return asked if callable(grid) else grid
+
     def interpreted(self: Any, *args: Any, **kwargs: Any) -> None:
         launched.append(self.fn.__name__)
         given = [*args, *kwargs.values()]
+        if foreign := _foreign(self.fn) or next(filter(None, map(_foreign_value, given)), None):
+            raise RefusedError(f"a kernel is given {foreign}, which no compiler takes")
         tensors = _tensors(given)
+        self.grid = of_host(self.grid, tensors, contextlib.nullcontext())
+        self.pre_run_hooks = []
         veil.lift(tensors)
         host.launching = True  # what PyTorch is asked for in a kernel's body, as the interpreter runs it, is seen too
         try:
@@ -195,6 +254,8 @@ def _launches_see(veil: _Veil, host: _Host) -> Iterator[list[str]]:
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         launched.append(self.fn.__name__)
         tensors = _tensors([*args, *kwargs.values()])
+        kwargs["grid"] = of_host(kwargs.get("grid"), tensors, host)
+        self.pre_run_hooks = []
         veil.lift(tensors)
         with _disable_current_modes():
             result = run(self, *args, **kwargs)
@@ -290,6 +351,8 @@ class _Session:
         while found is not None:
             if type(found).__name__ == "WrongAccessError":
                 watched = str(found).removeprefix("watched: ")
+            elif isinstance(found, RefusedError):
+                watched = str(found)
             found = found.__cause__ or found.__context__
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(self.text)]
         inner = error.__cause__ or error
@@ -327,11 +390,8 @@ class _Session:
         host = _Host(veil, self.also)
         given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
-        for tensor in tensors:
-            if tensor.dtype in (torch.int32, torch.int64, torch.bool):
-                veil.open.add(tensor.untyped_storage().data_ptr())
-            elif self.copies:
-                host.whole.add(tensor.untyped_storage().data_ptr())
+        if self.copies:
+            host.whole |= {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.is_floating_point()}
         for name in request["grads"]:
             given[name].requires_grad_()
         upstream = [self._on(runtime.DEVICE, up) for up in request["upstream"][number]]

@@ -821,7 +821,10 @@ _add(
     "w (n,), code (16,) float32, contiguous -> packed (n / 2,) uint8, absmax (n / 64,)",
     reference=lambda w, code: _quantized(w, code),
     # The book's own function has NF4's code.
-    inputs=lambda draw, n: {"w": draw(n), "code": draw.table() if draw.scale != 1 else nf4_code_reference(torch.float32)},
+    inputs=lambda draw, n: {
+        "w": draw(n),
+        "code": draw.table() if draw.scale != 1 else nf4_code_reference(torch.float32),
+    },
     sizes=_named("n", (64,), (128,), (192,), (64 * 11,)),
     real={"n": 2**26},
     multiple={"n": 64},
