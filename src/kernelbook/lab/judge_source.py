@@ -151,9 +151,9 @@ def _module_problem(parts: list[str]) -> str | None:
 def _found(source: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(source.encode())  # as Python reads a file, in the encoding that its first lines may name
     # What a file does when it is run by itself, a benchmark say, never runs here.
-    for part in tree.body:
-        if isinstance(part, ast.If) and ast.unparse(part.test) == "__name__ == '__main__'":
-            part.test, part.body = ast.Constant(value=False), [ast.Pass()]
+    for statement in tree.body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
+            statement.test, statement.body = ast.Constant(value=False), [ast.Pass()]
     modules: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
