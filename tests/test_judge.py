@@ -265,9 +265,10 @@ def test_between_and_around_the_elements_there_is_nan() -> None:
 def test_a_size_is_tried_beyond_what_the_text_says() -> None:
     import random
 
-    [case] = judging._beyond(TASKS["logsumexp"], "LAST = 1 << 11", random.Random(1))
-    assert 2048 < case.sizes["N"] <= 3073
-    assert not judging._beyond(TASKS["softmax"], "LAST = 4096", random.Random(1))  # rows are of 4,096 at most
+    by_rows, by_columns = judging._beyond(TASKS["logsumexp"], "LAST = 1 << 11", random.Random(1))
+    assert 2048 < by_rows.sizes["M"] <= 3073 and 2048 < by_columns.sizes["N"] <= 3073
+    [by_rows] = judging._beyond(TASKS["softmax"], "LAST = 4096", random.Random(1))  # its rows are of 4,096 at most
+    assert by_rows.sizes["M"] > 4096 > by_rows.sizes["N"]
     assert judging._plain("\x1b[2Kright\n") == "\ufffd[2Kright\n"
 
 
