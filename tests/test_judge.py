@@ -33,17 +33,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _about(path: Path) -> tuple[str, str, bool]:
-    """A cheat's task, when it was written, and whether only a GPU shows it."""
-    for node in ast.parse(path.read_text()).body:
+def _about(path: Path) -> tuple[str, str, bool | None]:
+    """A cheat's task, when it was written, and whether only a GPU shows it; None: nothing does yet."""
+    for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "(TASK, WRITTEN, NEEDS_GPU)":
             return ast.literal_eval(node.value)
     raise AssertionError(f"{path} does not say what it is")
 
 
-GPU_CHEATS = [name for name, path in CHEATS.items() if _about(path)[2]]
+GPU_CHEATS = [name for name, path in CHEATS.items() if _about(path)[2] is not False]
 # Those that only their text gives away without a GPU: the page Evidence names them.
-BY_TEXT_ALONE = ("numpy_in_kernel", "worker_by_frames")
+BY_TEXT_ALONE = (
+    "annotation_brings_a_module", "attributes_by_their_names", "handle_data", "not_run_as_a_script", "other_door_on_a_gpu",
+    "read_in_another_encoding", "worker_by_frames",
+)  # fmt: skip
 
 
 @pytest.mark.unwatched
@@ -59,14 +62,14 @@ def test_a_cheat_is_refused_for_its_text(name: str) -> None:
     assert judge(CHEATS[name], _about(CHEATS[name])[0], gpu=False).sentence.startswith("Its line ")
 
 
-def test_there_are_cheats_of_all_three_times() -> None:
+def test_there_are_cheats_of_all_times() -> None:
     written = [_about(path)[1] for path in CHEATS.values()]
-    assert len(written) >= 40 and written.count("frozen") >= 10
-    assert written.count("before") * 2 >= len(written)
+    assert len(written) >= 80 and written.count("frozen") >= 10 and written.count("again") == 10
+    assert (written.count("before") + written.count("blind")) * 2 >= len(written)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", [name for name, path in CHEATS.items() if _about(path)[2] is not None])
 def test_a_cheat_is_refused_on_a_gpu(name: str) -> None:
     assert not judge(CHEATS[name], _about(CHEATS[name])[0], read=False).right
 
@@ -253,7 +256,8 @@ def test_a_sum_of_squares_in_16_bits_is_not_right(tmp_path: Path) -> None:
     (
         "import os", "from torch import _C", "import torch.utils.cpp_extension", "x = torch.cuda.Event()", "eval('1')",
         "torch.softmax = None", "from kernelbook import rms_norm", "y = triton.runtime.driver", "import gc as torch2",
-        "z = torch.sys", "x = (1).__class__", "def f(x):\n    return x.untyped_storage()", "class A(torch.Tensor):\n    pass",
+        "z = torch.sys", "import operator\nf = operator.attrgetter('softmax')", "match torch:\n    case object(softmax=f):\n        pass",
+        "if __name__ != '__main__':\n    import os", "@triton.jit\ndef k(x):\n    x.handle.data", "x = (1).__class__", "def f(x):\n    return x.untyped_storage()", "class A(torch.Tensor):\n    pass",
         "@triton.jit\ndef k(x):\n    helper(x)", "from torch import *",
     ),
 )  # fmt: skip
@@ -285,6 +289,42 @@ def test_between_and_around_the_elements_there_is_nan() -> None:
         memory = torch.empty(0).set_(drawn.untyped_storage())
         assert not drawn.isnan().any() and int((~memory.isnan()).sum()) == drawn.numel()
         assert drawn.is_contiguous() == (layout in ("contiguous", "offset"))
+
+
+def test_a_size_is_tried_beyond_what_the_text_says() -> None:
+    import random
+
+    by_rows, by_columns = judging._beyond(TASKS["logsumexp"], "LAST = 1 << 11", random.Random(1))
+    assert 2048 < by_rows.sizes["M"] <= 3073 and 2048 < by_columns.sizes["N"] <= 3073
+    [by_rows] = judging._beyond(TASKS["softmax"], "LAST = 4096", random.Random(1))  # its rows are of 4,096 at most
+    assert by_rows.sizes["M"] > 4096 > by_rows.sizes["N"]
+    assert judging._plain("\x1b[2Kright\n") == "\ufffd[2Kright\n"
+
+
+@triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["n"])
+@triton.jit
+def _double_tuned_kernel(x_ptr, y_ptr, n, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, FACTOR * tl.load(x_ptr + offs, mask=offs < n, other=0.0), mask=offs < n)
+
+
+TUNED = """
+def double(x):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(x):
+        _double_tuned_kernel[lambda meta: (triton.cdiv(len(x), meta["BLOCK"]),)](x, y, len(x), FACTOR=2.0)
+    return y
+"""
+
+
+@pytest.mark.unwatched
+def test_without_a_gpu_autotune_takes_any_configuration(tmp_path: Path) -> None:
+    source = Path(__file__).read_text()
+    kernel = source[source.index("@triton.autotune([") : source.index("\n\n\nTUNED =")]
+    (tmp_path / "tuned.py").write_text(
+        f"import torch\nimport triton\nimport triton.language as tl\n\n\n{kernel}\n\n{TUNED}"
+    )
+    judge(tmp_path / "tuned.py", DOUBLE, gpu=False).require()
 
 
 @pytest.mark.unwatched
@@ -326,5 +366,5 @@ def test_the_page_s_table_is_of_these_cheats_and_solutions() -> None:
     for name, path in CHEATS.items():
         assert named["cheat", name]["text"] == ("refused" if judge_source.problems(path.read_text()) else "read")
         refused = "refused" in (named["cheat", name]["text"], named["cheat", name]["interpreter"])
-        assert refused or _about(path)[2], f"{name} needs a GPU to be refused and does not say so"
+        assert refused or _about(path)[2] is not False, f"{name} needs a GPU to be refused and does not say so"
     assert all(row["interpreter"] == row["expected"] for row in rows if row["kind"] != "cheat")

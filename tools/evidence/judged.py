@@ -41,7 +41,8 @@ SEED = 20261124
 # --- the steps of chapters ----------------------------------------------------------------------------------------------
 
 CONTIGUOUS: dict[str, Any] = {"strided": False, "empty": None}
-ROWS = tuple({"M": m, "N": n} for m, n in ((1, 7), (3, 16), (37, 97), (2, 1031)))
+# So many rows that PyTorch's rounding, by which the limit is set, is not small by chance in all of them.
+ROWS = tuple({"M": m, "N": n} for m, n in ((16, 7), (16, 16), (37, 97), (16, 1031)))
 
 
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -191,9 +192,9 @@ def read(path: Path) -> dict[str, str]:
     return {"digest": digest(text), "text": "refused" if judge_source.problems(text) else "read"}
 
 
-def about(cheat: Path) -> tuple[str, str, bool]:
-    """A cheat's task, when it was written, and whether only a GPU shows it."""
-    for node in ast.parse(cheat.read_text(encoding="utf-8")).body:
+def about(cheat: Path) -> tuple[str, str, bool | None]:
+    """A cheat's task, when it was written, and whether only a GPU shows it; None: nothing does yet."""
+    for node in ast.parse(cheat.read_bytes()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "(TASK, WRITTEN, NEEDS_GPU)":
             return ast.literal_eval(node.value)
     raise ValueError(f"{cheat} does not say what it is")
@@ -287,13 +288,16 @@ def main(arguments: list[str]) -> int:
                 keep(verdict | {"gpu": "right" if timed.right else "refused", "sentence": timed.sentence})
         table = [found[key] for key in every]
         write(table)
-    unseen = {cheat.stem for cheat in (ROOT / "tests" / "cheats").glob("*.py") if about(cheat)[2]}  # without a GPU
+    unseen = {
+        cheat.stem for cheat in (ROOT / "tests" / "cheats").glob("*.py") if about(cheat)[2] is not False
+    }  # without a GPU
+    never = {cheat.stem for cheat in (ROOT / "tests" / "cheats").glob("*.py") if about(cheat)[2] is None}
     for row in table:
         verdicts = {row["interpreter"], row["gpu"]} - {""} | (
             {"refused"} if row["text"] == "refused" and row["kind"] == "cheat" else set()
         )
         fine = "refused" in verdicts if row["expected"] == "refused" else verdicts == {"right"}
-        fine = fine or (row["kind"] == "cheat" and row["name"] in unseen and not row["gpu"])
+        fine = fine or (row["kind"] == "cheat" and row["name"] in unseen and (not row["gpu"] or row["name"] in never))
         surprises += not fine
         if not fine:
             print(f"NOT AS EXPECTED ({row['expected']}): {row['kind']} {row['name']}")

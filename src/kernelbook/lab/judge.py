@@ -16,11 +16,13 @@ page "Evidence".
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import dataclasses
 import importlib.util
 import math
+import operator
 import os
 import random
 import secrets
@@ -44,6 +46,7 @@ from kernelbook.lab.tasks import TASKS, Draw, Task
 __all__ = ["TASKS", "Draw", "Judgement", "Speed", "Task", "judge"]
 
 SECONDS = 120.0  # for one message to the other process and its answer
+LARGEST = 4096  # number of a solution's text beyond which a size is tried in the interpreter
 REDRAWS = 7  # of a case whose error is above the limit, before it counts: PyTorch's own error may be small by luck
 
 
@@ -157,7 +160,7 @@ class _Solution:
         memory = 0 if on_gpu else 16 * 2**30  # addresses, of which CUDA takes many
         self.pid = self.ask(
             {
-                "folder": str(folder), "file": str(folder / "solution.py"), "function": function, "also": list(task.also),
+                "folder": str(folder), "file": str(folder / "solution.py"), "function": function, "also": list(task.also), "copies": task.copies,
                 "memory": memory, "seconds": 600, "watched": not on_gpu,
             }
         )["pid"]  # fmt: skip
@@ -180,7 +183,7 @@ class _Solution:
         except Exception as error:  # what was sent is no message
             raise _WrongError(f"its process sent what is no answer: {type(error).__name__}") from None
         if "refused" in answer:
-            raise _WrongError(str(answer["refused"]))
+            raise _WrongError(_plain(str(answer["refused"])))
         return answer
 
     def close(self) -> None:
@@ -188,6 +191,11 @@ class _Solution:
         if isinstance(self.pid, int) and self.pid > 1:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+
+def _plain(text: str) -> str:
+    """Without what moves a terminal's cursor: a solution's words do not write over the judge's."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text.expandtabs())
 
 
 @contextlib.contextmanager
@@ -205,7 +213,7 @@ def _solution(text: str, function: str, task: Task, *, on_gpu: bool) -> Iterator
                 server.close()
             printed = Path(folder, "printed.txt")
             if printed.exists():
-                _printed[:] = [printed.read_text(errors="replace")[:4000].strip()]
+                _printed[:] = [_plain(printed.read_text(errors="replace")[:4000]).strip()]
 
 
 _printed: list[str] = []
@@ -268,6 +276,40 @@ def _cases(task: Task, rng: random.Random) -> list[_Case]:
     cases.append(_Case(middle, dtypes[0], calls=rng.randint(4, 8)))
     cases.append(_Case(_drawn(task, rng), dtypes[-1], calls=3))
     return sorted(cases, key=lambda case: (case.calls > 1, _elements(case.sizes)))
+
+
+def _numbers(text: str) -> set[int]:
+    """The whole numbers of a text, and what comes of those that are multiplied, added or shifted there."""
+    known = {ast.Mult: operator.mul, ast.Add: operator.add, ast.LShift: operator.lshift, ast.Pow: operator.pow}
+
+    def value(node: ast.AST) -> int | None:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in known:
+            left, right = value(node.left), value(node.right)
+            if left is not None and right is not None and 0 <= left < 2**16 and 0 <= right < 2**16:
+                return known[type(node.op)](left, right) if right < 32 or isinstance(node.op, ast.Mult) else None
+        return None
+
+    return {found for node in ast.walk(ast.parse(text.encode())) if (found := value(node)) is not None}
+
+
+def _beyond(task: Task, text: str, rng: random.Random) -> list[_Case]:
+    """Where the text has a number above a size that is tried anyway, from which it may do otherwise: that size beyond it, the others small."""
+    cases = []
+    for name in [name for name in task.sizes[0] if name not in task.powers]:
+        high, step = max(sizes[name] for sizes in task.sizes), task.multiple.get(name, 1)
+        found = [n for n in _numbers(text) if high <= n <= min(LARGEST, task.most.get(name, LARGEST + 1) - 1)]
+        if found:
+            size = -(-rng.randint(max(found) + 1, max(found) * 3 // 2 + 1) // step) * step
+            for few in (1, 0):  # the second smallest of the others, else the smallest
+                values = {other: sorted({sizes[other] for sizes in task.sizes}) for other in task.sizes[0]}
+                case = {other: many[min(few, len(many) - 1)] for other, many in values.items()}
+                case[name] = min(size, task.most.get(name, size))
+                if _elements(case) <= 8 * LARGEST:
+                    cases.append(_Case(case, task.dtypes[0]))
+                    break
+    return cases
 
 
 def _to(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -556,7 +598,7 @@ def judge(
                 device = runtime.DEVICE if on_gpu else torch.device("cpu")
                 case = None
                 with _solution(text, function, task, on_gpu=on_gpu) as running:
-                    for case in _cases(task, rng):
+                    for case in [*_cases(task, rng), *_beyond(task, text, rng)]:
                         _run_case(running, task, case, rng.getrandbits(32), device)
                         passed += 1
                     case = None

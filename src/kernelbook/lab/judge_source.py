@@ -63,6 +63,10 @@ _NOT_OF_TORCH = frozenset(
 )
 _NOT_OF_TRITON = frozenset(("backends", "compiler", "instrumentation", "knobs", "profiler", "runtime", "tools"))
 _DESCRIPTORS = ["triton", "tools", "tensor_descriptor"]  # a launch makes tensor descriptors with its one class
+# What makes code or an attribute's name of a string.
+_OF_STRINGS = frozenset(
+    ("ForwardRef", "attrgetter", "get_type_hints", "methodcaller", "singledispatch", "singledispatchmethod")
+)
 _NO_BUILTINS = frozenset(
     (
         "__import__",
@@ -96,7 +100,16 @@ _NO_ATTRIBUTES = frozenset(
 )
 _DUNDERS = frozenset(("__init__", "__name__", "__doc__", "__post_init__"))
 # What the body of a kernel may call: Triton's language, other kernels of the file, and what Triton makes of these of Python.
-_IN_KERNELS = frozenset(("range", "min", "max", "len", "float", "int", "bool", "abs", "tuple", "print"))
+IN_KERNELS = frozenset(
+    ("range", "min", "max", "len", "float", "int", "bool", "abs", "tuple", "print", "isinstance", "hasattr")
+)
+# What a value in a kernel has. A block's handle, say, is the interpreter's.
+_OF_VALUES = frozenset(
+    name
+    for kind in (tl.tensor, tl.pointer_type, tl.block_type, tl.tensor_descriptor, tl.constexpr)
+    for name in dir(kind)
+    if not name.startswith("_")
+) | {"dtype", "element_ty", "numel", "primitive_bitwidth", "shape", "strides", "type", "value"}
 
 
 def _path(node: ast.expr) -> list[str] | None:
@@ -114,6 +127,8 @@ def _module_problem(parts: list[str]) -> str | None:
     name = ".".join(parts)
     if head not in _IMPORTS:
         return f"imports {name}: a file of kernels needs torch, triton and a little of Python's library"
+    if _OF_STRINGS.intersection(rest):
+        return f"uses {name}, which finds by a string what the text does not show"
     if any(part.startswith("_") for part in rest):
         return f"uses {name}, which is private"
     if any(
@@ -134,9 +149,11 @@ def _module_problem(parts: list[str]) -> str | None:
 
 
 def _found(source: str) -> Iterator[tuple[int, str]]:
-    tree = ast.parse(source)
+    tree = ast.parse(source.encode())  # as Python reads a file, in the encoding that its first lines may name
     # What a file does when it is run by itself, a benchmark say, never runs here.
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))]
+    for statement in tree.body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
+            statement.test, statement.body = ast.Constant(value=False), [ast.Pass()]
     modules: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -159,6 +176,13 @@ def _found(source: str) -> Iterator[tuple[int, str]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
         and any("jit" in (_path(d.func if isinstance(d, ast.Call) else d) or []) for d in node.decorator_list)
+    } | {
+        node.args[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and "jit" in (_path(node.func) or [])
+        and node.args
+        and isinstance(node.args[0], ast.Name)
     }
     inner: set[int] = set()  # attributes whose chain was looked at as a whole
     for node in ast.walk(tree):
@@ -185,6 +209,8 @@ def _found(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"defines {node.name}"
             if isinstance(node, ast.FunctionDef) and node.name in kernels:
                 yield from _in_kernel(node, kernels, modules)
+        elif isinstance(node, ast.MatchClass) and node.kwd_attrs:
+            yield node.lineno, f"reads .{node.kwd_attrs[0]} by a pattern"
         elif isinstance(node, ast.ClassDef) and "torch.Tensor" in map(ast.unparse, node.bases):
             yield node.lineno, "derives a class from torch.Tensor"
 
@@ -195,8 +221,12 @@ def _in_kernel(kernel: ast.FunctionDef, kernels: set[str], modules: dict[str, li
         if isinstance(node, ast.Call) and (chain := _path(node.func)):
             full = [*modules.get(chain[0], chain[:1]), *chain[1:]]
             method = chain[0] not in modules and len(chain) > 1
-            if not (method or full[0] == "triton" or (len(full) == 1 and full[0] in kernels | _IN_KERNELS)):
+            if not (method or full[0] == "triton" or (len(full) == 1 and full[0] in kernels | IN_KERNELS)):
                 yield node.lineno, f"calls {'.'.join(chain)} in a kernel, which is no function of Triton's language"
+        elif isinstance(node, ast.Attribute) and node.attr not in _OF_VALUES:
+            chain = _path(node)
+            if not (chain and chain[0] in modules):
+                yield node.lineno, f"uses .{node.attr} in a kernel, which no value of Triton's language has"
 
 
 def problems(source: str) -> list[str]:

@@ -3,7 +3,7 @@
 Nothing here decides whether a result is right: the seeds, the reference and the comparison are in another process, and no
 answer is ever in this one. What is looked after here is how a result comes about:
 
-- The host sees no numbers. Outside of kernels every tensor of floating-point numbers reads as zeros (:class:`_Veil`); what it
+- The host sees no numbers. Outside of kernels every tensor reads as zeros (:class:`_Veil`); what it
   holds is put back while a kernel runs, and while one of PyTorch's operators runs that only moves numbers. So nobody computes on
   the host, in PyTorch, NumPy or a thread; a call of another operator is named (:class:`_Host`).
 - New memory is NaN, and in the interpreter memory is watched (:mod:`kernelbook.lab.watched_memory`).
@@ -16,10 +16,15 @@ without ``serve`` it takes one and keeps to this process, which a GPU needs.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
+import gc
 import importlib.util
+import inspect
 import io
 import os
+import random
 import resource
 import signal
 import socket
@@ -28,22 +33,25 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from kernelbook import check, interpreter, runtime
-from kernelbook.lab import timing
+from kernelbook.lab import judge_source, timing
 
 # isort: split
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime import jit
+from triton.runtime.autotuner import Autotuner
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["receive", "send"]
@@ -59,6 +67,7 @@ _MOVING = frozenset(
     """clone _to_copy copy_ fill_ full full_like new_full new_ones new_zeros ones ones_like scalar_tensor zero_ zeros
     zeros_like""".split()  # noqa: SIM905
 )
+_COPYING = frozenset(("clone", "_to_copy", "copy_"))
 # Operators with which Triton's interpreter, and what gives it float32 for bfloat16, handle a kernel's arguments.
 _OF_INTERPRETER = frozenset(("set_", "clone", "copy_", "_to_copy", "equal", "new_empty", "view"))
 _MEBI = 2**20
@@ -112,7 +121,6 @@ class _Veil:
 
     def __init__(self) -> None:
         self.hidden: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        self.open: set[int] = set()  # memory that the host may read: integers that it was given
 
     @staticmethod
     def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -134,7 +142,7 @@ class _Veil:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 place = storage.data_ptr()
-                if place and place not in self.hidden and place not in self.open:
+                if place and place not in self.hidden:
                     held = self._bytes(storage)
                     self.hidden[place] = storage, held.clone()
                     held.zero_()
@@ -146,6 +154,7 @@ class _Host(TorchDispatchMode):
     def __init__(self, veil: _Veil, also: Sequence[str]) -> None:
         super().__init__()
         self.veil, self.also, self.computed = veil, frozenset(also), list[str]()
+        self.whole: set[int] = set()  # memory that PyTorch may not copy, since that is the task
         self.launching = False  # the interpreter itself sets, copies and compares while it runs a kernel
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,11 +165,51 @@ class _Host(TorchDispatchMode):
             name = {"_local_scalar_dense": "item(), which the host waits for"}.get(name, name)
             self.computed.append(name)
             raise RuntimeError(f"PyTorch computes: {name}")
-        lifted = self.veil.lift([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name in _COPYING and any(tensor.untyped_storage().data_ptr() in self.whole for tensor in tensors):
+            self.computed.append(f"{name}, and copying is the task")
+            raise RuntimeError(f"PyTorch copies: {name}")
+        lifted = self.veil.lift(tensors)
         result = func(*args, **(kwargs or {}))
         if lifted:
             self.veil.lower([*lifted, *(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))])
         return result
+
+
+def _foreign_value(value: Any) -> str | None:
+    """The kind of a value that is none of a kernel's: the interpreter takes whatever Python has."""
+    if isinstance(value, (tuple, list)):
+        return next(filter(None, map(_foreign_value, value)), None)
+    plain = isinstance(value, (bool, int, float, str, torch.Tensor, torch.dtype, types.NoneType))
+    home = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+    home = (getattr(value, "__module__", None) or home) if isinstance(value, (types.FunctionType, type)) else home
+    if plain or home.split(".")[0] in ("triton", "math"):
+        return None
+    return f"a {type(value).__name__}"
+
+
+def _foreign(function: Any) -> str | None:
+    """What a kernel, or one that it calls, takes from around it without its being of Triton's language."""
+    waiting, known = [function], set[Any]()
+    while waiting:
+        code = (function := waiting.pop()).__code__
+        if code in known:
+            continue
+        known.add(code)
+        around = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
+        for part in [code, *(constant for constant in code.co_consts if isinstance(constant, types.CodeType))]:
+            for step in dis.get_instructions(part):
+                if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF") or step.argval not in around:
+                    continue
+                name, value = step.argval, around[step.argval]
+                if isinstance(value, (triton_interpreter.InterpretedFunction, jit.JITFunction)):
+                    waiting.append(value.fn)
+                elif value is vars(builtins).get(name):
+                    if name not in judge_source.IN_KERNELS:
+                        return name
+                elif _foreign_value(value):
+                    return name
+    return None
 
 
 @contextlib.contextmanager
@@ -169,10 +218,30 @@ def _launches_see(veil: _Veil, host: _Host) -> Iterator[list[str]]:
     launched: list[str] = []
     interpret, run = triton_interpreter.GridExecutor.__call__, jit.JITFunction.run
 
+    def of_host(grid: Any, tensors: Sequence[torch.Tensor], mode: contextlib.AbstractContextManager[Any]) -> Any:
+        """A grid that is a function runs on the host, in the middle of a launch."""
+
+        def asked(meta: Any) -> Any:
+            launching = host.launching
+            veil.lower(tensors)
+            host.launching = False
+            try:
+                with mode:
+                    return grid(meta)
+            finally:
+                host.launching = launching
+                veil.lift(tensors)
+
+        return asked if callable(grid) else grid
+
     def interpreted(self: Any, *args: Any, **kwargs: Any) -> None:
         launched.append(self.fn.__name__)
         given = [*args, *kwargs.values()]
+        if foreign := _foreign(self.fn) or next(filter(None, map(_foreign_value, given)), None):
+            raise RefusedError(f"a kernel is given {foreign}, which no compiler takes")
         tensors = _tensors(given)
+        self.grid = of_host(self.grid, tensors, contextlib.nullcontext())
+        self.pre_run_hooks = []
         veil.lift(tensors)
         host.launching = True  # what PyTorch is asked for in a kernel's body, as the interpreter runs it, is seen too
         try:
@@ -185,6 +254,8 @@ def _launches_see(veil: _Veil, host: _Host) -> Iterator[list[str]]:
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         launched.append(self.fn.__name__)
         tensors = _tensors([*args, *kwargs.values()])
+        kwargs["grid"] = of_host(kwargs.get("grid"), tensors, host)
+        self.pre_run_hooks = []
         veil.lift(tensors)
         with _disable_current_modes():
             result = run(self, *args, **kwargs)
@@ -196,6 +267,12 @@ def _launches_see(veil: _Veil, host: _Host) -> Iterator[list[str]]:
         mock.patch.object(jit.JITFunction, "run", compiled),
     ):
         yield launched
+
+
+def _tuned_by_chance(_: Any, call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+    """What ``triton.autotune`` is told of a configuration where nothing is timed: it runs, and whichever is taken is judged."""
+    call()
+    return [random.random()] * len(quantiles)
 
 
 # --- the process as it should be ------------------------------------------------------------------------------------------
@@ -247,7 +324,7 @@ class RefusedError(Exception):
 class _Session:
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.text = Path(request["file"])
-        self.also = request["also"]
+        self.also, self.copies = request["also"], request["copies"]
         self.before = _names()
         self.function = self._load(request["function"])
         self._honest()
@@ -274,6 +351,8 @@ class _Session:
         while found is not None:
             if type(found).__name__ == "WrongAccessError":
                 watched = str(found).removeprefix("watched: ")
+            elif isinstance(found, RefusedError):
+                watched = str(found)
             found = found.__cause__ or found.__context__
         inner = error.__cause__ or error
         frames = (*traceback.extract_tb(error.__traceback__), *traceback.extract_tb(inner.__traceback__))
@@ -316,9 +395,8 @@ class _Session:
         host = _Host(veil, self.also)
         given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
-        for tensor in tensors:
-            if tensor.dtype in (torch.int32, torch.int64, torch.bool):
-                veil.open.add(tensor.untyped_storage().data_ptr())
+        if self.copies:
+            host.whole |= {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.is_floating_point()}
         for name in request["grads"]:
             given[name].requires_grad_()
         upstream = [self._on(runtime.DEVICE, up) for up in request["upstream"][number]]
@@ -342,19 +420,25 @@ class _Session:
                 try:
                     grads = torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
                 except Exception as error:
-                    computed = f"PyTorch computes in its backward pass: {host.computed[0]}"
-                    raise RefusedError(computed if host.computed else self.sentence(error)) from error
+                    found = host.computed and f"PyTorch computes in its backward pass: {host.computed[0]}"
+                    raise RefusedError(found or self.sentence(error)) from error
                 missing = [name for name, grad in zip(request["grads"], grads, strict=True) if grad is None]
                 if missing:
                     raise RefusedError(f"there is no gradient by {missing[0]}")
                 self._plain(grads, [], "a gradient")
             kept_grads = self._copies(veil, grads)
+            results = [StorageWeakRef(found.untyped_storage()) for found in (*outputs, *grads)]
         if host.computed:
             raise RefusedError(f"PyTorch computes in it: {host.computed[0]}")
         if threading.active_count() > threads:
             raise RefusedError("it leaves a thread at work")
         self._honest()
         veil.lift(tensors)
+        del outputs, grads, host
+        veil.hidden.clear()
+        gc.collect()
+        if not all(result.expired() for result in results):
+            raise RefusedError("it keeps the memory of a result, which a later call may change or return again")
         if runtime.DEVICE.type == "cuda":
             torch.cuda.synchronize()
         return {
@@ -467,6 +551,7 @@ def _session(channel: socket.socket) -> None:
             from kernelbook.lab.watched_memory import watched
 
             stack.enter_context(watched())
+            stack.enter_context(mock.patch.object(Autotuner, "do_bench", _tuned_by_chance))
         session: _Session | None = None
         while True:
             if request.get("first"):  # what earlier cases printed says nothing of this one

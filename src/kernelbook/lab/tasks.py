@@ -73,9 +73,13 @@ class Draw:
     def packed_bytes(self, *shape: int) -> torch.Tensor:
         return torch.randint(0, 256, shape, generator=self.generator, dtype=torch.uint8)
 
+    def table(self) -> torch.Tensor:
+        """Sixteen values from -1 to 1, ascending, float32: no kernel can know them beforehand."""
+        return (2 * torch.rand(16, generator=self.generator) - 1).sort().values
+
     def angles(self, positions: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of a rotary embedding, (positions, half) each."""
-        angle = torch.arange(positions)[:, None] * torch.logspace(0, -4, half)[None, :]
+        """Cosines and sines, (positions, half) each, of angles that are drawn: those of a rotary embedding a kernel could know."""
+        angle = 2 * math.pi * torch.rand((positions, half), generator=self.generator)
         return self._placed(angle.cos(), self.dtype), self._placed(angle.sin(), self.dtype)
 
     def _placed(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -105,6 +109,7 @@ class Task:
         sizes: small sizes for the interpreter, edges first: one row, primes, more than a tile. Further ones are drawn between them.
         real: one size for a GPU.
         multiple: a size that is always a multiple of a number.
+        most: a size that is never larger than a number, as ``says`` says.
         powers: sizes that are powers of two.
         empty: a size that may be zero.
         grads: inputs by which the result is differentiated.
@@ -113,6 +118,7 @@ class Task:
         strided: whether inputs may have any strides; else they are contiguous.
         scales: standard deviations of the inputs that are tried.
         also: PyTorch's operators (``sum``) that a solution may call beside those that only allocate, view, copy or convert.
+        copies: whether copying numbers is the whole task, so that PyTorch may not copy the inputs.
         peer: what a PyTorch user would call, where that is not ``reference``.
         book: the book's own function.
         moved: bytes that have to be moved, from the sizes and the bytes of an element; default: all inputs and outputs once.
@@ -127,6 +133,7 @@ class Task:
     sizes: Sequence[Sizes]
     real: Sizes
     multiple: Sizes = dataclasses.field(default_factory=dict)
+    most: Sizes = dataclasses.field(default_factory=dict)
     powers: Sequence[str] = ()
     empty: str | None = None
     grads: Sequence[str] = ()
@@ -135,6 +142,7 @@ class Task:
     strided: bool = True
     scales: Sequence[float] = (1.0, 20.0)
     also: Sequence[str] = ()
+    copies: bool = False
     peer: Callable[..., Any] | None = None
     book: Callable[..., Any] | None = None
     moved: Callable[[Sizes, int], int] | None = None
@@ -165,6 +173,8 @@ _MATRICES = _rows((1, 1), (1, 7), (3, 16), (7, 97), (67, 8), (2, 1031))
 _MODEL = {"M": 8192, "N": 4096}  # tokens and a model's width
 # In a row of one element the gradient by x is all cancellation: what is left is rounding, PyTorch's and a reader's.
 _LONGER_ROWS = _rows((1, 2), (1, 7), (3, 16), (7, 97), (67, 8), (2, 1031))
+# exp() of numbers around 300 is infinite in float32: without the largest number of its row a kernel is wrong.
+_EXPONENTIALS = (1.0, 20.0, 300.0)
 
 
 def _named(names: str, *rows: tuple[int, ...]) -> tuple[Sizes, ...]:
@@ -238,6 +248,8 @@ _add(
     sizes=_MATRICES,
     real=_MODEL,
     empty="M",
+    scales=_EXPONENTIALS,
+    most={"N": 4096},
     hints=(
         "One program a row; BLOCK_N = triton.next_power_of_2(N) holds the row.",
         "Beyond N a sum needs zeros after the exponential: load other=-inf.",
@@ -267,6 +279,7 @@ _add(
     sizes=_MATRICES,
     real=_MODEL,
     empty="M",
+    scales=_EXPONENTIALS,
     hints=(
         "m + log(sum(exp(x - m))), m the largest number of the row.",
         "In a loop over tiles: when m grows from m_old to m_new the sum so far is multiplied by exp(m_old - m_new).",
@@ -306,6 +319,7 @@ _add(
     real={"M": 4096, "N": 32000},
     empty="M",
     peer=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none"),
+    scales=_EXPONENTIALS,
     hints=(
         "loss = logsumexp(row) - row[target].",
         "Load the target's logit by its own address: x_ptr + row * stride + target * stride_n.",
@@ -442,6 +456,7 @@ _add(
     sizes=_rows((1, 1), (1, 7), (16, 3), (7, 97), (33, 65)),
     real=_MODEL,
     empty="M",
+    copies=True,
     hints=(
         "A program loads a tile of x and stores it at the transposed place.",
         "tl.trans turns the tile in registers, so that both the load and the store go along memory.",
@@ -460,6 +475,7 @@ _add(
     real={"R": 65536, "N": 4096, "T": 4096, "k": 4},
     empty="T",
     moved=lambda s, size: 2 * s["T"] * s["k"] * s["N"] * size + 8 * s["T"] * s["k"],
+    copies=True,
     hints=("One program a chosen row: it loads its id, then the row. The id is 64 bits: so is the offset.",),
 )
 
@@ -569,7 +585,7 @@ _add(
     inputs=lambda draw, n: {
         "packed": draw.packed_bytes(n // 2),
         "absmax": draw.positive(n // 64),
-        "table": nf4_code_reference(torch.float32),
+        "table": draw.table(),
     },
     sizes=tuple({"n": n} for n in (64, 192, 1024, 64 * 41)),
     real={"n": 2**26},
@@ -617,7 +633,7 @@ _add(
     ),
     real={"B": 16, "H_kv": 8, "G": 4, "S": 8192, "D": 128},
     powers=("D",),
-    scales=(1.0, 3.0),
+    scales=(1.0, 3.0, 7.0),
     book=_book(lambda kb, q, k, v, lengths: kb.flash_attention(q[:, :, None], k, v, lengths=lengths)[:, :, 0]),
     moved=lambda s, size: s["B"] * s["H_kv"] * s["S"] * s["D"] * size,  # k and v, of which half lies before the lengths
     hints=(
@@ -663,6 +679,7 @@ _add(
     sizes=_rows((1, 1), (1, 7), (3, 129), (7, 97), (2, 1031)),
     real={"M": 2048, "N": 65536},
     strided=False,
+    scales=_EXPONENTIALS,
     hints=(
         "Two loops over the row: the first for its maximum and its sum, the second for the result.",
         "When the maximum grows from m to m', the sum so far is multiplied by exp(m - m').",
@@ -749,7 +766,7 @@ _ATTENTION: dict[str, Any] = {
     "powers": ("D",),
     "dtypes": (torch.float16, torch.bfloat16),
     "strided": False,
-    "scales": (1.0, 3.0),
+    "scales": (1.0, 3.0, 7.0),
 }
 
 _add(
@@ -807,7 +824,11 @@ _add(
     "the nearest value of code, ascending; halfway the lower one. Two numbers a byte, the first in its high half. "
     "w (n,), code (16,) float32, contiguous -> packed (n / 2,) uint8, absmax (n / 64,)",
     reference=lambda w, code: _quantized(w, code),
-    inputs=lambda draw, n: {"w": draw(n), "code": nf4_code_reference(torch.float32)},
+    # The book's own function has NF4's code.
+    inputs=lambda draw, n: {
+        "w": draw(n),
+        "code": draw.table() if draw.scale != 1 else nf4_code_reference(torch.float32),
+    },
     sizes=_named("n", (64,), (128,), (192,), (64 * 11,)),
     real={"n": 2**26},
     multiple={"n": 64},
@@ -842,7 +863,7 @@ _add(
     inputs=lambda draw, N, K: {
         "packed": draw.packed_bytes(N, K // 2),
         "absmax": draw.positive(N, K // 64),
-        "table": nf4_code_reference(torch.float32),
+        "table": draw.table(),
         "x": draw(K),
     },
     sizes=_named("N K", (1, 64), (5, 64), (3, 320), (19, 128)),
