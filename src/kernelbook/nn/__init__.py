@@ -1,5 +1,6 @@
 """Modules for PyTorch models that use the kernels."""
 
+from kernelbook.linear import linear
 from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.nn.ffn import SparseFFN
 from kernelbook.nn.gpt import GPT, GPTConfig
@@ -25,6 +26,7 @@ __all__ = [
     "Swap",
     "compact_sparse_linear",
     "gated_experts",
+    "linear",
     "load_balancing_loss",
     "swap",
 ]

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernelbook.launch import cdiv, launcher  # before Triton, which it sets up
+from kernelbook.linear import product
 from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.sparse_linear import kernels
 from kernelbook.tensors import strided
@@ -42,7 +43,7 @@ def run_packed(
     packed_dy, sums = pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
     if dx is not None:
         packed_w, _ = pack(chunks, ids, weight, 0, chunks.w_compact)
-        torch.mm(packed_dy, packed_w, out=dx)
+        product(packed_dy, packed_w, out=dx)
     if dw is not None and chunks.dw_compact:
         torch.mm(packed_dy.t(), x, out=dw)
     elif dw is not None:
