@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import cdiv, launcher, operator
@@ -47,7 +48,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Raises:
         TypeError, ValueError: within ``same_bits``: a dtype, a shape or a device is not as above.
     """
-    if not runtime.in_same_bits():
+    if is_dynamo_compiling() or not runtime.in_same_bits():
         return F.linear(x, weight, bias)
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
     arguments.check_linear("linear", x, "weight", weight)

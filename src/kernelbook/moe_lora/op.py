@@ -8,6 +8,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import composite, operator, sources
+from kernelbook.linear import linear
 from kernelbook.memory import accumulator, empty, present
 from kernelbook.moe_lora import grouped, kernels
 from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Layout, Lora, ShrinkPlan, Step
@@ -415,7 +416,7 @@ def _add_share_of_bias(dgates: torch.Tensor, dy: torch.Tensor, given: Given) -> 
     """y = ... + bias[e]: what the inner products of dX and x leave out."""
     assert given.bias is not None
     with without_autocast(dy):
-        inner = torch.matmul(dy, given.bias.t())
+        inner = linear(dy, given.bias)
     ids, _, experts = given.routing
     skipped = (ids < 0) | (ids >= experts)
     dgates += inner.gather(1, ids.long().masked_fill(skipped, 0)).masked_fill(skipped, 0)

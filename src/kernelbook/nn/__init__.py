@@ -7,6 +7,7 @@ from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.nn.layers import LayerNorm, RMSNorm, SparseLinear
 from kernelbook.nn.moe import Float8Tensor, GatedExperts, LoRAPair, MoELayer, gated_experts, load_balancing_loss
 from kernelbook.nn.nf4_linear import NF4Linear
+from kernelbook.nn.same_bits import SameBitsLinear
 from kernelbook.nn.swap import Swap, swap
 from kernelbook.nn.swiglu import ClampedSwiGLU
 
@@ -21,6 +22,7 @@ __all__ = [
     "MoELayer",
     "NF4Linear",
     "RMSNorm",
+    "SameBitsLinear",
     "SparseFFN",
     "SparseLinear",
     "Swap",

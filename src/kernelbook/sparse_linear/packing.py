@@ -47,8 +47,8 @@ def run_packed(
     if dw is not None and chunks.dw_compact:
         torch.mm(packed_dy.t(), x, out=dw)
     elif dw is not None:
-        product = torch.mm(packed_dy.t(), x, out=empty((chunks.active, x.shape[1]), x.dtype, x))
-        place(chunks, ids, product[None], dw, sums, db)
+        of_active = torch.mm(packed_dy.t(), x, out=empty((chunks.active, x.shape[1]), x.dtype, x))
+        place(chunks, ids, of_active[None], dw, sums, db)
     if db is not None and (dw is None or chunks.dw_compact):
         place(chunks, ids, None, None, sums, db, compact=chunks.dw_compact)
 
