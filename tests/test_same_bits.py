@@ -93,6 +93,47 @@ def test_a_tuned_plan_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans.asked
 
 
+COUNTS = (1, 2, 7, 16, 17, 64, 300, 2048, 16384)
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_100", "gfx942"])
+def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On no GPU: of each function one tile, one kernel and one order, for any number of rows, tokens, queries or keys."""
+    from kernelbook.attention import launches
+    from kernelbook.moe_lora import kernels as moe
+    from kernelbook.packed import products
+    from kernelbook.scatter_ffn import kernels as scatter
+    from kernelbook.sparse_linear import kernels as sparse
+
+    # The interpreter has no launches of kernels in Gluon.
+    monkeypatch.setattr(products, "launcher", lambda kernel, **how: (kernel.__name__, tuple(how.items())))
+    with runtime.compiling_for(target), kb.same_bits():
+        p, bf16 = runtime.properties(), torch.bfloat16
+        for itemsize in (2, 4, 8):
+            for access in ("boxes", "wide", "narrow", "packed"):
+                assert len({moe.rows_tiles(m, 128, 0, itemsize, access, p) for m in COUNTS}) == 1
+            assert len({moe.thin_tiles(m, 128, 8192, 16, itemsize, p) for m in COUNTS}) == 1
+            assert {sparse.strategy(m, 4096, 512, 64, itemsize, True, False, p) for m in COUNTS} == {"packed"}
+        assert {moe.choose_strategy(m, 128, 2048, 1536, 16, p) for m in COUNTS} == {"split"}
+        assert all(products.decodes_on_the_way(m, 8, p) for m in COUNTS)
+        assert {scatter.strategy(m, 4096, 4096, 400, "bfloat16", True, p) for m in COUNTS} == {"packed"}
+        for routed in (True, False):
+            found = [
+                products.plan.__wrapped__(m, (128, 1536, 2048), False, bf16, 64, False, 0, False, False, True, routed, p)
+                for m in COUNTS
+            ]
+            assert len({None if plan is None else (plan.launch, plan.kind, plan.height) for plan in found}) == 1
+        kept = set()
+        for b, n, s in ((1, 1, 300), (64, 1, 300), (1, 16, 9000), (2, 2048, 2048), (1, 3, 64)):
+            q, k = torch.empty(b, 8, n, 128, dtype=bf16), torch.empty(b, 2, s, 128, dtype=bf16)
+            problem = launches.problem(q, k, True, None, None, "ieee")
+            constants = launches.same_bits(problem, False).launch.constants
+            kept.add(tuple((name, value) for name, value in constants.items() if name not in ("SPLIT", "ROWS")))
+            of_keys, _, parts = launches.dkdv(problem, launches.reach(problem, (q, k), (q, k)))
+            assert parts == 1 and of_keys.launch.kernel.__name__ == "_flash_attention_bwd_dkdv_kernel"
+        assert len(kept) == 1
+
+
 def test_what_cannot_promise_it_says_what_can() -> None:
     x = randn(4, 32)
     with kb.same_bits():
@@ -110,7 +151,7 @@ def test_what_cannot_promise_it_says_what_can() -> None:
 
 
 def _experts(dtype: torch.dtype, packed: str) -> tuple[Rows, int]:
-    tokens, k, experts, inner, slots, rank = 48, 256, 4, 64, 2, 4
+    tokens, k, experts, inner, slots, rank = 36, 256, 3, 32, 2, 4
     x = randn(tokens, k, dtype=dtype)
     gate_up, down = randn(experts, 2 * inner, k, dtype=dtype) / 16, randn(experts, k, inner, dtype=dtype) / 8
     lora = [
@@ -216,7 +257,7 @@ PRODUCTS: dict[str, Callable[[], tuple[Rows, int]]] = {
     "norms": lambda: _norms(torch.float32),
     "norms, bfloat16": lambda: _norms(torch.bfloat16),
 }
-# Of these some row is another one outside of the mode, on the CPU too.
+# Of these some row is another one outside of the mode in the interpreter, for whose rules the sizes are.
 DIFFER = ("experts, float32", "nf4_matmul", "scatter_ffn", "gather_matmul")
 
 
@@ -234,6 +275,7 @@ def test_rows_alone_in_any_batch_and_in_any_order(name: str, data: st.DataObject
             assert same(rows(which), rows_of(whole, which)), (name, which)
 
 
+@pytest.mark.skipif(not runtime.INTERPRET, reason="a GPU has sizes of its own below")
 @pytest.mark.parametrize("name", DIFFER)
 def test_without_the_mode_they_differ(name: str) -> None:
     rows, count = PRODUCTS[name]()
@@ -534,3 +576,186 @@ def test_swap_takes_what_it_knows_and_refuses_the_rest() -> None:
         swap(model, same_bits=True, attention=False)
     with pytest.raises(TypeError, match="swap: same_bits must be a bool, got int"):
         swap(model, same_bits=1)  # type: ignore[arg-type]
+
+
+# --- on a GPU, at the sizes of models --------------------------------------------------------------------------------
+
+TOKENS = 2048
+
+
+def _large_model(kind: str, layers: int = 2) -> Any:
+    """OLMoE's sizes, random weights, with LoRA pairs that are not merged; experts dense, in NF4 or in MXFP4."""
+    import peft
+    import transformers
+
+    from kernelbook.interop import transformers as interop
+    from kernelbook.nn.parameters import store_parameter
+
+    config = transformers.OlmoeConfig(num_hidden_layers=layers, max_position_embeddings=4096, initializer_range=0.05)
+    with torch.device(runtime.DEVICE):
+        model: Any = transformers.OlmoeForCausalLM(config).to(torch.bfloat16).eval()
+    for _, experts in interop.expert_modules(model):
+        for name in interop.weight_names(experts):
+            if kind == "nf4":
+                store_parameter(experts, name, kb.nf4_quantize(getattr(experts, name).detach()))
+            elif kind == "mxfp4":
+                store_parameter(experts, name, kb.fp4_quantize(getattr(experts, name).detach(), format="mxfp4"))
+    lora = peft.LoraConfig(
+        r=16, lora_alpha=32, init_lora_weights=False, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=interop.expert_parameters(model),
+    )  # fmt: skip
+    model = peft.get_peft_model(model, lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn_like(parameter) * 0.02
+    return interop.use_kernels(model.to(torch.bfloat16))
+
+
+def _of_tokens(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+    """The log-probability of each next token, (B, N - 1), in float32."""
+    found = _log_probs(model, ids[:, :-1], **more)
+    return found.gather(2, ids[:, 1:, None])[..., 0]
+
+
+@torch.no_grad()
+def _generated(model: Any, ids: torch.Tensor, prompt: int, chunk: int) -> torch.Tensor:
+    """The same of ids (B, N), of which ``prompt`` tokens are read in chunks, and then one at a time."""
+    import transformers
+
+    cache, found, n = transformers.DynamicCache(), [], ids.shape[1] - 1
+    cuts = [*range(0, prompt, chunk), *range(prompt, n + 1)]
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        log_probs = _log_probs(model, ids[:, begin:end], past_key_values=cache)
+        found.append(log_probs.gather(2, ids[:, begin + 1 : end + 1, None])[..., 0])
+    return torch.cat(found, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.memory
+@pytest.mark.parametrize("kind", ["dense", "nf4", "mxfp4"])
+def test_training_and_generation_agree_at_the_sizes_of_a_model(kind: str) -> None:
+    """Five packed batches of 2,048 tokens, against generation of 1 to 64 sequences at a time: the divergence is 0."""
+    model, length = _large_model(kind), TOKENS // 64
+    places = torch.arange(length, device=runtime.DEVICE).repeat(64)[None]
+    tokens, different = 0, 0
+    for mode in (True, False):
+        with swap(model, same_bits=mode, quiet=True):
+            for batch in range(5 if mode else 1):
+                ids = torch.randint(1, 50000, (64, length + 1), device=runtime.DEVICE)
+                logits = model(ids[:, :-1].reshape(1, -1), position_ids=places, use_cache=False).logits
+                log_probs = logits.detach().float().log_softmax(-1).view(64, length, -1)
+                packed = log_probs.gather(2, ids[:, 1:, None])[..., 0]
+                for size in (1, 2, 8, 32, 64) if batch == 0 else (64,):
+                    found = _generated(model, ids[:size], 20, (7, 20)[batch % 2])
+                    if mode:
+                        assert same(found, packed[:size]), (kind, batch, size)
+                        tokens += found.numel()
+                    else:
+                        different += int((found != packed[:size]).sum())
+    assert tokens >= 10_000 and different > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.memory
+def test_padded_batches_of_several_lengths() -> None:
+    model = _large_model("nf4")
+    lengths = (700, 512, 300, 260, 150, 70, 40, 16)
+    ids = torch.randint(1, 50000, (len(lengths), max(lengths)), device=runtime.DEVICE)
+    mask = torch.arange(max(lengths), device=runtime.DEVICE) < torch.tensor(lengths, device=runtime.DEVICE)[:, None]
+    packed = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])[None]
+    places = torch.cat([torch.arange(n) for n in lengths])[None].to(runtime.DEVICE)
+    with swap(model, same_bits=True, quiet=True), torch.no_grad():
+        of_packed = _log_probs(model, packed, position_ids=places, use_cache=False)[0].split(lengths)
+        of_padded = _log_probs(model, ids, attention_mask=mask.long(), use_cache=False)
+        for row, n, expected in zip(of_padded, lengths, of_packed, strict=True):
+            assert same(row[:n], expected)
+        for i in (0, 3, 7):
+            assert same(_log_probs(model, ids[i : i + 1, : lengths[i]], use_cache=False)[0], of_packed[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("h", "h_kv", "d"), [(32, 4, 128), (16, 16, 128), (64, 8, 64), (8, 1, 256)])
+def test_attention_at_the_sizes_of_models(h: int, h_kv: int, d: int) -> None:
+    s = TOKENS
+    q, k, v = (randn(4, heads, s, d, dtype=torch.bfloat16) for heads in (h, h_kv, h_kv))
+    do = randn(4, h, s, d, dtype=torch.bfloat16)
+    with kb.same_bits():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        whole = kb.flash_attention(*leaves, causal=True)
+        gradients = torch.autograd.grad(whole, leaves, do)
+        one = [t[2:3].clone().requires_grad_() for t in (q, k, v)]
+        alone = kb.flash_attention(*one, causal=True)
+        assert same(alone, whole[2:3]) and same(torch.autograd.grad(alone, one, do[2:3]), [t[2:3] for t in gradients])
+        for begin, end in ((0, 1000), (1000, 1001), (1001, 1016), (1016, 1400), (2047, 2048)):
+            of_chunk = kb.flash_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], causal=True)
+            assert same(of_chunk, whole[:, :, begin:end]), (begin, end)
+            assert same(
+                kb.flash_attention(q[1:2, :, begin:end], k[1:2, :, :end], v[1:2, :, :end], causal=True),
+                whole[1:2, :, begin:end],
+            )
+        for page in (16, 32, 64, 128, 256):
+            table = torch.randperm(4 * s // page, device=q.device).view(4, s // page)
+            pages = [torch.empty(4 * s // page, h_kv, page, d, dtype=q.dtype, device=q.device) for _ in range(2)]
+            kb.append_to_pages(k, v, *pages, table, torch.zeros(4, dtype=torch.int64, device=q.device))
+            for end, n in ((1500, 1), (2048, 16), (130, 3)):
+                lengths = torch.full((4,), end, device=q.device)
+                found = kb.paged_attention(q[:, :, end - n : end], *pages, table, lengths)
+                assert same(found, whole[:, :, end - n : end]), (page, end)
+    assert not same(kb.flash_attention(q[:1, :, -1:], k[:1], v[:1]), kb.flash_attention(q, k, v, causal=True)[:1, :, -1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.memory
+@pytest.mark.parametrize("kind", ["linear", "vocabulary", "nf4_matmul", "dense", "nf4", "mxfp4", "scatter_ffn", "norms"])
+def test_products_at_the_sizes_of_models(kind: str) -> None:
+    """Any number of rows, forward and backward, of Qwen3-30B's layers; and 250 repeats beside other work."""
+    k, n, experts, inner, slots = 2048, 4096, 128, 768, 8
+    bf16 = torch.bfloat16
+    x, ids = randn(TOKENS, k, dtype=bf16), torch.rand(TOKENS, experts, device=runtime.DEVICE).topk(slots).indices
+    gates = torch.rand(TOKENS, slots, device=runtime.DEVICE)
+    if kind in ("dense", "nf4", "mxfp4"):
+        made = randn(experts, 2 * inner, k, dtype=bf16) / 45, randn(experts, k, inner, dtype=bf16) / 28
+        pack = {"nf4": kb.nf4_quantize, "mxfp4": lambda w: kb.fp4_quantize(w, format="mxfp4")}.get(kind, lambda w: w)
+        weights: Any = [pack(w) for w in made]
+        pairs = [
+            LoRAPair(randn(experts, 16, w.shape[2], dtype=bf16) / 45, randn(experts, w.shape[1], 16, dtype=bf16), 0.1)
+            for w in made
+        ]
+        how = {"gate_up_lora": pairs[0], "down_lora": pairs[1]}
+    w = randn(151_936 if kind == "vocabulary" else n, k, dtype=bf16) / 45
+    q = kb.nf4_quantize(w[None]) if kind == "nf4_matmul" else None
+    listed = torch.arange(0, n, 10, device=runtime.DEVICE)
+    calls: dict[str, Callable[[torch.Tensor, slice], torch.Tensor]] = {
+        "linear": lambda x, s: linear(x, w), "vocabulary": lambda x, s: linear(x, w),
+        "nf4_matmul": lambda x, s: kb.nf4_matmul(x, q, 0), "norms": lambda x, s: kb.rms_norm(x),
+        "scatter_ffn": lambda x, s: kb.scatter_ffn(x, w, w, listed, w_gate=w, activation="silu"),
+        **dict.fromkeys(
+            ("dense", "nf4", "mxfp4"), lambda x, s: gated_experts(x, *weights, ids[s], gates[s], **how)
+        ),
+    }  # fmt: skip
+    call, every = calls[kind], slice(0, TOKENS)
+
+    def both(s: slice, dy: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x[s].clone().requires_grad_()
+        y = call(leaf, s)
+        dy = torch.sin(torch.arange(y.shape[1], device=y.device)).to(y.dtype).expand_as(y) if dy is None else dy
+        return y.detach(), torch.autograd.grad(y, leaf, dy)[0]
+
+    with kb.same_bits():
+        whole = both(every)
+        for begin, size in ((0, 1), (5, 2), (700, 4), (9, 16), (100, 33), (1, 64), (300, 700), (0, 2047)):
+            part = slice(begin, begin + size)
+            assert same(both(part), rows_of(whole, torch.arange(begin, begin + size))), (begin, size)
+    if kind not in ("norms",):
+        assert not same(call(x[:1], slice(0, 1)), call(x, every)[:1]) or not same(call(x[:64], slice(0, 64)), call(x, every)[:64])
+    beside, busy = torch.cuda.Stream(), randn(2048, 2048, dtype=bf16)
+    with kb.same_bits():
+        for _ in range(250):
+            with torch.cuda.stream(beside):
+                busy = (busy @ busy).clamp(-1, 1)
+            assert same(call(x[:48], slice(0, 48)), whole[0][:48])
+    torch.cuda.synchronize()

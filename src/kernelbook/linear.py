@@ -126,7 +126,7 @@ def tiles(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton
     if itemsize == 8:
         return triton.Config(blocks | {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16}, num_warps=4, num_stages=2)
     if itemsize == 4 or not properties.has_tensor_cores:
-        return triton.Config(blocks | {"BLOCK_N": 64, "BLOCK_K": 32}, num_warps=8, num_stages=2)
+        return triton.Config(blocks | {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32}, num_warps=4, num_stages=2)
     return triton.Config(blocks, num_warps=4, num_stages=4 if properties.shared_memory_per_program > 2**16 else 2)
 
 

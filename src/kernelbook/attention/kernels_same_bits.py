@@ -231,8 +231,10 @@ def config(d: int, itemsize: int, properties: runtime.DeviceProperties) -> trito
         side = 32 if width <= 128 else 16
         blocks = {"PART": PART, "BLOCK_M": side, "BLOCK_N": side, "BLOCK_D": width}
         return triton.Config(blocks, num_warps=8 if width <= 128 else 16, num_stages=1)
-    blocks = {"PART": PART, "BLOCK_M": 64, "BLOCK_N": 64 if width <= 128 else 32, "BLOCK_D": width}
-    return triton.Config(blocks, num_warps=4 if width <= 128 else 8, num_stages=2)
+    # Two sets of sums take registers. Hopper has most left: its tensor cores read keys and values from shared memory.
+    wide = properties.is_hopper or properties.is_interpreter
+    blocks = {"PART": PART, "BLOCK_M": 64, "BLOCK_N": 64 if wide and width <= 128 else 32, "BLOCK_D": width}
+    return triton.Config(blocks, num_warps=4 if width <= (128 if wide else 64) else 8, num_stages=2)
 
 
 def splits(tiles: int, queries: int, keys: int, properties: runtime.DeviceProperties) -> bool:
