@@ -469,6 +469,13 @@ SPILLS_ALLOWED = {
         tuple(("_flash_attention_fwd_kernel", target) for target in ("sm_80", "sm_86", "sm_89")),
         (16, "A window and sinks: up to four registers."),
     ),
+    **dict.fromkeys(
+        (
+            *(("_flash_attention_same_bits_kernel", target) for target in ("sm_86", "sm_89", "gfx1201")),
+            *(("_linear_fwd_kernel", target) for target in ("sm_100", "sm_103")),
+        ),
+        (8, "Two registers; never measured on such a GPU."),
+    ),
     ("_flash_attention_bwd_dq_kernel", "gfx942"): (
         608,
         "256 features with a soft cap; never measured.",
@@ -566,7 +573,9 @@ BY_CUBLAS = {
 
 def _kernels(room: str, target: str) -> set[str]:
     """The names of the kernels that a room has for a GPU, by reading its kernels.py (and kernels_*.py)."""
-    names = {"kernels.py", "kernels_decode.py", "kernels_same_bits.py"} | ({"kernels_hopper.py"} if target == "sm_90" else set())
+    names = {"kernels.py", "kernels_decode.py", "kernels_same_bits.py"} | (
+        {"kernels_hopper.py"} if target == "sm_90" else set()
+    )
     paths = [path for path in (SRC / room).glob("kernels*.py") if path.name in names]
     if room == "moe_lora" and target == "sm_90":  # experts in 4 bits
         paths += (SRC / "packed").glob("kernels_*.py")

@@ -6,6 +6,7 @@ would pass for sizes at which no rule changes its mind.
 
 import asyncio
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +70,9 @@ def test_plans_of_the_mode_are_its_own_and_its_kernels_fuse_nothing(monkeypatch:
     launched: list[dict[str, Any]] = []
     call = Launch.__call__
     monkeypatch.setattr(
-        Launch, "__call__", lambda self, *args: launched.append(self.constants) or call(self, *args)  # type: ignore[func-returns-value]
+        Launch,
+        "__call__",
+        lambda self, *args: launched.append(self.constants) or call(self, *args),  # type: ignore[func-returns-value]
     )
     x, q = randn(3, 64), randn(1, 2, 3, 16)
     for _ in range(2):
@@ -119,7 +122,9 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
         assert {scatter.strategy(m, 4096, 4096, 400, "bfloat16", True, p) for m in COUNTS} == {"packed"}
         for routed in (True, False):
             found = [
-                products.plan.__wrapped__(m, (128, 1536, 2048), False, bf16, 64, False, 0, False, False, True, routed, p)
+                products.plan.__wrapped__(
+                    m, (128, 1536, 2048), False, bf16, 64, False, 0, False, False, True, routed, p
+                )
                 for m in COUNTS
             ]
             assert len({None if plan is None else (plan.launch, plan.kind, plan.height) for plan in found}) == 1
@@ -140,10 +145,12 @@ def test_what_cannot_promise_it_says_what_can() -> None:
         with pytest.raises(ValueError, match=r"layer_norm: backward must be 'partials' within same_bits\(\)"):
             kb.layer_norm(x, backward="locks")
         with pytest.raises(Exception, match=r"torch.compile must be off within same_bits\(\)"):
-            torch.compile(lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros(4, 1).long(), 2)))(x)
+            torch.compile(lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros(4, 1).long(), 2)))(
+                x
+            )
     with pytest.raises(ValueError, match=r"weight must have shape \(5, 32\), got \(5, 31\)"), kb.same_bits():
         linear(x, randn(5, 31))
-    with pytest.raises(TypeError, match="linear: .*dtype"), kb.same_bits():
+    with pytest.raises(TypeError, match=r"linear: .*dtype"), kb.same_bits():
         linear(x, randn(5, 32).half())
 
 
@@ -283,7 +290,9 @@ def test_without_the_mode_they_differ(name: str) -> None:
     assert not all(same(rows(torch.tensor([i])), whole[i : i + 1]) for i in range(count))
 
 
-@pytest.mark.parametrize("name", ["linear", "linear, float16", "experts, dense", "nf4_matmul", "sparse_linear", "norms"])
+@pytest.mark.parametrize(
+    "name", ["linear", "linear, float16", "experts, dense", "nf4_matmul", "sparse_linear", "norms"]
+)
 def test_results_are_right(name: str) -> None:
     """In the mode and outside of it, up to rounding; the rooms' own tests hold the rule of correctness."""
     rows, count = PRODUCTS[name]()
@@ -364,7 +373,9 @@ def test_pages_of_any_size(page: int, at: int, n: int, seed: int) -> None:
     q, k, v = _qkv(s)
     per_sequence = -(-s // page)
     table = torch.randperm(2 * per_sequence, device=q.device).view(2, per_sequence)
-    pages = [torch.full((2 * per_sequence, 1, page, 16), float("nan"), dtype=q.dtype, device=q.device) for _ in range(2)]
+    pages = [
+        torch.full((2 * per_sequence, 1, page, 16), float("nan"), dtype=q.dtype, device=q.device) for _ in range(2)
+    ]
     kb.append_to_pages(k, v, *pages, table, torch.zeros(2, dtype=torch.int64, device=q.device))
     with kb.same_bits():
         whole = kb.flash_attention(q, k, v, causal=True)
@@ -403,7 +414,9 @@ def _dx(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dy: torch
     return torch.autograd.grad(y, leaf, dy)[0]
 
 
-@pytest.mark.parametrize("name", ["linear", "nf4_matmul", "moe_lora", "nf4 experts", "layer_norm", "sparse", "scatter_ffn"])
+@pytest.mark.parametrize(
+    "name", ["linear", "nf4_matmul", "moe_lora", "nf4 experts", "layer_norm", "sparse", "scatter_ffn"]
+)
 def test_gradients_of_rows(name: str) -> None:
     rows, k, n = 40, 192, 80
     x, dy = randn(rows, k), randn(rows, n if name not in ("layer_norm",) else k)
@@ -506,7 +519,10 @@ def _ways(model: Any, ids: torch.Tensor, short: int) -> dict[str, list[tuple[tor
     cut = n - 6
     with torch.no_grad():
         cache = transformers.DynamicCache()
-        steps = [_log_probs(model, ids[1:, :9], past_key_values=cache), _log_probs(model, ids[1:, 9:cut], past_key_values=cache)]
+        steps = [
+            _log_probs(model, ids[1:, :9], past_key_values=cache),
+            _log_probs(model, ids[1:, 9:cut], past_key_values=cache),
+        ]
         steps += [_log_probs(model, ids[1:, i : i + 1], past_key_values=cache) for i in range(cut, n)]
         cache, padded = transformers.DynamicCache(), []
         for begin, end in ((0, cut), *((i, i + 1) for i in range(cut, n))):
@@ -557,7 +573,9 @@ def test_a_step_of_training_packed_or_not_and_checkpointed() -> None:
 
 
 def test_swap_takes_what_it_knows_and_refuses_the_rest() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 8)).to(runtime.DEVICE)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 8)).to(
+        runtime.DEVICE
+    )
     x, kinds = randn(70, 16), [type(module) for module in model]
     before = copy.deepcopy(model.state_dict())
     with swap(model, same_bits=True, quiet=True) as done:
@@ -570,7 +588,7 @@ def test_swap_takes_what_it_knows_and_refuses_the_rest() -> None:
         assert not runtime.in_same_bits()
     assert [type(module) for module in model] == kinds and before.keys() == model.state_dict().keys()
     assert not model._forward_hooks and not model._forward_pre_hooks
-    with pytest.raises(ValueError, match="swap: same_bits must be False for this model.*0: Conv1d has weights"):
+    with pytest.raises(ValueError, match=r"swap: same_bits must be False for this model.*0: Conv1d has weights"):
         swap(torch.nn.Sequential(torch.nn.Conv1d(2, 2, 3)), same_bits=True)
     with pytest.raises(ValueError, match="swap: layer_norm, rms_norm and attention must be True with same_bits=True"):
         swap(model, same_bits=True, attention=False)
@@ -624,7 +642,7 @@ def _generated(model: Any, ids: torch.Tensor, prompt: int, chunk: int) -> torch.
 
     cache, found, n = transformers.DynamicCache(), [], ids.shape[1] - 1
     cuts = [*range(0, prompt, chunk), *range(prompt, n + 1)]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         log_probs = _log_probs(model, ids[:, begin:end], past_key_values=cache)
         found.append(log_probs.gather(2, ids[:, begin + 1 : end + 1, None])[..., 0])
     return torch.cat(found, 1)
@@ -704,13 +722,17 @@ def test_attention_at_the_sizes_of_models(h: int, h_kv: int, d: int) -> None:
                 lengths = torch.full((4,), end, device=q.device)
                 found = kb.paged_attention(q[:, :, end - n : end], *pages, table, lengths)
                 assert same(found, whole[:, :, end - n : end]), (page, end)
-    assert not same(kb.flash_attention(q[:1, :, -1:], k[:1], v[:1]), kb.flash_attention(q, k, v, causal=True)[:1, :, -1:])
+    assert not same(
+        kb.flash_attention(q[:1, :, -1:], k[:1], v[:1]), kb.flash_attention(q, k, v, causal=True)[:1, :, -1:]
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.memory
-@pytest.mark.parametrize("kind", ["linear", "vocabulary", "nf4_matmul", "dense", "nf4", "mxfp4", "scatter_ffn", "norms"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "vocabulary", "nf4_matmul", "dense", "nf4", "mxfp4", "scatter_ffn", "norms"]
+)
 def test_products_at_the_sizes_of_models(kind: str) -> None:
     """Any number of rows, forward and backward, of Qwen3-30B's layers; and 250 repeats beside other work."""
     k, n, experts, inner, slots = 2048, 4096, 128, 768, 8
@@ -751,7 +773,9 @@ def test_products_at_the_sizes_of_models(kind: str) -> None:
             part = slice(begin, begin + size)
             assert same(both(part), rows_of(whole, torch.arange(begin, begin + size))), (begin, size)
     if kind not in ("norms",):
-        assert not same(call(x[:1], slice(0, 1)), call(x, every)[:1]) or not same(call(x[:64], slice(0, 64)), call(x, every)[:64])
+        assert not same(call(x[:1], slice(0, 1)), call(x, every)[:1]) or not same(
+            call(x[:64], slice(0, 64)), call(x, every)[:64]
+        )
     beside, busy = torch.cuda.Stream(), randn(2048, 2048, dtype=bf16)
     with kb.same_bits():
         for _ in range(250):

@@ -87,7 +87,7 @@ def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, 
 
 
 @triton.jit(do_not_specialize=["M"])
-def _linear_fwd_kernel(
+def _linear_fwd_kernel(  # type: ignore[no-untyped-def]
     x_ptr, stride_xm, stride_xk,  # (M, K)
     w_ptr, stride_wk, stride_wn,  # (K, N)
     bias_ptr, stride_b,  # (N,), if HAS_BIAS

@@ -84,7 +84,7 @@ def keep_mode(ctx: Any) -> None:
     ctx.same_bits = runtime.in_same_bits()
 
 
-def in_mode_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
+def in_mode_of_forward(backward: Callable[..., Any]) -> Any:
     """A backward pass in the mode that :func:`keep_mode` has kept: autograd may run it in a thread of its own, and later."""
 
     @functools.wraps(backward)

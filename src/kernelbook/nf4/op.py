@@ -306,7 +306,7 @@ def _matmul_plan(
     _check_matmul(x, packed, experts, shape)
     (num_experts, n, k), m, properties = shape, math.prod(x.shape[:-1]), runtime.properties(x.device)
     some = m > 0 and n > 0 and num_experts > 0
-    same_bits = properties.same_bits  # then W goes through one kernel on its way, or is made dense, for any number of rows
+    same_bits = properties.same_bits  # then one way for any number of rows: through tensor cores, or W made dense
     tensor_cores, launch, grid = None, None, (0, 0)
     if some and alignment == 0 and (same_bits or kernels.for_tensor_cores(m, n, k, block_size, properties)):
         which = x.dtype, block_size, nested

@@ -93,8 +93,8 @@ class _CompactLinear(torch.autograd.Function):
             return linear(x, low, None if bias is None else bias.to(dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @in_mode_of_forward
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, ids = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

@@ -101,7 +101,9 @@ def own_attention(
     stated, same_bits = _is_stated(mask), runtime.in_same_bits()
     made = same_bits and mask is not None and mask.ndim == 4 and mask.dtype == torch.bool
     asked = asked_for(others)
-    known = not dropout and query.shape[-1] <= MAX_HEAD and value.shape[-1] == query.shape[-1] and set(asked) <= set(OWN)
+    known = (
+        not dropout and query.shape[-1] <= MAX_HEAD and value.shape[-1] == query.shape[-1] and set(asked) <= set(OWN)
+    )
     if not known or not (mask is None or stated or made):
         if same_bits:
             raise ValueError(

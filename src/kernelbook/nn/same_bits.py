@@ -32,7 +32,9 @@ class SameBitsLinear(torch.nn.Linear):
 
 def _own(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        raise ValueError("linear: torch.compile must be off within same_bits(), since the compiler cuts sums by their sizes")
+        raise ValueError(
+            "linear: torch.compile must be off within same_bits(), since the compiler cuts sums by their sizes"
+        )
     return linear(x, weight, bias)
 
 
@@ -46,7 +48,9 @@ class _OwnProducts(TorchFunctionMode):
         if name in ("matmul", "mm", "__matmul__") and len(args) == 2 and args[1].ndim == 2:
             return _own(args[0], args[1].t())
         if name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "__matmul__", "__rmatmul__"):
-            raise ValueError(f"{name}: within same_bits() a product must be linear or matmul with a matrix, got another")
+            raise ValueError(
+                f"{name}: within same_bits() a product must be linear or matmul with a matrix, got another"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -117,7 +121,9 @@ def _read(mask: torch.Tensor, window: int | None) -> Sequences:
                     found.append((b, begin, i - begin, firsts[begin]))
                 begin = i if tokens[i] else None
             if begin is not None and s - n and window is not None and begin == i and counts[i] >= window:
-                raise ValueError("attention_mask: within same_bits() keys before a window must be known, got their mask only")
+                raise ValueError(
+                    "attention_mask: within same_bits() keys before a window must be known, got their mask only"
+                )
             if tokens[i]:
                 place = s - n + i
                 low = firsts[begin] if window is None else max(firsts[begin], place - window + 1)  # type: ignore[index]
@@ -150,9 +156,7 @@ def _placed(
     return Sequences(rows.to(device), keys.to(device), lengths, places.to(device), window)
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: Sequences, **how: Any
-) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: Sequences, **how: Any) -> torch.Tensor:
     """query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), zeros for padding; ``how``: of ``flash_attention``.
 
     Sequences are gathered into rows of a batch, each from its first key on, so that it does not matter what they lay beside.
@@ -170,5 +174,3 @@ def attend(
     rows = out.transpose(1, 2).reshape(-1, heads, d)
     rows = torch.cat((rows, rows.new_zeros(1, heads, d)))
     return rows.index_select(0, where.places).view(batch, n, heads, d)
-
-

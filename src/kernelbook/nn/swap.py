@@ -272,13 +272,13 @@ def _swap_same_bits(done: Swap) -> None:
         if type(module) is nn.Linear:
             done._set(module, "__class__", SameBitsLinear)
             done.changed[name] = "Linear"
-        elif id(module) in experts or isinstance(module, ROW_BY_ROW) or set(weights) <= {"sinks"}:
+        ours = type(module).__module__.startswith("kernelbook.")
+        if ours or id(module) in experts or isinstance(module, ROW_BY_ROW) or set(weights) <= {"sinks"}:
             continue
-        elif type(module).__module__.startswith("kernelbook."):
-            continue
-        elif "weight" in weights and weights["weight"].ndim == 2 and _multiplies(type(module)):
-            done._set(module, "__class__", with_linear(type(module)))
-            done.changed[name] = type(module).__name__
+        if "weight" in weights and weights["weight"].ndim == 2 and _multiplies(type(module)):
+            kind: Any = type(module)
+            done._set(module, "__class__", with_linear(kind))
+            done.changed[name] = kind.__name__
         else:
             unknown[name] = f"{type(module).__name__} has weights, and no kernel of the package is known for it"
     if unknown:

@@ -7,7 +7,6 @@ from types import NoneType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
