@@ -601,7 +601,7 @@ def test_swap_takes_what_it_knows_and_refuses_the_rest() -> None:
 TOKENS = 2048
 
 
-def _large_model(kind: str, layers: int = 2) -> Any:
+def _large_model(kind: str, **sizes: Any) -> Any:
     """OLMoE's sizes, random weights, with LoRA pairs that are not merged; experts dense, in NF4 or in MXFP4."""
     import peft
     import transformers
@@ -609,7 +609,8 @@ def _large_model(kind: str, layers: int = 2) -> Any:
     from kernelbook.interop import transformers as interop
     from kernelbook.nn.parameters import store_parameter
 
-    config = transformers.OlmoeConfig(num_hidden_layers=layers, max_position_embeddings=4096, initializer_range=0.05)
+    own = {"num_hidden_layers": 2, "intermediate_size": 1024, "initializer_range": 0.05}
+    config = transformers.OlmoeConfig(**{**own, **sizes})
     with torch.device(runtime.DEVICE):
         model: Any = transformers.OlmoeForCausalLM(config).to(torch.bfloat16).eval()
     for _, experts in interop.expert_modules(model):
