@@ -64,6 +64,16 @@ for d, how in (  # gpt-oss' two kinds of layers, Gemma 2's
     kb.flash_attention(q[:, :, :1], k, v, causal=True, sinks=sinks, **how)
     if not how:
         kb.paged_attention(q[:, :, :1], k.view(16, 1, 64, d), v.view(16, 1, 64, d), table[:1, :16], lengths[:1], sinks=sinks)
+with kb.same_bits():
+    for d in HEADS:
+        step(d, torch.bfloat16)
+        q, k = (torch.empty(2, h, n, d, dtype=torch.bfloat16) for h, n in ((32, 1), (4, 8192)))
+        kb.flash_attention(q, k, k)
+        kb.paged_attention(q, k.view(256, 4, 64, d), k.view(256, 4, 64, d), table, lengths)
+    for d in FLOAT32_HEADS:
+        step(d, torch.float32)
+    q, k = (torch.empty(1, h, 1024, 64, dtype=torch.bfloat16) for h in (8, 1))
+    kb.flash_attention(q, k, k, causal=True, sinks=torch.empty(8, dtype=torch.bfloat16), window=128, softcap=50.0)
 """,
     "distributed": """
 import torch, kernelbook
@@ -167,6 +177,13 @@ x = torch.empty(100, 328, dtype=bf16)[:, :320].requires_grad_()  # rows and sums
 kb.scatter2scatter(x, packed(200, 320, 64), kb.route(torch.zeros(100, 2, dtype=torch.int64), 4)).sum().backward()
 kb.scatter2scatter(torch.empty(9, 36, dtype=bf16), packed(24, 36, 32), kb.route(torch.zeros(9, 2, dtype=torch.int64), 4))
 from kernelbook.nf4 import kernels as nf4_kernels
+with kb.same_bits():
+    step(512, 4, 2, 2048, 1536, 16, bf16, "auto")
+    step(512, 4, 2, 333, 257, 3, torch.float16, "auto", gated=True)
+    x, y = torch.empty(100, 512, dtype=bf16, requires_grad=True), torch.empty(200, 384, dtype=bf16)
+    a, b = torch.empty(4, 16, 512, dtype=bf16, requires_grad=True), torch.empty(4, 384, 16, dtype=bf16, requires_grad=True)
+    routing = kb.route(torch.zeros(100, 2, dtype=torch.int64), 4)
+    kb.moe_lora(x, packed(384, 512, 64), a, b, routing).backward(y)
 for tokens in FEW:  # of one matrix: what fills its tiles, and what does not
     for n, k, block_size in ((4096, 2048, 64), (4096, 2112, 4096)):
         kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
@@ -232,6 +249,12 @@ for dtype in (torch.bfloat16, torch.float32):
     q, k = (torch.empty(2, 8, heads, 128, dtype=dtype, requires_grad=True).transpose(1, 2) for heads in (32, 4))
     tables = torch.empty(2, 1, 8, 128, dtype=dtype)
     torch.autograd.backward(rotary.rotate(q, k, *tables), (torch.empty_like(q), torch.empty_like(k)))
+from kernelbook.nn import linear
+with kernelbook.same_bits():
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for n, k in ((4096, 2048), (32768, 2048), (1008, 2000)):
+            x, w, b = torch.empty(64, k, dtype=dtype, requires_grad=True), *(torch.empty(s, dtype=dtype) for s in ((n, k), n))
+            linear(x, w, b).backward(torch.empty(64, n, dtype=dtype))
 """,
     "sparse_linear": """
 import torch, kernelbook as kb
@@ -386,6 +409,10 @@ SPILLS_ALLOWED = {
         640,
         "bfloat16: the tiles that were measured fastest. float32 at 128 features: exact products take each operand twice.",
     ),
+    ("_flash_attention_same_bits_kernel", "sm_90"): (
+        512,
+        "128 and 256 features: the sums of earlier parts wait beside those of the present one, and are moved once a part.",
+    ),
     ("_flash_attention_bwd_dq_kernel", "sm_90"): (
         640,
         "float32 at 128 features: exact products take each operand twice.",
@@ -441,6 +468,13 @@ SPILLS_ALLOWED = {
     **dict.fromkeys(
         tuple(("_flash_attention_fwd_kernel", target) for target in ("sm_80", "sm_86", "sm_89")),
         (16, "A window and sinks: up to four registers."),
+    ),
+    **dict.fromkeys(
+        (
+            *(("_flash_attention_same_bits_kernel", target) for target in ("sm_86", "sm_89", "gfx1201")),
+            *(("_linear_fwd_kernel", target) for target in ("sm_100", "sm_103")),
+        ),
+        (8, "Two registers; never measured on such a GPU."),
     ),
     ("_flash_attention_bwd_dq_kernel", "gfx942"): (
         608,
@@ -539,10 +573,14 @@ BY_CUBLAS = {
 
 def _kernels(room: str, target: str) -> set[str]:
     """The names of the kernels that a room has for a GPU, by reading its kernels.py (and kernels_*.py)."""
-    names = {"kernels.py", "kernels_decode.py"} | ({"kernels_hopper.py"} if target == "sm_90" else set())
+    names = {"kernels.py", "kernels_decode.py", "kernels_same_bits.py"} | (
+        {"kernels_hopper.py"} if target == "sm_90" else set()
+    )
     paths = [path for path in (SRC / room).glob("kernels*.py") if path.name in names]
     if room == "moe_lora" and target == "sm_90":  # experts in 4 bits
         paths += (SRC / "packed").glob("kernels_*.py")
+    if room == "nn":
+        paths.append(SRC / "linear.py")
     left_out = set() if target == "sm_90" else AFTER_HOPPER
     return _kernels_in(paths) - left_out - (set() if runtime.TARGETS[target].has_tensor_cores else BY_CUBLAS)
 
@@ -590,8 +628,8 @@ def test_kernels_compile_without_spilling(room: str, targets: tuple[str, ...]) -
         assert not new, f"run 'make compiled' to keep what the compiler says of {', '.join(new)}"
     for target in targets:
         of_target = [kernel for kernel in found if kernel.target == target]
-        # Those of `packed` are moe_lora's; nf4 calls one of them too.
-        shared = _kernels_in((SRC / "packed").glob("kernels_*.py")) - _kernels(room, target)
+        # Those of `packed` are moe_lora's, nf4 calls one of them too; and the linear layer's is nn's.
+        shared = _kernels_in([*(SRC / "packed").glob("kernels_*.py"), SRC / "linear.py"]) - _kernels(room, target)
         assert {kernel.name for kernel in of_target} - shared == _kernels(room, target)
         limit = runtime.TARGETS[target].shared_memory_per_program
         for kernel in of_target:

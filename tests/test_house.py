@@ -27,6 +27,7 @@ DOORS = {
             "runtime",
             "arguments",
             "launch",
+            "linear",
             "memory",
             "observed",
             "plans",
@@ -41,19 +42,20 @@ DOORS = {
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py, and more
 # of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
-    **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py"), DOORS["kernels.py"]),
+    **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]),
     **dict.fromkeys(("launches.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]),
 }
 # A room is measured by lab/bench/<room>.py.
 BENCH = {"runtime", "check", "arguments", "launch", "memory", "observed", "packed", "tensors", "lab"}
-# What kernels of several rooms call, and the kernels that only read, which benches measure.
-SHARED_BY_KERNELS = {"tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
+# What kernels of several rooms call, the product that several rooms launch, and the kernels that only read, which benches measure.
+SHARED_BY_KERNELS = {"linear.py", "tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
     "kernels_hopper.py": set(),
     "kernels_decode.py": {"kernels"},
-    "launches.py": {"kernels", "kernels_hopper", "kernels_decode"},
+    "kernels_same_bits.py": {"kernels", "kernels_decode"},
+    "launches.py": {"kernels", "kernels_hopper", "kernels_decode", "kernels_same_bits"},
     "routing.py": {"kernels"},
     "grouped.py": {"kernels", "routing"},
     "lora.py": {"kernels", "routing", "grouped", "op"},

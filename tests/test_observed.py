@@ -376,7 +376,7 @@ def test_calls_that_share_a_plan_compute_of_their_own_tensors(name: str, gradien
         for anew in (False, True):
             if anew:
                 plans.forget()
-                launch.launcher.cache_clear()
+                launch._launcher.cache_clear()
             y = function(*args)
             outcomes.append((y, *(torch.autograd.grad(y, leaves, torch.ones_like(y)) if gradients else ())))
         assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))

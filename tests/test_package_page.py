@@ -53,7 +53,7 @@ def test_the_first_pages_snippet_runs() -> None:
 def test_the_table_knows_every_function() -> None:
     tool = program("support_matrix")
     functions = {name for name in kb.__all__ if inspect.isfunction(getattr(kb, name))}
-    assert functions == set(tool.cases())
+    assert functions - {"same_bits"} == set(tool.cases())  # which is a mode
 
 
 def test_a_line_of_the_table() -> None:

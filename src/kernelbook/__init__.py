@@ -25,6 +25,7 @@ from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
 from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.packed.fp4 import fp4_quantize, fp4_tensor
+from kernelbook.runtime import same_bits
 from kernelbook.scatter_ffn import gather_matmul, scatter_ffn
 from kernelbook.sparse_linear import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 
@@ -48,6 +49,7 @@ __all__ = [
     "rms_norm",
     "route",
     "runtime",
+    "same_bits",
     "scatter2scatter",
     "scatter_ffn",
     "sparse_backward",

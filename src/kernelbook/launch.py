@@ -252,10 +252,18 @@ class Launch:
             return self.kernel[grid](*map(_for_triton, args), **{**OPTIONS, **self.constants})
 
 
-@functools.lru_cache(maxsize=4096, typed=True)
 def launcher(kernel: Any, /, **constants: Any) -> Launch:
-    """The one :class:`Launch` of a kernel with these constants, so that plans that agree in them share what it keeps."""
-    return Launch(kernel, **constants)
+    """The one :class:`Launch` of a kernel with these constants, so that plans that agree in them share what it keeps.
+
+    Within ``runtime.same_bits`` no multiplication is fused with an addition: which ones are is the compiler's to say, and two
+    kernels with the same lines would not round alike.
+    """
+    if runtime.in_same_bits():
+        constants["enable_fp_fusion"] = False
+    return _launcher(kernel, **constants)
+
+
+_launcher = functools.lru_cache(maxsize=4096, typed=True)(Launch)
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
@@ -340,6 +348,7 @@ def _decompose(qualified: str, run: Callable[..., Any], owner: torch.library.Lib
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(not issubclass(t, FakeTensor) and t not in (torch.Tensor, FunctionalTensor) for t in types):
             return NotImplemented
+        _refuse_to_compile(qualified)
         before, of_thread.tracing = of_thread.tracing, True
         try:
             with mode:
@@ -348,6 +357,14 @@ def _decompose(qualified: str, run: Callable[..., Any], owner: torch.library.Lib
             of_thread.tracing = before
 
     torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed, lib=owner)
+
+
+def _refuse_to_compile(name: str) -> None:
+    if runtime.in_same_bits():
+        raise ValueError(
+            f"{name}: torch.compile must be off within same_bits(), since the compiler cuts sums by their sizes; call the "
+            f"model as it is, or capture it as a CUDA graph"
+        )
 
 
 def composite(schema: str, function: Callable[..., Any]) -> Any:
@@ -361,7 +378,12 @@ def composite(schema: str, function: Callable[..., Any]) -> Any:
     arguments, arrow, result = rest.rpartition(") ->")
     owner, tags = library(name), (torch.Tag.pt2_compliant_tag,)
     torch.library.define(qualified, f"{bracket}{arguments}, str sources{arrow}{result}", lib=owner, tags=tags)
-    torch.library.impl(qualified, "CompositeImplicitAutograd", lambda *args: function(*args[:-1]), lib=owner)
+
+    def whole(*args: Any) -> Any:
+        _refuse_to_compile(qualified)
+        return function(*args[:-1])
+
+    torch.library.impl(qualified, "CompositeImplicitAutograd", whole, lib=owner)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

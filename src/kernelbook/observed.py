@@ -1,20 +1,25 @@
 """Who observes a call: a compiler, a mode, a trace, a profiler, a transform, autograd; and what a plan's key holds of tensors."""
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor  # one guard of a compiled call less than by the module
 from torch.autograd import forward_ad
 
+from kernelbook import runtime
 from kernelbook.memory import PLAIN
 
 __all__ = [
     "are_tensors",
     "form",
+    "in_mode_of_forward",
     "is_aligned",
     "is_observed",
     "is_transformed",
+    "keep_mode",
     "observed",
     "of_thread",
     "wants_gradient",
@@ -72,6 +77,24 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def keep_mode(ctx: Any) -> None:
+    """Has autograd's context of a forward pass remember whether ``runtime.same_bits`` holds."""
+    ctx.same_bits = runtime.in_same_bits()
+
+
+def in_mode_of_forward(backward: Callable[..., Any]) -> Any:
+    """A backward pass in the mode that :func:`keep_mode` has kept: autograd may run it in a thread of its own, and later."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if ctx.same_bits == runtime.in_same_bits():
+            return backward(ctx, *gradients)
+        with runtime.same_bits(ctx.same_bits):
+            return backward(ctx, *gradients)
+
+    return run
 
 
 def form(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:

@@ -24,6 +24,7 @@ Other variables, each read when it is needed:
 """
 
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import functools
@@ -55,10 +56,13 @@ __all__ = [
     "device_slug",
     "ensure_context",
     "free_bytes",
+    "in_same_bits",
     "kernel_dtype",
     "on_device_of",
+    "plan_mode",
     "plans_in_use",
     "properties",
+    "same_bits",
     "slug",
 ]
 
@@ -277,6 +281,7 @@ class DeviceProperties:
     max_threads_per_sm: int
     l2_bytes: int
     warp_size: int = 32
+    same_bits: bool = False  # what a rule chooses may depend on no number of rows, of tokens or of keys
 
     @functools.cached_property
     def capability(self) -> int:
@@ -353,6 +358,58 @@ TARGETS: dict[str, DeviceProperties] = {
 # Few multiprocessors, so that persistent kernels loop in the interpreter too; an H200's limits on the rest.
 _INTERPRETER = dataclasses.replace(TARGETS["sm_90"], name="Triton interpreter", arch="interpreter", num_sms=2)
 
+# --- the same bits --------------------------------------------------------------------------------------------------
+
+_same_bits: contextvars.ContextVar[bool] = contextvars.ContextVar("kernelbook.same_bits", default=False)
+
+
+@contextlib.contextmanager
+def same_bits(enabled: bool = True) -> Iterator[None]:
+    """Within the context what a row becomes depends on that row and the weights, and on nothing that stands beside it.
+
+    Not on how many rows there are, on their order, packing, padding, the chunk in which a prompt is read, the page size, or
+    over how many programs keys are split: log-probabilities of a training batch and of generation agree bit by bit. Each
+    function takes one tile shape and one order of its sums, whatever the number of rows; plans that were tuned are left aside,
+    and no kernel fuses a multiplication with an addition. That costs time. Weights and their dtype, the GPU and the versions
+    of PyTorch and Triton have to be the same.
+
+    A backward pass is in the mode of its forward pass, wherever it runs. In it the gradients of rows depend on their own
+    sequence alone; those of weights add up over the batch, and are the same bits run after run for the same batch.
+
+    The mode belongs to this thread and this asynchronous task; one that is started within begins without it. It is a decorator
+    too. ``torch.compile`` is refused in it: the compiler cuts its own sums by their sizes. What PyTorch computes itself is as
+    PyTorch does it: for linear layers there is :func:`kernelbook.nn.linear`, and ``swap(model, same_bits=True)`` puts it there.
+
+    Args:
+        enabled: ``False`` leaves the mode within a context that is in it.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"same_bits: enabled must be a bool, got {type(enabled).__name__}")
+    token = _same_bits.set(enabled)
+    try:
+        yield
+    finally:
+        _same_bits.reset(token)
+
+
+in_same_bits = _same_bits.get  # whether :func:`same_bits` holds
+
+
+def plan_mode() -> object:
+    """What the key of every plan holds of this process: what is compiled for, and whether :func:`same_bits` holds."""
+    return (compile_target, True) if _same_bits.get() else compile_target
+
+
+@functools.cache
+def _with_same_bits(found: DeviceProperties) -> DeviceProperties:
+    return dataclasses.replace(found, same_bits=True)
+
+
+# --- properties -----------------------------------------------------------------------------------------------------
+
 compile_target: DeviceProperties | None = None  # what kernels are compiled for while nothing is launched
 
 
@@ -393,7 +450,15 @@ def can_launch() -> bool:
 
 
 def properties(device: torch.device | None = None) -> DeviceProperties:
-    """The properties of ``device`` (default: the current GPU), of the interpreter, or of the compilation target."""
+    """The properties of ``device`` (default: the current GPU), of the interpreter, or of the compilation target.
+
+    Within :func:`same_bits` they say so, by which every rule knows.
+    """
+    found = _properties(device)
+    return _with_same_bits(found) if _same_bits.get() else found
+
+
+def _properties(device: torch.device | None) -> DeviceProperties:
     if compile_target is not None:
         return compile_target
     if DEVICE.type != "cuda":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernelbook import gluon_names, runtime  # before Triton, which it sets up
-from kernelbook.attention import kernels, kernels_decode
+from kernelbook.attention import kernels, kernels_decode, kernels_same_bits
 from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import tl_accumulator
 from kernelbook.observed import is_aligned
@@ -157,6 +157,8 @@ class SplitKeys:
 
 def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
     """The plan is made for the number of keys rounded up to a multiple of 64, so that it serves a cache that grows."""
+    if p.properties.same_bits:
+        return same_bits(p, with_lse)
     keys = 64 * cdiv(p.s, 64)
     plan = kernels_decode.plan(p.b * p.h_kv, p.group * p.n, keys, p.d, p.dtype.itemsize, p.properties, p.page)
     launch = launcher(
@@ -167,6 +169,23 @@ def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
     )  # fmt: skip
     partial_shape = (plan.programs * plan.rows * (p.d + 1),) if plan.splits > 1 else None
     return SplitKeys(launch, (plan.tiles, plan.splits), partial_shape)
+
+
+def same_bits(p: Problem, with_lse: bool) -> SplitKeys:
+    """The kernel for any number of queries whose rows are the same bits in any batch. It takes what that of few queries does."""
+    config = kernels_same_bits.config(p.d, p.dtype.itemsize, p.properties)
+    rows, block_m, keys = p.group * p.n, config.kwargs["BLOCK_M"], 64 * cdiv(p.s, 64)
+    tiles, parts = p.b * p.h_kv * cdiv(rows, block_m), 1
+    if split := kernels_same_bits.splits(tiles, p.n, keys, p.properties):
+        parts = cdiv(keys, kernels_same_bits.PART)
+    kept = min(block_m, 1 << (rows - 1).bit_length())
+    launch = launcher(
+        kernels_same_bits._flash_attention_same_bits_kernel, D=p.d, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths,
+        WINDOW=p.window is not None, PAGE=p.page, SINKS=p.sinks, SOFTCAP=p.softcap, LSE=with_lse,
+        ACC=tl_accumulator(p.dtype), PRECISION=p.precision, SPLIT=split, ROWS=kept, **config.kwargs,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return SplitKeys(launch, (tiles, parts), (tiles * parts * kept * (p.d + 2),) if split else None)
 
 
 # --- many queries ---------------------------------------------------------------------------------------------------
@@ -222,7 +241,8 @@ class Reach:
 
 def reach(p: Problem, read: tuple[Tensor, ...], results_like: tuple[Tensor, ...]) -> Reach:
     """``read``: what kernels read, or aligned copies of it in pieces; ``results_like``: tensors that the results are like."""
-    there = p.properties.prefers_tma and not p.lengths  # they would read what lies beyond a length
+    # They would read what lies beyond a length; and where they can read, tiles are others.
+    there = p.properties.prefers_tma and not p.lengths and not p.properties.same_bits
     reads = there and _fit_descriptors(*(t for t in read if are_in_pieces(t.stride())))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
     return Reach(reads, writes)

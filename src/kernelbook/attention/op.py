@@ -14,7 +14,7 @@ from kernelbook.attention import kernels_decode, launches
 from kernelbook.attention.launches import plain_kernels
 from kernelbook.launch import Launch, cdiv, composite, operator, sources
 from kernelbook.memory import accumulator, counters, empty
-from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
+from kernelbook.observed import are_tensors, form, in_mode_of_forward, is_aligned, keep_mode, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 from kernelbook.tensors import strided
 
@@ -194,7 +194,7 @@ def _flash_plan(
     aligned, precision = is_aligned(q, k, v), launches.precision(q)
     tensors = form(q), form(k), form(v), form(lengths)
     asked = causal, scale, window, form(sinks), softcap, with_lse
-    others = aligned, asked, precision, launches.HAS_GLUON, runtime.compile_target
+    others = aligned, asked, precision, launches.HAS_GLUON, runtime.plan_mode()
     plan = _plans.get((tensors, others))
     if plan is None:
         kind = _without_length(tensors, window), others
@@ -230,7 +230,8 @@ def _new_flash_plan(
     scale, window, softcap = _check_flash(q, k, v, causal, scale, lengths, window, sinks, softcap)
     problem = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)
     split = tiles = afterwards = None
-    if q.numel() and k.numel() and problem.n <= kernels_decode.MAX_QUERIES:
+    few = problem.n <= kernels_decode.MAX_QUERIES or problem.properties.same_bits  # whose kernel takes any number
+    if q.numel() and k.numel() and few:
         split = launches.split_keys(problem, with_lse)
     elif q.numel() and k.numel():
         tiles = launches.forward(problem, launches.reach(problem, (q, k, v), (q,)))
@@ -304,10 +305,12 @@ class _Attention(torch.autograd.Function):
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q, k, v, ctx.causal, ctx.scale, lengths, ctx.window, sinks, ctx.softcap = inputs
+    keep_mode(ctx)
     ctx.save_for_backward(q, k, v, *output, lengths, sinks)
     ctx.set_materialize_grads(False)
 
 
+@in_mode_of_forward
 def _gradients(ctx: Any, do: Tensor | None, _lse: None = None) -> tuple[Tensor | None, ...]:
     """-> the gradients of all arguments."""
     if do is None:
@@ -345,7 +348,7 @@ def _backward_plan(
 ) -> _BackwardPlan:  # fmt: skip
     aligned, precision = is_aligned(do, q, k, v, o), launches.precision(q)
     tensors = form(do), form(q), form(k), form(v), form(o), form(lengths), form(sinks)
-    key = tensors, aligned, causal, scale, window, softcap, precision, launches.HAS_GLUON, runtime.compile_target
+    key = tensors, aligned, causal, scale, window, softcap, precision, launches.HAS_GLUON, runtime.plan_mode()
     plan = _backward_plans.get(key)
     if plan is None:
         p = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)

@@ -158,7 +158,7 @@ def _paged(
 ) -> Tensor:  # fmt: skip
     aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
     tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths), form(sinks)
-    key = tensors, aligned, scale, softcap, precision, runtime.compile_target
+    key = tensors, aligned, scale, softcap, precision, runtime.plan_mode()
     plan = _plans.get(key)
     if plan is None:
         scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
@@ -185,7 +185,7 @@ _append_plans = KeptPlans[launches.Append]()
 
 def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor) -> None:
     tensors = form(k), form(v), form(k_pages), form(v_pages), form(block_table), form(lengths)
-    key, debug = (tensors, runtime.compile_target), runtime.debug_enabled()
+    key, debug = (tensors, runtime.plan_mode()), runtime.debug_enabled()
     plan = _append_plans.get(key)
     if plan is None:
         _check_append(k, v, k_pages, v_pages, block_table, lengths)

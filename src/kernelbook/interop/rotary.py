@@ -17,7 +17,7 @@ import torch
 from kernelbook.interop import transformers_attention
 from kernelbook.launch import cdiv, launcher, operator
 from kernelbook.nn import kernels
-from kernelbook.observed import is_transformed, observed, wants_gradient
+from kernelbook.observed import in_mode_of_forward, is_transformed, keep_mode, observed, wants_gradient
 
 # isort: split
 import triton
@@ -72,21 +72,25 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keep_mode(ctx)
         *_, ctx.cos, ctx.sin, ctx.back = (
             inputs  # all layers have the same, and activation checkpoints need not keep them
         )
         return _run(*inputs)
 
     @staticmethod
+    @in_mode_of_forward
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *_rotate(dq, dk, ctx.cos, ctx.sin, not ctx.back), None, None, None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, cos, sin, ctx.back = inputs
+    keep_mode(ctx)
     ctx.save_for_backward(cos, sin)
 
 
+@in_mode_of_forward
 def _gradients(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
     return *_rotate(dq, dk, cos, sin, not ctx.back), None, None, None

@@ -41,9 +41,16 @@ def attention_mask(**asked: Any) -> torch.Tensor | None:
     :mod:`kernelbook.nn.named_attention`. A static cache's is stated by a tensor that holds its length, so that one compiled
     or captured step does for all. Any other is ``sdpa_mask``'s: (B, 1, N, S).
 
+    Within ``runtime.same_bits`` all keys have to be there, and a mask that is made is read again where it is used.
+
     Whether a mask given for the tokens leaves some out is read from the device, as ``sdpa_mask`` does; while tracing, such
     a mask is always made.
     """
+    if runtime.in_same_bits() and not isinstance(asked.get("kv_offset", 0), torch.Tensor) and asked.get("kv_offset", 0):
+        raise ValueError(
+            f"attention_mask: kv_offset must be 0 within same_bits(), got {asked['kv_offset']}: a cache that drops keys "
+            f"forgets where the others stood; use one that keeps all, such as DynamicCache() without a configuration"
+        )
     stated = _stated(**asked) if "q_length" in asked else False
     return stated if stated is None or isinstance(stated, torch.Tensor) else sdpa_mask(**asked)
 

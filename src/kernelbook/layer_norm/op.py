@@ -12,7 +12,7 @@ from kernelbook.launch import composite, operator, sources
 from kernelbook.layer_norm import launches
 from kernelbook.layer_norm.launches import dense, dtype_of_sum, in_rows, row_stride
 from kernelbook.memory import accumulator, empty, present
-from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
+from kernelbook.observed import are_tensors, form, in_mode_of_forward, is_aligned, keep_mode, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -187,6 +187,10 @@ def _checked_numbers(op: str, eps: float, backward: str) -> tuple[float, str]:
     if not 0 <= found < math.inf:
         raise ValueError(f"{op}: eps must be a number that is not negative, got {eps!r}")
     arguments.check_choice(op, "backward", backward, BACKWARDS)
+    if backward == "locks" and runtime.in_same_bits():
+        raise ValueError(
+            f"{op}: backward must be 'partials' within same_bits(), since locks add up in any order, got 'locks'"
+        )
     return found, backward
 
 
@@ -202,7 +206,7 @@ def _forward_plan(
 ) -> launches.ForwardPlan:  # fmt: skip
     """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
     tensors = form(x), form(residual), form(weight), form(bias)
-    key = (op, tensors, eps, dtype, differentiable, backward, runtime.compile_target)
+    key = (op, tensors, eps, dtype, differentiable, backward, runtime.plan_mode())
     plan = _forward_plans.get(key)
     if plan is None:
         _check(op, x, residual, weight, bias, eps, backward)
@@ -247,7 +251,7 @@ def _backward_plan(
     # What Triton's launcher looks at before it widens loads.
     aligned = is_aligned(x, dy, weight, statistics, dsum)
     tensors = form(dy), form(x), form(weight), form(dsum)
-    key = (tensors, aligned, with_dw, with_db, has_mean, locks, runtime.compile_target)
+    key = (tensors, aligned, with_dw, with_db, has_mean, locks, runtime.plan_mode())
     plan = _backward_plans.get(key)
     if plan is None:
         plan = launches.backward_plan(dy, x, weight, dsum, aligned, with_dw, with_db, has_mean, locks)
@@ -306,12 +310,14 @@ def _keep(
     has_mean: bool,
     backward: str,
 ) -> None:
+    keep_mode(ctx)
     ctx.save_for_backward(x, weight, statistics)
     ctx.set_materialize_grads(False)
     ctx.eps, ctx.has_mean, ctx.backward_way = eps, has_mean, backward
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
+@in_mode_of_forward
 def _gradients(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """-> the gradients of x, weight and bias."""
     if dy is None:
@@ -338,6 +344,7 @@ class _NormOfSum(torch.autograd.Function):
         return *_gradients_of_sum(ctx, dy, dsum), None
 
 
+@in_mode_of_forward
 def _gradients_of_sum(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """-> the gradients of x, residual and weight."""
     needs_x, needs_residual, needs_dw, *_ = ctx.needs_input_grad

@@ -725,6 +725,8 @@ def rows_tiles(
     ``access``: W is read in ``"boxes"``, by ``"wide"`` loads, or by ``"narrow"`` ones of an element each, whose
     addresses take so many registers that only small tiles have room.
     """
+    if properties.same_bits:
+        return _rows_tiles_of_all(itemsize, access, properties)
     mean = _mean_rows(rows, experts)
     if access == "packed" and itemsize == 2 and properties.has_tensor_cores:
         if mean <= 16:
@@ -743,6 +745,19 @@ def rows_tiles(
     if mean <= 16:
         return tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=16)
     return tiles(8, 2, BLOCK_M=128, BLOCK_N=64 if rank > 32 else 128, BLOCK_K=32, GROUP=8, SMALL_M=128)
+
+
+def _rows_tiles_of_all(itemsize: int, access: str, properties: runtime.DeviceProperties) -> Tiles:
+    """The tiles for any number of rows, which switch to no half: high enough for a batch, narrow enough to read W for a token."""
+    if itemsize == 8:
+        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
+    if itemsize == 4 or access == "narrow" or not properties.has_tensor_cores:
+        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP=8, SMALL_M=32)
+    if access == "packed":
+        return tiles(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=128)
+    if access == "boxes":
+        return tiles(8, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=128)
+    return tiles(8, 2, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=128)
 
 
 def _thin_allowed(
@@ -768,11 +783,13 @@ def thin_tiles(
     rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> Tiles:
     """The tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
-    height = max(16, min(32, _mean_rows(rows, experts)))
+    height = 32 if properties.same_bits else max(16, min(32, _mean_rows(rows, experts)))
     block_r = rank if rank <= 64 else 32
+    if properties.same_bits and itemsize == 2 and properties.has_tensor_cores:  # no sum is shared, whatever is idle
+        return tiles(4, 3, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=1)
     programs = rows // height + min(experts, rows)
     split = 1  # a long sum is shared by several programs where there are too few
-    while split < 8 and programs * split * 2 <= properties.num_sms and k >= 2048 * split:
+    while not properties.same_bits and split < 8 and programs * split * 2 <= properties.num_sms and k >= 2048 * split:
         split *= 2
     if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_M=height, BLOCK_K=32, BLOCK_R=min(block_r, 32), SPLIT=split)
@@ -862,4 +879,4 @@ def choose_strategy(
     worth more. With more rows split is as fast or faster: clearly with few
     large experts, hardly with many small ones.
     """
-    return "fused" if rows <= FUSED_ROWS else "split"
+    return "fused" if rows <= FUSED_ROWS and not properties.same_bits else "split"

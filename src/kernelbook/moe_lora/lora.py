@@ -87,7 +87,7 @@ _plans = KeptPlans[_Plan]()
 
 def _plan(op: str, x: torch.Tensor, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, routing: Routing) -> _Plan:
     experts, rows = routing.num_experts, routing.rows
-    key = (*map(form, (x, dy, a, b, routing.expert_ids)), experts, precision(x.dtype), runtime.compile_target)
+    key = (*map(form, (x, dy, a, b, routing.expert_ids)), experts, precision(x.dtype), runtime.plan_mode())
     plan = _plans.get(key)
     if plan is None:
         w = x.new_empty(()).expand(experts, x.shape[-1], b.shape[1])

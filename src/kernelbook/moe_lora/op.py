@@ -8,11 +8,12 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import composite, operator, sources
+from kernelbook.linear import linear
 from kernelbook.memory import accumulator, empty, present
 from kernelbook.moe_lora import grouped, kernels
 from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Layout, Lora, ShrinkPlan, Step
 from kernelbook.moe_lora.routing import Routing, route
-from kernelbook.observed import are_tensors, form, observed, wants_gradient
+from kernelbook.observed import are_tensors, form, in_mode_of_forward, keep_mode, observed, wants_gradient
 from kernelbook.packed import NF4Tensor
 from kernelbook.packed.products import Matrices
 from kernelbook.plans import KeptPlans
@@ -237,7 +238,7 @@ def _key(given: Given) -> tuple[Any, ...]:
     aligned = x.data_ptr() % 16 == 0, stored.data_ptr() % 16 == 0
     tensors = form(x), form(stored), packing, form(lora_a), form(lora_b), form(bias), form(gates)
     plain = ids.shape, ids.device, experts, strategy, grouped_in, grouped_out
-    return tensors, aligned, plain, precision(x.dtype), runtime.compile_target
+    return tensors, aligned, plain, precision(x.dtype), runtime.plan_mode()
 
 
 def _layouts(given: Given) -> tuple[Layout, Layout]:
@@ -415,7 +416,7 @@ def _add_share_of_bias(dgates: torch.Tensor, dy: torch.Tensor, given: Given) -> 
     """y = ... + bias[e]: what the inner products of dX and x leave out."""
     assert given.bias is not None
     with without_autocast(dy):
-        inner = torch.matmul(dy, given.bias.t())
+        inner = linear(dy, given.bias)
     ids, _, experts = given.routing
     skipped = (ids < 0) | (ids >= experts)
     dgates += inner.gather(1, ids.long().masked_fill(skipped, 0)).masked_fill(skipped, 0)
@@ -436,12 +437,14 @@ class _MoeLora(torch.autograd.Function):
         y, u = _forward(plan, given, with_u=True)
         # Where activations are checkpointed, each tensor that autograd keeps costs the host some 25 us. A routing and frozen
         # weights in few bits have no gradient, and no memory is won by dropping them.
+        keep_mode(ctx)
         ctx.packed = w if isinstance(w, Matrices) else None
         ctx.save_for_backward(u, x, w if ctx.packed is None else None, lora_a, lora_b, bias, gates)
         ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
+    @in_mode_of_forward
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return (None,) * (_DIFFERENTIABLE + 2)
@@ -528,12 +531,14 @@ def _new_gradients(dy: torch.Tensor, u: torch.Tensor, *others: Any) -> tuple[tor
 
 
 def _keep_operators(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    keep_mode(ctx)
     ctx.save_for_backward(output[1], *inputs[:_TENSORS])
     ctx.settings = inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
 
 
+@in_mode_of_forward
 def _gradients(ctx: Any, dy: torch.Tensor | None) -> Gradients:
     if dy is None:
         return (None,) * _DIFFERENTIABLE

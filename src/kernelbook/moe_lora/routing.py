@@ -110,7 +110,7 @@ _plans = KeptPlans[_Plan]()
 
 def _plan(expert_ids: torch.Tensor, experts: int) -> _Plan:
     debug = runtime.debug_enabled()
-    key = (form(expert_ids), experts, debug, runtime.compile_target)
+    key = (form(expert_ids), experts, debug, runtime.plan_mode())
     plan = _plans.get(key)
     if plan is None:
         _check(expert_ids, experts)

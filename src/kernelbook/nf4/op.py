@@ -9,9 +9,10 @@ import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, launcher, operator
+from kernelbook.linear import linear, product
 from kernelbook.memory import empty
 from kernelbook.nf4 import kernels
-from kernelbook.observed import form, observed, wants_gradient
+from kernelbook.observed import form, in_mode_of_forward, keep_mode, observed, wants_gradient
 from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor, products, quantized_scales
 from kernelbook.plans import KeptPlans
 from kernelbook.tensors import without_autocast
@@ -85,7 +86,7 @@ def _dequantize_plan(
 ) -> _DequantizePlan:  # fmt: skip
     """``by_number``: one expert is asked for, without a tensor of ids."""
     shape, words = tuple(shape), packed.data_ptr() % 4 == 0
-    key = (packed.device, words, nested, form(experts), by_number, shape, block_size, dtype, runtime.compile_target)
+    key = (packed.device, words, nested, form(experts), by_number, shape, block_size, dtype, runtime.plan_mode())
     plan = _dequantize_plans.get(key)
     if plan is not None:
         return plan
@@ -232,7 +233,9 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
     rows, with a W of 8 million elements or more in blocks of 64 or more, they take the values of the code book in the
     dtype of ``x``, and the scales multiply sums in float32. Up to 64 rows, with a W of 32 rows a multiprocessor or more,
     they take W as :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in float32, with W as it is; more
-    rows share the cost of dequantizing: W is dequantized first and multiplied by PyTorch.
+    rows share the cost of dequantizing: W is dequantized first and multiplied by PyTorch. Within
+    :func:`kernelbook.same_bits` any number of rows goes the same way: through tensor cores where the second of these
+    kernels can, else W is made dense.
 
     Args:
         x: (..., K) float32, float16 or bfloat16, any strides.
@@ -296,19 +299,20 @@ def _matmul_plan(
     block_size: int,
 ) -> _MatmulPlan:  # fmt: skip
     shape, alignment = tuple(shape), packed.data_ptr() % 16
-    key = (form(x), packed.device, alignment, nested, form(experts), shape, block_size, runtime.compile_target)
+    key = (form(x), packed.device, alignment, nested, form(experts), shape, block_size, runtime.plan_mode())
     plan = _matmul_plans.get(key)
     if plan is not None:
         return plan
     _check_matmul(x, packed, experts, shape)
     (num_experts, n, k), m, properties = shape, math.prod(x.shape[:-1]), runtime.properties(x.device)
     some = m > 0 and n > 0 and num_experts > 0
+    same_bits = properties.same_bits  # then one way for any number of rows: through tensor cores, or W made dense
     tensor_cores, launch, grid = None, None, (0, 0)
-    if some and alignment == 0 and kernels.for_tensor_cores(m, n, k, block_size, properties):
+    if some and alignment == 0 and (same_bits or kernels.for_tensor_cores(m, n, k, block_size, properties)):
         which = x.dtype, block_size, nested
         tensor_cores = products.plan(m, (1, n, k), False, *which, 0, False, True, True, False, properties)
     words = k > 0 and k % 8 == 0 and alignment % 4 == 0
-    if some and tensor_cores is None and words and m <= kernels.MAX_MATMUL_M:
+    if some and tensor_cores is None and words and m <= kernels.MAX_MATMUL_M and not same_bits:
         tokens = min(1 << (m - 1).bit_length(), kernels.MATMUL_TOKENS)
         config = kernels.matmul_config(tokens, n, properties)
         launch = launcher(
@@ -354,21 +358,23 @@ def _matmul(
         )
     else:
         [dense] = _dequantize(packed, absmax, code, *nested, experts, expert, shape, block_size, x.dtype)
-        torch.mm(x.reshape(m, k), dense.t(), out=y.view(m, n))  # out=: autocast leaves it alone
+        product(x.reshape(m, k), dense.t(), out=y.view(m, n))  # out=: autocast leaves it alone
     return y
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, *tensors, expert, shape, block_size = inputs
+    keep_mode(ctx)
     ctx.save_for_backward(*tensors)
     ctx.settings = expert, shape, block_size
 
 
+@in_mode_of_forward
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     args = *ctx.saved_tensors, *ctx.settings, dy.dtype
     w = _dequantize_operator(*args) if observed(dy, *ctx.saved_tensors) else _dequantize(*args)
     with without_autocast(dy):
-        return (dy @ w[0], *[None] * 10)
+        return (linear(dy, w[0].t()) if ctx.same_bits else dy @ w[0], *[None] * 10)
 
 
 class _Matmul(torch.autograd.Function):

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from kernelbook import arguments
+from kernelbook.linear import linear
+from kernelbook.observed import in_mode_of_forward, keep_mode
 from kernelbook.sparse_linear import sparse_backward, sparse_dw
 
 __all__ = ["compact_sparse_linear"]
@@ -84,13 +85,15 @@ class _CompactLinear(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         low = weight.to(dtype)
+        keep_mode(ctx)
         ctx.save_for_backward(x, low, ids)
         ctx.chunk_size, ctx.mode, ctx.dtype = chunk_size, mode, weight.dtype
         ctx.shapes = weight.shape, None if bias is None else bias.shape
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, low, None if bias is None else bias.to(dtype))
+            return linear(x, low, None if bias is None else bias.to(dtype))
 
     @staticmethod
+    @in_mode_of_forward
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, ids = ctx.saved_tensors
@@ -103,7 +106,7 @@ class _CompactLinear(torch.autograd.Function):
         else:
             with torch.autocast(dy.device.type, enabled=False):
                 dw, db = sparse_dw(x, dy, ids, chunk_size=chunk, compact=True, with_bias=needs_db)
-                dx = dy @ weight if needs_dx else None
+                dx = linear(dy, weight.t()) if needs_dx else None
         rows = (ids.long()[:, None] * chunk + torch.arange(chunk, device=ids.device)).reshape(1, -1)
         weight_shape, bias_shape = ctx.shapes
         return (

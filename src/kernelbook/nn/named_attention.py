@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
+from kernelbook.nn.same_bits import attend, sequences
 
 __all__ = ["asked_for", "boolean_mask", "own_attention", "statement"]
 
@@ -84,10 +86,11 @@ def own_attention(
     """query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), or None where :func:`flash_attention` cannot do it.
 
     That is: another mask, dropout, heads of more than 256 features, values of another width, or a keyword of
-    :func:`asked_for` that is not in :data:`OWN`.
+    :func:`asked_for` that is not in :data:`OWN`. Within ``runtime.same_bits`` a mask of booleans is read, see
+    :func:`sequences`: it may say that tokens are padding, and where packed sequences begin.
 
     Raises:
-        ValueError: a sliding window of which no mask tells.
+        ValueError: a sliding window of which no mask tells; within ``same_bits`` whatever gives None elsewhere.
     """
     window = others.get("sliding_window")
     if mask is None and window is not None and window < key.shape[2]:
@@ -95,13 +98,23 @@ def own_attention(
             f"attention_forward: sliding_window must be part of attention_mask where there are more keys, got "
             f"{window} for {key.shape[2]} keys and no mask; transformers' sdpa_mask makes such masks"
         )
-    stated = _is_stated(mask)
-    if not (mask is None or stated) or dropout or query.shape[-1] > MAX_HEAD or value.shape[-1] != query.shape[-1]:
-        return None
+    stated, same_bits = _is_stated(mask), runtime.in_same_bits()
+    made = same_bits and mask is not None and mask.ndim == 4 and mask.dtype == torch.bool
     asked = asked_for(others)
-    if not set(asked) <= set(OWN):
+    known = (
+        not dropout and query.shape[-1] <= MAX_HEAD and value.shape[-1] == query.shape[-1] and set(asked) <= set(OWN)
+    )
+    if not known or not (mask is None or stated or made):
+        if same_bits:
+            raise ValueError(
+                f"attention_forward: within same_bits() there must be a causal mask of booleans or none, no dropout, at most "
+                f"{MAX_HEAD} features a head and nothing else, got dropout {dropout}, {query.shape[-1]} features, a mask of "
+                f"{None if mask is None else mask.dtype} and {', '.join(asked) or 'nothing else'}"
+            )
         return None
     more: dict[str, Any] = {OWN[name]: others[name] for name in asked}
+    if made and mask is not None:
+        return attend(query, key, value, sequences(mask, query.shape[0], window), scale=scaling, **more)
     lengths, window = None, None
     if mask is not None:
         lengths, window = _said(mask)

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from kernelbook import arguments
+from kernelbook.linear import linear
 from kernelbook.nf4 import NF4Tensor, nf4_matmul
 from kernelbook.nn.moe import LoRAModule, _draw_pair, quantize_parameter, stored_weight
 
@@ -87,11 +87,11 @@ class NF4Linear(LoRAModule):
         if isinstance(stored, NF4Tensor):
             out = nf4_matmul(x, dataclasses.replace(stored, shape=(1, *stored.shape)), 0)
         else:  # something else has been put on it
-            out = F.linear(x, stored.to(x.dtype))
+            out = linear(x, stored.to(x.dtype))
         if bias is not None:
             out = out + bias
         if a is not None:
-            out = out + F.linear(F.linear(x.to(a.dtype), a), b).to(out.dtype) * self.scaling
+            out = out + linear(linear(x.to(a.dtype), a), b).to(out.dtype) * self.scaling
         return out
 
     def extra_repr(self) -> str:

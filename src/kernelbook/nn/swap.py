@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
+from kernelbook.linear import linear
 from kernelbook.nn.layers import LayerNorm, RMSNorm
+from kernelbook.nn.same_bits import SameBitsLinear, with_linear
 
 __all__ = ["Swap", "swap"]
 
@@ -48,6 +51,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             and not self.add_zero_attn
             and not query.is_nested
         )
+        if not plain and runtime.in_same_bits():
+            raise ValueError(
+                "MultiheadAttention: within same_bits() a call must ask for nothing but attention, causal or of all keys: no "
+                "weights (need_weights=False), other masks, dropout, bias_k, add_zero_attn or nested tensors"
+            )
         if not plain:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -57,7 +65,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batched = q.ndim == 4
         mixed = flash_attention(*(t if batched else t.unsqueeze(0) for t in (q, k, v)), causal=is_causal)
         mixed = (mixed if batched else mixed.squeeze(0)).transpose(-3, -2).flatten(-2)
-        out = F.linear(mixed, self.out_proj.weight, self.out_proj.bias)
+        out = linear(mixed, self.out_proj.weight, self.out_proj.bias)
         return (out.transpose(0, 1) if swaps else out), None
 
     def _heads(self, x: torch.Tensor, which: int) -> torch.Tensor:
@@ -67,7 +75,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[which]
         bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[which]
-        return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2)
+        return linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2)
 
 
 class Swap:
@@ -83,9 +91,13 @@ class Swap:
         self.changed: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self._before: list[tuple[Any, str, Any]] = []
+        self._hooks: list[Any] = []
 
     def undo(self) -> None:
-        """Makes the modules what they were. Parameters, buffers and hooks were never touched."""
+        """Makes the modules what they were. Parameters, buffers and their hooks were never touched."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         for owner, name, value in reversed(self._before):
             setattr(owner, name, value)
         self._before, self.changed = [], {}
@@ -123,6 +135,7 @@ def swap(
     layer_norm: bool = True,
     rms_norm: bool = True,
     attention: bool = True,
+    same_bits: bool = False,
     quiet: bool = False,
 ) -> Swap:
     """Runs PyTorch's own layers inside ``model`` on the kernels, in place; prints what it changed.
@@ -136,6 +149,12 @@ def swap(
     Where ``torch.nn.TransformerEncoderLayer`` holds a module that changed, its inference fast path is switched off: it would
     pass over the modules.
 
+    With ``same_bits`` the model runs within :func:`kernelbook.same_bits`, whoever calls it or one of its blocks: a token's
+    log-probabilities are the same bits in a packed or padded batch and in generation, alone or beside others. Its linear
+    layers, a router's product and its experts run on the kernels too. Where a mask tells of padding, or where packed sequences
+    begin, the host waits for the device once a forward pass. PyTorch's softmax and log_softmax go row by row, and are
+    left; on a GPU their rows have to begin on 16 bytes.
+
     Args:
         model: any module; on a GPU when it is called, or under the interpreter.
         layer_norm: ``torch.nn.LayerNorm`` over one dimension becomes :class:`kernelbook.nn.LayerNorm`.
@@ -143,19 +162,31 @@ def swap(
             models run on :func:`kernelbook.rms_norm`.
         attention: ``torch.nn.MultiheadAttention`` runs :func:`kernelbook.flash_attention` where a call needs no weights, no
             dropout and no mask but the causal one. Other calls stay PyTorch's.
+        same_bits: results depend on no other row of the batch, see above. Take it with all the others.
         quiet: print nothing.
 
     Returns:
         What was changed, with ``undo()``; as a context manager it undoes it at the end.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or ``same_bits`` not a bool.
+        ValueError: with ``same_bits``: norms or attention are not to be changed, or the model has modules that change with
+            the batch and have no kernel here.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(same_bits, bool):
+        raise TypeError(f"swap: same_bits must be a bool, got {type(same_bits).__name__}")
+    if same_bits and not (layer_norm and rms_norm and attention):
+        raise ValueError(
+            f"swap: layer_norm, rms_norm and attention must be True with same_bits=True, got {layer_norm}, {rms_norm} and "
+            f"{attention}"
+        )
     done = Swap(model)
     try:
         _swap(done, layer_norm, rms_norm, attention)
+        if same_bits:
+            _swap_same_bits(done)
     except BaseException:
         done.undo()
         raise
@@ -223,3 +254,80 @@ def _swap_attention_interface(model: Any, done: Swap) -> None:
             done.changed[f"{name}.config" if name else "config"] = "attention implementation"
         else:
             done.left[name] = f"{type(part).__name__} has an attention of its own kind"
+
+
+# --- the same bits --------------------------------------------------------------------------------------------------
+
+# Modules with weights that look rows up or are the package's own; the last is MultiheadAttention's, which does not call it.
+ROW_BY_ROW = (nn.Embedding, MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def _swap_same_bits(done: Swap) -> None:
+    """What :func:`_swap` leaves to PyTorch, and the mode around each module that has others in it."""
+    model = done.model
+    experts = _swap_experts(done)
+    unknown = dict(done.left)
+    for name, module in model.named_modules():
+        weights = dict(module.named_parameters(recurse=False))
+        if type(module) is nn.Linear:
+            done._set(module, "__class__", SameBitsLinear)
+            done.changed[name] = "Linear"
+        ours = type(module).__module__.startswith("kernelbook.")
+        if ours or id(module) in experts or isinstance(module, ROW_BY_ROW) or set(weights) <= {"sinks"}:
+            continue
+        if "weight" in weights and weights["weight"].ndim == 2 and _multiplies(type(module)):
+            kind: Any = type(module)
+            done._set(module, "__class__", with_linear(kind))
+            done.changed[name] = kind.__name__
+        else:
+            unknown[name] = f"{type(module).__name__} has weights, and no kernel of the package is known for it"
+    if unknown:
+        listed = "; ".join(f"{name or 'the model'}: {why}" for name, why in unknown.items())
+        raise ValueError(f"swap: same_bits must be False for this model, since it would not hold: {listed}")
+    for name, module in model.named_modules():
+        if name == "" or any(True for _ in module.children()):
+            done._hooks += _in_mode(module)
+
+
+def _multiplies(kind: type[nn.Module]) -> bool:
+    """Whether the class's forward pass names a product of rows with its weight: a router."""
+    names = getattr(getattr(kind.forward, "__code__", None), "co_names", ())
+    return "linear" in names or "matmul" in names
+
+
+def _swap_experts(done: Swap) -> set[int]:
+    """Runs a transformers model's experts on the kernels. -> the modules that they are."""
+    model: Any = done.model
+    parts = [part for part in model.modules() if hasattr(part, "set_experts_implementation")]
+    if not parts:
+        return set()
+    from kernelbook.interop import transformers as interop
+
+    found = list(interop.expert_modules(model))
+    if not found:
+        return set()
+    interop.check_experts(model)
+    interop.register()
+    for part in parts:
+        if part.config._experts_implementation != interop.NAME:
+            done._set(part.config, "_experts_implementation_internal", interop.NAME)
+    for name, _ in found:
+        done.changed[name] = "experts"
+    return {id(module) for _, module in found}
+
+
+def _in_mode(module: nn.Module) -> list[Any]:
+    """The mode from before a module's forward pass to after it, also after one that raises; a checkpoint's second one too."""
+    of_thread = threading.local()
+
+    def enter(*_: Any) -> None:
+        of_thread.entered = [*getattr(of_thread, "entered", ()), runtime.same_bits()]
+        of_thread.entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        of_thread.entered.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]

@@ -10,7 +10,7 @@ from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, launcher, operator
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.nn import kernels
-from kernelbook.observed import observed, wants_gradient
+from kernelbook.observed import in_mode_of_forward, keep_mode, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 
 __all__ = ["ClampedSwiGLU", "swiglu"]
@@ -78,7 +78,7 @@ _plans = KeptPlans[_Plan]()
 
 def _plan(h: torch.Tensor, clamp: tuple[float, ...]) -> _Plan:
     """``clamp``: alpha and limit of :class:`ClampedSwiGLU`, or nothing."""
-    key = (h.shape, h.dtype, h.device, clamp, runtime.compile_target)
+    key = (h.shape, h.dtype, h.device, clamp, runtime.plan_mode())
     plan = _plans.get(key)
     if plan is None:
         if h.ndim != 2 or h.shape[1] % 2:
@@ -128,6 +128,7 @@ class _Activation(torch.autograd.Function):
         return _run(h, *clamp)
 
     @staticmethod
+    @in_mode_of_forward
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         [h] = ctx.saved_tensors
         if torch.is_grad_enabled() or observed(h, dout):
@@ -139,6 +140,7 @@ class _Activation(torch.autograd.Function):
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     h, *ctx.clamp = inputs
+    keep_mode(ctx)
     ctx.save_for_backward(h)
 
 

@@ -68,6 +68,8 @@ GEMM = (
 )
 # A single matrix has few tiles: they are low, and narrow.
 GEMM_OF_ONE = {"HALVES": 0, "OUT": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}
+# Within ``same_bits`` one tile for any number of rows, which is not halved.
+GEMM_OF_ALL = {"TOKENS": 128, "HALVES": 0, "OUT": 64, "DEPTH": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}
 # From so many rows a matrix on it is as fast to make W dense first, which costs its memory: the cores wait for decoding.
 DENSE_ROWS = {True: 512, False: 128}  # on Hopper, and by the plain kernels elsewhere
 
@@ -79,10 +81,13 @@ def _is_hopper(properties: runtime.DeviceProperties) -> bool:
 def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProperties | None = None) -> bool:
     """Whether packed experts are decoded on their way into each tile, instead of once for all tiles before the product.
 
+    Within ``runtime.same_bits`` they are, for any number of rows.
+
     ``rows``: T k, for all experts together. ``properties``: of the GPU, by default the present one.
     """
-    hopper = _is_hopper(properties or runtime.properties(runtime.DEVICE))
-    return rows <= DENSE_ROWS[hopper] * max(1, min(experts, rows))
+    properties = properties or runtime.properties(runtime.DEVICE)
+    hopper = _is_hopper(properties)
+    return properties.same_bits or rows <= DENSE_ROWS[hopper] * max(1, min(experts, rows))
 
 
 def gemv_split(n: int, sms: int) -> tuple[int, int]:
@@ -124,7 +129,8 @@ def plan(
         "X_GROUPED": x_grouped, "Y_GROUPED": y_grouped, "HAS_BIAS": has_bias, "BLOCK_SIZE": block_size,
         "SCALE": "nested" if nested else "float32", "NESTED_BLOCK": NESTED_BLOCK,
     }  # fmt: skip
-    if not routed and rows <= GEMV_ROWS and block_size >= 64 and not (by_row or rank or has_bias):
+    some_rows = not properties.same_bits  # kernels for few may be taken
+    if some_rows and not routed and rows <= GEMV_ROWS and block_size >= 64 and not (by_row or rank or has_bias):
         from kernelbook.packed import kernels_nvidia
 
         tokens = max(4, 1 << (rows - 1).bit_length())
@@ -137,7 +143,7 @@ def plan(
             num_warps=GEMV["WARPS"], maxnreg=properties.registers_per_sm // (32 * GEMV["WARPS"]),
         )  # fmt: skip
         return Plan(gemv, "gemv", tokens, cdiv(n, groups * GEMV["ROWS"]), groups)
-    if mean <= (SMALL_M_ROWS if routed else SMALL_M["TOKENS"]) and not by_row and not rank:
+    if some_rows and mean <= (SMALL_M_ROWS if routed else SMALL_M["TOKENS"]) and not by_row and not rank:
         from kernelbook.packed import kernels_nvidia
 
         step = (64 if block_size != 32 else 32) * SMALL_M["GROUPS"] * SMALL_M["WARPS"]
@@ -149,7 +155,9 @@ def plan(
         return Plan(small_m, "small_m", parts * SMALL_M["TOKENS"], cdiv(n, SMALL_M["ROWS"]), parts)
     from kernelbook.packed import kernels_hopper
 
-    if routed:
+    if properties.same_bits:
+        tiles: dict[str, int] = GEMM_OF_ALL
+    elif routed:
         tiles = next(found for limit, found in GEMM if mean <= limit)
         if by_row and tiles["TOKENS"] == 256:
             tiles = tiles | {"AHEAD": 6}  # here a step has other rows, each half a line of the cache

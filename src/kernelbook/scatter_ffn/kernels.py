@@ -715,8 +715,11 @@ def strategy(
     ==================  ==============  =======================================
 
     Where ``tl.dot`` has no tensor cores, as on a T4, 16 bits go the way of
-    float32: cuBLAS uses them there too.
+    float32: cuBLAS uses them there too. Within ``same_bits`` all is
+    ``packed``, and the product is the package's own.
     """
+    if properties.same_bits:
+        return "packed"
     tiles = _narrow(dtype) and properties.has_tensor_cores
     if m <= (1 if tiles else 4) and dtype != "float64":
         return "vector"

@@ -13,8 +13,9 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, composite, launcher, operator, sources
+from kernelbook.linear import linear, product
 from kernelbook.memory import accumulator, empty, present, tl_accumulator
-from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
+from kernelbook.observed import are_tensors, form, in_mode_of_forward, is_aligned, keep_mode, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 from kernelbook.scatter_ffn import kernels
 from kernelbook.tensors import has_aligned_rows, matrix, strided
@@ -129,9 +130,9 @@ def _call(op: str, network: _Network, rows: torch.Tensor | None, activation: str
             return _forward(plan, network, rows)
     assert network.w_down is not None and activation is not None
     act = _FUNCTIONS[activation]
-    h = F.linear(network.x, network.w_up, network.b_up)
-    h = act(h) if network.w_gate is None else act(F.linear(network.x, network.w_gate, network.b_gate)) * h
-    return F.linear(h, network.w_down.t(), network.b_down)
+    h = linear(network.x, network.w_up, network.b_up)
+    h = act(h) if network.w_gate is None else act(linear(network.x, network.w_gate, network.b_gate)) * h
+    return linear(h, network.w_down.t(), network.b_down)
 
 
 def _check(op: str, network: _Network, rows: Any, activation: Any) -> None:
@@ -214,7 +215,7 @@ def _key(network: _Network, rows: Any, activation: str | None) -> tuple[Any, ...
     x, w_up, w_down, w_gate, b_up, b_gate, b_down = network
     weights = form(w_up), form(w_down), form(w_gate), is_aligned(w_up), is_aligned(w_down), is_aligned(w_gate)
     biases = form(b_up), form(b_gate), form(b_down)
-    return form(x), weights, biases, form(rows), activation, runtime.compile_target
+    return form(x), weights, biases, form(rows), activation, runtime.plan_mode()
 
 
 def _plan(op: str, network: _Network, rows: Any, activation: str | None) -> _Plan:
@@ -431,7 +432,7 @@ def _scattered(
 
 
 def _multiply(y: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
-    torch.mm(x, packed, out=y) if bias is None else torch.addmm(bias, x, packed, out=y)
+    product(x, packed, bias, out=y)
 
 
 def _pack(weight: torch.Tensor, rows: torch.Tensor, packed: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
@@ -562,9 +563,11 @@ class _FFN(torch.autograd.Function):
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *network, _b_down, rows, ctx.activation = inputs
+    keep_mode(ctx)
     ctx.save_for_backward(*network, rows)
 
 
+@in_mode_of_forward
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """-> the gradients of the network."""
     (*tensors, rows), activation, wanted = ctx.saved_tensors, ctx.activation, tuple(ctx.needs_input_grad[:7])

@@ -633,7 +633,8 @@ def strategy(
     """
     # Tensor cores want float32 operands with the reduction in the fast dimension, where dW and dX have it in the slow. And
     # cuBLAS uses those of Turing, which tl.dot does not.
-    if itemsize != 2 or d_in == 0 or not properties.has_tensor_cores:
+    # And copied together they are one matrix, whose rows are the same bits in any batch where ``same_bits`` asks for it.
+    if itemsize != 2 or d_in == 0 or not properties.has_tensor_cores or properties.same_bits:
         return "packed"
     most = math.inf
     if by_chunk and chunk % BOX:

@@ -7,13 +7,13 @@ from types import NoneType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import NAMESPACE, Block, Descriptor, Launch, block, cdiv, composite, launcher, operator, sources
+from kernelbook.linear import linear, product
 from kernelbook.memory import accumulator, empty, present, tl_accumulator
-from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
+from kernelbook.observed import are_tensors, form, in_mode_of_forward, is_aligned, keep_mode, observed, wants_gradient
 from kernelbook.plans import KeptPlans
 from kernelbook.sparse_linear import kernels, packing
 from kernelbook.sparse_linear.packing import Chunks
@@ -168,7 +168,7 @@ def _linear(
             return _Linear.apply(x, weight, bias, ids, plan)  # type: ignore[no-any-return]
         if ids is not None and mode != "dense":
             return _forward(plan, x, weight, bias, ids)
-    return F.linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def _products(
@@ -266,7 +266,7 @@ def _plan(
         chunks = _checked(op, chunks, ids, mode, x=x, weight=weight, bias=bias, dy=dy)
     tensors = form(ids), form(x), form(weight), form(bias), form(dy)
     aligned = is_aligned(x), is_aligned(weight), is_aligned(dy)
-    key = (op, chunks, tensors, aligned, wanted and tuple(wanted), mode, runtime.compile_target)
+    key = (op, chunks, tensors, aligned, wanted and tuple(wanted), mode, runtime.plan_mode())
     plan = _plans.get(key)
     if plan is None:
         if chunks.d_out is None:
@@ -344,7 +344,7 @@ def _forward(plan: _Plan, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids:
 
 
 def _multiply(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)
+    product(x, weight.t(), bias, out=y)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def _backward(plan: _Plan, dy: torch.Tensor, x: Any, weight: Any, ids: torch.Ten
     results = dx, dw, db = [None if shape is None else empty(shape, dy.dtype, dy) for shape in plan.shapes]
     dy, x, dx, ids = matrix(dy), None if dw is None else matrix(x), None if dx is None else matrix(dx), ids.contiguous()
     if dx is not None and (plan.mode == "sparse_dw" or plan.strategy == "dense"):
-        torch.mm(dy, weight, out=dx)
+        product(dy, weight, out=dx)
         dx = None
     if plan.strategy == "zeros":
         for result in (dx, dw, db):
@@ -470,6 +470,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, plan: _Plan
     ) -> torch.Tensor:
+        keep_mode(ctx)
         ctx.save_for_backward(x, weight, ids)
         ctx.settings = (*plan.chunks[:5], plan.mode)
         return _forward(plan, x, weight, bias, ids)
@@ -479,6 +480,7 @@ class _Linear(torch.autograd.Function):
         return *_gradients(ctx, dy), None, None
 
 
+@in_mode_of_forward
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """-> the gradients of x, weight and bias."""
     (x, weight, ids), wanted, (*sizes, mode) = ctx.saved_tensors, ctx.needs_input_grad[:3], ctx.settings
@@ -492,6 +494,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return _backward(plan, dy, x, weight, ids)
 
 
+@in_mode_of_forward
 def _gradients_of_gradients(ctx: Any, gx: torch.Tensor, gw: torch.Tensor, gb: torch.Tensor) -> tuple[Any, ...]:
     """-> those of dy, x and weight: the products are linear in each tensor, so that each is made of the others."""
     dy, x, weight, ids = ctx.saved_tensors
@@ -543,11 +546,13 @@ def _fake_backward(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, _bias, ids, *ctx.settings = inputs
+    keep_mode(ctx)
     ctx.save_for_backward(x, weight, ids)
 
 
 def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     dy, x, weight, ids, *ctx.settings = inputs
+    keep_mode(ctx)
     ctx.save_for_backward(dy, x, weight, ids)
 
 

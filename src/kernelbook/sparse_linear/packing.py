@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernelbook.launch import cdiv, launcher  # before Triton, which it sets up
+from kernelbook.linear import product
 from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.sparse_linear import kernels
 from kernelbook.tensors import strided
@@ -42,12 +43,12 @@ def run_packed(
     packed_dy, sums = pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
     if dx is not None:
         packed_w, _ = pack(chunks, ids, weight, 0, chunks.w_compact)
-        torch.mm(packed_dy, packed_w, out=dx)
+        product(packed_dy, packed_w, out=dx)
     if dw is not None and chunks.dw_compact:
         torch.mm(packed_dy.t(), x, out=dw)
     elif dw is not None:
-        product = torch.mm(packed_dy.t(), x, out=empty((chunks.active, x.shape[1]), x.dtype, x))
-        place(chunks, ids, product[None], dw, sums, db)
+        of_active = torch.mm(packed_dy.t(), x, out=empty((chunks.active, x.shape[1]), x.dtype, x))
+        place(chunks, ids, of_active[None], dw, sums, db)
     if db is not None and (dw is None or chunks.dw_compact):
         place(chunks, ids, None, None, sums, db, compact=chunks.dw_compact)
 

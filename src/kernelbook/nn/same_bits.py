@@ -1,0 +1,176 @@
+"""What a model needs around the kernels to be the same bits in any batch: its linear layers, and attention of padded and packed batches."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.attention import flash_attention
+from kernelbook.linear import linear
+
+__all__ = ["SameBitsLinear", "Sequences", "attend", "sequences", "with_linear"]
+
+
+# --- linear layers --------------------------------------------------------------------------------------------------
+
+
+class SameBitsLinear(torch.nn.Linear):
+    """``torch.nn.Linear`` whose rows are the same bits in any batch, on :func:`linear`; the state dict is the same.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in PyTorch.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features). Raises ``ValueError`` where it is compiled."""
+        with runtime.same_bits():
+            return _own(input, self.weight, self.bias)
+
+
+def _own(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "linear: torch.compile must be off within same_bits(), since the compiler cuts sums by their sizes"
+        )
+    return linear(x, weight, bias)
+
+
+class _OwnProducts(TorchFunctionMode):
+    """Products with a matrix go to :func:`linear`; others are refused, since PyTorch's change with the number of rows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if func is F.linear:
+            return _own(*args, **(kwargs or {}))
+        if name in ("matmul", "mm", "__matmul__") and len(args) == 2 and args[1].ndim == 2:
+            return _own(args[0], args[1].t())
+        if name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "__matmul__", "__rmatmul__"):
+            raise ValueError(
+                f"{name}: within same_bits() a product must be linear or matmul with a matrix, got another"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _WithLinear(torch.nn.Module):
+    """The forward pass of a class that multiplies by a weight of its own, such as a router's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with runtime.same_bits(), _OwnProducts():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle finds classes by their names, which this one does not have: it is made again."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).__bases__[1],), *reduced[2:]
+
+
+@functools.cache
+def with_linear(kind: Any) -> type[torch.nn.Module]:
+    """The class with its products by :func:`linear`."""
+    return type(kind.__name__, (_WithLinear, kind), {"__module__": __name__})
+
+
+def _new(kind: Any) -> torch.nn.Module:
+    made = with_linear(kind)
+    return made.__new__(made)
+
+
+# --- attention of padded and packed batches --------------------------------------------------------------------------
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of a batch lie: rows of queries (B N) and of keys (B S), gathered into a batch of one a row."""
+
+    queries: torch.Tensor  # (R, L) row numbers; places that are none have some row's
+    keys: torch.Tensor  # (R, M) likewise
+    lengths: torch.Tensor | None  # (R,) keys; the last query stands at the last. None: query i stands at key i
+    places: torch.Tensor  # (B N,) where each query went, R L for one that is padding
+    window: int | None
+
+
+def sequences(mask: torch.Tensor, batch: int, window: int | None) -> Sequences:
+    """What a mask (B or 1, 1, N, S) of booleans says, if it is causal within sequences; the host waits for the device, once.
+
+    A query that does not see the key at its own place is padding. ``window``: how many keys back a query sees at most.
+
+    Raises:
+        ValueError: the mask is another.
+    """
+    found: Sequences | None = getattr(mask, "_kernelbook_sequences", None)
+    if found is None or found.window != window:
+        found = mask._kernelbook_sequences = _read(mask.expand(batch, -1, -1, -1)[:, 0], window)  # type: ignore[attr-defined]
+    return found
+
+
+def _read(mask: torch.Tensor, window: int | None) -> Sequences:
+    batch, n, s = mask.shape
+    own = torch.arange(s - n, s, device=mask.device)
+    first, count = mask.to(torch.uint8).argmax(2), mask.sum(2)
+    is_token = mask.gather(2, own.expand(batch, n)[..., None])[..., 0]
+    table = torch.stack((first, count, is_token.long())).tolist()
+    found: list[tuple[int, int, int, int]] = []  # batch, first query, queries, first key
+    for b, (firsts, counts, tokens) in enumerate(zip(*table, strict=True)):
+        begin = None
+        for i in range(n):
+            begins = tokens[i] and (begin is None or counts[i] == 1)
+            if begins or not tokens[i]:
+                if begin is not None:
+                    found.append((b, begin, i - begin, firsts[begin]))
+                begin = i if tokens[i] else None
+            if begin is not None and s - n and window is not None and begin == i and counts[i] >= window:
+                raise ValueError(
+                    "attention_mask: within same_bits() keys before a window must be known, got their mask only"
+                )
+            if tokens[i]:
+                place = s - n + i
+                low = firsts[begin] if window is None else max(firsts[begin], place - window + 1)  # type: ignore[index]
+                if firsts[i] != low or counts[i] != place - low + 1:
+                    raise ValueError(
+                        f"attention_mask: within same_bits() it must be causal within sequences that lie together, got "
+                        f"one whose query {i} of sequence {b} sees {counts[i]} keys from {firsts[i]} on"
+                    )
+        if begin is not None:
+            found.append((b, begin, n - begin, firsts[begin]))
+    return _placed(found, batch, n, s, window, mask.device)
+
+
+def _placed(
+    found: list[tuple[int, int, int, int]], batch: int, n: int, s: int, window: int | None, device: torch.device
+) -> Sequences:
+    whole = all(begin + s - n == key for _, begin, _, key in found)  # from the first token of each on
+    most = max((queries for _, _, queries, _ in found), default=1)
+    spans = [s - n + begin + queries - key for _, begin, queries, key in found]
+    longest = most if whole else max(spans, default=1)
+    rows = torch.zeros(len(found), most, dtype=torch.int64)
+    keys = torch.zeros(len(found), longest, dtype=torch.int64)
+    places = torch.full((batch * n,), len(found) * most, dtype=torch.int64)
+    for r, (b, begin, queries, key) in enumerate(found):
+        at = 0 if whole else most - queries
+        rows[r, at : at + queries] = torch.arange(b * n + begin, b * n + begin + queries)
+        keys[r, : spans[r]] = torch.arange(b * s + key, b * s + key + spans[r])
+        places[b * n + begin : b * n + begin + queries] = torch.arange(r * most + at, r * most + at + queries)
+    lengths = None if whole else torch.tensor(spans, dtype=torch.int64, device=device)
+    return Sequences(rows.to(device), keys.to(device), lengths, places.to(device), window)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: Sequences, **how: Any) -> torch.Tensor:
+    """query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), zeros for padding; ``how``: of ``flash_attention``.
+
+    Sequences are gathered into rows of a batch, each from its first key on, so that it does not matter what they lay beside.
+    """
+    batch, heads, n, d = query.shape
+
+    def gathered(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        flat = t.transpose(1, 2).reshape(-1, t.shape[1], d)
+        return flat.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+
+    if where.queries.numel() == 0:
+        return torch.zeros_like(query).transpose(1, 2).contiguous()
+    q, k, v = gathered(query, where.queries), gathered(key, where.keys), gathered(value, where.keys)
+    out = flash_attention(q, k, v, causal=True, lengths=where.lengths, window=where.window, **how)
+    rows = out.transpose(1, 2).reshape(-1, heads, d)
+    rows = torch.cat((rows, rows.new_zeros(1, heads, d)))
+    return rows.index_select(0, where.places).view(batch, n, heads, d)

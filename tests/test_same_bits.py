@@ -1,0 +1,786 @@
+"""``same_bits``: what a row becomes depends on that row and the weights only, bit by bit; and without the mode it does not.
+
+Each property has its opposite beside it: the same inputs outside of the mode, where some rows differ. Without that a test
+would pass for sizes at which no rule changes its mind.
+"""
+
+import asyncio
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensors import randn
+
+import kernelbook as kb
+from kernelbook import plans, runtime
+from kernelbook.attention import kernels_same_bits
+from kernelbook.launch import Launch
+from kernelbook.nn import LoRAPair, SameBitsLinear, gated_experts, linear, swap
+
+Rows = Callable[[torch.Tensor], Any]  # from the numbers of rows what becomes of these, a row each
+
+
+def same(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def rows_of(found: Any, rows: torch.Tensor) -> Any:
+    return found[rows] if isinstance(found, torch.Tensor) else tuple(each[rows] for each in found)
+
+
+# --- the mode -------------------------------------------------------------------------------------------------------
+
+
+def test_the_mode_belongs_to_a_thread_and_a_task() -> None:
+    assert not runtime.in_same_bits()
+    seen: list[bool] = []
+
+    async def one(enabled: bool) -> None:
+        with kb.same_bits(enabled):
+            await asyncio.sleep(0)
+            seen.append(runtime.in_same_bits() == enabled)
+
+    async def both() -> None:
+        await asyncio.gather(*(asyncio.create_task(one(enabled)) for enabled in (True, False, True)))
+
+    with kb.same_bits():
+        thread = threading.Thread(target=lambda: seen.append(not runtime.in_same_bits()))
+        thread.start()
+        thread.join()
+        with kb.same_bits(False):
+            seen.append(not runtime.in_same_bits())
+        seen.append(runtime.in_same_bits() and runtime.properties().same_bits)
+    asyncio.run(both())
+    with pytest.raises(ZeroDivisionError), kb.same_bits():
+        raise ZeroDivisionError
+    assert seen == [True] * 6 and not runtime.in_same_bits() and not runtime.properties().same_bits
+    with pytest.raises(TypeError, match="same_bits: enabled must be a bool, got int"), kb.same_bits(1):  # type: ignore[arg-type]
+        pass
+
+
+def test_plans_of_the_mode_are_its_own_and_its_kernels_fuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[dict[str, Any]] = []
+    call = Launch.__call__
+    monkeypatch.setattr(
+        Launch,
+        "__call__",
+        lambda self, *args: launched.append(self.constants) or call(self, *args),  # type: ignore[func-returns-value]
+    )
+    x, q = randn(3, 64), randn(1, 2, 3, 16)
+    for _ in range(2):
+        for enabled in (True, False):
+            launched.clear()
+            with kb.same_bits(enabled):
+                kb.rms_norm(x)
+                kb.flash_attention(q, q, q)
+            assert len(launched) == 2
+            assert all(("enable_fp_fusion" in constants) == enabled for constants in launched)
+            assert ("PART" in launched[1]) == enabled
+
+
+def test_a_tuned_plan_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernelbook.layer_norm import kernels
+
+    with kb.same_bits():
+        kernels.plan_forward(4096, 2, runtime.properties())
+        assert not plans.asked
+    kernels.plan_forward(4096, 2, runtime.properties())
+    assert plans.asked
+
+
+COUNTS = (1, 2, 7, 16, 17, 64, 300, 2048, 16384)
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_100", "gfx942"])
+def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On no GPU: of each function one tile, one kernel and one order, for any number of rows, tokens, queries or keys."""
+    from kernelbook.attention import launches
+    from kernelbook.moe_lora import kernels as moe
+    from kernelbook.packed import products
+    from kernelbook.scatter_ffn import kernels as scatter
+    from kernelbook.sparse_linear import kernels as sparse
+
+    # The interpreter has no launches of kernels in Gluon.
+    monkeypatch.setattr(products, "launcher", lambda kernel, **how: (kernel.__name__, tuple(how.items())))
+    with runtime.compiling_for(target), kb.same_bits():
+        p, bf16 = runtime.properties(), torch.bfloat16
+        for itemsize in (2, 4, 8):
+            for access in ("boxes", "wide", "narrow", "packed"):
+                assert len({moe.rows_tiles(m, 128, 0, itemsize, access, p) for m in COUNTS}) == 1
+            assert len({moe.thin_tiles(m, 128, 8192, 16, itemsize, p) for m in COUNTS}) == 1
+            assert {sparse.strategy(m, 4096, 512, 64, itemsize, True, False, p) for m in COUNTS} == {"packed"}
+        assert {moe.choose_strategy(m, 128, 2048, 1536, 16, p) for m in COUNTS} == {"split"}
+        assert all(products.decodes_on_the_way(m, 8, p) for m in COUNTS)
+        assert {scatter.strategy(m, 4096, 4096, 400, "bfloat16", True, p) for m in COUNTS} == {"packed"}
+        for routed in (True, False):
+            found = [
+                products.plan.__wrapped__(
+                    m, (128, 1536, 2048), False, bf16, 64, False, 0, False, False, True, routed, p
+                )
+                for m in COUNTS
+            ]
+            assert len({None if plan is None else (plan.launch, plan.kind, plan.height) for plan in found}) == 1
+        kept = set()
+        for b, n, s in ((1, 1, 300), (64, 1, 300), (1, 16, 9000), (2, 2048, 2048), (1, 3, 64)):
+            q, k = torch.empty(b, 8, n, 128, dtype=bf16), torch.empty(b, 2, s, 128, dtype=bf16)
+            problem = launches.problem(q, k, True, None, None, "ieee")
+            constants = launches.same_bits(problem, False).launch.constants
+            kept.add(tuple((name, value) for name, value in constants.items() if name not in ("SPLIT", "ROWS")))
+            of_keys, _, parts = launches.dkdv(problem, launches.reach(problem, (q, k), (q, k)))
+            assert parts == 1 and of_keys.launch.kernel.__name__ == "_flash_attention_bwd_dkdv_kernel"
+        assert len(kept) == 1
+
+
+def test_what_cannot_promise_it_says_what_can() -> None:
+    x = randn(4, 32)
+    with kb.same_bits():
+        with pytest.raises(ValueError, match=r"layer_norm: backward must be 'partials' within same_bits\(\)"):
+            kb.layer_norm(x, backward="locks")
+        with pytest.raises(Exception, match=r"torch.compile must be off within same_bits\(\)"):
+            torch.compile(lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros(4, 1).long(), 2)))(
+                x
+            )
+    with pytest.raises(ValueError, match=r"weight must have shape \(5, 32\), got \(5, 31\)"), kb.same_bits():
+        linear(x, randn(5, 31))
+    with pytest.raises(TypeError, match=r"linear: .*dtype"), kb.same_bits():
+        linear(x, randn(5, 32).half())
+
+
+# --- rows of products and norms --------------------------------------------------------------------------------------
+
+
+def _experts(dtype: torch.dtype, packed: str) -> tuple[Rows, int]:
+    tokens, k, experts, inner, slots, rank = 36, 256, 3, 32, 2, 4
+    x = randn(tokens, k, dtype=dtype)
+    gate_up, down = randn(experts, 2 * inner, k, dtype=dtype) / 16, randn(experts, k, inner, dtype=dtype) / 8
+    lora = [
+        LoRAPair(randn(experts, rank, w.shape[2], dtype=dtype) / 8, randn(experts, w.shape[1], rank, dtype=dtype), 0.5)
+        for w in (gate_up, down)
+    ]
+    weights: Any = gate_up, down
+    if packed == "nf4":
+        weights = [kb.nf4_quantize(w, block_size=64) for w in weights]
+    elif packed == "mxfp4":
+        weights = [kb.fp4_quantize(w, format="mxfp4") for w in weights]
+    ids = torch.stack([torch.randperm(experts)[:slots] for _ in range(tokens)]).to(x.device)
+    gates = torch.rand(tokens, slots).to(x.device)
+
+    def rows(which: torch.Tensor) -> torch.Tensor:
+        pairs = {"gate_up_lora": lora[0], "down_lora": lora[1]}
+        return gated_experts(x[which], *weights, ids[which], gates[which], **pairs)
+
+    return rows, tokens
+
+
+def _moe_lora(dtype: torch.dtype) -> tuple[Rows, int]:
+    x, w = randn(40, 192, dtype=dtype), randn(3, 192, 80, dtype=dtype)
+    a, b = randn(3, 5, 192, dtype=dtype), randn(3, 80, 5, dtype=dtype)
+    ids = torch.randint(0, 4, (40, 2), device=x.device)  # 3 marks a slot to skip
+    bias = randn(3, 80, dtype=dtype)
+
+    def rows(which: torch.Tensor) -> torch.Tensor:
+        y = kb.moe_lora(x[which], w, a, b, kb.route(ids[which], 3), bias=bias)
+        return y.view(len(which), 2, 80)
+
+    return rows, 40
+
+
+def _scatter2scatter(dtype: torch.dtype) -> tuple[Rows, int]:
+    x, w, ids = randn(40, 192, dtype=dtype), randn(3, 192, 80, dtype=dtype), torch.randint(0, 3, (40, 2))
+    ids = ids.to(x.device)
+    return lambda rows: kb.scatter2scatter(x[rows], w, kb.route(ids[rows], 3)).view(len(rows), 2, 80), 40
+
+
+def _linear(dtype: torch.dtype) -> tuple[Rows, int]:
+    x, w, b = randn(70, 300, dtype=dtype), randn(90, 300, dtype=dtype), randn(90, dtype=dtype)
+    return lambda rows: linear(x[rows], w, b), 70
+
+
+def _nf4_matmul(dtype: torch.dtype) -> tuple[Rows, int]:
+    x, q = randn(20, 192, dtype=dtype), kb.nf4_quantize(randn(2, 80, 192, dtype=dtype))
+    return lambda rows: kb.nf4_matmul(x[rows], q, 1), 20
+
+
+def _scatter_ffn(dtype: torch.dtype) -> tuple[Rows, int]:
+    x = randn(20, 192, dtype=dtype)
+    up, gate, down = (randn(160, 192, dtype=dtype) for _ in range(3))
+    neurons = torch.tensor([3, 150, 9, 77, 20], device=x.device)
+    return lambda rows: kb.scatter_ffn(x[rows], up, down, neurons, w_gate=gate, activation="silu"), 20
+
+
+def _gather_matmul(dtype: torch.dtype) -> tuple[Rows, int]:
+    x, w, listed = randn(20, 192, dtype=dtype), randn(160, 192, dtype=dtype), torch.arange(0, 160, 2)
+    listed = listed.to(x.device)
+    return lambda rows: kb.gather_matmul(x[rows], w, listed), 20
+
+
+def _sparse_linear(dtype: torch.dtype) -> tuple[Rows, int]:
+    x, w, b = randn(80, 192, dtype=dtype), randn(160, 192, dtype=dtype), randn(160, dtype=dtype)
+    chunks = torch.tensor([1, 4], device=x.device)
+
+    def rows(which: torch.Tensor) -> Any:
+        args = x[which], w, b
+        return (
+            kb.sparse_linear(*args, chunks, chunk_size=32),
+            kb.sparse_linear(*args, None),
+            kb.sparse_forward(*args, chunks, chunk_size=32),
+            kb.sparse_dx(kb.sparse_forward(*args, chunks, chunk_size=32), w, chunks, chunk_size=32),
+        )
+
+    return rows, 80
+
+
+def _norms(dtype: torch.dtype) -> tuple[Rows, int]:
+    x, r, w = randn(20, 200, dtype=dtype), randn(20, 200, dtype=dtype), randn(200, dtype=dtype)
+    return lambda rows: (kb.layer_norm(x[rows], w), *kb.rms_norm(x[rows], w, residual=r[rows])), 20
+
+
+PRODUCTS: dict[str, Callable[[], tuple[Rows, int]]] = {
+    "linear": lambda: _linear(torch.float32),
+    "linear, float16": lambda: _linear(torch.float16),
+    "linear, bfloat16": lambda: _linear(torch.bfloat16),
+    "experts, dense": lambda: _experts(torch.float16, "no"),
+    "experts, float32": lambda: _experts(torch.float32, "no"),
+    "experts, NF4": lambda: _experts(torch.bfloat16, "nf4"),
+    "experts, NF4, float32": lambda: _experts(torch.float32, "nf4"),
+    "experts, MXFP4": lambda: _experts(torch.float16, "mxfp4"),
+    "moe_lora": lambda: _moe_lora(torch.float16),
+    "scatter2scatter": lambda: _scatter2scatter(torch.float32),
+    "nf4_matmul": lambda: _nf4_matmul(torch.float32),
+    "nf4_matmul, bfloat16": lambda: _nf4_matmul(torch.bfloat16),
+    "scatter_ffn": lambda: _scatter_ffn(torch.float32),
+    "scatter_ffn, float16": lambda: _scatter_ffn(torch.float16),
+    "gather_matmul": lambda: _gather_matmul(torch.float32),
+    "sparse_linear": lambda: _sparse_linear(torch.float32),
+    "sparse_linear, float16": lambda: _sparse_linear(torch.float16),
+    "norms": lambda: _norms(torch.float32),
+    "norms, bfloat16": lambda: _norms(torch.bfloat16),
+}
+# Of these some row is another one outside of the mode in the interpreter, for whose rules the sizes are.
+DIFFER = ("experts, float32", "nf4_matmul", "scatter_ffn", "gather_matmul")
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_rows_alone_in_any_batch_and_in_any_order(name: str, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    rows, count = PRODUCTS[name]()
+    first = data.draw(st.integers(0, count - 1))
+    size = data.draw(st.integers(1, count - first))
+    with kb.same_bits():
+        whole = rows(torch.arange(count))
+        for which in (torch.arange(first, first + size), torch.randperm(count), torch.tensor([first] * 3)):
+            assert same(rows(which), rows_of(whole, which)), (name, which)
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="a GPU has sizes of its own below")
+@pytest.mark.parametrize("name", DIFFER)
+def test_without_the_mode_they_differ(name: str) -> None:
+    rows, count = PRODUCTS[name]()
+    whole = rows(torch.arange(count))
+    assert not all(same(rows(torch.tensor([i])), whole[i : i + 1]) for i in range(count))
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", "linear, float16", "experts, dense", "nf4_matmul", "sparse_linear", "norms"]
+)
+def test_results_are_right(name: str) -> None:
+    """In the mode and outside of it, up to rounding; the rooms' own tests hold the rule of correctness."""
+    rows, count = PRODUCTS[name]()
+    found, expected = [], rows(torch.arange(count))
+    with kb.same_bits():
+        found = rows(torch.arange(count))
+    for ours, theirs in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (found, expected)), strict=True):
+        tolerance = 1e-5 if ours.dtype == torch.float32 else 4e-3
+        assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one tile of keys, so that a few keys are several parts."""
+    monkeypatch.setattr(kernels_same_bits, "PART", 64)
+
+
+def _qkv(s: int, dtype: torch.dtype = torch.float16, d: int = 16, b: int = 2) -> tuple[torch.Tensor, ...]:
+    return tuple(randn(b, heads, s, d, dtype=dtype) for heads in (2, 1, 1))
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 70},
+    "sinks and a soft cap": {"softcap": 20.0, "sinks": True},
+}
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("how", HOW)
+@settings(max_examples=3)
+@given(s=st.integers(130, 300), cut=st.integers(1, 129), seed=st.integers(0, 99))
+def test_a_prompt_in_chunks_and_token_by_token(how: str, s: int, cut: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    q, k, v = _qkv(s)
+    options = dict(HOW[how])
+    if "sinks" in options:
+        options["sinks"] = randn(2)
+    with kb.same_bits():
+        whole = kb.flash_attention(q, k, v, causal=True, **options)
+        alone = kb.flash_attention(q[1:], k[1:], v[1:], causal=True, **options)
+        assert same(alone, whole[1:])
+        last = min(cut + 40, s)
+        chunk = kb.flash_attention(q[:, :, cut:last], k[:, :, :last], v[:, :, :last], causal=True, **options)
+        assert same(chunk, whole[:, :, cut:last])
+        for i in (cut, s - 1):
+            seen = slice(0, i + 1)
+            one = kb.flash_attention(q[:1, :, i : i + 1], k[:1, :, seen], v[:1, :, seen], causal=True, **options)
+            assert same(one, whole[:1, :, i : i + 1])
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_lengths_padding_and_what_is_asked_of_autograd(dtype: torch.dtype) -> None:
+    q, k, v = _qkv(100, dtype)
+    with kb.same_bits():
+        whole = kb.flash_attention(q, k, v, causal=True)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        assert same(kb.flash_attention(*leaves, causal=True).detach(), whole)
+        # More room than keys, for each sequence its own.
+        room = [torch.cat((t, torch.full_like(t, 9.0)), 2) for t in (k, v)]
+        lengths = torch.tensor([100, 71], device=q.device)
+        found = kb.flash_attention(q[:, :, 70:71], *room, causal=True, lengths=torch.tensor([71, 71], device=q.device))
+        assert same(found, whole[:, :, 70:71])
+        found = kb.flash_attention(q[:, :, -1:], *room, causal=True, lengths=lengths)
+        assert same(found[0], whole[0, :, -1:]) and not same(found[1], whole[1, :, -1:])
+
+
+@pytest.mark.usefixtures("short_parts")
+@settings(max_examples=5)
+@given(page=st.sampled_from([16, 48, 64, 256]), at=st.integers(1, 200), n=st.integers(1, 6), seed=st.integers(0, 99))
+def test_pages_of_any_size(page: int, at: int, n: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    s, at = 200, max(at, n)
+    q, k, v = _qkv(s)
+    per_sequence = -(-s // page)
+    table = torch.randperm(2 * per_sequence, device=q.device).view(2, per_sequence)
+    pages = [
+        torch.full((2 * per_sequence, 1, page, 16), float("nan"), dtype=q.dtype, device=q.device) for _ in range(2)
+    ]
+    kb.append_to_pages(k, v, *pages, table, torch.zeros(2, dtype=torch.int64, device=q.device))
+    with kb.same_bits():
+        whole = kb.flash_attention(q, k, v, causal=True)
+        lengths = torch.tensor([at, at], device=q.device)
+        assert same(kb.paged_attention(q[:, :, at - n : at], *pages, table, lengths), whole[:, :, at - n : at])
+
+
+@pytest.mark.usefixtures("short_parts")
+def test_whether_parts_are_split_over_programs_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = _qkv(300, torch.float32, b=1)
+    found = []
+    with kb.same_bits():
+        for split in (True, False):
+            monkeypatch.setattr(kernels_same_bits, "splits", lambda *_, split=split: split)
+            plans.forget()
+            found.append(kb.flash_attention(q[:, :, -3:], k, v, causal=True, window=250))
+    assert same(*found)
+
+
+def test_without_the_mode_attention_differs() -> None:
+    q, k, v = _qkv(200, torch.float32)
+    whole = kb.flash_attention(q, k, v, causal=True)
+    assert not same(kb.flash_attention(q[:, :, -1:], k, v), whole[:, :, -1:])
+    assert not same(kb.flash_attention(q[:1, :, -4:], k[:1], v[:1], causal=True), whole[:1, :, -4:])
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _dx(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The gradient of x; the backward pass runs outside of the mode, as a training loop's does."""
+    leaf = x.clone().requires_grad_()
+    with kb.same_bits():
+        y = call(leaf)
+    assert not runtime.in_same_bits()
+    return torch.autograd.grad(y, leaf, dy)[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", "nf4_matmul", "moe_lora", "nf4 experts", "layer_norm", "sparse", "scatter_ffn"]
+)
+def test_gradients_of_rows(name: str) -> None:
+    rows, k, n = 40, 192, 80
+    x, dy = randn(rows, k), randn(rows, n if name not in ("layer_norm",) else k)
+    w, w3 = randn(n, k), randn(3, k, n)
+    q, q3 = kb.nf4_quantize(w[None]), kb.nf4_quantize(w3.mT.contiguous())
+    a, b, ids = randn(3, 4, k), randn(3, n, 4), torch.randint(0, 3, (rows, 1), device=x.device)
+    up, down = randn(160, k), randn(160, n)
+    listed = torch.tensor([1, 3], device=x.device)
+    calls: dict[str, Callable[[slice], Callable[[torch.Tensor], torch.Tensor]]] = {
+        "linear": lambda s: lambda x: linear(x, w),
+        "nf4_matmul": lambda s: lambda x: kb.nf4_matmul(x, q, 0),
+        "moe_lora": lambda s: lambda x: kb.moe_lora(x, w3, a, b, kb.route(ids[s], 3)),
+        "nf4 experts": lambda s: lambda x: kb.moe_lora(x, q3, a, b, kb.route(ids[s], 3)),
+        "layer_norm": lambda s: lambda x: kb.layer_norm(x),
+        "sparse": lambda s: lambda x: kb.sparse_linear(x, w, None, listed, chunk_size=16, mode="sparse_dw_dx"),
+        "scatter_ffn": lambda s: lambda x: kb.scatter_ffn(x, up, down, listed),
+    }
+    every = slice(0, rows)
+    whole = _dx(calls[name](every), x, dy)
+    for part in (slice(3, 4), slice(10, 33)):
+        assert same(_dx(calls[name](part), x[part], dy[part]), whole[part])
+
+
+def test_gradients_of_a_sequence_do_not_see_the_others_nor_padding() -> None:
+    q, k, v = _qkv(70, torch.float32)
+    do = randn(*q.shape)
+    found = []
+    for b, room in ((slice(0, 2), 70), (slice(1, 2), 70), (slice(1, 2), 90)):
+        leaves = [torch.nn.functional.pad(t[b], (0, 0, 0, room - 70)).requires_grad_() for t in (q, k, v)]
+        with kb.same_bits():
+            o = kb.flash_attention(*leaves, causal=True)
+        dqkv = torch.autograd.grad(o, leaves, torch.nn.functional.pad(do[b], (0, 0, 0, room - 70)))
+        found.append([t[-1:, :, :70] for t in dqkv])
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+def test_weights_gradients_are_the_same_run_after_run() -> None:
+    x, w = randn(40, 64), randn(32, 64).requires_grad_()
+    found = []
+    for _ in range(2):
+        with kb.same_bits():
+            linear(x, w).square().sum().backward()
+        found.append(w.grad)
+        w.grad = None
+    assert same(*found)
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+def _model(name: str) -> Any:
+    import transformers
+
+    common = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2,
+    }  # fmt: skip
+    if name == "llama":
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+    else:
+        own = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**common, **own}))
+        if name == "lora":
+            import peft
+
+            from kernelbook.interop import transformers as interop
+
+            interop.quantize_experts(model)
+            config = peft.LoraConfig(
+                r=4, lora_alpha=8, init_lora_weights=False, target_modules=["q_proj", "v_proj"],
+                target_parameters=interop.expert_parameters(model),
+            )  # fmt: skip
+            model = interop.use_kernels(peft.get_peft_model(model, config))  # its pairs are not merged
+    return model.to(runtime.DEVICE).eval()
+
+
+def _log_probs(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Of all tokens at each place, as a training loop computes them."""
+    logits = model(ids, **more).logits
+    found: torch.Tensor = logits.float().log_softmax(-1).detach()
+    return found
+
+
+def _ways(model: Any, ids: torch.Tensor, short: int) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """By the way in which two sequences (2, N), the first of which has only ``short`` tokens, are read: pairs to be equal."""
+    import transformers
+
+    n = ids.shape[1]
+    a = _log_probs(model, ids[:1, :short], use_cache=False)[0]
+    b = _log_probs(model, ids[1:], use_cache=False)[0]
+    packed = torch.cat((ids[0, :short], ids[1]))[None]
+    places = torch.cat((torch.arange(short), torch.arange(n)))[None].to(ids.device)
+    of_packed = _log_probs(model, packed, position_ids=places, use_cache=False)[0]
+    right, left = (torch.ones_like(ids) for _ in range(2))
+    right[0, short:], left[0, : n - short] = 0, 0
+    moved = torch.cat((ids[0].roll(n - short)[None], ids[1:]))
+    from_left = {"attention_mask": left, "position_ids": (left.cumsum(1) - 1).clamp(min=0)}
+    of_right = _log_probs(model, ids, attention_mask=right, use_cache=False)
+    of_left = _log_probs(model, moved, **from_left, use_cache=False)
+    cut = n - 6
+    with torch.no_grad():
+        cache = transformers.DynamicCache()
+        steps = [
+            _log_probs(model, ids[1:, :9], past_key_values=cache),
+            _log_probs(model, ids[1:, 9:cut], past_key_values=cache),
+        ]
+        steps += [_log_probs(model, ids[1:, i : i + 1], past_key_values=cache) for i in range(cut, n)]
+        cache, padded = transformers.DynamicCache(), []
+        for begin, end in ((0, cut), *((i, i + 1) for i in range(cut, n))):
+            more = {"attention_mask": left[:, :end], "position_ids": from_left["position_ids"][:, begin:end]}
+            padded.append(_log_probs(model, moved[:, begin:end], past_key_values=cache, **more))
+    generated = torch.cat(padded, 1)
+    return {
+        "packed": [(of_packed[:short], a), (of_packed[short:], b)],
+        "padded": [(of_right[0, :short], a), (of_right[1], b), (of_left[0, n - short :], a), (of_left[1], b)],
+        "prompt in chunks, then token by token": [(torch.cat(steps, 1)[0], b)],
+        "two at a time, token by token": [(generated[0, n - short :], a), (generated[1], b)],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "lora"])
+def test_training_and_generation_agree_bit_by_bit(name: str) -> None:
+    model, ids = _model(name), torch.randint(1, 96, (2, 20), device=runtime.DEVICE)
+    with swap(model, same_bits=True, quiet=True):
+        for way, pairs in _ways(model, ids, 13).items():
+            assert all(same(*pair) for pair in pairs), way
+    with swap(model, quiet=True):
+        if name == "qwen3_moe":
+            model.set_experts_implementation("kernelbook")
+        different = [way for way, pairs in _ways(model, ids, 13).items() if not all(same(*pair) for pair in pairs)]
+    assert {"packed", "padded"} <= set(different)
+
+
+@pytest.mark.slow
+def test_a_step_of_training_packed_or_not_and_checkpointed() -> None:
+    """The losses' terms are equal, and so are the gradients of what belongs to one sequence: its embeddings."""
+    model, ids = _model("qwen3_moe"), torch.randint(1, 96, (2, 24), device=runtime.DEVICE)
+    places = torch.arange(24, device=ids.device).repeat(2)[None]
+    found = []
+    with swap(model, same_bits=True, quiet=True):
+        for packed in (False, True, True):
+            model.train()
+            if len(found) == 2:
+                model.gradient_checkpointing_enable()
+            embeddings = model.get_input_embeddings()(ids).detach()
+            embeddings = (embeddings.reshape(1, 48, -1) if packed else embeddings).requires_grad_()
+            more = {"position_ids": places} if packed else {}
+            logits = model(inputs_embeds=embeddings, use_cache=False, **more).logits.view(48, -1)
+            terms = torch.nn.functional.cross_entropy(logits, ids.flatten(), reduction="none")
+            (gradient,) = torch.autograd.grad(terms.sum(), embeddings)
+            found.append((terms.detach(), gradient.reshape(48, -1)))
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+def test_swap_takes_what_it_knows_and_refuses_the_rest() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 8)).to(
+        runtime.DEVICE
+    )
+    x, kinds = randn(70, 16), [type(module) for module in model]
+    before = copy.deepcopy(model.state_dict())
+    with swap(model, same_bits=True, quiet=True) as done:
+        assert [type(module) for module in model][::2] == [SameBitsLinear] * 2
+        assert list(done.changed.values()) == ["LayerNorm", "Linear", "Linear"]
+        whole = model(x)
+        assert all(same(model(x[i : i + 1]), whole[i : i + 1]) for i in (0, 33, 69))
+        with pytest.raises(ValueError, match="linear: weight must have shape"):
+            model(randn(3, 17))
+        assert not runtime.in_same_bits()
+    assert [type(module) for module in model] == kinds and before.keys() == model.state_dict().keys()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    with pytest.raises(ValueError, match=r"swap: same_bits must be False for this model.*0: Conv1d has weights"):
+        swap(torch.nn.Sequential(torch.nn.Conv1d(2, 2, 3)), same_bits=True)
+    with pytest.raises(ValueError, match="swap: layer_norm, rms_norm and attention must be True with same_bits=True"):
+        swap(model, same_bits=True, attention=False)
+    with pytest.raises(TypeError, match="swap: same_bits must be a bool, got int"):
+        swap(model, same_bits=1)  # type: ignore[arg-type]
+
+
+# --- on a GPU, at the sizes of models --------------------------------------------------------------------------------
+
+TOKENS = 2048
+
+
+def _large_model(kind: str, **sizes: Any) -> Any:
+    """OLMoE's sizes, random weights, with LoRA pairs that are not merged; experts dense, in NF4 or in MXFP4."""
+    import peft
+    import transformers
+
+    from kernelbook.interop import transformers as interop
+    from kernelbook.nn.parameters import store_parameter
+
+    own = {"num_hidden_layers": 2, "intermediate_size": 1024, "initializer_range": 0.05}
+    config = transformers.OlmoeConfig(**{**own, **sizes})
+    with torch.device(runtime.DEVICE):
+        model: Any = transformers.OlmoeForCausalLM(config).to(torch.bfloat16).eval()
+    for _, experts in interop.expert_modules(model):
+        for name in interop.weight_names(experts):
+            if kind == "nf4":
+                store_parameter(experts, name, kb.nf4_quantize(getattr(experts, name).detach()))
+            elif kind == "mxfp4":
+                store_parameter(experts, name, kb.fp4_quantize(getattr(experts, name).detach(), format="mxfp4"))
+    lora = peft.LoraConfig(
+        r=16, lora_alpha=32, init_lora_weights=False, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=interop.expert_parameters(model),
+    )  # fmt: skip
+    model = peft.get_peft_model(model, lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn_like(parameter) * 0.02
+    return interop.use_kernels(model.to(torch.bfloat16))
+
+
+def _of_tokens(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+    """The log-probability of each next token, (B, N - 1), in float32."""
+    found = _log_probs(model, ids[:, :-1], **more)
+    return found.gather(2, ids[:, 1:, None])[..., 0]
+
+
+@torch.no_grad()
+def _generated(model: Any, ids: torch.Tensor, prompt: int, chunk: int) -> torch.Tensor:
+    """The same of ids (B, N), of which ``prompt`` tokens are read in chunks, and then one at a time."""
+    import transformers
+
+    cache, found, n = transformers.DynamicCache(), [], ids.shape[1] - 1
+    cuts = [*range(0, prompt, chunk), *range(prompt, n + 1)]
+    for begin, end in itertools.pairwise(cuts):
+        log_probs = _log_probs(model, ids[:, begin:end], past_key_values=cache)
+        found.append(log_probs.gather(2, ids[:, begin + 1 : end + 1, None])[..., 0])
+    return torch.cat(found, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.memory
+@pytest.mark.parametrize("kind", ["dense", "nf4", "mxfp4"])
+def test_training_and_generation_agree_at_the_sizes_of_a_model(kind: str) -> None:
+    """Five packed batches of 2,048 tokens, against generation of 1 to 64 sequences at a time: the divergence is 0."""
+    model, length = _large_model(kind), TOKENS // 64
+    places = torch.arange(length, device=runtime.DEVICE).repeat(64)[None]
+    tokens, different = 0, 0
+    for mode in (True, False):
+        with swap(model, same_bits=mode, quiet=True):
+            for batch in range(5 if mode else 1):
+                ids = torch.randint(1, 50000, (64, length + 1), device=runtime.DEVICE)
+                logits = model(ids[:, :-1].reshape(1, -1), position_ids=places, use_cache=False).logits
+                log_probs = logits.detach().float().log_softmax(-1).view(64, length, -1)
+                packed = log_probs.gather(2, ids[:, 1:, None])[..., 0]
+                for size in (1, 2, 8, 32, 64) if batch == 0 else (64,):
+                    found = _generated(model, ids[:size], 20, (7, 20)[batch % 2])
+                    if mode:
+                        assert same(found, packed[:size]), (kind, batch, size)
+                        tokens += found.numel()
+                    else:
+                        different += int((found != packed[:size]).sum())
+    assert tokens >= 10_000 and different > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.memory
+def test_padded_batches_of_several_lengths() -> None:
+    model = _large_model("nf4")
+    lengths = (700, 512, 300, 260, 150, 70, 40, 16)
+    ids = torch.randint(1, 50000, (len(lengths), max(lengths)), device=runtime.DEVICE)
+    mask = torch.arange(max(lengths), device=runtime.DEVICE) < torch.tensor(lengths, device=runtime.DEVICE)[:, None]
+    packed = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])[None]
+    places = torch.cat([torch.arange(n) for n in lengths])[None].to(runtime.DEVICE)
+    with swap(model, same_bits=True, quiet=True), torch.no_grad():
+        of_packed = _log_probs(model, packed, position_ids=places, use_cache=False)[0].split(lengths)
+        of_padded = _log_probs(model, ids, attention_mask=mask.long(), use_cache=False)
+        for row, n, expected in zip(of_padded, lengths, of_packed, strict=True):
+            assert same(row[:n], expected)
+        for i in (0, 3, 7):
+            assert same(_log_probs(model, ids[i : i + 1, : lengths[i]], use_cache=False)[0], of_packed[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("h", "h_kv", "d"), [(32, 4, 128), (16, 16, 128), (64, 8, 64), (8, 1, 256)])
+def test_attention_at_the_sizes_of_models(h: int, h_kv: int, d: int) -> None:
+    s = TOKENS
+    q, k, v = (randn(4, heads, s, d, dtype=torch.bfloat16) for heads in (h, h_kv, h_kv))
+    do = randn(4, h, s, d, dtype=torch.bfloat16)
+    with kb.same_bits():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        whole = kb.flash_attention(*leaves, causal=True)
+        gradients = torch.autograd.grad(whole, leaves, do)
+        one = [t[2:3].clone().requires_grad_() for t in (q, k, v)]
+        alone = kb.flash_attention(*one, causal=True)
+        assert same(alone, whole[2:3]) and same(torch.autograd.grad(alone, one, do[2:3]), [t[2:3] for t in gradients])
+        for begin, end in ((0, 1000), (1000, 1001), (1001, 1016), (1016, 1400), (2047, 2048)):
+            of_chunk = kb.flash_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], causal=True)
+            assert same(of_chunk, whole[:, :, begin:end]), (begin, end)
+            assert same(
+                kb.flash_attention(q[1:2, :, begin:end], k[1:2, :, :end], v[1:2, :, :end], causal=True),
+                whole[1:2, :, begin:end],
+            )
+        for page in (16, 32, 64, 128, 256):
+            table = torch.randperm(4 * s // page, device=q.device).view(4, s // page)
+            pages = [torch.empty(4 * s // page, h_kv, page, d, dtype=q.dtype, device=q.device) for _ in range(2)]
+            kb.append_to_pages(k, v, *pages, table, torch.zeros(4, dtype=torch.int64, device=q.device))
+            for end, n in ((1500, 1), (2048, 16), (130, 3)):
+                lengths = torch.full((4,), end, device=q.device)
+                found = kb.paged_attention(q[:, :, end - n : end], *pages, table, lengths)
+                assert same(found, whole[:, :, end - n : end]), (page, end)
+    assert not same(
+        kb.flash_attention(q[:1, :, -1:], k[:1], v[:1]), kb.flash_attention(q, k, v, causal=True)[:1, :, -1:]
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.memory
+@pytest.mark.parametrize(
+    "kind", ["linear", "vocabulary", "nf4_matmul", "dense", "nf4", "mxfp4", "scatter_ffn", "norms"]
+)
+def test_products_at_the_sizes_of_models(kind: str) -> None:
+    """Any number of rows, forward and backward, of Qwen3-30B's layers; and 250 repeats beside other work."""
+    k, n, experts, inner, slots = 2048, 4096, 128, 768, 8
+    bf16 = torch.bfloat16
+    x, ids = randn(TOKENS, k, dtype=bf16), torch.rand(TOKENS, experts, device=runtime.DEVICE).topk(slots).indices
+    gates = torch.rand(TOKENS, slots, device=runtime.DEVICE)
+    if kind in ("dense", "nf4", "mxfp4"):
+        made = randn(experts, 2 * inner, k, dtype=bf16) / 45, randn(experts, k, inner, dtype=bf16) / 28
+        pack = {"nf4": kb.nf4_quantize, "mxfp4": lambda w: kb.fp4_quantize(w, format="mxfp4")}.get(kind, lambda w: w)
+        weights: Any = [pack(w) for w in made]
+        pairs = [
+            LoRAPair(randn(experts, 16, w.shape[2], dtype=bf16) / 45, randn(experts, w.shape[1], 16, dtype=bf16), 0.1)
+            for w in made
+        ]
+        how = {"gate_up_lora": pairs[0], "down_lora": pairs[1]}
+    w = randn(151_936 if kind == "vocabulary" else n, k, dtype=bf16) / 45
+    q = kb.nf4_quantize(w[None]) if kind == "nf4_matmul" else None
+    listed = torch.arange(0, n, 10, device=runtime.DEVICE)
+    calls: dict[str, Callable[[torch.Tensor, slice], torch.Tensor]] = {
+        "linear": lambda x, s: linear(x, w), "vocabulary": lambda x, s: linear(x, w),
+        "nf4_matmul": lambda x, s: kb.nf4_matmul(x, q, 0), "norms": lambda x, s: kb.rms_norm(x),
+        "scatter_ffn": lambda x, s: kb.scatter_ffn(x, w, w, listed, w_gate=w, activation="silu"),
+        **dict.fromkeys(
+            ("dense", "nf4", "mxfp4"), lambda x, s: gated_experts(x, *weights, ids[s], gates[s], **how)
+        ),
+    }  # fmt: skip
+    call, every = calls[kind], slice(0, TOKENS)
+
+    def both(s: slice, dy: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x[s].clone().requires_grad_()
+        y = call(leaf, s)
+        dy = torch.sin(torch.arange(y.shape[1], device=y.device)).to(y.dtype).expand_as(y) if dy is None else dy
+        return y.detach(), torch.autograd.grad(y, leaf, dy)[0]
+
+    with kb.same_bits():
+        whole = both(every)
+        for begin, size in ((0, 1), (5, 2), (700, 4), (9, 16), (100, 33), (1, 64), (300, 700), (0, 2047)):
+            part = slice(begin, begin + size)
+            assert same(both(part), rows_of(whole, torch.arange(begin, begin + size))), (begin, size)
+    if kind not in ("norms",):
+        assert not same(call(x[:1], slice(0, 1)), call(x, every)[:1]) or not same(
+            call(x[:64], slice(0, 64)), call(x, every)[:64]
+        )
+    beside, busy = torch.cuda.Stream(), randn(2048, 2048, dtype=bf16)
+    with kb.same_bits():
+        for _ in range(250):
+            with torch.cuda.stream(beside):
+                busy = (busy @ busy).clamp(-1, 1)
+            assert same(call(x[:48], slice(0, 48)), whole[0][:48])
+    torch.cuda.synchronize()
