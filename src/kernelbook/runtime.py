@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 __all__ = [
     "COMPILE_ONLY",
@@ -395,12 +396,14 @@ def same_bits(enabled: bool = True) -> Iterator[None]:
         _same_bits.reset(token)
 
 
-in_same_bits = _same_bits.get  # whether :func:`same_bits` holds
+def in_same_bits() -> bool:
+    """Whether :func:`same_bits` holds; not for Dynamo, which cannot read it: operators refuse to be compiled in it."""
+    return not is_dynamo_compiling() and _same_bits.get()
 
 
 def plan_mode() -> object:
     """What the key of every plan holds of this process: what is compiled for, and whether :func:`same_bits` holds."""
-    return (compile_target, True) if _same_bits.get() else compile_target
+    return (compile_target, True) if in_same_bits() else compile_target
 
 
 @functools.cache
@@ -455,7 +458,7 @@ def properties(device: torch.device | None = None) -> DeviceProperties:
     Within :func:`same_bits` they say so, by which every rule knows.
     """
     found = _properties(device)
-    return _with_same_bits(found) if _same_bits.get() else found
+    return _with_same_bits(found) if in_same_bits() else found
 
 
 def _properties(device: torch.device | None) -> DeviceProperties:
