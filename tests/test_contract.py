@@ -659,7 +659,11 @@ def test_a_compiler_takes_no_other_numbers(name: str) -> None:
 # PyTorch's own arguments of modules that stand in for its own.
 PYTORCHS = {
     *(f"{kind} {name}" for kind in ("LayerNorm", "RMSNorm") for name in ("normalized_shape", "eps")),
-    *(f"{kind} {name}" for kind in ("SparseLinear", "NF4Linear") for name in ("in_features", "out_features")),
+    *(
+        f"{kind} {name}"
+        for kind in ("SparseLinear", "NF4Linear", "SameBitsLinear")
+        for name in ("in_features", "out_features")
+    ),
 }
 
 

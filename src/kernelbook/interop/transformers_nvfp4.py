@@ -32,7 +32,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from kernelbook.interop.transformers_experts import check_experts, weight_names
 from kernelbook.interop.transformers_quantizer import ExpertsQuantizer, stacks_experts
 from kernelbook.nf4 import NF4Tensor
-from kernelbook.nn import NF4Linear
+from kernelbook.nn.nf4_linear import NF4Linear
 from kernelbook.nn.parameters import store_parameter, stored_weight
 from kernelbook.packed.fp4 import fp4_parts, fp4_tensor
 
