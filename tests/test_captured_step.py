@@ -648,6 +648,7 @@ CHANGES: dict[str, Callable[[Settings], object]] = {
     "a part of a list": lambda m: m.names.__setitem__(0, "b"),
     "a longer list": lambda m: m.names.append("b"),
     "a part of a dictionary": lambda m: m.sizes.update(a=2),
+    "another name in a dictionary": lambda m: m.sizes.update(b=m.sizes.pop("a")),
     "a dictionary that was empty": lambda m: m.empty.update(a=2),
     "a long list becomes short": lambda m: m.long.pop(),
     "another tensor": lambda m: setattr(m, "table", torch.zeros(3)),

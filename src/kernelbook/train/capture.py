@@ -369,20 +369,20 @@ class Known:
 
     def __call__(self, model: torch.nn.Module, *others: tuple[str, Hashable]) -> Hashable:
         """The object that stands for the state of ``model``, and for names and values of ``others``."""
-        plain = tuple(value for _, value in others)
-        if self._untouched is not None and self._untouched(model) and self._states[0].others == plain:
+        given = tuple(value for _, value in others)
+        if self._untouched is not None and self._untouched(model) and self._states[0].others == given:
             return self._states[0]
         self._untouched = None
         values = state_of(model)
         for i, state in enumerate(self._states):
-            if state.values == values and state.others == plain:
+            if state.values == values and state.others == given:
                 self._states.insert(0, self._states.pop(i))
                 if i == 0:
                     self._untouched = _Untouched(model)
                 return state
         names: list[str] = []
         state_of(model, names)
-        self._states.insert(0, _State(values, plain, [*names, *(name for name, _ in others)]))
+        self._states.insert(0, _State(values, given, [*names, *(name for name, _ in others)]))
         del self._states[MOST:]
         return self._states[0]
 
@@ -391,14 +391,14 @@ class _Untouched:
     """Whether a model is as it was when this was made, by what :func:`state_of` looks at.
 
     The objects themselves are compared, not what they say: where they are the same ones the state is the same, and that takes a
-    quarter of the time. Where one was replaced, by an equal one too, it answers ``False``.
+    third of the time. Where one was replaced, by an equal one too, it answers ``False``.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._dicts: list[dict[Any, Any]] = []
         self._values: list[list[Any]] = []  # of each of the dictionaries
-        self._lists: list[Collection[Any]] = []
+        self._lists: list[Collection[Any]] = []  # and names of dictionaries that modules have as attributes
         self._items: list[list[Any]] = []  # of each of the lists
         self._empty: list[Collection[Any]] = []
         self._long: list[Collection[Any]] = []
@@ -413,20 +413,19 @@ class _Untouched:
                 elif isinstance(value, dict | list | set):
                     if len(value) > MANY:
                         self._long.append(value)
-                    elif value:
-                        self._watch(value)
-                    else:
+                    elif not value:
                         self._empty.append(value)
+                    else:
+                        self._lists.append(value)
+                        self._items.append(list(value))
+                        if isinstance(value, dict):
+                            self._watch(value)
         self._places = list(map(_place_of, self._tensors))
 
-    def _watch(self, value: Any) -> None:
-        if isinstance(value, dict):
-            self._dicts.append(value)
-            self._values.append(list(value.values()))
-            self._tensors += [part for part in value.values() if isinstance(part, torch.Tensor)]
-        else:
-            self._lists.append(value)
-            self._items.append(list(value))
+    def _watch(self, value: dict[Any, Any]) -> None:
+        self._dicts.append(value)
+        self._values.append(list(value.values()))
+        self._tensors += [part for part in value.values() if isinstance(part, torch.Tensor)]
 
     def __call__(self, model: torch.nn.Module) -> bool:
         return (
