@@ -132,8 +132,8 @@ METRICS = re.compile(
 )
 
 
-def call_profiled() -> None:
-    """What runs under Nsight Compute: everything once to compile it, then once to be counted."""
+def package_calls() -> list[Callable[[], object]]:
+    """What launches the kernels of :data:`PROFILED`."""
     import torch
 
     import kernelbook as kb
@@ -144,16 +144,10 @@ def call_profiled() -> None:
     x, weight, bias, dy = tensor(16384, 4096), tensor(4096), tensor(4096), tensor(16384, 4096).detach()
     q, k, v = (tensor(2, 16, 4096, 128).detach() for _ in range(3))
 
-    def calls() -> None:
-        y = kb.layer_norm(x, weight, bias, backward="locks")
-        torch.autograd.grad(y, (x, weight, bias), dy)
-        kb.flash_attention(q, k, v)
-        torch.cuda.synchronize()
+    def norm() -> object:
+        return torch.autograd.grad(kb.layer_norm(x, weight, bias, backward="locks"), (x, weight, bias), dy)
 
-    calls()
-    torch.cuda.profiler.start()
-    calls()
-    torch.cuda.profiler.stop()
+    return [norm, lambda: kb.flash_attention(q, k, v)]
 
 
 def slow_calls() -> dict[str, tuple[str, Callable[[], object]]]:
@@ -164,15 +158,14 @@ def slow_calls() -> dict[str, tuple[str, Callable[[], object]]]:
     return slow.calls("cuda")
 
 
-def call_slow() -> None:
-    """As :func:`call_profiled`, for :func:`slow_calls`."""
+def count(calls: list[Callable[[], object]]) -> None:
+    """What runs under Nsight Compute: everything once to compile it, then once to be counted."""
     import torch
 
-    calls = slow_calls()
     for counted in (False, True):
         if counted:
             torch.cuda.profiler.start()
-        for _, call in calls.values():
+        for call in calls:
             call()
         torch.cuda.synchronize()
     torch.cuda.profiler.stop()
@@ -232,11 +225,9 @@ def record_profile(scratch: Path, what: str = "--profiled") -> bool:
 
 def main(arguments: list[str]) -> int:
     """Records one after the other; 1 if something was not recorded."""
-    if arguments == ["--profiled"]:
-        call_profiled()
-        return 0
-    if arguments == ["--slowly"]:
-        call_slow()
+    if arguments in (["--profiled"], ["--slowly"]):
+        slow = arguments == ["--slowly"]
+        count([call for _, call in slow_calls().values()] if slow else package_calls())
         return 0
     if arguments[:1] == ["--cells"]:
         run_cells(Path(arguments[1]))

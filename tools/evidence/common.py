@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import csv
 import json
 import multiprocessing
 import os
@@ -9,9 +10,13 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+DECIDED = ("killed", "timed out", "stillborn")  # verdicts on a planted fault after which nobody tries it again
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "kernelbook"
 EVIDENCE = ROOT / "book" / "evidence"
@@ -29,6 +34,20 @@ def keep(path: Path | None, told: Any) -> None:
         partly = path.with_suffix(".part")
         partly.write_text(json.dumps(told, indent=1) + "\n")
         partly.replace(path)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a table; none where there is no such file yet."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def keep_table(path: Path, table: "pd.DataFrame") -> None:
+    """As :func:`keep`, for a table."""
+    table.to_csv(path.with_suffix(".part"), index=False, lineterminator="\n")
+    path.with_suffix(".part").replace(path)
 
 
 def output_of(command: list[str]) -> "subprocess.Popen[str]":

@@ -14,7 +14,6 @@ a copy of the package, and shown to tests that reach its line, the fast ones fir
 
 import ast
 import contextlib
-import csv
 import hashlib
 import importlib
 import json
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
-from common import EVIDENCE, PACKAGE, ROOT, command_line
+from common import DECIDED, EVIDENCE, PACKAGE, ROOT, command_line, keep_table, rows_of
 
 RESULTS, REASONS = EVIDENCE / "host.csv", EVIDENCE / "host_reasons.csv"
 ROOMS = ("layer_norm", "sparse_linear", "scatter_ffn", "attention", "nf4", "moe_lora")
@@ -57,7 +56,6 @@ ELSEWHERE = {
     "train/command": "test_train_command",
 }
 PATIENCE, LONGEST = 20.0, 60.0  # seconds beyond four times the tests' own; what one test may take
-DECIDED = ("killed", "timed out", "stillborn")
 
 
 class Fault(NamedTuple):
@@ -319,16 +317,9 @@ def _shown(fault: Fault, told: dict[str, Any], by_line: dict[tuple[str, int], li
     return [test for test in shown if seconds.get(test, float("inf")) < float("inf")]
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def _explained(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """With what the reasons say of survivors: ``equivalent`` ones are no faults."""
-    reasons = {row["name"]: row for row in _read(REASONS)}
+    reasons = {row["name"]: row for row in rows_of(REASONS)}
     for row in rows:
         known = reasons.get(row["name"]) if row["verdict"] not in DECIDED else None
         yield row | {
@@ -338,9 +329,7 @@ def _explained(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    table = pd.DataFrame(_explained(rows)).sort_values(["group", "file", "line", "name"])
-    table.to_csv(path.with_suffix(".part"), index=False, lineterminator="\n")
-    path.with_suffix(".part").replace(path)
+    keep_table(path, pd.DataFrame(_explained(rows)).sort_values(["group", "file", "line", "name"]))
 
 
 def main() -> None:
@@ -358,7 +347,7 @@ def main() -> None:
     began = time.monotonic()
     _preload()
     sample = {fault.name: fault for group in args.groups for fault in faults_of(group, args.faults)}
-    known = {row["name"]: row for row in _read(args.results)}
+    known = {row["name"]: row for row in rows_of(args.results)}
     kept = {name: row for name, row in known.items() if row["group"] not in args.groups or name in sample}
     todo = [
         fault

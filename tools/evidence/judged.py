@@ -10,7 +10,6 @@ not read.
 import ast
 import concurrent.futures
 import contextlib
-import csv
 import dataclasses
 import hashlib
 import json
@@ -24,9 +23,10 @@ from typing import Any
 import kernelbook  # noqa: F401
 
 # isort: split
+import pandas as pd
 import torch
 import torch.nn.functional as F  # noqa: N812
-from common import EVIDENCE
+from common import EVIDENCE, keep_table, rows_of
 
 from kernelbook import runtime
 from kernelbook.lab import judge_source
@@ -232,13 +232,6 @@ def entries(folder: Path) -> Iterator[tuple[dict[str, str], Path, Task]]:
         yield row, path, task
 
 
-def write(table: list[dict[str, str]]) -> None:
-    with TABLE.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
-
-
 def judged(row: dict[str, str], path: Path, task: Task, old: dict[str, str]) -> dict[str, str]:
     """The row with its verdicts. ``old``: what is known of the same text, perhaps without a GPU."""
     row["interpreter"], row["gpu"], row["sentence"] = (old.get(name, "") for name in ("interpreter", "gpu", "sentence"))
@@ -257,7 +250,7 @@ def judged(row: dict[str, str], path: Path, task: Task, old: dict[str, str]) -> 
 
 
 def main(arguments: list[str]) -> int:
-    rows = list(csv.DictReader(TABLE.open(newline=""))) if TABLE.exists() and "--all" not in arguments else []
+    rows = [] if "--all" in arguments else rows_of(TABLE)
     before = {(row["kind"], row["name"]): row for row in rows}
     found: dict[tuple[str, str], dict[str, str]] = {}
     surprises = 0
@@ -266,7 +259,8 @@ def main(arguments: list[str]) -> int:
         found[row["kind"], row["name"]] = {column: row[column] for column in COLUMNS}
         order = {key: i for i, key in enumerate(every)}
         both = before | found
-        write([both[key] for key in sorted(both, key=lambda key: order.get(key, len(order)))])
+        rows = [both[key] for key in sorted(both, key=lambda key: order.get(key, len(order)))]
+        keep_table(TABLE, pd.DataFrame(rows, columns=list(COLUMNS)))
 
     with tempfile.TemporaryDirectory() as place, concurrent.futures.ThreadPoolExecutor(8 if GPU else 1) as pool:
         asked = [(row | read(path), path, task) for row, path, task in entries(Path(place))]
@@ -287,7 +281,7 @@ def main(arguments: list[str]) -> int:
                 timed = judge(path, task, read=False, seed=SEED)
                 keep(verdict | {"gpu": "right" if timed.right else "refused", "sentence": timed.sentence})
         table = [found[key] for key in every]
-        write(table)
+        keep_table(TABLE, pd.DataFrame(table, columns=list(COLUMNS)))
     unseen = {
         cheat.stem for cheat in (ROOT / "tests" / "cheats").glob("*.py") if about(cheat)[2] is not False
     }  # without a GPU

@@ -19,7 +19,6 @@ same. ``reasons.csv`` says of survivors which are none, as they leave what the k
 import argparse
 import ast
 import contextlib
-import csv
 import ctypes
 import dataclasses
 import functools
@@ -42,10 +41,9 @@ from typing import Any
 
 import faults as planting
 import pandas as pd
-from common import EVIDENCE, PACKAGE, ROOT, command_line, gpus, keep, watching_launches
+from common import DECIDED, EVIDENCE, PACKAGE, ROOT, command_line, gpus, keep, keep_table, rows_of, watching_launches
 from faults import ROOMS, Fault
 
-DECIDED = ("killed", "timed out", "stillborn")
 REASONS = EVIDENCE / "reasons.csv"
 # Errors by which Triton, Gluon or the interpreter say that this is no program.
 NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure")
@@ -344,10 +342,7 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
 
 def read_results(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
     """By name, function's digest and place."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(row["name"], row["function_digest"], row["where"]): row for row in csv.DictReader(file)}
+    return {(row["name"], row["function_digest"], row["where"]): row for row in rows_of(path)}
 
 
 def explain(rows: Sequence[dict[str, str]]) -> None:
@@ -356,8 +351,7 @@ def explain(rows: Sequence[dict[str, str]]) -> None:
     A line of ``reasons.csv`` holds for faults of this function, this kind, and with these parts of the statement and of what
     stands there instead; empty is any. It calls them ``equivalent``, if no promise of the kernel is broken, or ``survived``.
     """
-    with REASONS.open(newline="") as file:
-        reasons = list(csv.DictReader(file))
+    reasons = rows_of(REASONS)
     for row in rows:
         row["counts_as"], row["reason"] = row["verdict"], ""
         if row["verdict"] not in ("survived", "untested"):
@@ -665,8 +659,7 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
         ["room", "file", "line", "name", "where"],
         key=lambda column: column.astype(int) if column.name == "line" else column,
     )
-    table.to_csv(path.with_suffix(".part"), index=False, lineterminator="\n")
-    path.with_suffix(".part").replace(path)
+    keep_table(path, table)
 
 
 def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str]) -> None:
