@@ -151,7 +151,7 @@ def test_a_process_that_dies_hangs_or_fails_is_followed_by_another(monkeypatch: 
     with pytest.raises(tuning.LostError, match="no answer in 1 s"):
         worker(time.sleep, 600)
     assert len({first, second, third}) == 3
-    worker.process.kill()
+    worker.end()
 
 
 def test_a_case_that_fails_is_left_out(plan: Callable[..., triton.Config], capsys: pytest.CaptureFixture[str]) -> None:

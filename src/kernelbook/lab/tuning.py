@@ -23,10 +23,11 @@ import re
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,11 +106,7 @@ def write_plans(path: Path, gpu: str, new: plans.Plans) -> None:
         lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(found.items()))
         rooms.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
     body = ",\n".join(rooms)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(f'{{\n "gpu": {json.dumps(gpu)},\n "plans": {{\n{body}\n }}\n}}\n')
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    record.replace_file(path, f'{{\n "gpu": {json.dumps(gpu)},\n "plans": {{\n{body}\n }}\n}}\n')
     plans.forget()
 
 
@@ -214,37 +211,32 @@ class Worker:
     """Another process, which calls functions for this one, and is started anew where one of them fails."""
 
     def __init__(self) -> None:
-        context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function returns. Raises :class:`LostError`."""
         try:
-            self.pipe.send((function, arguments))
-            failed, value = self.pipe.recv() if self.pipe.poll(STALLED_S) else (f"no answer in {STALLED_S:.0f} s", None)
-        except (EOFError, OSError):
-            failed, value = "the process died", None
-        if failed:
-            self.process.kill()
-            self.process.join()
-            Worker.__init__(self)
-            raise LostError(failed)
-        return value
+            return self.pool.submit(function, *arguments).result(STALLED_S)
+        except BrokenProcessPool:
+            failed = "the process died"
+        except FutureTimeoutError:
+            failed = f"no answer in {STALLED_S:.0f} s"
+        except Exception as error:  # one of the device leaves nothing of use behind: the process is replaced
+            failed = f"{type(error).__name__}: {str(error)[:200]}"
+        self.end()
+        Worker.__init__(self)
+        raise LostError(failed)
+
+    def end(self) -> None:
+        """Whatever it is doing."""
+        for process in list(self.pool._processes.values()):
+            process.kill()
+        self.pool.shutdown()
 
 
-def _serve(pipe: Any) -> None:
+def _begin() -> None:
     os.environ["KERNELBOOK_PLANS"] = "rules"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    with contextlib.suppress(EOFError):  # who asks has ended
-        while True:
-            function, arguments = pipe.recv()
-            try:
-                pipe.send(("", function(*arguments)))
-            except Exception as error:  # one of the device leaves nothing of use behind: this process is replaced
-                pipe.send((f"{type(error).__name__}: {str(error)[:200]}", None))
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -415,6 +407,9 @@ def tune(cases: Sequence[tuple[Place, timing.Case]], minutes: float, export: boo
             _attempt(strike_where_slower, place, case, workers[0], decisions)
     except KeyboardInterrupt:
         print("Interrupted. What was found so far is kept.")
+    finally:
+        for worker in workers:
+            worker.end()
     faster = sum(one["plan"] is not None for one in decisions.values())
     print(f"{faster} of {len(decisions)} problems have a faster plan, in {plans.own_plans(gpu)}")
     if out is not None and decisions:
