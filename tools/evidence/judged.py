@@ -26,13 +26,13 @@ import kernelbook  # noqa: F401
 import pandas as pd
 import torch
 import torch.nn.functional as F  # noqa: N812
-from common import EVIDENCE, keep_table, rows_of
+from common import EVIDENCE, ROOT, keep_table, rows_of
 
 from kernelbook import runtime
 from kernelbook.lab import judge_source
 from kernelbook.lab.judge import TASKS, Task, judge
 
-ROOT = Path(__file__).resolve().parents[2]
+CHEATS = ROOT / "tests" / "cheats"
 TABLE = EVIDENCE / "judge.csv"
 COLUMNS = ("kind", "name", "task", "written", "expected", "text", "interpreter", "gpu", "sentence", "digest")
 GPU = runtime.DEVICE.type == "cuda"
@@ -200,36 +200,29 @@ def about(cheat: Path) -> tuple[str, str, bool | None]:
     raise ValueError(f"{cheat} does not say what it is")
 
 
+def row_of(kind: str, name: str, task: str, right: bool, written: str = "") -> dict[str, str]:
+    """A row without its verdicts."""
+    expected = "right" if right else "refused"
+    return {"kind": kind, "name": name, "task": task, "written": written, "expected": expected}
+
+
 def entries(folder: Path) -> Iterator[tuple[dict[str, str], Path, Task]]:
     """A row without its verdicts, the file and the task, of all that is judged."""
-    for cheat in sorted((ROOT / "tests" / "cheats").glob("*.py")):
+    for cheat in sorted(CHEATS.glob("*.py")):
         task, written, _ = about(cheat)
-        yield (
-            {"kind": "cheat", "name": cheat.stem, "task": task, "written": written, "expected": "refused"},
-            cheat,
-            TASKS[task],
-        )
+        yield row_of("cheat", cheat.stem, task, False, written), cheat, TASKS[task]
     for path in sorted((ROOT / "tests" / "solutions").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name in TASKS:
-                row = {"kind": "solution", "name": node.name, "task": node.name, "written": "", "expected": "right"}
-                yield row, path, TASKS[node.name]
-    every = [("step", entry) for chapter in STEPS for entry in steps(chapter, folder)] + [
-        ("broken", entry) for entry in broken(folder)
-    ]
+                yield row_of("solution", node.name, node.name, True), path, TASKS[node.name]
+    every = [("step", entry) for chapter in STEPS for entry in steps(chapter, folder)]
+    every += [("broken", entry) for entry in broken(folder)]
     for i, (kind, (name, text, task, right)) in enumerate(every):
         path = folder / f"judged_{i}.py"
         function = name.split(": ")[1]
         function = "judged" if task.name in ("layer_norm", "layer_norm_gradients") else function
         path.write_text(f"{text}\n\n{task.name} = {function}\n" if function != task.name else text, encoding="utf-8")
-        row = {
-            "kind": kind,
-            "name": name,
-            "task": task.name,
-            "written": "",
-            "expected": "right" if right else "refused",
-        }
-        yield row, path, task
+        yield row_of(kind, name, task.name, right), path, task
 
 
 def judged(row: dict[str, str], path: Path, task: Task, old: dict[str, str]) -> dict[str, str]:
@@ -282,16 +275,15 @@ def main(arguments: list[str]) -> int:
                 keep(verdict | {"gpu": "right" if timed.right else "refused", "sentence": timed.sentence})
         table = [found[key] for key in every]
         keep_table(TABLE, pd.DataFrame(table, columns=list(COLUMNS)))
-    unseen = {
-        cheat.stem for cheat in (ROOT / "tests" / "cheats").glob("*.py") if about(cheat)[2] is not False
-    }  # without a GPU
-    never = {cheat.stem for cheat in (ROOT / "tests" / "cheats").glob("*.py") if about(cheat)[2] is None}
+    shown_by = {cheat.stem: about(cheat)[2] for cheat in CHEATS.glob("*.py")}  # as :func:`about` says it
     for row in table:
         verdicts = {row["interpreter"], row["gpu"]} - {""} | (
             {"refused"} if row["text"] == "refused" and row["kind"] == "cheat" else set()
         )
         fine = "refused" in verdicts if row["expected"] == "refused" else verdicts == {"right"}
-        fine = fine or (row["kind"] == "cheat" and row["name"] in unseen and (not row["gpu"] or row["name"] in never))
+        if row["kind"] == "cheat":  # one that only a GPU shows may pass without, and one that nothing shows anywhere
+            needs_gpu = shown_by[row["name"]]
+            fine |= needs_gpu is None or (needs_gpu and not row["gpu"])
         surprises += not fine
         if not fine:
             print(f"NOT AS EXPECTED ({row['expected']}): {row['kind']} {row['name']}")
