@@ -2,10 +2,9 @@
 
     python tools/try_versions.py                          every pair below
     python tools/try_versions.py --only triton==3.8.0     those whose description has these words
-    python tools/try_versions.py --python path/to/python  an environment that is there already, as it is
 
 Every kernel is compiled for a Hopper GPU, the launcher's tests run, and those of the rooms in the interpreter; ``--short`` takes
-less of the first and the last, ``--part kernels`` only one of the three. What came out of a part is a row of book/versions.csv,
+less of the first and the last. What came out of a part is a row of book/versions.csv,
 which the page "Running the book" shows, and in whose place the next run of the same versions puts its own.
 ``runtime.TRIED_TRITON`` lists no Triton but those of which each part passed here.
 """
@@ -65,10 +64,9 @@ SHORT = {
 }
 
 
-def parts(short: bool, only: str) -> dict[str, tuple[str, ...]]:
-    """The parts to be run whose name has ``only``."""
-    chosen = dict(SHORT.get(name, (name, given)) if short else (name, given) for name, given in PARTS.items())
-    return {name: given for name, given in chosen.items() if only in name}
+def parts(short: bool) -> dict[str, tuple[str, ...]]:
+    """The parts to be run."""
+    return dict(SHORT.get(name, (name, given)) if short else (name, given) for name, given in PARTS.items())
 
 
 def environment(folder: Path, python: str, torch: str, triton: str) -> Path:
@@ -149,16 +147,10 @@ def keep(row: dict[str, str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="pairs whose description has these words: triton==3.8.0, python3.12")
-    parser.add_argument("--python", type=Path, help="the Python of an environment that is there already")
     parser.add_argument("--short", action="store_true", help="one room compiled, small cases interpreted")
-    parser.add_argument("--part", default="", help="the parts whose name has this word: launcher, interpreted, kernels")
     parser.add_argument("--workers", default="auto", help="processes that test")
     given = parser.parse_args(arguments)
-    chosen = parts(given.short, given.part)
-    if not chosen:
-        parser.error(f"--part must be in the name of one of {', '.join(parts(given.short, ''))}, got {given.part!r}")
-    if given.python:
-        return int(not run(given.python, chosen, given.workers))
+    chosen = parts(given.short)
     failed = False
     for python, torch, triton in PAIRS:
         name = f"python{python} torch=={torch} triton=={triton}"
