@@ -78,10 +78,7 @@ def test_a_pair_without_its_python_is_said_so(
 
 def test_what_it_runs_exists(tool: Any) -> None:
     for path in (
-        path
-        for paths in (tool.PARTS | tool.parts(short=True)).values()
-        for path in paths
-        if path.startswith("tests/")
+        path for paths in (tool.PARTS | tool.parts(short=True)).values() for path in paths if path.startswith("tests/")
     ):
         name, _, test = path.partition("::")
         assert test in (ROOT / name).read_text()
