@@ -238,7 +238,7 @@ def _flash_attention_decode_kernel(
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
     table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
     partial_ptr,  # (tiles, splits, ROWS, D / PIECES) and then (tiles, ROWS, splits), contiguous, if SPLIT
-    tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
+    semaphores_ptr,  # (tiles,) int32, zero before and after, if SPLIT
     H, N, S, P, window,
     scale,  # with log2(e)
     sinks_ptr, stride_sh,  # (H,) logits, if SINKS
@@ -338,10 +338,10 @@ def _flash_attention_decode_kernel(
                 partial_ptr + within[:, None] * WIDTH + offs_v[None, :], acc,
                 mask=(rows < ROWS)[:, None] & (offs_v < WIDTH)[None, :],
             )  # fmt: skip
-            # All threads' stores come before the ticket, and the last ticket comes after the other programs' stores.
+            # All threads' stores come before the semaphore is raised, for the last time after the other programs' stores.
             tl.debug_barrier()
-            if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == used - 1:
-                tl.store(tickets_ptr + tile, 0)
+            if tl.atomic_add(semaphores_ptr + tile, 1, sem="acq_rel") == used - 1:
+                tl.store(semaphores_ptr + tile, 0)
                 merged, merged_lse = _merged(
                     partial_ptr, partial_lse_ptr, used, splits, WIDTH, ROWS, BLOCK_V, SHARES, MERGED, ACC
                 )  # fmt: skip
