@@ -694,6 +694,7 @@ def scale(x_ptr, n, BLOCK: tl.constexpr):
     for read in (("x * FACTOR", "x + FACTOR"), ("constexpr(2)", "constexpr(3)"), ("n // 2", "n // 4")):
         assert not run(source.replace(*read))[0].stored
     assert run(source.replace("what a variable", "what some variable"))[0].stored
+    assert run(source.replace("BLOCK", "WIDTH").replace("SIZE", "STEP").replace("x_ptr", "data_ptr"))[0].stored
     reports.write_text(reports.read_text().replace(f",{first.registers},", f",{first.registers + 8},"))
     with pytest.raises(CompileError, match="the stored report is"):
         run(source, every=1)
