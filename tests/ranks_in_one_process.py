@@ -94,12 +94,12 @@ def by_messages(xs: Tensors, gates: Tensors, ids: Tensors, grads: Tensors, exper
     def summed(rows: Tensors) -> list[torch.Tensor]:
         leaving = [r.new_empty(of_slots.shape[0], hidden) for r, (*_, of_slots) in zip(rows, pairs, strict=True)]
         for out, r, (*_, of_slots) in zip(leaving, rows, pairs, strict=True):
-            exchange._collect(r, of_slots, out)
+            exchange._combine(r, of_slots, out)
         return _moved(leaving, counts, back=True)
 
     out = [torch.empty_like(x) for x in xs]
     for rows, at, o in zip(summed(results), places, out, strict=True):
-        exchange._collect(rows, at, o)
+        exchange._combine(rows, at, o)
     # Gradients: the other way.
     leaving = [g.new_empty(int(count[:, 0].sum()), hidden) for g, count in zip(grads, counts, strict=True)]
     for g, at, rows in zip(grads, places, leaving, strict=True):
@@ -112,14 +112,14 @@ def by_messages(xs: Tensors, gates: Tensors, ids: Tensors, grads: Tensors, exper
         part = empty(of_slots.shape[0], drows, dweights.expand(-1, slots))
         _only_parts(
             part,
-            functools.partial(exchange._collect, drows, of_slots, part.rows, dweights, part.weights),
+            functools.partial(exchange._combine, drows, of_slots, part.rows, dweights, part.weights),
             *sizes,
         )
         returned.append(part.whole)
     dx, dgates = [torch.empty_like(x) for x in xs], [torch.empty_like(g) for g in gates]
     for rank, whole in enumerate(_moved(returned, counts, back=True)):
         part = _alone(exchange._Message.of(whole, *sizes))
-        exchange._collect(part.rows, places[rank], dx[rank], part.weights, dgates[rank], ids[rank], share, experts)
+        exchange._combine(part.rows, places[rank], dx[rank], part.weights, dgates[rank], ids[rank], share, experts)
     return Passed(out, dx, dgates)
 
 

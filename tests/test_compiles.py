@@ -100,9 +100,9 @@ def there_and_back(hidden, slots, dtype, gates_dtype):
     message = exchange._Message.empty(96, x, gates)
     exchange._send(message, x, gates, ids, places, firsts, counts, 128, 32)
     pairs, weights, _, of_slots = exchange._arrive(message, counts, 256)
-    exchange._collect(pairs, of_slots, torch.empty(96, hidden, dtype=dtype))
-    exchange._collect(pairs, of_slots, message.rows, weights, message.weights)
-    exchange._collect(message.rows, places, torch.empty_like(x), message.weights, gates, ids, 32, 128)
+    exchange._combine(pairs, of_slots, torch.empty(96, hidden, dtype=dtype))
+    exchange._combine(pairs, of_slots, message.rows, weights, message.weights)
+    exchange._combine(message.rows, places, torch.empty_like(x), message.weights, gates, ids, 32, 128)
     exchange._spread(x, places, message.rows)
     exchange._own(message, 0, 32, 128)
 there_and_back(2048, 8, torch.bfloat16, torch.float32)
@@ -694,6 +694,7 @@ def scale(x_ptr, n, BLOCK: tl.constexpr):
     for read in (("x * FACTOR", "x + FACTOR"), ("constexpr(2)", "constexpr(3)"), ("n // 2", "n // 4")):
         assert not run(source.replace(*read))[0].stored
     assert run(source.replace("what a variable", "what some variable"))[0].stored
+    assert run(source.replace("BLOCK", "WIDTH").replace("SIZE", "STEP").replace("x_ptr", "data_ptr"))[0].stored
     reports.write_text(reports.read_text().replace(f",{first.registers},", f",{first.registers + 8},"))
     with pytest.raises(CompileError, match="the stored report is"):
         run(source, every=1)

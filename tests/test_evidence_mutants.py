@@ -68,3 +68,18 @@ def test_a_fault_is_a_change_of_the_source_that_can_be_read() -> None:
             planted = fault.planted(source)
             ast.parse(planted)
             assert planted != source
+
+
+def test_a_fault_and_its_function_are_known_by_other_names_of_variables() -> None:
+    import ast
+
+    file = "layer_norm/kernels.py"
+    source = (faults.PACKAGE / file).read_text()
+    renamed = source.replace("deviation", "distance").replace("rstd_ptr", "scale_ptr")
+    assert renamed != source
+    one, other = (faults.faults_of("layer_norm", file, text.encode()) for text in (source, renamed))
+    assert [fault.name for fault in one] == [fault.name for fault in other]
+    functions = [[n for n in ast.parse(text).body if faults.is_kernel(n)] for text in (source, renamed)]
+    assert [faults.digest_of(n) for n in functions[0]] == [faults.digest_of(n) for n in functions[1]]
+    changed = ast.parse(source.replace("(deviation - shift) * rstd", "(deviation + shift) * rstd")).body
+    assert [faults.digest_of(n) for n in changed if faults.is_kernel(n)] != [faults.digest_of(n) for n in functions[0]]

@@ -92,7 +92,7 @@ def test_shares_that_do_not_divide_a_long_sum() -> None:
     ids, routing = _routed(5, 4)
     x, a, dy, b = randn(9, 96), randn(2, 3, 96), randn(9, 32), randn(2, 32, 3)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=2)
-    with _tiles(of=kernels, thin_tiles=tiles):
+    with _tiles(of=kernels, shrink_tiles=tiles):
         u, _ = thin_products(x, dy, a, b, routing)
     exact = (a.double()[ids[:, 0]] @ x.double()[:, :, None])[routing.order.long(), :, 0]
     assert check.relative_error(u[:, :3], exact) < 1e-6

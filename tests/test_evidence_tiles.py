@@ -354,10 +354,10 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(
         moe_kernels,
-        "thin_tiles",
+        "shrink_tiles",
         lambda rows, experts, k, rank, *_: tiles(4, 1, BLOCK_M=16, BLOCK_K=16, BLOCK_R=16, SPLIT=2),
     )
-    monkeypatch.setattr(moe_kernels, "gram_tiles", lambda *_: tiles(4, 1, BLOCK_P=16, BLOCK_Q=16, BLOCK_M=16))
+    monkeypatch.setattr(moe_kernels, "wgrad_tiles", lambda *_: tiles(4, 1, BLOCK_P=16, BLOCK_Q=16, BLOCK_M=16))
     monkeypatch.setattr(moe_kernels, "recompute_tiles", lambda *_: tiles(4, 1, BLOCK_Q=16, BLOCK_M=16, BLOCK_C=16))
     monkeypatch.setattr(moe_kernels, "slots_tiles", lambda slots, _: tiles(1, 1, BLOCK_S=4, BLOCK_C=16))
     monkeypatch.setattr(moe_kernels, "route_blocks", lambda rows, experts: (4, 8, 2))

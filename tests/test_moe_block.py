@@ -650,7 +650,7 @@ def test_nf4_linear(dtype: torch.dtype, lora: bool) -> None:
         ("_nf4_dequantize_fwd_words_kernel", "dequantize"),
         ("_moe_lora_fwd_rows_kernel", "products"),
         ("_many_rows_kernel", "products"),
-        ("_moe_lora_bwd_gram_kernel", "gradients of A and B"),
+        ("_moe_lora_bwd_wgrad_kernel", "gradients of A and B"),
         ("_route_fwd_place_kernel", "routing"),
         ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...", "products"),
         ("void at::native::vectorized_elementwise_kernel<8, at::native::silu_kernel...", "elementwise and copies"),

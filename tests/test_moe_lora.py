@@ -266,7 +266,7 @@ def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
     x, lora_a = randn(40, 200, dtype=dtype), randn(3, 5, 200, dtype=dtype)
     dy, lora_b = randn(80, 24, dtype=dtype), randn(3, 24, 5, dtype=dtype)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
-    with _cut(thin_tiles=tiles), check.poisoned_empty():
+    with _cut(shrink_tiles=tiles), check.poisoned_empty():
         u, _ = thin_products(x, dy, lora_a, lora_b, routing, scaling=0.3)
     exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
     for position, pair in enumerate(routing.order.tolist()):
@@ -905,7 +905,7 @@ def test_tiles_for_every_shape(target: str) -> None:
                     chosen = kernels.rows_tiles(rows, experts, 16, itemsize, access, properties)
                     assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
                 for rank in (16, 64, 256):
-                    thin = kernels.thin_tiles(rows, experts, 4096, rank, itemsize, properties)
+                    thin = kernels.shrink_tiles(rows, experts, 4096, rank, itemsize, properties)
                     assert thin.height in kernels.HEIGHTS and rank % thin.kwargs["BLOCK_R"] == 0
                     assert kernels.choose_strategy(rows, experts, 2048, 1536, rank, properties) in op.STRATEGIES[1:]
 

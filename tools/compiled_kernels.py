@@ -39,7 +39,7 @@ def _row(room: str, call: str, kernel: CompiledKernel) -> dict[str, Any]:
 FIGURES = ("registers", "spill_bytes", "shared_bytes")
 TILES = (
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_R", "BLOCK_L", "BLOCK_C", "BLOCK_P", "BLOCK_Q", "BLOCK_S", "BLOCK_G",
-    "BLOCK_W", "BLOCK", "BLOCK_E", "NUM_BLOCKS", "SHARES", "SPLIT", "UNROLL", "ROWS", "WARPGROUPS",
+    "BLOCK_W", "BLOCK", "BLOCK_E", "NUM_BLOCKS", "SHARES", "NUM_SPLITS", "SPLIT", "UNROLL", "ROWS", "WARPGROUPS",
 )  # fmt: skip
 
 

@@ -146,21 +146,21 @@ def matmul_resources(
     threads = properties.warp_size * config.num_warps
     core = tensor_core(rows, config.num_warps, properties)
     tiles = [elements * size for elements, size in operands]
-    boxes = [descriptors] * len(tiles) if isinstance(descriptors, bool) else descriptors
+    each = [descriptors] * len(tiles) if isinstance(descriptors, bool) else descriptors
 
     # mma.sync has its operands in registers when the next copy starts; wgmma
     # still reads shared memory then, which takes one buffer more.
     buffers = max(config.num_stages - (core == "mma.sync"), 1)
     staged, passing, loaded = float(scratch_bytes), 0.0, 0
-    for size, box in zip(tiles, boxes, strict=True):
+    for size, by_descriptor in zip(tiles, each, strict=True):
         # An asynchronous copy takes 4, 8 or 16 bytes. Narrower loads go
         # through registers, into a single buffer.
-        wide = box or min(copy_bytes, size // threads) >= 4
+        wide = by_descriptor or min(copy_bytes, size // threads) >= 4
         ahead = wide and config.num_stages > 1 and core != "fma"  # no asynchronous copies before Ampere
         staged += size * (buffers if ahead else 1)
         passing += 0 if ahead else size / 4 / threads
-        staged += BARRIER_BYTES * config.num_stages if box else 0
-        loaded += 0 if box else size  # by threads, each with an address
+        staged += BARRIER_BYTES * config.num_stages if by_descriptor else 0
+        loaded += 0 if by_descriptor else size  # by threads, each with an address
     turned = sum(elements * out_itemsize for elements, _ in accumulators)
     shared = max(staged, min(turned, STAGING_BYTES * threads))
 

@@ -1,7 +1,8 @@
 """Faults that are planted in kernels: small systematic changes of their source, one at a time.
 
 A fault is a place in a kernel's source and what stands there instead. It has a name that does not depend on line numbers:
-the file, the function, the kind of change, the changed statement, and a number where that occurs more than once.
+the file, the function, the kind of change, the changed statement, and a number where that occurs more than once. Nor does it
+depend on what variables are called.
 """
 
 import ast
@@ -9,7 +10,7 @@ import copy
 import dataclasses
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from common import EVIDENCE, PACKAGE
@@ -59,10 +60,11 @@ class Fault:
     end: int
     text: str
     lines: tuple[int, int]  # of the changed statement, without the block that it may begin
+    numbered: tuple[str, str]  # the statement and the text with numbers for the names of variables
 
     @property
     def name(self) -> str:
-        what = "\n".join((self.file, self.function, self.kind, self.statement, self.text, str(self.number)))
+        what = "\n".join((self.file, self.function, self.kind, *self.numbered, str(self.number)))
         return f"{self.function}:{self.kind.replace(' ', '_')}:{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
     def planted(self, source: bytes) -> bytes:
@@ -275,6 +277,25 @@ def is_kernel(node: ast.AST) -> bool:
     )
 
 
+def digest_of(function: ast.FunctionDef) -> str:
+    """Of a function's syntax tree without comments, docstrings and the names of its variables."""
+    from kernelbook.lab import launched  # not before it is said whether kernels are interpreted
+
+    tree = launched.without_docstrings(copy.deepcopy(function))
+    tree.decorator_list = []  # type: ignore[attr-defined]
+    text = launched.tree_text(launched.Numbered({}).visit(tree))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _numbering(function: ast.FunctionDef) -> Callable[[ast.AST], str]:
+    """Of a part of a function the text, in which its variables have numbers."""
+    from kernelbook.lab import launched
+
+    numbered = launched.Numbered({})
+    numbered.number(function)
+    return lambda part: ast.unparse(ast.fix_missing_locations(numbered.visit(copy.deepcopy(part))))
+
+
 def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
     """All faults that can be planted in the kernels of a file, in the order of the source."""
     source = (PACKAGE / file).read_bytes() if source is None else source
@@ -289,6 +310,7 @@ def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
         assert isinstance(function, ast.FunctionDef)
         if function.name in (*HINTS, *MEASURED_ONLY):
             continue
+        numbered = _numbering(function)
         for kind, statement, old, new in _of_function(function):
             start = starts[old.lineno - 1] + old.col_offset  # type: ignore[attr-defined]
             end = starts[old.end_lineno - 1] + old.end_col_offset  # type: ignore[attr-defined]
@@ -303,7 +325,8 @@ def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
             key = (function.name, kind, head, text)
             seen[key] = seen.get(key, -1) + 1
             lines = (statement.lineno, last)
-            fault = Fault(room, file, function.name, kind, head, seen[key], old.lineno, start, end, text, lines)  # type: ignore[attr-defined,arg-type]
+            alike = numbered(statement).splitlines()[0], numbered(new)
+            fault = Fault(room, file, function.name, kind, head, seen[key], old.lineno, start, end, text, lines, alike)  # type: ignore[attr-defined,arg-type]
             found.append(fault)
     return found
 

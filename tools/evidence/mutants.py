@@ -23,7 +23,6 @@ import ctypes
 import dataclasses
 import functools
 import gc
-import hashlib
 import importlib
 import json
 import multiprocessing
@@ -58,13 +57,9 @@ UNSURE = ("out of memory", "No space left", "unknown error")  # what a test says
 
 
 def digests(file: str) -> dict[str, str]:
-    """By function: a digest of its text without comments."""
+    """By function: a digest of its text without comments and names of variables."""
     tree = ast.parse((PACKAGE / file).read_bytes())
-    return {
-        node.name: hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:12]
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-    }
+    return {node.name: planting.digest_of(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

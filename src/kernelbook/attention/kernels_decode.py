@@ -156,7 +156,7 @@ def _shares(
     partial_ptr, partial_lse_ptr, first, used, splits,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """-> o (MERGED, ROWS, BLOCK_D) and lse (ROWS, MERGED) of the shares from ``first`` on.
+    """-> o (MERGED, ROWS, BLOCK_D) and lse (ROWS, MERGED) of the splits from ``first`` on.
 
     ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
     """
@@ -167,13 +167,13 @@ def _shares(
         partial_ptr + rows[:, :, None] * D + offs_d[None, None, :],
         mask=mask[:, :, None] & (offs_d < D)[None, None, :], other=0.0, cache_modifier=".cg",
     )  # fmt: skip
-    return parts, _lse_of_shares(partial_lse_ptr, first, used, splits, ROWS, MERGED)
+    return parts, _lse_of_splits(partial_lse_ptr, first, used, splits, ROWS, MERGED)
 
 
 @triton.jit
-def _lse_of_shares(partial_lse_ptr, first, used, splits, ROWS: tl.constexpr, SHARES: tl.constexpr):
-    """(ROWS, SHARES), as they lie: a row's shares are one warp's, whose threads need no shared memory to compare them."""
-    offs_r, offs_s = tl.arange(0, ROWS), first + tl.arange(0, SHARES)
+def _lse_of_splits(partial_lse_ptr, first, used, splits, ROWS: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """(ROWS, NUM_SPLITS), as they lie: a row's splits are one warp's, whose threads need no shared memory to compare them."""
+    offs_r, offs_s = tl.arange(0, ROWS), first + tl.arange(0, NUM_SPLITS)
     ptrs = partial_lse_ptr + offs_r[:, None] * splits + offs_s[None, :]
     return tl.load(ptrs, mask=(offs_s < used)[None, :], other=float("-inf"), cache_modifier=".cg")
 
@@ -182,25 +182,25 @@ def _lse_of_shares(partial_lse_ptr, first, used, splits, ROWS: tl.constexpr, SHA
 def _merged(
     partial_ptr, partial_lse_ptr,  # (splits, ROWS, D), (ROWS, splits): of this tile
     used, splits,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, MERGED: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all shares, always in the same order.
+    """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all splits, always in the same order.
 
-    Few rows: MERGED shares at a time, in registers. Many: one after the other, in a pipeline through the memory in which
+    Few rows: MERGED splits at a time, in registers. Many: one after the other, in a pipeline through the memory in which
     the keys lay, since registers would hold too little of what is on its way.
     """
     if MERGED > 1:
-        # The first shares are on their way while the logarithms of all are looked at.
+        # The first splits are on their way while the logarithms of all are looked at.
         parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, splits, D, ROWS, BLOCK_D, MERGED)
         every_lse = lse
-        if SHARES > MERGED:
-            every_lse = _lse_of_shares(partial_lse_ptr, 0, used, splits, ROWS, SHARES)
+        if NUM_SPLITS > MERGED:
+            every_lse = _lse_of_splits(partial_lse_ptr, 0, used, splits, ROWS, NUM_SPLITS)
         m = tl.max(every_lse, axis=1)
         shift = tl.where(m == float("-inf"), 0.0, m)
         l = tl.sum(tl.math.exp2(every_lse - shift[:, None]), axis=1)
         acc = tl.sum(tl.trans(tl.math.exp2(lse - shift[:, None]))[:, :, None] * parts, axis=0)
-        if SHARES > MERGED:
+        if NUM_SPLITS > MERGED:
             for first in tl.range(MERGED, used, MERGED):
                 parts, lse = _shares(partial_ptr, partial_lse_ptr, first, used, splits, D, ROWS, BLOCK_D, MERGED)
                 acc += tl.sum(tl.trans(tl.math.exp2(lse - shift[:, None]))[:, :, None] * parts, axis=0)
@@ -238,7 +238,7 @@ def _flash_attention_decode_kernel(
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
     table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
     partial_ptr,  # (tiles, splits, ROWS, D / PIECES) and then (tiles, ROWS, splits), contiguous, if SPLIT
-    tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
+    semaphores_ptr,  # (tiles,) int32, zero before and after, if SPLIT
     H, N, S, P, window,
     scale,  # with log2(e)
     sinks_ptr, stride_sh,  # (H,) logits, if SINKS
@@ -250,7 +250,7 @@ def _flash_attention_decode_kernel(
     # is one, and the rows that it keeps; the pages that are listed at a time, and whether these are all; how many splits
     # there are, rounded up, and how many are merged at a time.
     Q_LATE: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
-    LISTED: tl.constexpr, WHOLE: tl.constexpr, SHARES: tl.constexpr, MERGED: tl.constexpr,
+    LISTED: tl.constexpr, WHOLE: tl.constexpr, NUM_SPLITS: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     BLOCK_V: tl.constexpr = BLOCK_D // PIECES
@@ -338,12 +338,12 @@ def _flash_attention_decode_kernel(
                 partial_ptr + within[:, None] * WIDTH + offs_v[None, :], acc,
                 mask=(rows < ROWS)[:, None] & (offs_v < WIDTH)[None, :],
             )  # fmt: skip
-            # All threads' stores come before the ticket, and the last ticket comes after the other programs' stores.
+            # All threads' stores come before the semaphore is raised, for the last time after the other programs' stores.
             tl.debug_barrier()
-            if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == used - 1:
-                tl.store(tickets_ptr + tile, 0)
+            if tl.atomic_add(semaphores_ptr + tile, 1, sem="acq_rel") == used - 1:
+                tl.store(semaphores_ptr + tile, 0)
                 merged, merged_lse = _merged(
-                    partial_ptr, partial_lse_ptr, used, splits, WIDTH, ROWS, BLOCK_V, SHARES, MERGED, ACC
+                    partial_ptr, partial_lse_ptr, used, splits, WIDTH, ROWS, BLOCK_V, NUM_SPLITS, MERGED, ACC
                 )  # fmt: skip
                 _store_output(
                     o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, sinks_ptr, stride_sh,
@@ -556,7 +556,7 @@ def plan(
     blocks = {
         **config.kwargs,
         "ROWS": stored,
-        "SHARES": triton.next_power_of_2(splits) if _merged_at_a_time(rows, config) > 1 else 1,
+        "NUM_SPLITS": triton.next_power_of_2(splits) if _merged_at_a_time(rows, config) > 1 else 1,
         "MERGED": min(triton.next_power_of_2(splits), _merged_at_a_time(rows, config)),
         "SPLIT": splits > 1,
         "LISTED": listed,

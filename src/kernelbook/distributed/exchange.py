@@ -44,35 +44,35 @@ class _Message(NamedTuple):
     ids: torch.Tensor
 
     @classmethod
-    def of(cls, whole: torch.Tensor, hidden: int, slots: int, dtype: torch.dtype, gates: torch.dtype) -> "_Message":
-        at_weights, at_ids, _ = _offsets(hidden, slots, dtype, gates)
+    def of(cls, whole: torch.Tensor, hidden: int, top_k: int, dtype: torch.dtype, gates: torch.dtype) -> "_Message":
+        at_weights, at_ids, _ = _offsets(hidden, top_k, dtype, gates)
         rows, weights, ids = (whole.view(kind) for kind in (dtype, gates, torch.int32))
         return cls(
             whole,
             rows[:, :hidden],
-            weights[:, at_weights // gates.itemsize :][:, :slots],
-            ids[:, at_ids // 4 :][:, : slots + 1],
+            weights[:, at_weights // gates.itemsize :][:, :top_k],
+            ids[:, at_ids // 4 :][:, : top_k + 1],
         )
 
     @classmethod
     def empty(cls, count: int, like: torch.Tensor, gates: torch.Tensor) -> "_Message":
         """For ``count`` rows like those of ``like`` (T, H), with weights like ``gates`` (T, k)."""
-        hidden, slots = like.shape[1], gates.shape[1]
-        size = _offsets(hidden, slots, like.dtype, gates.dtype)[2]
+        hidden, top_k = like.shape[1], gates.shape[1]
+        size = _offsets(hidden, top_k, like.dtype, gates.dtype)[2]
         whole = torch.empty(count, size, dtype=torch.uint8, device=like.device)
-        return cls.of(whole, hidden, slots, like.dtype, gates.dtype)
+        return cls.of(whole, hidden, top_k, like.dtype, gates.dtype)
 
 
 @functools.cache
-def _offsets(hidden: int, slots: int, dtype: torch.dtype, gates: torch.dtype) -> tuple[int, int, int]:
+def _offsets(hidden: int, top_k: int, dtype: torch.dtype, gates: torch.dtype) -> tuple[int, int, int]:
     """Where weights and ids begin in a message, and where it ends, in bytes."""
 
     def up(size: int) -> int:
         return -(-size // ALIGNED) * ALIGNED
 
     at_weights = up(hidden * dtype.itemsize)
-    at_ids = at_weights + up(slots * gates.itemsize)
-    return at_weights, at_ids, at_ids + up((slots + 1) * 4)
+    at_ids = at_weights + up(top_k * gates.itemsize)
+    return at_weights, at_ids, at_ids + up((top_k + 1) * 4)
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
@@ -98,31 +98,31 @@ def _block(hidden: int) -> int:
 
 
 @functools.cache
-def _places_launch(shared: bool, slots: int) -> Launch:
-    block_k = _power(slots)
+def _places_launch(shared: bool, top_k: int) -> Launch:
+    block_k = _power(top_k)
     block_t = max(min(4096 // block_k, 1024), 16)
     return launcher(
-        kernels._places_kernel, SHARED=shared, k=slots, BLOCK_T=block_t, BLOCK_K=block_k, num_warps=kernels.WARPS
+        kernels._places_kernel, SHARED=shared, k=top_k, BLOCK_T=block_t, BLOCK_K=block_k, num_warps=kernels.WARPS
     )
 
 
 @functools.cache
-def _send_launch(slots: int, hidden: int) -> Launch:
+def _send_launch(top_k: int, hidden: int) -> Launch:
     return launcher(
-        kernels._send_kernel, k=slots, BLOCK_K=_power(slots), BLOCK_H=_block(hidden), num_warps=kernels.WARPS
+        kernels._send_kernel, k=top_k, BLOCK_K=_power(top_k), BLOCK_H=_block(hidden), num_warps=kernels.WARPS
     )
 
 
 @functools.cache
-def _arrive_launch(slots: int, hidden: int) -> Launch:
-    return launcher(kernels._arrive_kernel, k=slots, BLOCK_H=_block(hidden), num_warps=kernels.WARPS)
+def _arrive_launch(top_k: int, hidden: int) -> Launch:
+    return launcher(kernels._arrive_kernel, k=top_k, BLOCK_H=_block(hidden), num_warps=kernels.WARPS)
 
 
 @functools.cache
-def _collect_launch(has_weights: bool, has_ids: bool, dtype: torch.dtype, slots: int, hidden: int) -> Launch:
+def _combine_launch(has_weights: bool, has_ids: bool, dtype: torch.dtype, top_k: int, hidden: int) -> Launch:
     return launcher(
-        kernels._collect_kernel, HAS_WEIGHTS=has_weights, HAS_IDS=has_ids, ACC=tl_accumulator(dtype),
-        BLOCK_K=_power(slots), BLOCK_H=_block(hidden), num_warps=kernels.WARPS,
+        kernels._combine_kernel, HAS_WEIGHTS=has_weights, HAS_IDS=has_ids, ACC=tl_accumulator(dtype),
+        BLOCK_K=_power(top_k), BLOCK_H=_block(hidden), num_warps=kernels.WARPS,
     )  # fmt: skip
 
 
@@ -132,8 +132,8 @@ def _spread_launch(hidden: int) -> Launch:
 
 
 @functools.cache
-def _own_launch(slots: int) -> Launch:
-    return launcher(kernels._own_kernel, k=slots, BLOCK=1024, num_warps=kernels.WARPS)
+def _own_launch(top_k: int) -> Launch:
+    return launcher(kernels._own_kernel, k=top_k, BLOCK=1024, num_warps=kernels.WARPS)
 
 
 def _place(
@@ -141,10 +141,10 @@ def _place(
     windows: torch.Tensor | None = None, own: int = 0, capacity: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """places and firsts (T, n); writes ``counts`` (n, 2), or without them into the ranks' ``windows``."""
-    tokens, slots = ids.shape
+    tokens, top_k = ids.shape
     places = torch.empty(tokens, ranks, dtype=torch.int32, device=ids.device)
     firsts = None if counts is None else torch.empty_like(places)
-    launch = _places_launch(counts is None, slots)
+    launch = _places_launch(counts is None, top_k)
     launch((ranks,), ids, places, firsts, counts, windows, tokens, num_experts, share, own, capacity)
     return places, firsts
 
@@ -154,11 +154,11 @@ def _send(
     firsts: torch.Tensor, counts: torch.Tensor, num_experts: int, share: int,
 ) -> torch.Tensor:  # fmt: skip
     """Fills the message; the rows that tokens have in it, (T, n)."""
-    (tokens, slots), hidden = ids.shape, x.shape[1]
+    (tokens, top_k), hidden = ids.shape, x.shape[1]
     of_message = torch.empty_like(places)
     if tokens == 0:
         return of_message
-    launch = _send_launch(slots, hidden)
+    launch = _send_launch(top_k, hidden)
     rows, weights, local = _bits(message.rows), _bits(message.weights), message.ids
     launch(
         (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, of_message, rows, rows.stride(0), weights, weights.stride(0),
@@ -169,14 +169,14 @@ def _send(
 
 def _arrive(message: _Message, counts: torch.Tensor, pairs: int) -> tuple[torch.Tensor, ...]:
     """Pairs (P, H), their weights and ids (P, 1), and the pair of each slot (rows, k)."""
-    (count, hidden), slots = message.rows.shape, message.weights.shape[1]
+    (count, hidden), top_k = message.rows.shape, message.weights.shape[1]
     device = message.whole.device
     out = torch.empty(pairs, hidden, dtype=message.rows.dtype, device=device)
     weights = torch.empty(pairs, 1, dtype=message.weights.dtype, device=device)
     ids = torch.empty(pairs, 1, dtype=torch.int32, device=device)
-    of_slots = torch.empty(count, slots, dtype=torch.int32, device=device)
+    of_slots = torch.empty(count, top_k, dtype=torch.int32, device=device)
     if count:
-        launch = _arrive_launch(slots, hidden)
+        launch = _arrive_launch(top_k, hidden)
         rows, theirs, local = _bits(message.rows), _bits(message.weights), message.ids
         launch(
             (count,), rows, rows.stride(0), theirs, theirs.stride(0), local, local.stride(0), counts, _bits(out),
@@ -185,7 +185,7 @@ def _arrive(message: _Message, counts: torch.Tensor, pairs: int) -> tuple[torch.
     return out, weights, ids, of_slots
 
 
-def _collect(
+def _combine(
     rows: torch.Tensor, places: torch.Tensor, out: torch.Tensor, weights: torch.Tensor | None = None,
     out_weights: torch.Tensor | None = None, ids: torch.Tensor | None = None, share: int = 1, num_experts: int = 0,
 ) -> None:  # fmt: skip
@@ -193,13 +193,13 @@ def _collect(
     (items, width), hidden = places.shape, rows.shape[1]
     if items == 0:
         return
-    slots = width if out_weights is None else out_weights.shape[1]
-    launch = _collect_launch(weights is not None, ids is not None, rows.dtype, slots, hidden)
+    top_k = width if out_weights is None else out_weights.shape[1]
+    launch = _combine_launch(weights is not None, ids is not None, rows.dtype, top_k, hidden)
     given: tuple[Any, ...] = (None, 0, None, None, 0)
     if weights is not None and out_weights is not None:
         given = _bits(weights), weights.stride(0), ids, _bits(out_weights), out_weights.stride(0)
     launch(
-        (items,), rows, rows.stride(0), places, out, out.stride(0), *given, width, share, slots, hidden, num_experts
+        (items,), rows, rows.stride(0), places, out, out.stride(0), *given, width, share, top_k, hidden, num_experts
     )  # fmt: skip
 
 
@@ -213,11 +213,11 @@ def _spread(items: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> No
 
 def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and ids (rows, k): from the expert ``first`` on, and ``own`` for slots that are not for one of ``own``."""
-    theirs, slots = _bits(message.weights), message.weights.shape[1]
+    theirs, top_k = _bits(message.weights), message.weights.shape[1]
     weights = torch.empty(message.weights.shape, dtype=message.weights.dtype, device=theirs.device)
     local = torch.empty_like(weights, dtype=torch.int32)
     if local.numel():
-        launch = _own_launch(slots)
+        launch = _own_launch(top_k)
         launch(
             (cdiv(local.numel(), 1024),), theirs, theirs.stride(0), message.ids, message.ids.stride(0),
             _bits(weights), local, local.numel(), first, own, num_experts,
@@ -225,7 +225,7 @@ def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[tor
     return weights, local
 
 
-# --- there and back -------------------------------------------------------------------------------------------------
+# --- dispatch, combine -----------------------------------------------------------------------------------------------
 
 
 class _Way:
@@ -241,18 +241,18 @@ class _Way:
         self.ids, self.num_experts, self.share, self.group = ids, num_experts, share, group
         self.counts = torch.empty(2, dist.get_world_size(group), 2, dtype=torch.int32, device=ids.device)
 
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
+    def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty(sum(self.received), *rows.shape[1:])
         dist.all_to_all_single(out, rows, self.received, self.sent, group=self.group)
         return out
 
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty(sum(self.sent), *rows.shape[1:])
         dist.all_to_all_single(out, rows, self.sent, self.received, group=self.group)
         return out
 
 
-class _There(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """Tokens (T, H) and gates (T, k) -> pairs (P, H), their weights (P, 1) and ids (P, 1), on the ranks of their experts."""
 
     @staticmethod
@@ -269,7 +269,7 @@ class _There(torch.autograd.Function):
         way.pairs = sum(pairs for _, pairs in received)
         leaving = _Message.empty(sum(way.sent), x, gates)
         way.places = _send(leaving, x, gates, way.ids, places, firsts, mine, way.num_experts, way.share)
-        arrived = _Message.of(way.there(leaving.whole), x.shape[1], gates.shape[1], x.dtype, gates.dtype)
+        arrived = _Message.of(way.dispatch(leaving.whole), x.shape[1], gates.shape[1], x.dtype, gates.dtype)
         out, weights, ids, way.slots = _arrive(arrived, theirs, way.pairs)
         ctx.mark_non_differentiable(ids)
         return out, weights, ids
@@ -277,25 +277,25 @@ class _There(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
         way: _Way = ctx.way
-        tokens, slots = way.ids.shape
-        leaving = _Message.empty(sum(way.received), drows, dweights.expand(-1, slots))
-        _collect(drows.contiguous(), way.slots, leaving.rows, dweights.contiguous(), leaving.weights)
-        arrived = _Message.of(way.back(leaving.whole), drows.shape[1], slots, drows.dtype, dweights.dtype)
-        dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, slots)
-        _collect(arrived.rows, way.places, dx, arrived.weights, dgates, way.ids, way.share, way.num_experts)
+        tokens, top_k = way.ids.shape
+        leaving = _Message.empty(sum(way.received), drows, dweights.expand(-1, top_k))
+        _combine(drows.contiguous(), way.slots, leaving.rows, dweights.contiguous(), leaving.weights)
+        arrived = _Message.of(way.combine(leaving.whole), drows.shape[1], top_k, drows.dtype, dweights.dtype)
+        dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, top_k)
+        _combine(arrived.rows, way.places, dx, arrived.weights, dgates, way.ids, way.share, way.num_experts)
         return dx, dgates, None
 
 
-class _Back(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Results of the pairs (P, H) -> their sums (T, H), where the tokens came from."""
 
     @staticmethod
     def forward(ctx: Any, pairs: torch.Tensor, way: _Way) -> torch.Tensor:
         ctx.way = way
         leaving = pairs.new_empty(sum(way.received), pairs.shape[1])
-        _collect(pairs.contiguous(), way.slots, leaving)
+        _combine(pairs.contiguous(), way.slots, leaving)
         out = pairs.new_empty(way.places.shape[0], pairs.shape[1])
-        _collect(way.back(leaving), way.places, out)
+        _combine(way.combine(leaving), way.places, out)
         return out
 
     @staticmethod
@@ -304,7 +304,7 @@ class _Back(torch.autograd.Function):
         leaving = grad.new_empty(sum(way.sent), grad.shape[1])
         _spread(grad.contiguous(), way.places, leaving)
         pairs = grad.new_empty(way.pairs, grad.shape[1])
-        _spread(way.there(leaving), way.slots, pairs)
+        _spread(way.dispatch(leaving), way.slots, pairs)
         return pairs, None
 
 
@@ -345,8 +345,8 @@ def exchange(
         (T, H) in the dtype of ``experts``' result.
     """
     way = _Way(expert_ids.contiguous(), num_experts, share, group)
-    rows, weights, ids = _There.apply(x.contiguous(), gates.contiguous(), way)
-    result: torch.Tensor = _Back.apply(experts(rows, ids, weights), way)
+    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates.contiguous(), way)
+    result: torch.Tensor = _Combine.apply(experts(rows, ids, weights), way)
     return result
 
 
@@ -373,13 +373,13 @@ class _Everywhere(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         ctx.group = group
-        slots = ids.shape[1]
+        top_k = ids.shape[1]
         message = _Message.empty(x.shape[0], x[:, :0], gates)  # what is small, together
         message.weights.copy_(gates)
-        message.ids[:, :slots].copy_(ids)
+        message.ids[:, :top_k].copy_(ids)
         (whole, one), (rows, two) = _everywhere(message.whole, group), _everywhere(x, group)
         one.wait()
-        weights, local = _own(_Message.of(whole, 0, slots, x.dtype, gates.dtype), first, own, num_experts)
+        weights, local = _own(_Message.of(whole, 0, top_k, x.dtype, gates.dtype), first, own, num_experts)
         two.wait()
         ctx.mark_non_differentiable(local)
         return rows, weights, local

@@ -7,7 +7,7 @@ experts there, a *pair*.
     places    one program a rank: which tokens go there, in which order, and how many pairs they make; reads T k ids
     send      one program a token: its message, once for each rank that it visits
     arrive    one program a message: a row, a weight and an id for each of its pairs
-    collect   one program an item: the sum of its rows; with weights their gradients travel along
+    combine   one program an item: the sum of its rows; with weights their gradients travel along
     spread    one program an item: its row to each of its places
     own       elementwise: which slots of everybody's tokens are for this rank's experts
 
@@ -134,7 +134,7 @@ def _arrive_kernel(
 
 
 @triton.jit(do_not_specialize=["width", "share", "k"])
-def _collect_kernel(
+def _combine_kernel(
     rows_ptr, stride_r,  # (rows, H)
     places_ptr,  # (items, width) rows of each item, or -1
     out_ptr, stride_o,  # (items, H)

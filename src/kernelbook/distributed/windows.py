@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from kernelbook.distributed import kernels
-from kernelbook.distributed.exchange import _bits, _block, _collect, _place, _power
+from kernelbook.distributed.exchange import _bits, _block, _combine, _place, _power
 from kernelbook.launch import Launch, launcher
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
@@ -208,36 +208,36 @@ class _Way:
         self.capacity = windows.most(ids.shape[0])
 
     def layout(self, x: torch.Tensor, gates: torch.Tensor) -> _Layout:
-        slots = self.ids.shape[1]
-        row, weights = x.shape[1] * x.element_size(), slots * gates.element_size()
-        found = _layout(self.windows.ranks, self.capacity, row, weights, slots * 4)
+        top_k = self.ids.shape[1]
+        row, weights = x.shape[1] * x.element_size(), top_k * gates.element_size()
+        found = _layout(self.windows.ranks, self.capacity, row, weights, top_k * 4)
         self.windows.ensure(found.size)
         return found
 
 
 @functools.cache
-def _put_launch(has_ids: bool, slots: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(slots), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._put_kernel, HAS_IDS=has_ids, k=slots, **blocks, num_warps=kernels.WARPS)
+def _put_launch(has_ids: bool, top_k: int, hidden: int) -> Launch:
+    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
+    return launcher(kernels._put_kernel, HAS_IDS=has_ids, k=top_k, **blocks, num_warps=kernels.WARPS)
 
 
 @functools.cache
-def _take_launch(has_ids: bool, slots: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(slots), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._take_kernel, HAS_IDS=has_ids, k=slots, **blocks, num_warps=kernels.WARPS)
+def _take_launch(has_ids: bool, top_k: int, hidden: int) -> Launch:
+    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
+    return launcher(kernels._take_kernel, HAS_IDS=has_ids, k=top_k, **blocks, num_warps=kernels.WARPS)
 
 
 @functools.cache
-def _give_launch(has_weights: bool, slots: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(slots), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._give_kernel, HAS_WEIGHTS=has_weights, k=slots, **blocks, num_warps=kernels.WARPS)
+def _give_launch(has_weights: bool, top_k: int, hidden: int) -> Launch:
+    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
+    return launcher(kernels._give_kernel, HAS_WEIGHTS=has_weights, k=top_k, **blocks, num_warps=kernels.WARPS)
 
 
 def _put(way: _Way, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None) -> None:
     """Rows, and with ``gates`` weights and ids, into window 0 of the ranks that they visit."""
-    (tokens, slots), hidden, windows = way.ids.shape, x.shape[1], way.windows
+    (tokens, top_k), hidden, windows = way.ids.shape, x.shape[1], way.windows
     if tokens:
-        launch = _put_launch(gates is not None, slots, hidden)
+        launch = _put_launch(gates is not None, top_k, hidden)
         launch(
             (tokens,), _bits(x), None if gates is None else _bits(gates), way.ids, way.places, windows.addresses[0],
             windows.rank, layout.capacity, way.share, windows.ranks, way.num_experts, hidden, layout.rows, layout.weights,
@@ -248,22 +248,22 @@ def _put(way: _Way, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None
 def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """(n C, H) rows, and with ``gates`` (n C, k) weights and ids, out of this rank's window 0: zeros, and ids to skip, where
     nothing came."""
-    slots, hidden, windows = way.ids.shape[1], like.shape[1], way.windows
+    top_k, hidden, windows = way.ids.shape[1], like.shape[1], way.windows
     count = windows.ranks * layout.capacity
     out = torch.empty(count, hidden, dtype=like.dtype, device=like.device)
     if gates is None:
         weights = ids = None
         counts = way.counts
     else:
-        weights = torch.empty(count, slots, dtype=gates.dtype, device=like.device)
-        ids = torch.empty(count, slots, dtype=torch.int32, device=like.device)
+        weights = torch.empty(count, top_k, dtype=gates.dtype, device=like.device)
+        ids = torch.empty(count, top_k, dtype=torch.int32, device=like.device)
         way.counts = torch.empty(windows.ranks, dtype=torch.int32, device=like.device)
         counts = windows.view(0, 0, (windows.ranks,), torch.int32)
     if count:
-        launch = _take_launch(gates is not None, slots, hidden)
+        launch = _take_launch(gates is not None, top_k, hidden)
         given: tuple[Any, ...] = (None, None, None, None)
         if gates is not None and weights is not None:
-            shape = (count, slots)
+            shape = (count, top_k)
             given = (
                 _bits(windows.view(0, layout.weights, shape, gates.dtype)), windows.view(0, layout.ids, shape, torch.int32),
                 _bits(weights), ids,
@@ -275,9 +275,9 @@ def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | 
 
 def _give(way: _Way, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
     """Rows (n C, H), and weights (n C, k), into window 1 of the ranks where their tokens came from."""
-    slots, hidden, windows = way.ids.shape[1], rows.shape[1], way.windows
+    top_k, hidden, windows = way.ids.shape[1], rows.shape[1], way.windows
     if layout.capacity:
-        launch = _give_launch(weights is not None, slots, hidden)
+        launch = _give_launch(weights is not None, top_k, hidden)
         launch(
             (windows.ranks * layout.capacity,), _bits(rows), None if weights is None else _bits(weights), way.counts,
             windows.addresses[1], windows.rank, layout.capacity, hidden, layout.rows, layout.weights,
@@ -286,11 +286,11 @@ def _give(way: _Way, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor 
 
 def _sums(way: _Way, layout: _Layout, out: torch.Tensor, weights: torch.Tensor | None) -> None:
     """Out of this rank's window 1: out (T, H), sums of the rows that came back; and (T, k) weights."""
-    windows, slots = way.windows, way.ids.shape[1]
+    windows, top_k = way.windows, way.ids.shape[1]
     count = windows.ranks * layout.capacity
     rows = windows.view(1, layout.rows, (count, out.shape[1]), out.dtype)
-    theirs = None if weights is None else windows.view(1, layout.weights, (count, slots), weights.dtype)
-    _collect(
+    theirs = None if weights is None else windows.view(1, layout.weights, (count, top_k), weights.dtype)
+    _combine(
         rows, way.places, out, theirs, weights, way.ids if weights is not None else None, way.share, way.num_experts
     )
 
@@ -298,7 +298,7 @@ def _sums(way: _Way, layout: _Layout, out: torch.Tensor, weights: torch.Tensor |
 # --- there and back -------------------------------------------------------------------------------------------------
 
 
-class _There(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """Tokens (T, H) and gates (T, k) -> rows (n C, H), their weights and ids (n C, k), on the ranks of their experts."""
 
     @staticmethod
@@ -326,15 +326,15 @@ class _There(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
         way: _Way = ctx.way
-        layout, (tokens, slots) = way.layout(drows, dweights), way.ids.shape
+        layout, (tokens, top_k) = way.layout(drows, dweights), way.ids.shape
         _give(way, layout, drows.contiguous(), dweights.contiguous())
         way.windows.barrier()
-        dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, slots)
+        dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, top_k)
         _sums(way, layout, dx, dgates)
         return dx, dgates, None
 
 
-class _Back(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Results of the rows (n C, H) -> their sums (T, H), where the tokens came from."""
 
     @staticmethod
@@ -380,6 +380,6 @@ def exchange_shared(
     """
     way = _Way(windows, expert_ids.contiguous(), num_experts, share)
     gates = gates.contiguous()
-    rows, weights, ids = _There.apply(x.contiguous(), gates, way)
-    result: torch.Tensor = _Back.apply(experts(rows, ids, weights), weights.detach(), way)
+    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates, way)
+    result: torch.Tensor = _Combine.apply(experts(rows, ids, weights), weights.detach(), way)
     return result

@@ -9,10 +9,8 @@ Compiling takes a second or more for each kernel. What the compiler said can be 
 compiler is not found.
 """
 
-import ast
 import csv
 import dataclasses
-import functools
 import hashlib
 import inspect
 import itertools
@@ -22,14 +20,13 @@ import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 import traceback
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.lab import launched
 from kernelbook.launch import OPTIONS
 
 # isort: split
@@ -382,43 +379,12 @@ def _amd_report(amdgcn: str) -> tuple[int, int]:
     return int(registers[1]), int(spills[1])
 
 
-@functools.cache
-def _text_of(kernel: Any) -> str:
-    """The source of a kernel, of the functions that it calls, and the values of the globals that it reads.
-
-    Not where they stand in their file, which Triton's own key holds: a line added above would change it.
-    """
-    found: dict[str, str] = {}
-    waiting = [kernel]
-    while waiting:
-        function = waiting.pop()
-        place = f"{function.__module__}.{function.__qualname__}"
-        if place in found:
-            continue
-        found[place] = function.src if isinstance(function, JITFunction) else inspect.getsource(function)
-        definition: Any = ast.parse(textwrap.dedent(found[place])).body[0]
-        nodes = list(ast.walk(definition))
-        # Globals of these names are not read.
-        own = {node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)}
-        own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        for name in sorted({node.id for node in nodes if isinstance(node, ast.Name)} - own):
-            value = function.__globals__.get(name)
-            of_triton = getattr(value, "__module__", "").partition(".")[0] == "triton"
-            if inspect.ismodule(value) or (of_triton and not isinstance(value, triton.language.constexpr)):
-                continue  # Triton's version stands in the key
-            # A constexpr_function holds what it calls as ``fn``.
-            called = value if isinstance(value, JITFunction) else getattr(value, "fn", value)
-            if isinstance(called, JITFunction | types.FunctionType):
-                waiting.append(called)
-            elif inspect.isclass(value):
-                found[f"{place} {name}"] = inspect.getsource(value)
-            elif value is not None:
-                found[f"{place} {name}"] = repr(value)
-    return json.dumps(found, sort_keys=True)
-
-
 def _key(launch: _Launch, target: str) -> str:
-    parts = (_text_of(launch.kernel), launch.signature, launch.constants, launch.aligned, launch.options)
+    """A digest in which arguments have places and no names: a variable's other name is the same kernel."""
+    places = {name: place for place, (name, _) in enumerate(launch.signature)}
+    types = [type_ for _, type_ in launch.signature]
+    constants = [(places[name], launched.value_text(value)) for name, value in launch.constants]
+    parts = (launched.text_of(launch.kernel), types, constants, launch.aligned, launch.options)
     compiler = (triton.__version__, os.environ.get("TRITON_PTXAS_PATH", ""))
     text = repr((*parts, target, compiler))
     return "" if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()[:16]

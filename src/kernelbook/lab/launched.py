@@ -29,7 +29,7 @@ from kernelbook.launch import OPTIONS  # before Triton, which it sets up
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Numbered", "digest", "launches_of", "text_of", "tree_text", "unfilled", "without_docstrings"]
+__all__ = ["Numbered", "digest", "launches_of", "text_of", "tree_text", "unfilled", "value_text", "without_docstrings"]
 
 PACKAGE = "kernelbook"
 LARGE = 2**18  # elements: tensors of so many are made, and not filled
@@ -86,15 +86,19 @@ class Numbered(ast.NodeTransformer):
         value = self.known.get(name)
         if value is None or inspect.ismodule(value) or _is_foreign(value):
             return None
-        return ast.Constant(_value_text(value, self.within))
+        return ast.Constant(value_text(value, self.within))
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        before, self.own = self.own, dict(self.own)
-        constants = [_is_constexpr(arg.annotation) for arg in node.args.args]
+    def number(self, node: ast.FunctionDef) -> None:
+        """Gives each parameter and local name of a function its number."""
         names = [n.arg for n in ast.walk(node) if isinstance(n, ast.arg)]
         names += [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
         for name in names:
             self.own.setdefault(name, f"v{len(self.own)}")
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        before, self.own = self.own, dict(self.own)
+        constants = [_is_constexpr(arg.annotation) for arg in node.args.args]
+        self.number(node)
         self.generic_visit(node)
         node.returns = None
         node.body.insert(0, ast.Expr(ast.Constant(constants)))  # type: ignore[arg-type]
@@ -118,7 +122,7 @@ class Numbered(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         value = self.known.get(node.value.id) if isinstance(node.value, ast.Name) else None
         if inspect.ismodule(value) and value.__name__.partition(".")[0] == PACKAGE and node.value.id not in self.own:  # type: ignore[attr-defined]
-            return ast.Constant(_value_text(getattr(value, node.attr), self.within))
+            return ast.Constant(value_text(getattr(value, node.attr), self.within))
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -153,7 +157,7 @@ def text_of(function: Any) -> str:
     return tree_text(Numbered(function.__globals__, function).visit(tree.body[0]))
 
 
-def _value_text(value: Any, within: Any = None) -> str:
+def value_text(value: Any, within: Any = None) -> str:
     """A constant, or a function or class of ours, as text."""
     value = getattr(value, "value", value) if isinstance(value, constexpr) else value
     function = getattr(value, "fn", value)
@@ -163,11 +167,11 @@ def _value_text(value: Any, within: Any = None) -> str:
         tree = without_docstrings(ast.parse(textwrap.dedent(inspect.getsource(value))))
         return digest(tree_text(tree.body[0].body))  # type: ignore[attr-defined]
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return f"({','.join(map(_value_text, value))})"
+        return f"({','.join(map(value_text, value))})"
     if dataclasses.is_dataclass(value):
         # What a newer Triton has added to a layout is what it was before, unless somebody sets it.
         fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
-        return f"{type(value).__name__}({','.join(f'{f.name}={_value_text(getattr(value, f.name))}' for f in fields)})"
+        return f"{type(value).__name__}({','.join(f'{f.name}={value_text(getattr(value, f.name))}' for f in fields)})"
     return str(value) if isinstance(value, torch.dtype) or type(value).__module__.startswith("triton") else repr(value)
 
 
@@ -179,23 +183,23 @@ def _argument_text(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
     if hasattr(value, "block_shape"):
-        layout = _value_text(getattr(value, "layout", None))
+        layout = value_text(getattr(value, "layout", None))
         return str(value.base.dtype), [*value.shape], [*value.strides], [*value.block_shape], layout
-    return _value_text(value)
+    return value_text(value)
 
 
 def _launch_text(kernel: Any, args: Sequence[Any], grid: Any, options: Mapping[str, Any]) -> object:
     names = [parameter.name for parameter in kernel.params]
     given = {**dict(zip(names, args, strict=False)), **options}
     values = [
-        _value_text(value) if parameter.is_constexpr else _argument_text(value)
+        value_text(value) if parameter.is_constexpr else _argument_text(value)
         for parameter in kernel.params
         for value in [given.get(parameter.name, parameter.default)]
     ]
     unspecialized = [parameter.do_not_specialize for parameter in kernel.params]
     grid = tuple(grid(given) if callable(grid) else grid)
     others = sorted(
-        (name, _value_text(value))
+        (name, value_text(value))
         for name, value in options.items()
         if name not in names and (name, value) not in OPTIONS.items()
     )

@@ -91,10 +91,10 @@ class ShrinkPlan:
 def shrink_plan(routing: Routing, x: torch.Tensor, layout: Layout, a: torch.Tensor) -> ShrinkPlan:
     rows, (experts, rank, k) = routing.rows, a.shape
     padded = kernels.padded_rank(rank)
-    tiles = kernels.thin_tiles(rows, experts, k, padded, x.element_size(), runtime.properties(x.device))
+    tiles = kernels.shrink_tiles(rows, experts, k, padded, x.element_size(), runtime.properties(x.device))
     block_k, split = tiles.kwargs["BLOCK_K"], tiles.kwargs["SPLIT"]
     launch = _tiled(
-        kernels._moe_lora_fwd_thin_kernel, tiles, X_GROUPED=layout.grouped, ACC=tl_accumulator(x.dtype),
+        kernels._moe_lora_fwd_shrink_kernel, tiles, X_GROUPED=layout.grouped, ACC=tl_accumulator(x.dtype),
         PRECISION=precision(x.dtype), EVEN_K=k % block_k == 0, r=rank, RANK=padded,
     )  # fmt: skip
     tiles_at, num_m = tiles_of_height(rows, experts, tiles.height)
@@ -303,9 +303,9 @@ def wgrad_step(
     if p * q == 0:
         return None
     experts, dtype = routing.num_experts, like.dtype
-    tiles = kernels.gram_tiles(routing.rows, experts, p, dtype.itemsize, runtime.properties(like.device))
+    tiles = kernels.wgrad_tiles(routing.rows, experts, p, dtype.itemsize, runtime.properties(like.device))
     launch = _tiled(
-        kernels._moe_lora_bwd_gram_kernel, tiles, ACC=tl_accumulator(dtype),
+        kernels._moe_lora_bwd_wgrad_kernel, tiles, ACC=tl_accumulator(dtype),
         PRECISION="ieee" if exact else precision(dtype), P=p,
         L_GROUPED=left.grouped, Z_GROUPED=right.grouped, HAS_GATES=has_gates,
     )  # fmt: skip
@@ -327,7 +327,7 @@ def factors_step(
 ) -> Step:
     """For dA (E, r, K) and dB (E, N, r) in one launch."""
     experts, k = routing.num_experts, x.shape[1]
-    tiles = kernels.gram_tiles(routing.rows, experts, rank, x.element_size(), runtime.properties(x.device))
+    tiles = kernels.wgrad_tiles(routing.rows, experts, rank, x.element_size(), runtime.properties(x.device))
     launch = _tiled(
         kernels._moe_lora_bwd_factors_kernel, tiles, ACC=tl_accumulator(x.dtype), PRECISION=precision(x.dtype), P=rank,
         X_GROUPED=x_layout.grouped, DY_GROUPED=dy_layout.grouped, HAS_GATES=has_gates,

@@ -8,12 +8,12 @@ last tile. Rows are read through ``order`` and written through it ("scatter to s
     route    order, offsets, and for each tile height the list of tiles: a counting sort in two launches, or in one where
              one program sees all rows
     rows     Y = X W[e] + U B[e]^T + bias[e] (grouped GEMM), a tile (BLOCK_M, BLOCK_N) a program; also dX = dY W[e]^T + D A[e]
-    thin     U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order (LoRA shrink)
-    gram     sums over the rows of an expert (grouped wgrad): dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
+    shrink   U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order
+    wgrad    sums over the rows of an expert: dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
     recompute  dA and dB without U and D in memory, which every program computes anew; the slower way, to compare
     slots    the weighted sum over a token's slots (top_k), and the gradient of the weights (combine)
 
-``rows`` adds the low-rank product in one of two ways. Split: U comes from ``thin``, and U B[e]^T is what the loop over K
+``rows`` adds the low-rank product in one of two ways. Split: U comes from ``shrink``, and U B[e]^T is what the loop over K
 starts from. Fused: the loop over K also accumulates U = X A[e]^T, in every program of a row of tiles anew.
 
 Bytes of a forward pass: W once (the tiles of an expert run together and share it in the L2 cache), X once for each
@@ -45,36 +45,36 @@ ROWS_HEIGHTS = HEIGHTS[:-1]
 
 
 @triton.jit
-def _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E):
+def _groups(ids_ptr, stride_it, stride_ik, offs, R, top_k, E):
     """The expert of each pair; E for a slot to skip, and past the end."""
-    token = (offs // slots).to(tl.int64)
-    slot = (offs % slots).to(tl.int64)
+    token = (offs // top_k).to(tl.int64)
+    slot = (offs % top_k).to(tl.int64)
     ids = tl.load(ids_ptr + token * stride_it + slot * stride_ik, mask=offs < R, other=-1)
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
+@triton.jit(do_not_specialize=["R", "top_k", "E", "per_program"])
 def _route_fwd_count_kernel(
     ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
     counts_ptr,  # (num_programs, BLOCK_E) how often each program saw each group
-    R, slots, E, per_program,
+    R, top_k, E, per_program,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     low = pid * per_program
     counts = tl.zeros((BLOCK_E,), tl.int32)
     for start in range(low, tl.minimum(low + per_program, R), BLOCK):
-        group = _groups(ids_ptr, stride_it, stride_ik, start + tl.arange(0, BLOCK), R, slots, E)
+        group = _groups(ids_ptr, stride_it, stride_ik, start + tl.arange(0, BLOCK), R, top_k, E)
         counts += tl.histogram(group, BLOCK_E)
     tl.store(counts_ptr + pid * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit(do_not_specialize=["R", "slots", "E", "per_program"])
+@triton.jit(do_not_specialize=["R", "top_k", "E", "per_program"])
 def _route_fwd_place_kernel(
     ids_ptr, stride_it, stride_ik,  # (T, k) expert ids
     counts_ptr,  # (num_programs, BLOCK_E), if COUNTED
     routing_ptr,  # the four lists, one behind the other
-    R, slots, E, per_program,
+    R, top_k, E, per_program,
     COUNTED: tl.constexpr, HEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def _route_fwd_place_kernel(
             counts = tl.where((offs_p < pid)[:, None], counts, 0)
             before += tl.sum(counts, axis=0)
     else:  # one program, and one step
-        group = _groups(ids_ptr, stride_it, stride_ik, within, R, slots, E)
+        group = _groups(ids_ptr, stride_it, stride_ik, within, R, top_k, E)
         total += tl.histogram(group, BLOCK_E)
     first = tl.cumsum(total, axis=0) - total
     # Past the end pairs were counted as slots to skip, which come last.
@@ -110,7 +110,7 @@ def _route_fwd_place_kernel(
     next_free = first + before
     for start in range(low, high, BLOCK):
         offs = start + within
-        group = _groups(ids_ptr, stride_it, stride_ik, offs, R, slots, E)
+        group = _groups(ids_ptr, stride_it, stride_ik, offs, R, top_k, E)
         # Earlier pairs of the step with the same expert: the sort is stable.
         earlier = within[:, None] > within[None, :]  # (BLOCK, BLOCK)
         earlier &= group[:, None] == group[None, :]
@@ -195,15 +195,15 @@ def _load_elements(
 def _rows_tile(
     expert, first, rows, pid_n,
     order_ptr,
-    x_ptr, stride_xm, stride_xk, x_box,
-    w_ptr, stride_we, stride_wk, stride_wn, w_box,
+    x_ptr, stride_xm, stride_xk, x_desc,
+    w_ptr, stride_we, stride_wk, stride_wn, w_desc,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
     a_ptr, stride_ae, stride_ar, stride_ak,
     b_ptr, stride_be, stride_bn, stride_br,
     u_ptr,
     bias_ptr, stride_ce, stride_cn,
     y_ptr,
-    scaling, K, N, slots,
+    scaling, K, N, top_k,
     PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr,
     LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -213,7 +213,7 @@ def _rows_tile(
 ):  # fmt: skip
     dtype = y_ptr.dtype.element_ty
     positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
-    x_rows = positions if X_GROUPED else pairs // slots
+    x_rows = positions if X_GROUPED else pairs // top_k
     y_rows = positions if Y_GROUPED else pairs
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m = tl.arange(0, BLOCK_M) < rows
@@ -230,7 +230,7 @@ def _rows_tile(
     elif PACKED == "gather":
         code = tl.load(code_ptr + tl.arange(0, 16))
         values = code
-    elif PACKED == "none" and w_box is None:
+    elif PACKED == "none" and w_desc is None:
         w_ptrs = w_ptr + expert64 * stride_we
         w_ptrs += offs_k.to(tl.int64)[:, None] * stride_wk
         w_ptrs += offs_n.to(tl.int64)[None, :] * stride_wn
@@ -279,19 +279,19 @@ def _rows_tile(
                     PACKED == "permute", x_ptr.dtype.element_ty,
                 )  # fmt: skip
                 w = tl.trans(w)
-        elif w_box is not None:
+        elif w_desc is not None:
             if W_BY_ROW:
-                w = w_box.load([expert, k, pid_n * BLOCK_N])
+                w = w_desc.load([expert, k, pid_n * BLOCK_N])
                 w = w.reshape(BLOCK_K, BLOCK_N)
             else:
-                w = w_box.load([expert, pid_n * BLOCK_N, k])
+                w = w_desc.load([expert, pid_n * BLOCK_N, k])
                 w = tl.trans(w.reshape(BLOCK_N, BLOCK_K))
         else:
             mask_w = mask_k[:, None] & mask_n[None, :]  # (BLOCK_K, BLOCK_N)
             w = tl.load(w_ptrs, mask=mask_w, other=0.0)
             w_ptrs += step_w
-        if x_box is not None:
-            x = x_box.load([first, k])  # (BLOCK_M, BLOCK_K)
+        if x_desc is not None:
+            x = x_desc.load([first, k])  # (BLOCK_M, BLOCK_K)
         elif EVEN_K:
             x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
         else:
@@ -323,18 +323,18 @@ def _rows_tile(
 
 
 # What changes from batch to batch is not specialized on. The rank is: a mask that is known lets loads be wide.
-@triton.jit(do_not_specialize=["tiles_at", "E", "slots", "num_m"])
+@triton.jit(do_not_specialize=["tiles_at", "E", "top_k", "num_m"])
 def _moe_lora_fwd_rows_kernel(
     routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there (num_m, 3) group, first position and rows
-    x_ptr, stride_xm, stride_xk, x_box,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
-    w_ptr, stride_we, stride_wk, stride_wn, w_box,  # (E, K, N); if PACKED words, of (E, N, K) unless W_BY_ROW
+    x_ptr, stride_xm, stride_xk, x_desc,  # (R / top_k, K) rows; in sorted order (R, K) if X_GROUPED
+    w_ptr, stride_we, stride_wk, stride_wn, w_desc,  # (E, K, N); if PACKED words, of (E, N, K) unless W_BY_ROW
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # as in packed/kernels.py, if PACKED
     a_ptr, stride_ae, stride_ar, stride_ak,  # (E, r, K), if LORA is "fused"
     b_ptr, stride_be, stride_bn, stride_br,  # (E, N, r), if LORA
     u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused" (and wanted)
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
-    scaling, E, K, N, slots, num_m,
+    scaling, E, K, N, top_k, num_m,
     PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
@@ -366,30 +366,30 @@ def _moe_lora_fwd_rows_kernel(
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
             _rows_tile(
                 expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
-                w_ptr, stride_we, stride_wk, stride_wn, w_box,
+                w_ptr, stride_we, stride_wk, stride_wn, w_desc,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, slots, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                scaling, K, N, top_k, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
                 SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
         else:
             _rows_tile(
-                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_box,
-                w_ptr, stride_we, stride_wk, stride_wn, w_box,
+                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_desc,
+                w_ptr, stride_we, stride_wk, stride_wn, w_desc,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, slots, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                scaling, K, N, top_k, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
                 BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles_at", "E", "slots"])
-def _moe_lora_fwd_thin_kernel(
+@triton.jit(do_not_specialize=["tiles_at", "E", "top_k"])
+def _moe_lora_fwd_shrink_kernel(
     routing_ptr, tiles_at,  # order (R,); there (num_m, 3) tiles
-    x_ptr, stride_xm, stride_xk,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
+    x_ptr, stride_xm, stride_xk,  # (R / top_k, K) rows; in sorted order (R, K) if X_GROUPED
     a_ptr, stride_ae, stride_ak, stride_ar,  # (E, K, r)
     u_ptr,  # (R, SPLIT, RANK) in sorted order: shares of the sum over K
-    scaling, E, K, slots,
+    scaling, E, K, top_k,
     X_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -406,7 +406,7 @@ def _moe_lora_fwd_thin_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_R), ACC)
         if expert < E:
             positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
-            x_rows = positions if X_GROUPED else pairs // slots
+            x_rows = positions if X_GROUPED else pairs // top_k
             per_share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
             low = share * per_share
             high = tl.minimum(low + per_share, K)
@@ -436,11 +436,11 @@ def _moe_lora_fwd_thin_kernel(
 
 
 @triton.jit
-def _gram_tile(
+def _wgrad_tile(
     expert, pid_p, pid_q,
     order_ptr, offsets_ptr,
-    l_ptr, stride_lm, stride_lp, l_slots,
-    z_ptr, stride_zm, stride_zq, z_slots,
+    l_ptr, stride_lm, stride_lp, l_top_k,
+    z_ptr, stride_zm, stride_zq, z_top_k,
     gates_ptr,
     out_ptr, stride_oe, stride_op, stride_oq,
     Q,
@@ -459,8 +459,8 @@ def _gram_tile(
         positions = start + tl.arange(0, BLOCK_M)
         mask_m = positions < high
         pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
-        l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
-        z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
+        l_rows = (positions if L_GROUPED else pairs // l_top_k).to(tl.int64)
+        z_rows = (positions if Z_GROUPED else pairs // z_top_k).to(tl.int64)
         l_ptrs = l_ptr + l_rows[:, None] * stride_lm
         l_ptrs += offs_p.to(tl.int64)[None, :] * stride_lp
         z_ptrs = z_ptr + z_rows[:, None] * stride_zm
@@ -481,36 +481,36 @@ def _gram_tile(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["offsets_at", "l_slots", "z_slots"])
-def _moe_lora_bwd_gram_kernel(
+@triton.jit(do_not_specialize=["offsets_at", "l_top_k", "z_top_k"])
+def _moe_lora_bwd_wgrad_kernel(
     routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
-    l_ptr, stride_lm, stride_lp,  # (R / l_slots, P) left rows; in sorted order (R, P) if L_GROUPED
-    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right rows; in sorted order (R, Q) if Z_GROUPED
+    l_ptr, stride_lm, stride_lp,  # (R / l_top_k, P) left rows; in sorted order (R, P) if L_GROUPED
+    z_ptr, stride_zm, stride_zq,  # (R / z_top_k, Q) right rows; in sorted order (R, Q) if Z_GROUPED
     gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
     out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
-    Q, l_slots, z_slots,
+    Q, l_top_k, z_top_k,
     L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    _gram_tile(
+    _wgrad_tile(
         tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), routing_ptr, routing_ptr + offsets_at,
-        l_ptr, stride_lm, stride_lp, l_slots, z_ptr, stride_zm, stride_zq, z_slots, gates_ptr,
+        l_ptr, stride_lm, stride_lp, l_top_k, z_ptr, stride_zm, stride_zq, z_top_k, gates_ptr,
         out_ptr, stride_oe, stride_op, stride_oq, Q,
         L_GROUPED, Z_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["offsets_at", "x_slots", "dy_slots"])
+@triton.jit(do_not_specialize=["offsets_at", "x_top_k", "dy_top_k"])
 def _moe_lora_bwd_factors_kernel(
     routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
     d_ptr, u_ptr, stride_um,  # (R, RANK) both, in sorted order
-    x_ptr, stride_xm, stride_xk,  # (R / x_slots, K); in sorted order (R, K) if X_GROUPED
-    dy_ptr, stride_dym, stride_dyn,  # (R / dy_slots, N); in sorted order (R, N) if DY_GROUPED
+    x_ptr, stride_xm, stride_xk,  # (R / x_top_k, K); in sorted order (R, K) if X_GROUPED
+    dy_ptr, stride_dym, stride_dyn,  # (R / dy_top_k, N); in sorted order (R, N) if DY_GROUPED
     gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
     da_ptr,  # (E, r, K)
     db_ptr,  # (E, N, r)
-    K, N, x_slots, dy_slots,
+    K, N, x_top_k, dy_top_k,
     X_GROUPED: tl.constexpr, DY_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -521,29 +521,29 @@ def _moe_lora_bwd_factors_kernel(
     pid_q = tl.program_id(2)
     num_k = tl.cdiv(K, BLOCK_Q)
     if pid_q < num_k:
-        _gram_tile(
+        _wgrad_tile(
             expert, pid_p, pid_q, routing_ptr, routing_ptr + offsets_at,
-            d_ptr, stride_um, 1, 1, x_ptr, stride_xm, stride_xk, x_slots, gates_ptr,
+            d_ptr, stride_um, 1, 1, x_ptr, stride_xm, stride_xk, x_top_k, gates_ptr,
             da_ptr, P * K, K, 1, K,
             True, X_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
         )  # fmt: skip
     else:
-        _gram_tile(
+        _wgrad_tile(
             expert, pid_p, pid_q - num_k, routing_ptr, routing_ptr + offsets_at,
-            u_ptr, stride_um, 1, 1, dy_ptr, stride_dym, stride_dyn, dy_slots, gates_ptr,
+            u_ptr, stride_um, 1, 1, dy_ptr, stride_dym, stride_dyn, dy_top_k, gates_ptr,
             db_ptr, P * N, 1, P, N,
             True, DY_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["offsets_at", "l_slots", "z_slots"])
+@triton.jit(do_not_specialize=["offsets_at", "l_top_k", "z_top_k"])
 def _moe_lora_bwd_recompute_kernel(
     routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
-    l_ptr, stride_lm, stride_lc,  # (R / l_slots, C) left; (R, C) if L_GROUPED
+    l_ptr, stride_lm, stride_lc,  # (R / l_top_k, C) left; (R, C) if L_GROUPED
     f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
-    z_ptr, stride_zm, stride_zq,  # (R / z_slots, Q) right; (R, Q) if Z_GROUPED
+    z_ptr, stride_zm, stride_zq,  # (R / z_top_k, Q) right; (R, Q) if Z_GROUPED
     out_ptr, stride_oe, stride_or, stride_oq,  # (E, r, Q)
-    scaling, C, Q, l_slots, z_slots,
+    scaling, C, Q, l_top_k, z_top_k,
     L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     r: tl.constexpr, RANK: tl.constexpr,
@@ -562,9 +562,9 @@ def _moe_lora_bwd_recompute_kernel(
         positions = start + tl.arange(0, BLOCK_M)
         mask_m = positions < high
         pairs = tl.load(routing_ptr + positions, mask=mask_m, other=0)
-        l_rows = (positions if L_GROUPED else pairs // l_slots).to(tl.int64)
-        z_rows = (positions if Z_GROUPED else pairs // z_slots).to(tl.int64)
-        thin = tl.zeros((BLOCK_M, RANK), ACC)
+        l_rows = (positions if L_GROUPED else pairs // l_top_k).to(tl.int64)
+        z_rows = (positions if Z_GROUPED else pairs // z_top_k).to(tl.int64)
+        shrunk = tl.zeros((BLOCK_M, RANK), ACC)
         for c in range(0, C, BLOCK_C):
             mask_c = c + offs_c < C
             columns = (c + offs_c).to(tl.int64)
@@ -576,13 +576,13 @@ def _moe_lora_bwd_recompute_kernel(
             mask_f = mask_c[:, None] & mask_r[None, :]  # (BLOCK_C, RANK)
             left = tl.load(l_ptrs, mask=mask_l, other=0.0)
             factor = tl.load(f_ptrs, mask=mask_f, other=0.0)
-            thin = _dot(left, factor, thin, ACC, PRECISION)
-        thin = (thin * scaling).to(out_ptr.dtype.element_ty)
+            shrunk = _dot(left, factor, shrunk, ACC, PRECISION)
+        shrunk = (shrunk * scaling).to(out_ptr.dtype.element_ty)
         z_ptrs = z_ptr + z_rows[:, None] * stride_zm
         z_ptrs += offs_q.to(tl.int64)[None, :] * stride_zq
         mask_z = mask_m[:, None] & mask_q[None, :]  # (BLOCK_M, BLOCK_Q)
         right = tl.load(z_ptrs, mask=mask_z, other=0.0)
-        acc = _dot(tl.trans(right), thin, acc, ACC, PRECISION)
+        acc = _dot(tl.trans(right), shrunk, acc, ACC, PRECISION)
     out_ptrs = out_ptr + expert * stride_oe
     out_ptrs += offs_r.to(tl.int64)[None, :] * stride_or
     out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
@@ -760,7 +760,7 @@ def _rows_tiles_of_all(itemsize: int, access: str, properties: runtime.DevicePro
     return tiles(8, 2, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=128)
 
 
-def _thin_allowed(
+def _shrink_allowed(
     plan: Tiles, rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> bool:  # fmt: skip
     height, block_k, block_r, split = plan.kwargs.values()
@@ -778,8 +778,8 @@ def _thin_allowed(
     return known and (split == 1 or k >= 512 * split) and fits(needs, config, properties)
 
 
-@planner("moe_lora.thin", _thin_allowed, buckets=("rows",))
-def thin_tiles(
+@planner("moe_lora.thin", _shrink_allowed, buckets=("rows",))
+def shrink_tiles(
     rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> Tiles:
     """The tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
@@ -801,7 +801,7 @@ def thin_tiles(
     return tiles(4, 3, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
 
 
-def _gram_allowed(
+def _wgrad_allowed(
     plan: Tiles, rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> bool:
     p, q, block_m = plan.kwargs.values()
@@ -817,8 +817,8 @@ def _gram_allowed(
     return known and fits(needs, config, properties)
 
 
-@planner("moe_lora.gram", _gram_allowed, buckets=("rows",))
-def gram_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
+@planner("moe_lora.gram", _wgrad_allowed, buckets=("rows",))
+def wgrad_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
     """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
     if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_P=min(32, padded_rank(columns)), BLOCK_Q=32, BLOCK_M=16)

@@ -351,14 +351,14 @@ def _nf4_matmul_fwd_kernel(
     E, M, N, words,
     HAS_EXPERT: tl.constexpr, NESTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """y = x W^T for the W of one expert: TOKENS * ROWS elements a program, each word read once and never dequantized
+    """y = x W^T for the W of one expert: BLOCK_M * ROWS elements a program, each word read once and never dequantized
     into memory. absmax multiplies the sum over a word, not each of its elements."""
     expert, exists = _load_expert(expert_ptr, expert, tl.full((), 0, tl.int32), E, HAS_EXPERT)
     packed_ptr = packed_ptr.to(tl.pointer_type(tl.int32))
     n0 = tl.program_id(0) * ROWS
-    m0 = tl.program_id(1) * TOKENS
+    m0 = tl.program_id(1) * BLOCK_M
     offs_e = tl.arange(0, 8)
     shift = (4 * offs_e) ^ 4
     code = tl.load(code_ptr + tl.arange(0, 16))
@@ -367,7 +367,7 @@ def _nf4_matmul_fwd_kernel(
     within = (word0 - block0 * (BLOCK_SIZE // 8)).to(tl.int32)
     x_ptr += m0.to(tl.int64) * words * 8
     acc = ()
-    for _ in tl.static_range(TOKENS * ROWS):
+    for _ in tl.static_range(BLOCK_M * ROWS):
         acc += (tl.zeros((BLOCK_W,), tl.float32),)
     for w0 in range(0, words, BLOCK_W * UNROLL):
         packed, absmax = (), ()
@@ -389,7 +389,7 @@ def _nf4_matmul_fwd_kernel(
         for u in tl.static_range(UNROLL):
             offs_w = w0 + u * BLOCK_W + tl.arange(0, BLOCK_W)
             x = ()
-            for t in tl.static_range(TOKENS):
+            for t in tl.static_range(BLOCK_M):
                 x_ptrs = x_ptr + t * words * 8 + (offs_w * 8)[:, None] + offs_e[None, :]
                 mask = (offs_w < words) & (m0 + t < M)
                 part = tl.load(x_ptrs, mask=mask[:, None], other=0.0)
@@ -399,12 +399,12 @@ def _nf4_matmul_fwd_kernel(
                 index = (packed[u * ROWS + r][:, None] >> shift[None, :]) & 15
                 value = tl.gather(code, tl.reshape(index, (BLOCK_W * 8,)), 0)
                 value = tl.reshape(value, (BLOCK_W, 8))
-                for t in tl.static_range(TOKENS):
+                for t in tl.static_range(BLOCK_M):
                     part = tl.sum(value * x[t], axis=1) * absmax[u * ROWS + r]
-                    summed += (acc[r * TOKENS + t] + part,)
+                    summed += (acc[r * BLOCK_M + t] + part,)
             acc = summed
     for r in tl.static_range(ROWS):
-        for t in tl.static_range(TOKENS):
+        for t in tl.static_range(BLOCK_M):
             y_ptrs = y_ptr + (m0 + t).to(tl.int64) * N + n0 + r
-            y = tl.sum(acc[r * TOKENS + t], axis=0).to(y_ptr.dtype.element_ty)
+            y = tl.sum(acc[r * BLOCK_M + t], axis=0).to(y_ptr.dtype.element_ty)
             tl.store(y_ptrs, y, mask=(n0 + r < N) & (m0 + t < M))

@@ -318,7 +318,7 @@ def _matmul_plan(
         launch = launcher(
             kernels._nf4_matmul_fwd_kernel,
             HAS_EXPERT=experts is not None, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK,
-            TOKENS=tokens, **config.kwargs, num_warps=config.num_warps,
+            BLOCK_M=tokens, **config.kwargs, num_warps=config.num_warps,
         )  # fmt: skip
         grid = cdiv(n, config.kwargs["ROWS"]), cdiv(m, tokens)
     plan = _MatmulPlan((*x.shape[:-1], n), m, n, k, num_experts, tensor_cores, launch, grid)

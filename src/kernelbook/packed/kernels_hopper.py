@@ -9,7 +9,7 @@ bit for bit.
     step i:  start the products of tile i  |  copy x and words of later tiles, decode tile i + 1  |  wait for tile i - 1
 
 Three tiles of W lie in shared memory: one is read, one waits to be read, one is written; the same threads that decode
-start the products. Words are on their way for STAGES + AHEAD - 2 steps. The sum is over K, or over N for gradients of x
+start the products. Words are on their way for STAGES + PREFETCH - 2 steps. The sum is over K, or over N for gradients of x
 (BY_ROW): then tensor cores read the tile transposed.
 
 Needs x and W as ``products.plan`` says: 16-bit numbers, aligned rows, K a multiple of 64.
@@ -64,16 +64,16 @@ def _copy_x(smem, x_ptrs, inside, some):
 @gluon.jit
 def _no_tile(
     first, rows, pid_n, order_ptr, y_ptr, width,
-    Y_GROUPED: gl.constexpr, TOKENS: gl.constexpr, OUT: gl.constexpr, WARPS: gl.constexpr,
+    Y_GROUPED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Rows that belong to no expert are zero."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // OUT, OUT // 8], [WARPS, 1], [1, 0])
-    offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BLOCK_N, BLOCK_N // 8], [WARPS, 1], [1, 0])
+    offs_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     positions = first + gl.minimum(offs_t, rows - 1)
     y_rows = positions if Y_GROUPED else gl.load(order_ptr + positions)
-    offs_n = pid_n * OUT + gl.arange(0, OUT, layout=gl.SliceLayout(0, layout))
+    offs_n = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
     y_ptrs = y_ptr + (y_rows.to(gl.int64) * width)[:, None] + offs_n[None, :]
-    zeros = gl.zeros((TOKENS, OUT), y_ptr.dtype.element_ty, layout)
+    zeros = gl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty, layout)
     gl.store(y_ptrs, zeros, mask=(offs_t < rows)[:, None] & (offs_n < width)[None, :])
 
 
@@ -83,17 +83,17 @@ def _tile(
     order_ptr, x_ptr, stride_xm,
     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
     b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn,
-    y_ptr, N, K, slots,
+    y_ptr, N, K, top_k,
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, BY_ROW: gl.constexpr,
     r: gl.constexpr, RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    TOKENS: gl.constexpr, OUT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """y[tokens, OUT] of W (N, K), the stored matrix, over K, or over N if BY_ROW."""
+    """y[tokens, BLOCK_N] of W (N, K), the stored matrix, over K, or over N if BY_ROW."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    ROWS: gl.constexpr = DEPTH if BY_ROW else OUT
-    COLS: gl.constexpr = OUT if BY_ROW else DEPTH
+    ROWS: gl.constexpr = BLOCK_K if BY_ROW else BLOCK_N
+    COLS: gl.constexpr = BLOCK_N if BY_ROW else BLOCK_K
     EACH: gl.constexpr = ROWS * COLS // (32 * WARPS)  # elements of a thread
     RUN: gl.constexpr = min(EACH, 64, BLOCK_SIZE)
     WORDS: gl.constexpr = RUN // 8
@@ -102,24 +102,24 @@ def _tile(
         [1, EACH // RUN, WORDS], [32 // ACROSS, ACROSS, 1], [WARPS, 1, 1], [2, 1, 0]
     )
     runs: gl.constexpr = gl.SliceLayout(2, words_layout)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DEPTH, DEPTH // 8], [WARPS, 1], [1, 0])
-    y_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // OUT, OUT // 8], [WARPS, 1], [1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BLOCK_K, BLOCK_K // 8], [WARPS, 1], [1, 0])
+    y_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BLOCK_N, BLOCK_N // 8], [WARPS, 1], [1, 0])
     w_smem = gl.allocate_shared_memory(dtype, [3, ROWS, COLS], gl.NVMMASharedLayout(128, 16, 2))
-    x_smem = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, DEPTH], gl.NVMMASharedLayout(128, 16, 2))
-    RING: gl.constexpr = STAGES + AHEAD - 2
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2))
+    RING: gl.constexpr = STAGES + PREFETCH - 2
     ring = gl.allocate_shared_memory(
         gl.int32, [RING, ROWS, COLS // RUN, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     )
     length = N if BY_ROW else K
     width = K if BY_ROW else N
-    n0 = pid_n * OUT
+    n0 = pid_n * BLOCK_N
 
     # Where this program's rows of x lie. Tokens that are not there get the last one's, and are not stored.
-    offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, x_layout))
+    offs_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_layout))
     positions = first + gl.minimum(offs_t, rows - 1)
-    x_rows = positions if X_GROUPED else gl.load(order_ptr + positions) // slots
-    offs_k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, x_layout))
+    x_rows = positions if X_GROUPED else gl.load(order_ptr + positions) // top_k
+    offs_k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, x_layout))
     x_ptrs = x_ptr + (x_rows.to(gl.int64) * stride_xm)[:, None] + offs_k[None, :]
 
     # Elements are counted from the matrix' first one, in 32 bits.
@@ -131,31 +131,31 @@ def _tile(
     offs_c = gl.arange(0, COLS // RUN, layout=gl.SliceLayout(0, runs))[None, :] * RUN
     if BY_ROW:
         offs_c += n0
-        row_of_step: gl.constexpr = DEPTH
+        row_of_step: gl.constexpr = BLOCK_K
         col_of_step: gl.constexpr = 0
     else:
         offs_r += n0
         row_of_step: gl.constexpr = 0
-        col_of_step: gl.constexpr = DEPTH
+        col_of_step: gl.constexpr = BLOCK_K
     offs_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, words_layout)))
     word_offs = gl.expand_dims((offs_r * K + offs_c) // 8, 2) + offs_i[None, None, :]
     word_offs = gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, WORDS]), [1, 1, WORDS])
     word_ptrs = packed_ptr + word_offs
     step_words = (row_of_step * K + col_of_step) // 8
-    steps = gl.cdiv(length, DEPTH)
+    steps = gl.cdiv(length, BLOCK_K)
     code = ()
     for i in gl.static_range(16):
         code += (gl.load(code_ptr + i),)
     offset = 0.0
     if SCALE != "float32":
         offset = gl.load(nested_offset_ptr)
-    for s in gl.static_range(AHEAD):
+    for s in gl.static_range(PREFETCH):
         mask = gl.expand_dims((offs_r + s * row_of_step < N) & (offs_c + s * col_of_step < K), 2)
         async_copy.async_copy_global_to_shared(ring.index(s), word_ptrs + s * step_words, mask=mask)
     async_copy.commit_group()
     for s in gl.static_range(STAGES - 2):
-        _copy_x(x_smem.index(s), x_ptrs + s * DEPTH, offs_k + s * DEPTH < length, offs_t < TOKENS)
-        at = s + AHEAD
+        _copy_x(x_smem.index(s), x_ptrs + s * BLOCK_K, offs_k + s * BLOCK_K < length, offs_t < BLOCK_M)
+        at = s + PREFETCH
         mask = gl.expand_dims((offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K), 2)
         async_copy.async_copy_global_to_shared(ring.index(at % RING), word_ptrs + at * step_words, mask=mask)
         async_copy.commit_group()
@@ -170,23 +170,23 @@ def _tile(
     _decode(words, _scale(scales[0], nested_code_ptr, offset, SCALE), code, w_smem.index(0), dtype, ROWS, COLS)
     stored1, nested1 = scales[1]
     stored2, nested2 = scales[2]
-    acc = gl.zeros((OUT, TOKENS), gl.float32, layout=mma)
+    acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=mma)
     if RANK > 0:
         # Before the loop: behind it, ptxas would serialize the tensor cores' instructions.
-        PART: gl.constexpr = max(16, min(RANK, 64, 4096 // TOKENS))  # a row of 128 bytes at most
+        PART: gl.constexpr = max(16, min(RANK, 64, 4096 // BLOCK_M))  # a row of 128 bytes at most
         b_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // PART, PART // 8], [WARPS, 1], [1, 0])
         shared: gl.constexpr = gl.NVMMASharedLayout(PART * 2, 16, 2)
-        b_n = gl.arange(0, OUT, layout=gl.SliceLayout(1, b_layout))
-        b_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, b_layout))
+        b_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, b_layout))
+        b_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, b_layout))
         b_r = gl.arange(0, PART, layout=gl.SliceLayout(0, b_layout))
         u_rows = (first + gl.minimum(b_t, rows - 1)).to(gl.int64) * RANK
         b_rows = expert.to(gl.int64) * stride_be + (n0 + b_n).to(gl.int64) * stride_bn
         for start in gl.static_range(0, RANK, PART):
             b_ptrs = b_ptr + b_rows[:, None] + ((start + b_r) * stride_br)[None, :]
             mask_b = (n0 + b_n < width)[:, None] & (start + b_r < r)[None, :]
-            b_smem = gl.allocate_shared_memory(dtype, [OUT, PART], shared, gl.load(b_ptrs, mask=mask_b, other=0.0))
+            b_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, PART], shared, gl.load(b_ptrs, mask=mask_b, other=0.0))
             u = gl.load(u_ptr + u_rows[:, None] + (start + b_r)[None, :])
-            u_smem = gl.allocate_shared_memory(dtype, [TOKENS, PART], shared, u)
+            u_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, PART], shared, u)
             fence_async_shared()
             tl.debug_barrier()
             acc = warpgroup_mma(b_smem, u_smem.permute((1, 0)), acc)
@@ -201,8 +201,8 @@ def _tile(
         token = warpgroup_mma(w, x_smem.index(i % STAGES).permute((1, 0)), acc, is_async=True)
         # What these copies overwrite, the products of two steps before have read; so has what is decoded.
         at = i + STAGES - 2
-        _copy_x(x_smem.index(at % STAGES), x_ptrs + at * DEPTH, offs_k + at * DEPTH < length, offs_t < TOKENS)
-        at += AHEAD
+        _copy_x(x_smem.index(at % STAGES), x_ptrs + at * BLOCK_K, offs_k + at * BLOCK_K < length, offs_t < BLOCK_M)
+        at += PREFETCH
         mask = gl.expand_dims((offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K), 2)
         async_copy.async_copy_global_to_shared(ring.index(at % RING), word_ptrs + at * step_words, mask=mask)
         async_copy.commit_group()
@@ -218,41 +218,41 @@ def _tile(
     acc = warpgroup_mma_wait(0, deps=[acc])
     async_copy.wait_group(0)
     if HAS_BIAS:
-        c_n = n0 + gl.arange(0, OUT, layout=gl.SliceLayout(1, mma))
+        c_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
         bias_ptrs = bias_ptr + expert.to(gl.int64) * stride_ce + c_n.to(gl.int64) * stride_cn
         acc += gl.load(bias_ptrs, mask=c_n < width, other=0.0).to(gl.float32)[:, None]
     y = gl.convert_layout(gl.permute(acc.to(dtype), (1, 0)), y_layout)
-    out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, y_layout))
+    out_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, y_layout))
     positions = first + gl.minimum(out_t, rows - 1)
     y_rows = positions if Y_GROUPED else gl.load(order_ptr + positions)
-    offs_n = n0 + gl.arange(0, OUT, layout=gl.SliceLayout(0, y_layout))
+    offs_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, y_layout))
     y_ptrs = y_ptr + (y_rows.to(gl.int64) * width)[:, None] + offs_n[None, :]
     gl.store(y_ptrs, y, mask=(out_t < rows)[:, None] & (offs_n < width)[None, :])
 
 
-@gluon.jit(do_not_specialize=["tiles_at", "expert", "E", "M", "slots", "num_m"])
+@gluon.jit(do_not_specialize=["tiles_at", "expert", "E", "M", "top_k", "num_m"])
 def _many_rows_kernel(
     routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there (num_m, 3) group, first position and rows
     expert_ptr, expert,  # (1,) integer or a number: the matrix of all M rows, without a routing
-    x_ptr, stride_xm,  # (R / slots, K) rows, or N wide if BY_ROW; in sorted order, R of them, if X_GROUPED
+    x_ptr, stride_xm,  # (R / top_k, K) rows, or N wide if BY_ROW; in sorted order, R of them, if X_GROUPED
     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # (E, N, K), words
     b_ptr, stride_be, stride_bn, stride_br, u_ptr,  # (E, N, r), or K long if BY_ROW; (R, RANK) in sorted order; if RANK > 0
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N), or K wide if BY_ROW; in sorted order if Y_GROUPED
-    E, M, N, K, slots, num_m,
+    E, M, N, K, top_k, num_m,
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, BY_ROW: gl.constexpr,
     r: gl.constexpr, RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    TOKENS: gl.constexpr, HALVES: gl.constexpr, OUT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A tile has TOKENS rows, or half or a quarter of them (HALVES) where that is enough."""
-    pid_m, pid_n = grouped(gl.program_id(0), num_m, gl.cdiv(K if BY_ROW else N, OUT), GROUP)
+    """A tile has BLOCK_M rows, or half or a quarter of them (HALVES) where that is enough."""
+    pid_m, pid_n = grouped(gl.program_id(0), num_m, gl.cdiv(K if BY_ROW else N, BLOCK_N), GROUP)
     if routing_ptr is None:
         if expert_ptr is not None:
             expert = gl.load(expert_ptr)
         expert = gl.where((expert >= 0) & (expert < E), expert, E).to(gl.int32)
-        first = pid_m * TOKENS
+        first = pid_m * BLOCK_M
         rows = M - first
     else:
         tile_ptr = routing_ptr + tiles_at + pid_m * 3
@@ -260,19 +260,19 @@ def _many_rows_kernel(
         first = gl.load(tile_ptr + 1)
         rows = gl.load(tile_ptr + 2)
     if expert == E:
-        _no_tile(first, rows, pid_n, routing_ptr, y_ptr, K if BY_ROW else N, Y_GROUPED, TOKENS, OUT, WARPS)
+        _no_tile(first, rows, pid_n, routing_ptr, y_ptr, K if BY_ROW else N, Y_GROUPED, BLOCK_M, BLOCK_N, WARPS)
     elif expert >= 0:
-        small = TOKENS
+        small = BLOCK_M
         if HALVES > 0:
-            small = gl.where(rows <= TOKENS // 2, TOKENS // 2, small)
+            small = gl.where(rows <= BLOCK_M // 2, BLOCK_M // 2, small)
         if HALVES > 1:
-            small = gl.where(rows <= TOKENS // 4, TOKENS // 4, small)
+            small = gl.where(rows <= BLOCK_M // 4, BLOCK_M // 4, small)
         for h in gl.static_range(HALVES + 1):
-            if small == TOKENS >> h:
+            if small == BLOCK_M >> h:
                 _tile(
                     expert, first, rows, pid_n, routing_ptr, x_ptr, stride_xm,
                     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
                     b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn,
-                    y_ptr, N, K, slots, X_GROUPED, Y_GROUPED, BY_ROW, r, RANK, HAS_BIAS,
-                    BLOCK_SIZE, SCALE, NESTED_BLOCK, TOKENS >> h, OUT, DEPTH, STAGES, AHEAD, WARPS,
+                    y_ptr, N, K, top_k, X_GROUPED, Y_GROUPED, BY_ROW, r, RANK, HAS_BIAS,
+                    BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCK_M >> h, BLOCK_N, BLOCK_K, STAGES, PREFETCH, WARPS,
                 )  # fmt: skip

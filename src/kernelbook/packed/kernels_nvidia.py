@@ -16,7 +16,7 @@ later), x of 16 bits with aligned rows, K in multiples of 64. No low-rank produc
 looked up by byte permutation. ``_one_matrix_kernel`` is for one matrix. Each of its warps stays with sixteen rows and a part
 of K, and no warp waits for another between filling the table and the end:
 
-    load the words of DEPTH steps, fill the table  |  step i:  look up its words, multiply, load those of step i + DEPTH
+    load the words of PREFETCH steps, fill the table  |  step i:  look up its words, multiply, load those of step i + PREFETCH
 
 Each byte, two elements, is looked up in a table of 256 pairs in shared memory, of which each lane of a warp has a copy: 32
 lanes never ask one bank twice. That costs three instructions for two elements, where byte permutation takes five, and
@@ -103,18 +103,18 @@ def _load(
 #     ...         |                   |                     |                  |
 
 
-@gluon.jit(do_not_specialize=["tiles_at", "expert", "E", "M", "slots"])
+@gluon.jit(do_not_specialize=["tiles_at", "expert", "E", "M", "top_k"])
 def _few_rows_kernel(
     routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there (num_m, 3) group, first position and rows
     expert_ptr, expert,  # (1,) integer or a number: the matrix of all M rows, without a routing
-    x_ptr, stride_xm,  # (R / slots, K) rows; in sorted order (R, K) if X_GROUPED
+    x_ptr, stride_xm,  # (R / top_k, K) rows; in sorted order (R, K) if X_GROUPED
     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # (E, N, K), words
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N)
-    E, M, N, K, slots,
+    E, M, N, K, top_k,
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
     HAS_BIAS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
@@ -131,24 +131,24 @@ def _few_rows_kernel(
     in_rows: gl.constexpr = gl.SliceLayout(2, in_lanes)
 
     n0 = gl.program_id(0) * ROWS
-    offs_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
-    out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, result))
+    offs_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
+    out_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, result))
     if routing_ptr is not None:
         tile_ptr = routing_ptr + tiles_at + gl.program_id(1) // PARTS * 3
-        before = gl.program_id(1) % PARTS * TOKENS
+        before = gl.program_id(1) % PARTS * BLOCK_M
         expert = gl.load(tile_ptr)
         rows = gl.load(tile_ptr + 2) - before
         if (expert < 0) | (rows <= 0):
             return
         first = gl.load(tile_ptr + 1) + before
         positions = (first + gl.minimum(offs_t, rows - 1)).to(gl.int64)
-        x_rows = positions if X_GROUPED else gl.load(routing_ptr + positions).to(gl.int64) // slots
+        x_rows = positions if X_GROUPED else gl.load(routing_ptr + positions).to(gl.int64) // top_k
         out_positions = (first + gl.minimum(out_t, rows - 1)).to(gl.int64)
         y_rows = out_positions if Y_GROUPED else gl.load(routing_ptr + out_positions).to(gl.int64)
     else:
         if expert_ptr is not None:
             expert = gl.load(expert_ptr)
-        first = gl.program_id(1) * TOKENS
+        first = gl.program_id(1) * BLOCK_M
         rows = M - first
         x_rows = (first + gl.minimum(offs_t, rows - 1)).to(gl.int64)
         y_rows = (first + out_t).to(gl.int64)
@@ -193,10 +193,10 @@ def _few_rows_kernel(
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [1, 8]), [1, 8])
     x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (x_rows * stride_xm)[None, None, :]
 
-    acc = gl.zeros((WARPS, ROWS, TOKENS), gl.float32, layout=mma)
-    zeros = gl.zeros((WARPS, ROWS, TOKENS), gl.float32, layout=mma)
+    acc = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
+    zeros = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
     next_words, next_scales, next_xs = _load(
-        word_ptrs, elements, k_w, k_s, 0, mask_w, mask_s, K, x_ptrs, k_x, offs_t < TOKENS,
+        word_ptrs, elements, k_w, k_s, 0, mask_w, mask_s, K, x_ptrs, k_x, offs_t < BLOCK_M,
         absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
         EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, GROUP, GROUPS,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def _few_rows_kernel(
         xs = next_xs
         if step + 1 < steps:
             next_words, next_scales, next_xs = _load(
-                word_ptrs, elements, k_w, k_s, k + STEP, mask_w, mask_s, K, x_ptrs, k_x, offs_t < TOKENS,
+                word_ptrs, elements, k_w, k_s, k + STEP, mask_w, mask_s, K, x_ptrs, k_x, offs_t < BLOCK_M,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
                 EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, GROUP, GROUPS,
             )  # fmt: skip
@@ -221,7 +221,7 @@ def _few_rows_kernel(
                 acc = mma_v2(w, xs[g], acc)
             else:
                 acc += mma_v2(w, xs[g], zeros) * gl.expand_dims(scales[g], 2)
-    y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, TOKENS)
+    y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, BLOCK_M)
     out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert * stride_ce + out_n.to(gl.int64) * stride_cn
@@ -361,17 +361,17 @@ def _one_matrix_kernel(
     E, M, N, K,
     groups,  # of ROWS rows of W, in a program
     EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
-    CHUNKS: gl.constexpr, DEPTH: gl.constexpr,
+    BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, SPLIT_K: gl.constexpr,
+    CHUNKS: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
-    """M <= TOKENS rows: 4, 8 or 16. PARTS warps share a group's rows, each with its part of K.
+    """M <= BLOCK_M rows: 4, 8 or 16. SPLIT_K warps share a group's rows, each with its part of K.
 
     A step is CHUNKS times one or two blocks of 64 of a part. An instruction has eight columns. With four tokens it takes two
     blocks at once, two lanes each: columns 0 to 3 have x of the first block and zeros for the second, columns 4 to 7 the other
     way round, and each half its own scales.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    HALVES: gl.constexpr = 2 if TOKENS == 4 else 1
+    HALVES: gl.constexpr = 2 if BLOCK_M == 4 else 1
     WORDS: gl.constexpr = 2 * HALVES  # of a lane, side by side
     CHUNK: gl.constexpr = 32 * WORDS
     STEP: gl.constexpr = CHUNK * CHUNKS
@@ -381,14 +381,14 @@ def _one_matrix_kernel(
     in_words: gl.constexpr = _words_layout(WARPS, ROWS, WORDS)
     in_lanes: gl.constexpr = gl.SliceLayout(3, in_words)
     in_rows: gl.constexpr = gl.SliceLayout(2, in_lanes)
-    sums: gl.constexpr = _sums_layout(WARPS, ROWS, HALVES, TOKENS)
+    sums: gl.constexpr = _sums_layout(WARPS, ROWS, HALVES, BLOCK_M)
     of_scales: gl.constexpr = gl.SliceLayout(3, sums)  # (WARPS, ROWS, HALVES)
 
     if expert_ptr is not None:
         expert = gl.load(expert_ptr)
     expert = expert.to(gl.int64)
     exists = (expert >= 0) & (expert < E)
-    length = gl.cdiv(K, STEP * PARTS) * STEP  # of a part
+    length = gl.cdiv(K, STEP * SPLIT_K) * STEP  # of a part
 
     # Elements are counted from the matrix' first one, in 32 bits.
     row0 = gl.where(exists, expert, 0) * N
@@ -400,20 +400,20 @@ def _one_matrix_kernel(
     w_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_rows))
     w_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_lanes)))
     w_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
-    row_w = n0 + (w_w // PARTS * ROWS)[:, None] + w_n[None, :]
-    ok_w = (row_w < N) & (w_w // PARTS < groups)[:, None] & exists
+    row_w = n0 + (w_w // SPLIT_K * ROWS)[:, None] + w_n[None, :]
+    ok_w = (row_w < N) & (w_w // SPLIT_K < groups)[:, None] & exists
     ok_w = gl.expand_dims(ok_w, 2) & (w_l >= 0)[None, None, :]
-    k_w = gl.expand_dims((w_w % PARTS * length)[:, None] + 0 * w_n[None, :], 2) + (w_l * (8 * WORDS))[None, None, :]
+    k_w = gl.expand_dims((w_w % SPLIT_K * length)[:, None] + 0 * w_n[None, :], 2) + (w_l * (8 * WORDS))[None, None, :]
     word_offs = gl.expand_dims(gl.expand_dims(row_w, 2) * (K // 8) + k_w // 8, 3) + w_i[None, None, None, :]
     word_offs = gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, 1, WORDS]), [1, 1, 1, WORDS])
     word_ptrs = packed_ptr + word_offs
     s_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, of_scales)))
     s_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_scales)))
     s_h = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(1, of_scales)))
-    row_s = n0 + (s_w // PARTS * ROWS)[:, None] + s_n[None, :]
-    ok_s = (row_s < N) & (s_w // PARTS < groups)[:, None] & exists
+    row_s = n0 + (s_w // SPLIT_K * ROWS)[:, None] + s_n[None, :]
+    ok_s = (row_s < N) & (s_w // SPLIT_K < groups)[:, None] & exists
     ok_s = gl.expand_dims(ok_s, 2) & (s_h >= 0)[None, None, :]
-    k_s = gl.expand_dims((s_w % PARTS * length)[:, None] + 0 * s_n[None, :], 2) + s_h[None, None, :] * 64
+    k_s = gl.expand_dims((s_w % SPLIT_K * length)[:, None] + 0 * s_n[None, :], 2) + s_h[None, None, :] * 64
     first_s = within + gl.expand_dims(row_s, 2) * K + k_s
 
     # The K of x: the instruction's order is (i, lane, 8), that in memory (lane, i, 8).
@@ -422,16 +422,16 @@ def _one_matrix_kernel(
     half_x = gl.max_constancy(k_x // 64, [8])
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [8]), [8])
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
-    columns = gl.arange(0, HALVES * TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
-    mask_x = gl.expand_dims(half_x[None, :] + 0 * x_w[:, None], 2) == (columns // TOKENS)[None, None, :]
-    mask_x = mask_x & (columns % TOKENS < M)[None, None, :]
-    k_x = (x_w % PARTS * length)[:, None] + k_x[None, :]
+    columns = gl.arange(0, HALVES * BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
+    mask_x = gl.expand_dims(half_x[None, :] + 0 * x_w[:, None], 2) == (columns // BLOCK_M)[None, None, :]
+    mask_x = mask_x & (columns % BLOCK_M < M)[None, None, :]
+    k_x = (x_w % SPLIT_K * length)[:, None] + k_x[None, :]
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [1, 8]), [1, 8])
-    x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (columns % TOKENS * stride_xm)[None, None, :]
+    x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (columns % BLOCK_M * stride_xm)[None, None, :]
 
     words = ()
     scales = ()
-    for d in gl.static_range(DEPTH):
+    for d in gl.static_range(PREFETCH):
         first_words, first_scales = _load_step(
             d * STEP, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
             absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
@@ -439,18 +439,18 @@ def _one_matrix_kernel(
         )  # fmt: skip
         words += (first_words,)
         scales += (first_scales,)
-    if DEPTH > 1:
+    if PREFETCH > 1:
         next_x = _load_x(0, length, x_ptrs, k_x, mask_x, K, EVEN, CHUNK, CHUNKS)
     begin = _fill_pairs(code_ptr, dtype, WARPS)
     tl.debug_barrier()
-    zeros = gl.zeros((WARPS, ROWS, HALVES * TOKENS), gl.float32, layout=mma)
-    acc = gl.zeros((WARPS, ROWS, HALVES, TOKENS), gl.float32, layout=sums)
-    for k in range(0, length, STEP * DEPTH):
+    zeros = gl.zeros((WARPS, ROWS, HALVES * BLOCK_M), gl.float32, layout=mma)
+    acc = gl.zeros((WARPS, ROWS, HALVES, BLOCK_M), gl.float32, layout=sums)
+    for k in range(0, length, STEP * PREFETCH):
         next_words = ()
         next_scales = ()
-        for d in gl.static_range(DEPTH):
+        for d in gl.static_range(PREFETCH):
             at = k + d * STEP
-            if DEPTH > 1:
+            if PREFETCH > 1:
                 x = next_x
                 next_x = _load_x(at + STEP, length, x_ptrs, k_x, mask_x, K, EVEN, CHUNK, CHUNKS)
             else:
@@ -460,10 +460,10 @@ def _one_matrix_kernel(
                 # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
                 w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, CHUNK))
                 w = gl.convert_layout(w, left, assert_trivial=True)
-                part = gl.reshape(mma_v2(w, x[c], zeros), (WARPS, ROWS, HALVES, TOKENS))
+                part = gl.reshape(mma_v2(w, x[c], zeros), (WARPS, ROWS, HALVES, BLOCK_M))
                 acc += gl.convert_layout(part, sums, assert_trivial=True) * gl.expand_dims(scales[d][c], 3)
             new_words, new_scales = _load_step(
-                at + DEPTH * STEP, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
+                at + PREFETCH * STEP, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
                 EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, CHUNK, CHUNKS,
             )  # fmt: skip
@@ -472,14 +472,14 @@ def _one_matrix_kernel(
             _issue()
         words = next_words
         scales = next_scales
-    y = gl.sum(acc, axis=2)  # (WARPS, ROWS, TOKENS)
-    if PARTS > 1:
-        y = gl.sum(gl.reshape(y, (WARPS // PARTS, PARTS, ROWS, TOKENS)), axis=1)
+    y = gl.sum(acc, axis=2)  # (WARPS, ROWS, BLOCK_M)
+    if SPLIT_K > 1:
+        y = gl.sum(gl.reshape(y, (WARPS // SPLIT_K, SPLIT_K, ROWS, BLOCK_M)), axis=1)
     by_rows: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [WARPS, 1, 1], [1, 2, 0])
     y = gl.convert_layout(gl.where(exists, y, 0.0).to(dtype), by_rows)
-    out_g = gl.arange(0, WARPS // PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, by_rows)))
+    out_g = gl.arange(0, WARPS // SPLIT_K, layout=gl.SliceLayout(1, gl.SliceLayout(2, by_rows)))
     out_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_rows)))
-    out_t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, by_rows)))
+    out_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, by_rows)))
     rows = n0 + (out_g * ROWS)[:, None] + out_n[None, :]
     mask_y = gl.expand_dims((rows < N) & (out_g < groups)[:, None], 2) & (out_t < M)[None, None, :]
     # y has fewer than 2**31 elements, as W.

@@ -49,27 +49,34 @@ class Plan:
 HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 
 # The rule, measured on an H200 (Qwen3-30B's two products at 1 to 2,048 tokens; 8 experts of 28672 x 4096; one matrix of
-# 14336 x 4096). TOKENS, OUT and DEPTH are a GEMM's BLOCK_M, BLOCK_N and BLOCK_K. AHEAD is by how many steps words are
-# prefetched before x is, and a gemv's DEPTH by how many they are.
+# 14336 x 4096). PREFETCH is the prefetch distance: by how many steps words come before x does,
+# and in a gemv before they are used.
 #
 # With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
 SMALL_M_ROWS = 6.0
-SMALL_M = {"TOKENS": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
+SMALL_M = {"BLOCK_M": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
 # A single matrix and up to so many rows: one program of sixteen warps a multiprocessor, each warp with 16 rows of W.
 GEMV_ROWS = 16
 GEMV = {"ROWS": 16, "WARPS": 16}
-GEMV_STEPS = {4: {"CHUNKS": 2, "DEPTH": 1}, 8: {"CHUNKS": 2, "DEPTH": 2}, 16: {"CHUNKS": 1, "DEPTH": 3}}  # by rows of x
+GEMV_STEPS = {
+    4: {"CHUNKS": 2, "PREFETCH": 1},
+    8: {"CHUNKS": 2, "PREFETCH": 2},
+    16: {"CHUNKS": 1, "PREFETCH": 3},
+}  # by rows of x
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles. HALVES is how many times a
 # tile may be halved where that is enough.
 GEMM = (
-    (24.0, {"TOKENS": 32, "HALVES": 1, "OUT": 64, "DEPTH": 128, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
-    (64.0, {"TOKENS": 128, "HALVES": 2, "OUT": 64, "DEPTH": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}),
-    (float("inf"), {"TOKENS": 256, "HALVES": 2, "OUT": 128, "DEPTH": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 8}),
+    (24.0, {"BLOCK_M": 32, "HALVES": 1, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4, "PREFETCH": 4, "WARPS": 4}),
+    (64.0, {"BLOCK_M": 128, "HALVES": 2, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 4, "PREFETCH": 4, "WARPS": 4}),
+    (
+        float("inf"),
+        {"BLOCK_M": 256, "HALVES": 2, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 4, "PREFETCH": 4, "WARPS": 8},
+    ),
 )
 # A single matrix has few tiles: they are low, and narrow.
-GEMM_OF_ONE = {"HALVES": 0, "OUT": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}
+GEMM_OF_ONE = {"HALVES": 0, "BLOCK_N": 64, "STAGES": 4, "PREFETCH": 4, "WARPS": 4}
 # Within ``same_bits`` one tile for any number of rows, which is not halved.
-GEMM_OF_ALL = {"TOKENS": 128, "HALVES": 0, "OUT": 64, "DEPTH": 64, "STAGES": 4, "AHEAD": 4, "WARPS": 4}
+GEMM_OF_ALL = {"BLOCK_M": 128, "HALVES": 0, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 4, "PREFETCH": 4, "WARPS": 4}
 # From so many rows a matrix on it is as fast to make W dense first, which costs its memory: the cores wait for decoding.
 DENSE_ROWS = {True: 512, False: 128}  # on Hopper, and by the plain kernels elsewhere
 
@@ -139,37 +146,37 @@ def plan(
         gemv = launcher(
             kernels_nvidia._one_matrix_kernel,
             EVEN=k % (step * parts) == 0, BLOCK_SIZE=block_size, SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK,
-            TOKENS=tokens, PARTS=parts, **GEMV, **GEMV_STEPS[tokens],
+            BLOCK_M=tokens, SPLIT_K=parts, **GEMV, **GEMV_STEPS[tokens],
             num_warps=GEMV["WARPS"], maxnreg=properties.registers_per_sm // (32 * GEMV["WARPS"]),
         )  # fmt: skip
         return Plan(gemv, "gemv", tokens, cdiv(n, groups * GEMV["ROWS"]), groups)
-    if some_rows and mean <= (SMALL_M_ROWS if routed else SMALL_M["TOKENS"]) and not by_row and not rank:
+    if some_rows and mean <= (SMALL_M_ROWS if routed else SMALL_M["BLOCK_M"]) and not by_row and not rank:
         from kernelbook.packed import kernels_nvidia
 
         step = (64 if block_size != 32 else 32) * SMALL_M["GROUPS"] * SMALL_M["WARPS"]
         even = k % step == 0 and n % SMALL_M["ROWS"] == 0
-        parts = HEIGHTS[0] // SMALL_M["TOKENS"] if routed else 1
+        parts = HEIGHTS[0] // SMALL_M["BLOCK_M"] if routed else 1
         small_m = launcher(
             kernels_nvidia._few_rows_kernel, **common, **SMALL_M, EVEN=even, PARTS=parts, num_warps=SMALL_M["WARPS"]
         )
-        return Plan(small_m, "small_m", parts * SMALL_M["TOKENS"], cdiv(n, SMALL_M["ROWS"]), parts)
+        return Plan(small_m, "small_m", parts * SMALL_M["BLOCK_M"], cdiv(n, SMALL_M["ROWS"]), parts)
     from kernelbook.packed import kernels_hopper
 
     if properties.same_bits:
         tiles: dict[str, int] = GEMM_OF_ALL
     elif routed:
         tiles = next(found for limit, found in GEMM if mean <= limit)
-        if by_row and tiles["TOKENS"] == 256:
-            tiles = tiles | {"AHEAD": 6}  # here a step has other rows, each half a line of the cache
+        if by_row and tiles["BLOCK_M"] == 256:
+            tiles = tiles | {"PREFETCH": 6}  # here a step has other rows, each half a line of the cache
     else:
         height = max(16, 1 << (min(rows, 64) - 1).bit_length())
-        tiles = GEMM_OF_ONE | {"TOKENS": height, "DEPTH": 128 if height < 64 else 64}
+        tiles = GEMM_OF_ONE | {"BLOCK_M": height, "BLOCK_K": 128 if height < 64 else 64}
     padded = max(16, 1 << (rank - 1).bit_length()) if rank else 0
     gemm = launcher(
         kernels_hopper._many_rows_kernel, **common, **tiles, BY_ROW=by_row, r=rank, RANK=padded, GROUP=8,
         num_warps=tiles["WARPS"],
     )  # fmt: skip
-    return Plan(gemm, "gemm", tiles["TOKENS"], cdiv(width, tiles["OUT"]))
+    return Plan(gemm, "gemm", tiles["BLOCK_M"], cdiv(width, tiles["BLOCK_N"]))
 
 
 def launch(

@@ -4,7 +4,7 @@ Up, ``gather_matmul``: h = act(x W[rows]^T). A program owns some of the listed r
 whole stretches of rows, wherever they lie. With a gate it owns the same rows of two matrices, and h is act(gate) * up.
 
 Down: y = h W[rows], summed over the listed rows. A program owns some columns of y and all listed rows, or (SPLIT > 1) one
-share of them. Shares write partial sums; the program that takes the last ticket adds them up in their order. So nothing is
+share of them. Shares write partial sums; the program that raises a tile's semaphore last adds them up in their order. So nothing is
 added atomically, every sum has one order, and results are the same bits in every run.
 
 There are two of each: "vector" kernels multiply and add in registers, for very few tokens and exactly in float32; "tiles"
@@ -81,7 +81,7 @@ def _slope(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _total(
-    sums, share, tile, partial_ptrs, stride_ps, tickets_ptr, mask, split
+    sums, share, tile, partial_ptrs, stride_ps, semaphores_ptr, mask, split
 ):  # fmt: skip
     """Keeps a share's partial sum.
 
@@ -89,10 +89,10 @@ def _total(
     comes last.
     """
     tl.store(partial_ptrs + share.to(tl.int64) * stride_ps, sums, mask=mask)
-    # All threads' stores come before the ticket, and the last ticket comes
-    # after the stores of all other programs.
+    # All threads' stores come before the semaphore is raised, and it is raised
+    # last after the stores of all other programs.
     tl.debug_barrier()
-    is_last = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == split - 1
+    is_last = tl.atomic_add(semaphores_ptr + tile, 1, sem="acq_rel") == split - 1
     total = tl.zeros(sums.shape, sums.dtype)
     if is_last:
         for s in range(split):
@@ -119,11 +119,11 @@ def _prefetch(ptrs, size, wanted):
 
 
 @triton.jit
-def _zero_tickets(tickets_ptr, TICKETS: tl.constexpr):
+def _zero_semaphores(semaphores_ptr, SEMAPHORES: tl.constexpr):
     """The counters of the kernel that comes next, by the first program of this one: saves a launch."""
-    if TICKETS > 0 and tl.program_id(0) == 0:
-        offs = tl.arange(0, triton.next_power_of_2(TICKETS))
-        tl.store(tickets_ptr + offs, tl.zeros(offs.shape, tl.int32), mask=offs < TICKETS)
+    if SEMAPHORES > 0 and tl.program_id(0) == 0:
+        offs = tl.arange(0, triton.next_power_of_2(SEMAPHORES))
+        tl.store(semaphores_ptr + offs, tl.zeros(offs.shape, tl.int32), mask=offs < SEMAPHORES)
 
 
 @triton.jit
@@ -149,15 +149,15 @@ def _gather_matmul_fwd_vector_kernel(
     gate_ptr, stride_gn, stride_gk,  # (N, K), if GATED
     bg_ptr, stride_bg,  # (N,), if HAS_GATE_BIAS
     out_ptr, stride_om,  # (M, L_out), columns contiguous; those from L on become zero
-    tickets_ptr,  # (TICKETS,) int32
+    semaphores_ptr,  # (SEMAPHORES,) int32
     M, N, K, L, L_out,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
-    ACC: tl.constexpr, TICKETS: tl.constexpr, PDL: tl.constexpr,
+    ACC: tl.constexpr, SEMAPHORES: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()  # the next kernel may begin to load its weights; it waits for this one where it has to
-    _zero_tickets(tickets_ptr, TICKETS)
+    _zero_semaphores(semaphores_ptr, SEMAPHORES)
     pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     rows, exists = _rows_at(rows_ptr, pos, L, N)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -209,13 +209,13 @@ def _gather_matmul_fwd_tiles_kernel(
     bg_ptr, stride_bg,  # (N,), if HAS_GATE_BIAS
     out_ptr, stride_om,  # (M, L_out), columns contiguous; zero from L on
     partial_ptr, stride_ps,  # (split, M, L_out), twice if GATED, if SPLIT
-    own_tickets_ptr,  # (tiles of out,) int32, zero, if SPLIT
-    tickets_ptr,  # (TICKETS,) int32
+    own_semaphores_ptr,  # (tiles of out,) int32, zero, if SPLIT
+    semaphores_ptr,  # (SEMAPHORES,) int32
     M, N, K, L, L_out, split,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, TICKETS: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, SEMAPHORES: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
     SHARES: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +223,7 @@ def _gather_matmul_fwd_tiles_kernel(
     their products added at the end."""
     if PDL:
         gdc_launch_dependents()
-    _zero_tickets(tickets_ptr, TICKETS)
+    _zero_semaphores(semaphores_ptr, SEMAPHORES)
     tile, share = tl.program_id(0), tl.program_id(1)
     num_m, num_l = tl.cdiv(M, BLOCK_M), tl.cdiv(L_out, BLOCK_L)
     pid_m, pid_l = grouped(tile, num_m, num_l, GROUP)
@@ -305,7 +305,7 @@ def _gather_matmul_fwd_tiles_kernel(
             place = (split + share).to(tl.int64) * stride_ps
             tl.store(partial_ptrs + place, gate, mask=mask_out)
         up, is_last = _total(
-            up, share, tile, partial_ptrs, stride_ps, own_tickets_ptr,
+            up, share, tile, partial_ptrs, stride_ps, own_semaphores_ptr,
             mask_out, split,
         )  # fmt: skip
         if GATED:
@@ -336,12 +336,12 @@ def _gather_matmul_fwd_tiles_kernel(
 
 @triton.jit
 def _store_share(
-    sums, share, tile, y_ptrs, bias, mask, partial_ptrs, stride_ps, tickets_ptr, split,
+    sums, share, tile, y_ptrs, bias, mask, partial_ptrs, stride_ps, semaphores_ptr, split,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Stores the sums plus bias; of several shares, the program that comes last stores their total."""
     if SPLIT:
-        sums, is_last = _total(sums, share, tile, partial_ptrs, stride_ps, tickets_ptr, mask, split)
+        sums, is_last = _total(sums, share, tile, partial_ptrs, stride_ps, semaphores_ptr, mask, split)
         if is_last:
             tl.store(y_ptrs, (sums + bias).to(y_ptrs.dtype.element_ty), mask=mask)
     else:
@@ -377,7 +377,7 @@ def _scatter_ffn_fwd_down_vector_kernel(
     b_ptr, stride_b,  # (K_out,), if HAS_BIAS
     y_ptr, stride_ym,  # (M, K_out), columns contiguous
     partial_ptr, stride_ps,  # (split, M, K_out), if SPLIT
-    tickets_ptr,  # (columns of programs,) int32, zero, if SPLIT
+    semaphores_ptr,  # (columns of programs,) int32, zero, if SPLIT
     M, N, K_out, L, split,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, UNROLL: tl.constexpr,
@@ -431,7 +431,7 @@ def _scatter_ffn_fwd_down_vector_kernel(
     mask = (tokens < M)[:, None] & mask_c[None, :]
     _store_share(
         sums, share, pid_c, y_ptr + tokens[:, None] * stride_ym + offs_c[None, :], bias[None, :], mask,
-        partial_ptr + tokens[:, None] * K_out + offs_c[None, :], stride_ps, tickets_ptr, split, SPLIT,
+        partial_ptr + tokens[:, None] * K_out + offs_c[None, :], stride_ps, semaphores_ptr, split, SPLIT,
     )  # fmt: skip
 
 
@@ -443,7 +443,7 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     b_ptr, stride_b,  # (K_out,), if HAS_BIAS
     y_ptr, stride_ym,  # (M, K_out), columns contiguous
     partial_ptr, stride_ps,  # (split, M, K_out), if SPLIT
-    tickets_ptr,  # (tiles of y,) int32, zero, if SPLIT
+    semaphores_ptr,  # (tiles of y,) int32, zero, if SPLIT
     M, N, K_out, L, L_pad, split,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
@@ -509,7 +509,7 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     _store_share(
         sums, share, tile, y_ptrs, bias[None, :],
         mask_m[:, None] & mask_c[None, :],
-        partial_ptrs, stride_ps, tickets_ptr, split, SPLIT,
+        partial_ptrs, stride_ps, semaphores_ptr, split, SPLIT,
     )  # fmt: skip
 
 

@@ -292,7 +292,7 @@ def _up(
     blocks, is_vector = cut.up.kwargs, cut.strategy == "vector"
     constants = {
         "ACTIVATION": activation or "none", "HAS_BIAS": has_bias, "GATED": gated, "HAS_GATE_BIAS": has_gate_bias,
-        "ACC": tl_accumulator(weight.dtype), "TICKETS": counters, "PDL": pdl, "num_warps": cut.up.num_warps,
+        "ACC": tl_accumulator(weight.dtype), "SEMAPHORES": counters, "PDL": pdl, "num_warps": cut.up.num_warps,
     }  # fmt: skip
     if is_vector:
         if not _wide(weight):

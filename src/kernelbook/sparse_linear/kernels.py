@@ -163,8 +163,8 @@ def _dw_tile(
 
 
 @triton.jit
-def _dw_boxes(
-    dy_box, x_box, columns, offset_d, low, high,
+def _dw_by_descriptor(
+    dy_desc, x_desc, columns, offset_d, low, high,
     WITH_DB: tl.constexpr, ACC: tl.constexpr,
     BOX: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -176,11 +176,11 @@ def _dw_boxes(
         accs = accs + (tl.zeros((BOX, BLOCK_D), ACC),)
         sums = sums + (tl.zeros((BLOCK_K, BOX), ACC),)
     for k in range(low, high, BLOCK_K):
-        x = x_box.load([k, offset_d])  # (BLOCK_K, BLOCK_D)
+        x = x_desc.load([k, offset_d])  # (BLOCK_K, BLOCK_D)
         new_accs = ()
         new_sums = ()
         for j in tl.static_range(len(columns)):
-            dy = dy_box.load([k, columns[j]])  # (BLOCK_K, BOX)
+            dy = dy_desc.load([k, columns[j]])  # (BLOCK_K, BOX)
             acc = tl.dot(tl.trans(dy), x, accs[j], out_dtype=ACC)
             new_accs = new_accs + (acc,)
             if WITH_DB:
@@ -196,8 +196,8 @@ def _dw_boxes(
 
 
 @triton.jit
-def _dw_tile_boxes(
-    tile, ids_ptr, x_box, dy_box, dw_ptr, db_ptr,
+def _dw_tile_by_descriptor(
+    tile, ids_ptr, x_desc, dy_desc, dw_ptr, db_ptr,
     M, d_in, d_out, A,
     CHUNK: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BOX: tl.constexpr, GROUP: tl.constexpr,
@@ -218,9 +218,13 @@ def _dw_tile_boxes(
     low = share * per_share
     high = tl.minimum(low + per_share, M)
     if WITH_DB and pid_d == 0:
-        accs, sums = _dw_boxes(dy_box, x_box, columns, pid_d * BLOCK_D, low, high, True, ACC, BOX, BLOCK_D, BLOCK_K)
+        accs, sums = _dw_by_descriptor(
+            dy_desc, x_desc, columns, pid_d * BLOCK_D, low, high, True, ACC, BOX, BLOCK_D, BLOCK_K
+        )
     else:
-        accs, sums = _dw_boxes(dy_box, x_box, columns, pid_d * BLOCK_D, low, high, False, ACC, BOX, BLOCK_D, BLOCK_K)
+        accs, sums = _dw_by_descriptor(
+            dy_desc, x_desc, columns, pid_d * BLOCK_D, low, high, False, ACC, BOX, BLOCK_D, BLOCK_K
+        )
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
     BY_POSITION: tl.constexpr = DW_COMPACT or SPLIT > 1
     base = share.to(tl.int64) * A * CHUNK
@@ -236,8 +240,8 @@ def _dw_tile_boxes(
 
 
 @triton.jit
-def _dx_tile_boxes(
-    tile, ids_ptr, dy_box, w_box, dx_ptr,
+def _dx_tile_by_descriptor(
+    tile, ids_ptr, dy_desc, w_desc, dx_ptr,
     M, d_in, d_out, A,
     CHUNK: tl.constexpr, ACC: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -251,8 +255,8 @@ def _dx_tile_boxes(
         chunk = tl.where((loaded >= 0) & (loaded < num_chunks), loaded, num_chunks).to(tl.int32)
         column = chunk * CHUNK + k % CHUNK
         loaded = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1))
-        dy = dy_box.load([pid_r * BLOCK_R, column])  # (BLOCK_R, BLOCK_K)
-        w = w_box.load([column, pid_d * BLOCK_D])  # (BLOCK_K, BLOCK_D)
+        dy = dy_desc.load([pid_r * BLOCK_R, column])  # (BLOCK_R, BLOCK_K)
+        w = w_desc.load([column, pid_d * BLOCK_D])  # (BLOCK_K, BLOCK_D)
         acc = tl.dot(dy, w, acc, out_dtype=ACC)
     offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -346,14 +350,14 @@ def _sparse_linear_bwd_tiles_kernel(
     w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight, if WITH_DX; (A * CHUNK, d_in) if W_COMPACT
     dx_ptr,  # (M, d_in)
     dw_ptr, db_ptr,  # (d_out, d_in) and (d_out,); A * CHUNK rows if DW_COMPACT, SPLIT times those if SPLIT > 1
-    x_box, dy_dw_box, dy_dx_box, w_box,  # tensor descriptors of x, dy (for dW and for dX) and W, if DW_BOXES, DX_BOXES
+    x_desc, dy_dw_desc, dy_dx_desc, w_desc,  # descriptors of x, dy (for dW, for dX) and W, where they are read by them
     M, d_in, d_out, A,
     num_dw, num_dx, num_zero,  # tiles of dW and of dX, pieces of chunks to look at for zeros
     zero_every,  # one program in so many of the later ones writes zeros
     CHUNK: tl.constexpr, ALIGN: tl.constexpr,
     DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr,
     WITH_DW: tl.constexpr, WITH_DB: tl.constexpr, WITH_DX: tl.constexpr, WITH_ZERO: tl.constexpr,
-    DX_FIRST: tl.constexpr, SPLIT: tl.constexpr, DW_BOXES: tl.constexpr, DX_BOXES: tl.constexpr, BOX: tl.constexpr,
+    DX_FIRST: tl.constexpr, SPLIT: tl.constexpr, DW_BY_DESCRIPTOR: tl.constexpr, DX_BY_DESCRIPTOR: tl.constexpr, BOX: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr, ZERO_PIECE: tl.constexpr,
@@ -377,9 +381,9 @@ def _sparse_linear_bwd_tiles_kernel(
         dw_tile = tile - (num_dx if DX_FIRST else 0)
         dx_tile = tile - (0 if DX_FIRST else num_dw)
         if WITH_DW and (not WITH_DX or (dw_tile >= 0 and dw_tile < num_dw)):
-            if DW_BOXES:
-                _dw_tile_boxes(
-                    dw_tile, ids_ptr, x_box, dy_dw_box, dw_ptr, db_ptr,
+            if DW_BY_DESCRIPTOR:
+                _dw_tile_by_descriptor(
+                    dw_tile, ids_ptr, x_desc, dy_dw_desc, dw_ptr, db_ptr,
                     M, d_in, d_out, A,
                     CHUNK, DW_COMPACT, WITH_DB, SPLIT, ACC,
                     BLOCK_R, BLOCK_D, BLOCK_K, BOX, GROUP,
@@ -393,9 +397,9 @@ def _sparse_linear_bwd_tiles_kernel(
                     ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
                 )  # fmt: skip
         elif WITH_DX:
-            if DX_BOXES:
-                _dx_tile_boxes(
-                    dx_tile, ids_ptr, dy_dx_box, w_box, dx_ptr,
+            if DX_BY_DESCRIPTOR:
+                _dx_tile_by_descriptor(
+                    dx_tile, ids_ptr, dy_dx_desc, w_desc, dx_ptr,
                     M, d_in, d_out, A,
                     CHUNK, ACC, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
                 )  # fmt: skip

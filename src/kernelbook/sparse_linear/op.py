@@ -400,7 +400,7 @@ def _backward_tiles(
         CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
         DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=chunks.dw_compact,
         WITH_DW=with_dw, WITH_DB=with_db, WITH_DX=with_dx, WITH_ZERO=with_zero,
-        DX_FIRST=dx_first, SPLIT=split, DW_BOXES=dw_by_descriptor, DX_BOXES=dx_by_descriptor, BOX=kernels.BOX,
+        DX_FIRST=dx_first, SPLIT=split, DW_BY_DESCRIPTOR=dw_by_descriptor, DX_BY_DESCRIPTOR=dx_by_descriptor, BOX=kernels.BOX,
         ACC=tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO, ZERO_PIECE=kernels.ZERO_PIECE,
         num_warps=cut.config.num_warps, num_stages=cut.config.num_stages,

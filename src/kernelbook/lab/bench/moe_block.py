@@ -405,7 +405,7 @@ PARTS_KEY = ("gpu", "provider", "tokens", "part")
 # What a kernel belongs to, by what its name contains; the first that fits.
 PARTS = {
     "dequantize": ("nf4_dequantize",),
-    "gradients of A and B": ("moe_lora_bwd", "gram", "recompute"),
+    "gradients of A and B": ("moe_lora_bwd", "wgrad", "recompute"),
     "routing": ("_route_", "sort", "Sort", "histc", "Histogram", "kernelHistogram", "scan", "Scan"),
     "products": ("moe_lora", "_rows_kernel", "gemm", "Gemm", "cutlass", "nvjet", "grouped", "gemv"),
 }
