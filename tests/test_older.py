@@ -236,6 +236,7 @@ def test_every_recorded_file_has_a_rule_or_is_known_to_have_none():
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 @pytest.mark.parametrize("name", bench.ROOMS)
 def test_a_gpu_launches_what_was_found_without_one(name):
     digests = older.launch_digests(runtime.properties())[name]
