@@ -46,21 +46,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` are skipped, with the reason, where kernels are not compiled and launched.
 
-    Those marked ``slow`` begin first: at the end every worker has short ones, and none waits for another. A part of the tests
-    has whole functions, whose cases share what is compiled.
+    Those marked ``slow`` begin first, and on a GPU those that wait for one another: at the end every worker has short ones, and
+    none waits. A part of the tests has whole functions, whose cases share what is compiled, and a share of those that wait.
     """
+    gpu = runtime.DEVICE.type == "cuda"
     if part := config.getoption("--part"):
         own, of = map(int, part.split("/"))
         if not 1 <= own <= of:
             raise pytest.UsageError(f"--part must be I/N with I from 1 to N, got {part}")
-        cases = Counter(item.nodeid.split("[")[0] for item in items)
+
+        def dealt(item: pytest.Item) -> str:
+            return item.nodeid if "memory" in item.keywords else item.nodeid.split("[")[0]
+
+        cases = Counter(map(dealt, sorted(items, key=lambda item: "memory" in item.keywords)))
         parts: list[dict[str, int]] = [{} for _ in range(of)]
-        for function, count in cases.most_common():
-            min(parts, key=lambda those: sum(those.values()))[function] = count
-        config.hook.pytest_deselected(items=[i for i in items if i.nodeid.split("[")[0] not in parts[own - 1]])
-        items[:] = [item for item in items if item.nodeid.split("[")[0] in parts[own - 1]]
-    items.sort(key=lambda item: "slow" not in item.keywords)
-    if runtime.DEVICE.type != "cuda":
+        for one, count in cases.most_common():
+            min(parts, key=lambda those: sum(those.values()))[one] = count
+        config.hook.pytest_deselected(items=[item for item in items if dealt(item) not in parts[own - 1]])
+        items[:] = [item for item in items if dealt(item) in parts[own - 1]]
+    items.sort(key=lambda item: (not gpu or "memory" not in item.keywords, "slow" not in item.keywords))
+    if not gpu:
         skip = pytest.mark.skip(reason="needs a GPU")
         for item in items:
             if "gpu" in item.keywords:
