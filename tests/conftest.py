@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import itertools
 import os
 import tempfile
 
@@ -46,8 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` are skipped, with the reason, where kernels are not compiled and launched.
 
-    Those marked ``slow`` begin first, and on a GPU those that wait for one another: at the end every worker has short ones, and
-    none waits. A part of the tests has whole functions, whose cases share what is compiled, and a share of those that wait.
+    Those marked ``slow`` begin first: at the end every worker has short ones. On a GPU some workers begin with a queue each of those
+    that wait for one another. A part of the tests has whole functions, whose cases share what is compiled, and a share of the queues.
     """
     gpu = runtime.DEVICE.type == "cuda"
     if part := config.getoption("--part"):
@@ -64,12 +65,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             min(parts, key=lambda those: sum(those.values()))[one] = count
         config.hook.pytest_deselected(items=[item for item in items if dealt(item) not in parts[own - 1]])
         items[:] = [item for item in items if dealt(item) in parts[own - 1]]
-    items.sort(key=lambda item: (not gpu or "memory" not in item.keywords, "slow" not in item.keywords))
-    if not gpu:
+    items.sort(key=lambda item: "slow" not in item.keywords)
+    if gpu:
+        queues: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if "memory" in item.keywords:
+                queues.setdefault(_queue(item), []).append(item)
+        share = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # which a worker is given at first
+        others = iter([item for item in items if "memory" not in item.keywords])
+        begun = [
+            each
+            for queue in queues.values()
+            for each in (*queue, *itertools.islice(others, max(0, share - len(queue))))
+        ]
+        items[:] = [*begun, *others]
+    else:
         skip = pytest.mark.skip(reason="needs a GPU")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def _queue(item: pytest.Item) -> str:
+    """Tests marked ``memory`` that have the same wait for one another."""
+    marker = item.get_closest_marker("memory")
+    return marker.kwargs.get("queue", "large") if marker else ""
 
 
 def pytest_collection_finish() -> None:
@@ -109,14 +129,15 @@ LARGE = 4 * 2**30  # bytes of a GPU's memory that a test may take beside others
 
 @pytest.fixture(autouse=True)
 def _memory_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that is marked ``memory`` has it while no other such test does, in whatever process; what is free is given back."""
+    """A test that is marked ``memory`` waits until no other of its queue runs, in whatever process; what is free is given back."""
     if runtime.DEVICE.type != "cuda":
         yield
         return
     with contextlib.ExitStack() as stack:
         large = "memory" in request.keywords
         if large:
-            lock = stack.enter_context(open(f"{tempfile.gettempdir()}/kernelbook-{os.getuid()}.lock", "w"))
+            name = f"kernelbook-{os.getuid()}-{_queue(request.node)}.lock"
+            lock = stack.enter_context(open(f"{tempfile.gettempdir()}/{name}", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         torch.cuda.reset_peak_memory_stats()
         yield

@@ -1,6 +1,7 @@
 """The judge: right solutions pass, wrong ones fail with a sentence, and cheats are refused (a file each in ``cheats``)."""
 
 import ast
+import contextlib
 import csv
 import dataclasses
 import itertools
@@ -123,6 +124,18 @@ def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
     assert found.sentence.startswith("For ") and "the result" in found.sentence
 
 
+@pytest.mark.parametrize("wrong", (False, True))
+def test_rows_far_apart_are_read_where_they_are(wrong: bool, tmp_path: Path) -> None:
+    """On a GPU 2**31 elements apart, here 2**16, with a kernel whose offsets have 16 bits for 32."""
+    text, plain = SOLUTIONS["rms_norm"].read_text(), "row * stride_m"
+    assert plain in text
+    (tmp_path / "far.py").write_text(text.replace(plain, "row * stride_m % 65536") if wrong else text)
+    with judging._solution((tmp_path / "far.py").read_text(), "rms_norm", TASKS["rms_norm"], on_gpu=False) as running:
+        told = pytest.raises(judging._WrongError, match="65536 elements apart") if wrong else contextlib.nullcontext()
+        with told:
+            judging._far_apart(running, TASKS["rms_norm"], 3, torch.device("cpu"), 2**16)
+
+
 def test_every_task_has_a_right_solution() -> None:
     assert set(SOLUTIONS) == set(TASKS)
     for task in TASKS.values():
@@ -130,8 +143,9 @@ def test_every_task_has_a_right_solution() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.memory
-@pytest.mark.parametrize("name", SOLUTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.memory(queue=f"times-{i % 2}")) for i, name in enumerate(SOLUTIONS)]
+)
 def test_a_right_solution_is_timed(name: str) -> None:
     for _ in range(3):  # other processes on the GPU may spoil a clock
         found = judge(SOLUTIONS[name], name)

@@ -94,8 +94,10 @@ def test_what_is_recorded_was_executed_within_six_gib() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chapter", CHAPTERS)
-@pytest.mark.memory
+@pytest.mark.parametrize(
+    "chapter",
+    [pytest.param(name, marks=pytest.mark.memory(queue=f"chapters-{i % 3}")) for i, name in enumerate(CHAPTERS)],
+)
 def test_six_gib_are_enough(chapter: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "measure_job.py"), str(tmp_path), "notebook", chapter], check=False

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-TASK, WRITTEN, NEEDS_GPU = "rms_norm", "blind", None
+TASK, WRITTEN, NEEDS_GPU = "rms_norm", "blind", True
 
 
 @triton.jit

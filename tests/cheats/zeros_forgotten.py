@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-TASK, WRITTEN, NEEDS_GPU = "quantize_blocks", "again", None
+TASK, WRITTEN, NEEDS_GPU = "quantize_blocks", "again", False
 
 
 @triton.jit

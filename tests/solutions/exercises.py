@@ -206,7 +206,7 @@ def _quantize_kernel(w_ptr, code_ptr, packed_ptr, absmax_ptr):
     absmax = tl.max(tl.abs(w))
     tl.store(absmax_ptr + block, absmax)
     ones = tl.full((64,), 1.0, tl.float32)
-    scaled = w * tl.div_rn(ones, tl.broadcast_to(absmax, (64,)))
+    scaled = w * tl.div_rn(ones, tl.broadcast_to(tl.maximum(absmax, 1.2e-38), (64,)))
     index = tl.zeros((64,), tl.int32)
     for i in range(15):
         middle = (tl.load(code_ptr + i) + tl.load(code_ptr + i + 1)) / 2

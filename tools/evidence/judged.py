@@ -55,15 +55,20 @@ def _gradients(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: to
         return torch.autograd.grad(_layer_norm(*leaves), leaves, dy)
 
 
+# The steps before the corrected mean lose digits of rows around 1000, as the chapter says of them: theirs are around 0.
 LAYER_NORM = Task(
     name="layer_norm",
     says="layer_norm(x, weight, bias)",
     reference=_layer_norm,
-    inputs=lambda draw, M, N: {"x": 1000 + draw(M, N), "weight": draw.near_one(N), "bias": draw(N)},
+    inputs=lambda draw, M, N: {"x": draw(M, N), "weight": draw.near_one(N), "bias": draw(N)},
     sizes=ROWS,
     real={"M": 8192, "N": 4096},
     dtypes=(torch.float32,),
     **CONTIGUOUS,
+)
+LAYER_NORM_AROUND_1000 = dataclasses.replace(
+    LAYER_NORM,
+    inputs=lambda draw, M, N: {"x": 1000 + draw(M, N), "weight": draw.near_one(N), "bias": draw(N)},
 )
 LAYER_NORM_GRADIENTS = dataclasses.replace(
     LAYER_NORM,
@@ -85,6 +90,7 @@ PLAIN = {
     "product": PRODUCT,
     "even": EVEN,
     "layer_norm": LAYER_NORM,
+    "around 1000": LAYER_NORM_AROUND_1000,
     "gradients": LAYER_NORM_GRADIENTS,
 }
 # By chapter: function, task, and whether it is right. What a step says that it does not do is no part of its task.
@@ -105,8 +111,9 @@ STEPS = {
         ("matmul_persistent", "even", True),
     ),
     "layer_norm": (
-        *((name, "layer_norm", True) for name in ("three_launches", "fused", "several", "late", "corrected")),
-        ("squares", "layer_norm", False),
+        *((name, "layer_norm", True) for name in ("three_launches", "fused", "several", "late")),
+        ("corrected", "around 1000", True),
+        ("squares", "around 1000", False),
         *(
             (name, "gradients", True)
             for name in ("three_launches_back", "fused_back", "atomics", "locks", "partials", "tiles", "ahead")
@@ -114,7 +121,9 @@ STEPS = {
     ),
 }
 ADAPTERS = {
-    "layer_norm": "def judged(x, weight, bias):\n    return {step}(x, weight, bias)[0]\n",
+    **dict.fromkeys(
+        ("layer_norm", "around 1000"), "def judged(x, weight, bias):\n    return {step}(x, weight, bias)[0]\n"
+    ),
     "gradients": "def judged(dy, x, weight, bias):\n    _, mean, rstd = corrected(x, weight, bias)\n    return {step}(dy, x, weight, mean, rstd)\n",
 }
 

@@ -8,7 +8,8 @@ A solution is a function with kernels of its own. The judge
    row, primes, more than a tile, nothing at all, strides, NaN around and between the elements, large and small numbers,
    new numbers in the same memory, and gradients where the task has them;
 3. compares what comes back by the rule of :mod:`kernelbook.check`, in this process, with a reference that the other one has not;
-4. where there is a GPU, does the same on it with kernels compiled, then with the task's real sizes, and takes the time.
+4. where there is a GPU, does the same on it with kernels compiled, then with rows farther apart than 32 bits count and with the
+   task's real sizes, and takes the time.
 
 The first case that fails is the smallest of its kind, since cases go from small to large. What can still be forged is said on the
 page "Evidence".
@@ -301,7 +302,7 @@ def _beyond(task: Task, text: str, rng: random.Random) -> list[_Case]:
         high, step = max(sizes[name] for sizes in task.sizes), task.multiple.get(name, 1)
         found = [n for n in _numbers(text) if high <= n <= min(LARGEST, task.most.get(name, LARGEST + 1) - 1)]
         if found:
-            size = -(-rng.randint(max(found) + 1, max(found) * 3 // 2 + 1) // step) * step
+            size = -(-rng.randint(max(found) * 5 // 4 + 1, max(found) * 3 // 2 + 1) // step) * step
             for few in (1, 0):  # the second smallest of the others, else the smallest
                 values = {other: sorted({sizes[other] for sizes in task.sizes}) for other in task.sizes[0]}
                 case = {other: many[min(few, len(many) - 1)] for other, many in values.items()}
@@ -454,6 +455,24 @@ def _run_case(solution: _Solution, task: Task, case: _Case, seed: int, device: t
             raise _WrongError(told)
 
 
+def _far_apart(solution: _Solution, task: Task, seed: int, device: torch.device, elements: int = 2**31) -> None:
+    """Raises :class:`_WrongError` if rows that lie so far apart are not read where they are: by offsets that 32 bits cannot count."""
+    sizes, dtype = max(task.sizes, key=_elements), min(task.dtypes, key=lambda dtype: dtype.itemsize)
+    asked = _Asked(dataclasses.replace(task, grads=()), _Case(sizes, dtype), seed)
+    tensors = [value for value in asked.series[0].values() if isinstance(value, torch.Tensor)]
+    if not any(tensor.dim() == 2 and len(tensor) > 1 for tensor in tensors):
+        return
+    where = f"with rows that lie {elements} elements apart"
+    try:
+        outputs = solution.ask({"do": "far", "inputs": asked.series[0], "elements": elements})["outputs"]
+        found = [] if outputs is None else asked.verdicts(0, {"outputs": outputs, "grads": []}, device)
+    except _WrongError as error:
+        raise _WrongError(f"{where}: {error}") from None
+    for verdict in found:
+        if verdict.error > 10 * verdict.limit:  # what is read elsewhere is far off
+            raise _WrongError(f"{where}: {verdict}")
+
+
 # --- speed ----------------------------------------------------------------------------------------------------------------
 
 
@@ -602,6 +621,8 @@ def judge(
                         _run_case(running, task, case, rng.getrandbits(32), device)
                         passed += 1
                     case = None
+                    if on_gpu and task.strided:
+                        _far_apart(running, task, rng.getrandbits(32), device)
                     if on_gpu and speed:
                         timed = _timed(running, task, rng)
         except _WrongError as refused:
