@@ -823,6 +823,7 @@ def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype, causal: bool, 
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize(
     "problem", ((2, 160, 80, 256, 256, 64), (1, 150, 50, 500, 1100, 128), (2, 70, 70, 600, 300, 128))

@@ -774,10 +774,10 @@ def test_products_at_the_sizes_of_models(kind: str) -> None:
         for begin, size in ((0, 1), (5, 2), (700, 4), (9, 16), (100, 33), (1, 64), (300, 700), (0, 2047)):
             part = slice(begin, begin + size)
             assert same(both(part), rows_of(whole, torch.arange(begin, begin + size))), (begin, size)
-    if kind not in ("norms",):
-        default = (lambda x, _: F.linear(x, w)) if kind in ("linear", "vocabulary") else call
-        parts = [slice(0, size) for size in (1, 64)]
-        assert not all(same(default(x[part], part), default(x, every)[part]) for part in parts)
+    if kind != "norms":
+        call = (lambda x, _: F.linear(x, w)) if kind in ("linear", "vocabulary") else call
+        by_default, call = both(every), calls[kind]
+        assert not all(same(both(slice(0, n)), rows_of(by_default, torch.arange(n))) for n in (1, 2, 16, 64, 700))
     beside, busy = torch.cuda.Stream(), randn(2048, 2048, dtype=bf16)
     with kb.same_bits():
         for _ in range(250):

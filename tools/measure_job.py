@@ -138,6 +138,7 @@ def notebook(folder: Path, name: str) -> int:
     import nbformat
     from ipykernel.kernelspec import write_kernel_spec
     from nbclient import NotebookClient
+    from traitlets.config import Config
 
     # Of the allocator's variables the one that is read first, in every version that has this limit.
     os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": "", "MPLBACKEND": "agg"}
@@ -155,7 +156,8 @@ def notebook(folder: Path, name: str) -> int:
         os.environ["JUPYTER_PATH"] = scratch
         try:  # all that fails is to be known, not the first alone
             how = {"timeout": 600, "kernel_name": "python3", "allow_errors": True, "resources": resources}
-            NotebookClient(chapter, **how).execute()
+            # Files for ports: two kernels that begin at the same time may choose the same port, and one of them dies.
+            NotebookClient(chapter, config=Config(KernelManager={"transport": "ipc"}), **how).execute()
         except Exception as error:  # the kernel died, or a cell does not end
             died = [f"{type(error).__name__}: {str(error)[-300:]}"]
     failed: list[str] = []

@@ -45,7 +45,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
     "nn": (("nn/*.py",), "swap moe_block models scatter_ffn nf4 sparse_linear interop_attention state train_sparse_inference"),
     "interop": (("interop/*.py",), "swap interop_attention interop_bitsandbytes interop_peft interop_quantizer interop_transformers state"),
     "distributed": (("distributed/*.py",), "distributed evidence_distributed state"),
-    "train": (("train/*.py",), "train_command train_loop train_optimizer train_schedulers train_text train_same_loss capture"),
+    "train": (("train/*.py",), "train_command train_loop train_optimizer train_schedulers train_text train_same_loss capture captured_step captured_models"),
     "check": (("check.py",), "check evidence_rule"),
 }  # fmt: skip
 LEFT_OUT = ("kernels", "notebook", "__init__")  # of files named by a pattern: kernels have mutants.py

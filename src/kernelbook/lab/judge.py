@@ -116,7 +116,7 @@ class _Server:
         environment = {name: os.environ[name] for name in kept if name in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if not on_gpu:
-            environment |= {"TRITON_INTERPRET": "1"}
+            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kernelbook.lab.judge_worker", str(other.fileno()), *([] if on_gpu else ["serve"])],
             env=environment, pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
