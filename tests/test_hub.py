@@ -252,7 +252,10 @@ def test_windows_and_padding(window: int | None, padded: bool, loaded: list[Any]
     kept[1, :4] = not padded
     with torch.no_grad():
         expected = model(ids, attention_mask=kept).logits
+        greedy = {"attention_mask": kept, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": 99}
+        tokens = model.generate(ids, **greedy)
         model.set_attn_implementation(attention)
+        assert torch.equal(model.generate(ids, **greedy), tokens)
         torch.testing.assert_close(model(ids, attention_mask=kept).logits[kept], expected[kept], rtol=1e-4, atol=1e-4)
         ALL_ATTENTION_FUNCTIONS.register("no-masks", loaded[0].attention_forward)
         ALL_ATTENTION_FUNCTIONS.register("other-masks", loaded[0].attention_forward)
