@@ -13,7 +13,8 @@ Providers, on the same weights as far as they are the same:
 - ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
 - ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
 - ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
-  bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too;
+  bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too; ``kernelbook:same_bits``
+  within :func:`kernelbook.same_bits`;
 - ``torch``: PyTorch's own layers, for a model without experts.
 
 gpt-oss' experts are in MXFP4 instead, as they are published, and its baseline is the model that transformers makes dense,
@@ -120,6 +121,7 @@ TINY: dict[str, dict[str, Any]] = {
 COMPILED_LAYERS = 6  # a compiler takes minutes for all
 HOST_LAYERS = 8  # each costs the host the same
 ONE_TOKEN = ("decode", "generate")
+SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
 KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"}
 
@@ -245,7 +247,7 @@ def _running(model: Any, provider: str) -> Iterator[None]:
         return
     if has_experts:
         interop.use_kernels(model)
-    with swap(base, quiet=True):
+    with swap(base, same_bits=provider == SAME_BITS, quiet=True):
         yield
 
 
@@ -527,6 +529,8 @@ def plans() -> list[Plan]:
                 found += [Plan(model, provider, "step", 4, True, "1"), Plan(model, provider, "step", 1, False, "1")]
                 if provider.startswith("kernelbook"):
                     found.append(Plan(model, provider, "step", 4, False, "1"))
+        found += [Plan(model, SAME_BITS, "decode", batch, graph="1") for batch in (1, 32)]
+        found.append(Plan(model, SAME_BITS, "step", 1, True, "1"))
         found += [Plan(model, "kernelbook:all", "decode", batch, graph="1") for batch in batches[:2]]
     for provider in ("kernelbook", "grouped_mm"):
         found += [Plan("gpt-oss-20b", provider, "step", 1, True, graph) for graph in ("1", "0")]
