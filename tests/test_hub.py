@@ -252,7 +252,13 @@ def test_windows_and_padding(window: int | None, padded: bool, loaded: list[Any]
     kept[1, :4] = not padded
     with torch.no_grad():
         expected = model(ids, attention_mask=kept).logits
-        greedy = {"attention_mask": kept, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": 99}
+        greedy = {
+            "attention_mask": kept,
+            "max_new_tokens": 4,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": 99,
+        }
         tokens = model.generate(ids, **greedy)
         model.set_attn_implementation(attention)
         assert torch.equal(model.generate(ids, **greedy), tokens)

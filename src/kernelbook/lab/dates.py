@@ -147,6 +147,7 @@ DATED: dict[str, Sources] = {
     "sparse_training_scores": Sources(("train/synthetic.py", "train/schedulers.py")),
     "together_steps": Sources(_EXPERTS),
     "whole_model": Sources(_MODEL),
+    "whole_model_bits": Sources((*_MODEL, "linear.py")),
     "whole_model_parts": Sources(_MODEL),
 }
 

@@ -13,8 +13,7 @@ Providers, on the same weights as far as they are the same:
 - ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
 - ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
 - ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
-  bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too; ``kernelbook:same_bits``
-  within :func:`kernelbook.same_bits`;
+  bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too;
 - ``torch``: PyTorch's own layers, for a model without experts.
 
 gpt-oss' experts are in MXFP4 instead, as they are published, and its baseline is the model that transformers makes dense,
@@ -35,6 +34,9 @@ what no kernel covers is the part ``none``: the device waits for the host.
 
 ``host`` is no task of a user's: ``whole_model_host.csv`` says what of the host's time for a layer of a step is ours. Provider
 ``floor`` is the same step with our functions returning memory that is there, and one node of autograd each.
+
+``whole_model_bits.csv`` has the models within :func:`kernelbook.same_bits` (provider ``kernelbook:same_bits``) beside the default,
+both of one run.
 """
 
 import contextlib
@@ -74,6 +76,7 @@ SOURCES = (
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
 COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
 STEM, PARTS_STEM, HOST_STEM = "whole_model", "whole_model_parts", "whole_model_host"
+BITS_STEM = "whole_model_bits"
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
 HOST_KEY = ("gpu", "provider", "model", "checkpoint")
 COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
@@ -479,6 +482,7 @@ class Plan:
     checkpoints: bool = False
     graph: str = "0"
     layers: int | None = None
+    bits: bool = False  # within same_bits(), or beside it
 
     @property
     def kind(self) -> str:
@@ -503,7 +507,7 @@ class Plan:
         layers = "" if self.layers is None else f" layers={self.layers}"
         return (
             f"{self.model} {self.provider} {self.task} batch={self.batch} checkpoint={int(self.checkpoints)} "
-            f"graph={self.graph}{layers}"
+            f"graph={self.graph}{layers}{' bits' if self.bits else ''}"
         )
 
 
@@ -529,8 +533,11 @@ def plans() -> list[Plan]:
                 found += [Plan(model, provider, "step", 4, True, "1"), Plan(model, provider, "step", 1, False, "1")]
                 if provider.startswith("kernelbook"):
                     found.append(Plan(model, provider, "step", 4, False, "1"))
-        found += [Plan(model, SAME_BITS, "decode", batch, graph="1") for batch in (1, 32)]
-        found.append(Plan(model, SAME_BITS, "step", 1, True, "1"))
+        both = ("kernelbook", SAME_BITS)
+        found += [
+            Plan(model, provider, "decode", batch, graph="1", bits=True) for batch in (1, 32) for provider in both
+        ]
+        found += [Plan(model, provider, "step", 1, True, "1", bits=True) for provider in both]
         found += [Plan(model, "kernelbook:all", "decode", batch, graph="1") for batch in batches[:2]]
     for provider in ("kernelbook", "grouped_mm"):
         found += [Plan("gpt-oss-20b", provider, "step", 1, True, graph) for graph in ("1", "0")]
@@ -746,7 +753,7 @@ class _Session:
             "add_host_us": f"{self._add_host_us():.3g}", "setup_s": f"{setup:.3g}",
         }  # fmt: skip
         table = pd.DataFrame([{**self.about, **row}], columns=list(COLUMNS))
-        record.write_results(self.folder / f"{STEM}.csv", table)
+        record.write_results(self.folder / f"{BITS_STEM if plan.bits else STEM}.csv", table)
         shown = {
             "ms": found.ms,
             "tokens/s": 1e3 * self._tokens_of(plan) / found.ms,
@@ -754,7 +761,7 @@ class _Session:
             "host ms": host / 1e3,
             "set-up s": setup,
         }
-        if runtime.DEVICE.type == "cuda" and call is not None:
+        if runtime.DEVICE.type == "cuda" and call is not None and not plan.bits:
             parts = _profile(call, found.ms)
             shown["idle"] = parts["none"][0] / found.ms
             rows = [
