@@ -1,5 +1,6 @@
 """What all public functions have in common: how they take tensors of any kind, and what may be done with their results."""
 
+import contextlib
 import subprocess
 import sys
 import warnings
@@ -102,6 +103,8 @@ def test_a_check_is_made_once_for_each_kind_of_call() -> None:
     with torch.autograd.forward_ad.dual_level():
         check(a, 1)
     assert len(made) == before + 3
+    check(a, 1), check(a, 2), check(a, 1)  # a kind that came between is no reason to forget another
+    assert len(made) == before + 3
 
 
 def test_bfloat16_on_a_gpu_that_has_none_is_said_once() -> None:
@@ -120,3 +123,29 @@ def test_bfloat16_on_a_gpu_that_has_none_is_said_once() -> None:
             check("sm_75", torch.bfloat16)
         check("sm_75", torch.bfloat16)
     arguments._warn_of_bfloat16.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ("cuda", "xpu"))
+def test_of_other_devices_gpus_alone_are_taken(kind: str) -> None:
+    class Elsewhere(torch.Tensor):  # nobody has such a device here
+        device = torch.device(kind, 0)
+        is_cuda = kind == "cuda"
+
+    x = torch.ones(2, 3).as_subclass(Elsewhere)
+    refused = pytest.raises(ValueError, match=r"layer_norm: x must be on a GPU .*, got xpu")
+    with contextlib.nullcontext() if kind == "cuda" else refused:
+        arguments.check_tensor("layer_norm", "x", x)
+
+
+@pytest.mark.skipif(not runtime.INTERPRET, reason="in the interpreter, beside a GPU")
+def test_the_cpu_is_taken_by_the_interpreter_beside_a_gpu_and_by_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "HAS_GPU", True)
+    arguments.check_tensor("layer_norm", "x", torch.ones(2, 3))
+    monkeypatch.setattr(runtime, "INTERPRET", False)
+    with pytest.raises(ValueError, match="layer_norm: x must be on the GPU, got cpu"):
+        arguments.check_tensor("layer_norm", "x", torch.ones(2, 3))
+
+
+def test_a_tracers_integer_stays_what_it_is() -> None:
+    n = torch.SymInt(None)
+    assert arguments.integer("tile", "n", n) is n

@@ -56,6 +56,15 @@ def test_a_wrong_result_fails(wrong: object) -> None:
         check.check_op(wrong, _square, _inputs())
 
 
+def test_a_verdict_says_how_far_an_element_is_off() -> None:
+    [verdict] = check.check_op(_one_element_off, _square, _inputs(), require=False)
+    assert verdict.element > 1 and str(verdict).endswith(
+        f", an element is off by {verdict.element:.1f} times what is allowed"
+    )
+    [verdict] = check.check_op(_square, _square, _inputs())
+    assert str(verdict).endswith(": passed")
+
+
 class _WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -77,6 +86,27 @@ def test_a_missing_gradient_fails() -> None:
         check.check_op(lambda x: x.detach() * x.detach(), _square, _inputs(), grads=("x",))
 
 
+@pytest.mark.parametrize("who", ("fn", "the reference"))
+def test_a_gradient_that_one_of_several_inputs_lacks_fails(who: str) -> None:
+    inputs = {"x": torch.randn(5), "y": torch.randn(5)}
+    product, without = lambda x, y: x * y, lambda x, y: x * y.detach()
+    ours, baseline = (without, product) if who == "fn" else (product, without)
+    with pytest.raises(check.CheckError, match=f"dy: no gradient from {who}"):
+        check.check_op(ours, product, inputs, grads=("x", "y"), baseline=baseline)
+
+
+def test_the_truth_is_computed_in_float64_and_what_is_no_floating_point_tensor_is_passed_on() -> None:
+    seen = []
+
+    def scaled(x: torch.Tensor, ids: torch.Tensor, factor: float) -> torch.Tensor:
+        seen.append((x.dtype, ids.dtype, factor))
+        return x[ids] * factor
+
+    check.check_op(scaled, scaled, {**_inputs(), "ids": torch.tensor([3, 0]), "factor": 0.5}, grads=("x",))
+    assert set(seen) == {(dtype, torch.int64, 0.5) for dtype in (torch.float32, torch.float64)}
+    assert [dtype for dtype, *_ in seen].count(torch.float64) == 2
+
+
 def test_another_shape_or_dtype_fails() -> None:
     with pytest.raises(check.CheckError, match="shape"):
         check.check_op(lambda x: (x * x)[:-1], _square, _inputs())
@@ -87,6 +117,8 @@ def test_another_shape_or_dtype_fails() -> None:
 def test_several_outputs_are_all_looked_at() -> None:
     with pytest.raises(check.CheckError, match=r"out\[1\]"):
         check.check_op(lambda x: (x, x + 1), lambda x: (x, x), _inputs())
+    with pytest.raises(ValueError, match="shorter"):
+        check.check_op(lambda x: (x, x + 1), lambda x: (x, x), _inputs(), baseline=lambda x: x)
 
 
 def test_the_rule_allows_twice_and_three_times_pytorchs_error() -> None:
@@ -95,6 +127,31 @@ def test_the_rule_allows_twice_and_three_times_pytorchs_error() -> None:
     for factor, error, passes in ((2.0, 1.9e-3, True), (2.0, 2.1e-3, False), (3.0, 2.9e-3, True), (3.0, 3.1e-3, False)):
         out = torch.full((1000,), 1 + error, dtype=torch.float32)
         assert check.compare("out", out, ref, base, factor=factor).passed == passes
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_the_floor_is_half_a_unit_in_the_last_place(dtype: torch.dtype) -> None:
+    ref, base = torch.ones(100, dtype=torch.float64), torch.ones(100, dtype=dtype)
+    for count, passes in ((20, True), (30, False)):  # the root of a quarter is a half
+        out = base.clone()
+        out[:count] += torch.finfo(dtype).eps
+        assert check.compare("out", out, ref, base).passed == passes
+
+
+@pytest.mark.parametrize("scale", (0.0, 1e-3, 1.0, 1e3))
+def test_an_element_may_be_off_by_sixteen_times_pytorchs_largest_error_and_four_floors(scale: float) -> None:
+    ref = torch.full((1000,), scale, dtype=torch.float64)
+    for error in (0.0, 1e-3 * (scale or 1.0)):
+        allowed = 16 * error + 4e-6 * (scale or 1.0)
+        for share, passes in ((0.98, True), (1.02, False)):
+            out = ref.clone()
+            out[3] += share * allowed
+            assert check.compare("out", out, ref, ref + error, floor=1e-6).passed == passes
+
+
+def test_what_is_exact_passes_without_a_floor() -> None:
+    ref = torch.ones(3, dtype=torch.float64)
+    assert check.compare("out", ref, ref, ref, floor=0.0).passed
 
 
 def test_a_baseline_without_a_result_is_no_excuse() -> None:
@@ -112,6 +169,14 @@ def test_relative_error() -> None:
     infinite = torch.tensor([math.inf, 1.0])
     assert check.relative_error(infinite, infinite) == 0
     assert check.relative_error(torch.tensor([1.0, 1.0]), infinite) == math.inf
+    assert check.relative_error(torch.tensor([0.03, 0.045]), ref / 100) == pytest.approx(0.1)
+    assert check.relative_error(infinite[:1], infinite[:1]) == 0
+
+
+def test_the_largest_error_is_that_of_what_is_finite() -> None:
+    ref = torch.tensor([math.inf, -2.0, 1.0])
+    assert check.largest_error(torch.tensor([math.inf, -2.0, 1.5]), ref) == (0.5, 2.0)
+    assert check.largest_error(ref[:0], ref[:0]) == (0.0, 0.0)
 
 
 def test_poisoned_empty() -> None:
@@ -119,6 +184,7 @@ def test_poisoned_empty() -> None:
         assert torch.empty(3).isnan().all() and torch.empty_like(torch.ones(2)).isnan().all()
         assert torch.ones(1).new_empty(2).isnan().all() and torch.empty_strided((2,), (1,)).isnan().all()
         assert (torch.empty(2, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
+        assert torch.empty(2, dtype=torch.bool).all()
     plain = torch.empty
     with pytest.raises(ZeroDivisionError), check.poisoned_empty():
         assert torch.empty is not plain

@@ -92,6 +92,14 @@ def test_numbers_of_one_kind_share_a_key() -> None:
     assert len({_key(x, x, n, 1, 0.5, True) for n in (1, 2, 16, 2**31, 2**31 + 1, 2**63)}) == 6
 
 
+def test_kinds_of_integers_are_remembered_up_to_a_number() -> None:
+    kinds = launch._IntegerKinds()
+    for n in range(2**16):
+        kinds[n]
+    assert len(kinds) == 2**16
+    assert kinds[-1] == kinds[3] and len(kinds) == 2
+
+
 def test_a_descriptor_has_the_key_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
     x, y = (torch.zeros(rows, 8, dtype=torch.float16)[:, :4] for rows in (6, 9))
@@ -132,7 +140,8 @@ class _FakeKernel:
     def __init__(self) -> None:
         self.pre_run_hooks: list[Any] = []
         self.used_global_vals: dict[Any, Any] = {}
-        self.device_caches: dict[int, Any] = defaultdict(lambda: ({},))
+        # As Triton has it: compiled kernels by their keys, and how one is found.
+        self.device_caches: dict[int, Any] = defaultdict(lambda: ({}, {}, "target", "backend", "binder"))
         self.by_triton: list[Any] = []
         self.called: list[Any] = []  # what compiled kernels were called with
         self.device = 0

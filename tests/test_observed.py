@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensors import compiled_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -103,6 +104,31 @@ def test_an_operator_is_one_of_pytorchs() -> None:
     assert torch.equal(compiled(x), 2 * x + 1)
     with pytest.raises(RuntimeError, match="kernelbook::test_scaled_once cannot be differentiated"):
         once(x, 3.0).sum().backward()
+
+
+def test_the_compiler_sees_what_a_visible_operator_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: there it runs on the compiler's own tensors; those of others say themselves what they make of it."""
+    monkeypatch.setattr(launch, "_CALLS_COMPILED", True)
+    traced, by_others, x = [], [], torch.ones(2)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        traced.append(launch.of_thread.tracing)
+        return x * 2
+
+    class Others(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            by_others.append(func)
+            return x
+
+    for how in ({}, {"visible": True}):
+        operator = launch.operator("test_seen(Tensor x) -> Tensor", outputs=torch.empty_like, run=run, **how)
+        assert torch.equal(dispatch_functionalize(operator)(x), 2 * x)
+    assert traced == [False, True] and not launch.of_thread.tracing
+    other = x.as_subclass(Others)
+    with FunctionalTensorMode():
+        operator(other)
+    assert by_others == [operator] and len(traced) == 2
 
 
 def test_pytorchs_dispatcher_is_asked_only_where_somebody_looks() -> None:

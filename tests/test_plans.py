@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,13 @@ def test_registers_are_counted_for_each_thread() -> None:
     assert fits(needs, config, H200)
     half = triton.Config({}, num_warps=4, num_stages=3)
     assert not fits(tile_resources(half, held=[(128 * 256, 4)]), half, H200)
+    assert tile_resources(triton.Config({}, num_stages=1), staged=[(64, 2)]).shared_bytes == 128
 
 
 def test_shared_memory_and_many_warps_limit_too() -> None:
     assert not fits(Resources(H200.shared_memory_per_program + 1, 10), SMALL, H200)
     sixteen = triton.Config({}, num_warps=16)
+    assert fits(Resources(0, 255), SMALL, H200) and not fits(Resources(0, 255.5), SMALL, H200)
     assert fits(Resources(0, 128), sixteen, H200) and not fits(Resources(0, 129), sixteen, H200)
 
 
@@ -186,6 +189,47 @@ def test_a_second_accumulator_and_operand_are_counted() -> None:
     assert two.registers_per_thread - one.registers_per_thread == 8 + 1 + 0.5 * plans.COPY_REGISTERS
 
 
+@pytest.mark.parametrize(
+    ("stages", "copy_bytes", "ahead"), ((3, 16, True), (3, 2, False), (1, 16, False)), ids=("", "narrow", "one stage")
+)
+def test_what_is_not_copied_ahead_goes_through_registers_into_one_buffer(
+    stages: int, copy_bytes: int, ahead: bool
+) -> None:
+    config = triton.Config({}, num_warps=4, num_stages=stages)
+    size = 64 * 64 * 2
+    needs = matmul_resources(
+        config,
+        rows=64,
+        operands=[(64 * 64, 2)] * 2,
+        accumulators=[(64 * 64, 4)],
+        copy_bytes=copy_bytes,
+        properties=H200,
+    )
+    assert needs.shared_bytes == 2 * size * (stages if ahead else 1)
+    copies, passing = 2 * size / copy_bytes / 128, 0 if ahead else 2 * size / 4 / 128
+    kept = 64 * 64 / 128 + plans.LOOP_REGISTERS["wgmma"]
+    assert needs.registers_per_thread == kept + plans.COPY_REGISTERS * copies + passing
+
+
+def test_before_ampere_a_thread_holds_its_rows_and_columns_of_a_step() -> None:
+    m, n, k, threads = 64, 32, 16, 128
+    needs = matmul_resources(
+        triton.Config({}, num_warps=4, num_stages=3),
+        rows=m, operands=[(m * k, 2), (n * k, 2)], accumulators=[(m * n, 4)], properties=runtime.TARGETS["sm_75"],
+    )  # fmt: skip
+    size, square = (m + n) * k * 2, math.sqrt(m * n / threads)
+    assert needs.shared_bytes == m * n * 2  # the result is turned around in it; of the operands there is one copy
+    assert needs.registers_per_thread == pytest.approx(
+        m * n / threads + plans.LOOP_REGISTERS["fma"] + plans.COPY_REGISTERS * size / 16 / threads
+        + size / 4 / threads + plans.FMA_REGISTERS * 2 * square * k
+    )  # fmt: skip
+
+
+def test_each_operand_has_descriptors_or_none_has() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        matmul_resources(SMALL, rows=64, operands=[(64, 2)] * 2, accumulators=[(64, 4)], descriptors=[True])
+
+
 def test_the_older_tensor_cores_have_one_buffer_fewer() -> None:
     config = triton.Config({}, num_warps=4, num_stages=3)
     shared = {
@@ -258,7 +302,7 @@ def test_occupancy_is_what_the_driver_says() -> None:
 
 def test_buckets() -> None:
     assert [bucket(m) for m in (0, 1, 16, 17, 32, 33, 1000, 1024, 1025)] == [16, 16, 16, 32, 32, 64, 1024, 1024, 2048]
-    assert bucket(3, lowest=1) == 4 and bucket(5, lowest=64) == 64
+    assert [bucket(m, lowest=1) for m in (0, 1, 2, 3)] == [1, 1, 2, 4] and bucket(5, lowest=64) == 64
     assert len({bucket(m) for m in range(1, 8193)}) == 10
 
 
@@ -349,6 +393,21 @@ def test_a_stored_plan_that_is_none_of_the_rule_s_form_is_left_aside(
     _store(plans.own_plans, {"plan": stored})
     with pytest.warns(UserWarning, match=rf"a-fake-gpu\.json: square\.tiles m=128 n=4096 is left aside: {problem}"):
         assert plan(100, 4096, GPU) == _Plan(SMALL, 1)
+
+
+@pytest.mark.parametrize("pair", ([], 7, None, "BLOCK_M", ["BLOCK"]))
+def test_tiles_by_name_are_pairs_in_a_file(pair: Any) -> None:
+    planner, problem = plans.planners()["moe_lora.rows"], (16384, 128, 0, 2, "wide", H200)
+    stored = plans.as_json(planner.rule(*problem))
+    assert plans.as_json(planner.from_json(stored, problem)) == stored
+    with pytest.raises(ValueError, match="blocks must have the names BLOCK_M, "):
+        planner.from_json({**stored, "blocks": [pair, *stored["blocks"][1:]]}, problem)
+
+
+def test_a_rule_need_not_say_what_its_plan_is_made_of(plan: Callable[..., _Plan]) -> None:
+    plans.planner("pair.tiles", lambda *_: True)(lambda m, properties: (SMALL, 1))
+    pair = plans.planners()["pair.tiles"]
+    assert plans.as_json(pair.from_json(plans.as_json((LARGE, 2)), (100, GPU))) == plans.as_json((LARGE, 2))
 
 
 def test_tiles_are_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

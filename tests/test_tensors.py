@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernelbook as kb
-from kernelbook import launch, memory, runtime, tensors
+from kernelbook import launch, memory, observed, runtime, tensors
 
 # isort: split
 import triton
@@ -30,7 +30,10 @@ def test_sums_are_kept_in_single_or_double(dtype: torch.dtype) -> None:
     assert memory.tl_accumulator(memory.accumulator(dtype)) == memory.tl_accumulator(dtype)
 
 
-def test_float32_is_multiplied_as_pytorch_is_set() -> None:
+@pytest.mark.parametrize("getter", (True, False), ids=("", "PyTorch without its getter"))
+def test_float32_is_multiplied_as_pytorch_is_set(getter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not getter:
+        monkeypatch.setattr(tensors, "_fp32_precision", None)
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         for allowed, expected in ((True, "tf32"), (False, "ieee")):
@@ -67,6 +70,42 @@ def test_rows_that_begin_on_16_bytes(dtype: torch.dtype) -> None:
         assert tensors.has_aligned_rows(aligned)
     for other in (x.t(), x[:, 1:], x[:, ::2], x[:1].expand(6, -1), x.reshape(-1, 3 * wide // 2)):
         assert not tensors.has_aligned_rows(other), other.stride()
+
+
+def test_whether_tensors_begin_on_16_bytes() -> None:
+    base = torch.zeros(64, dtype=torch.uint8, device=runtime.DEVICE)
+    assert base.data_ptr() % 16 == 0
+    for offset in range(64):
+        assert observed.is_aligned(base, None, base[offset:]) == (offset % 16 == 0)
+
+
+def test_a_matrix_of_any_tensor() -> None:
+    x = torch.arange(24.0, device=runtime.DEVICE)
+    for given, shape in (
+        (x, (1, 24)),
+        (x.view(4, 6), (4, 6)),
+        (x.view(2, 3, 4), (6, 4)),
+        (x.view(2, 2, 3, 2), (12, 2)),
+    ):
+        made = tensors.matrix(given)
+        assert made.shape == shape and made.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("shape", ((), (5,), (3, 1, 2), (3, 0, 2)))
+def test_new_memory_lies_where_its_model_does(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU's short way, too, which takes strides, and memory of the current device."""
+    like, short = torch.ones(2), []
+
+    def new(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        short.append(strides)
+        return torch.empty_strided(size, strides, dtype=dtype)
+
+    monkeypatch.setattr(memory, "_new", new)
+    for device in (like.get_device(), like.get_device() + 1):
+        monkeypatch.setattr(memory, "_current_device", lambda device=device: device)
+        made = memory.empty(shape, torch.float16, like)
+        assert made.shape == shape and made.dtype == torch.float16 and made.device == like.device
+    assert short == [torch.empty(shape).stride()]
 
 
 # --- counters -------------------------------------------------------------------------------------------------------
