@@ -295,6 +295,15 @@ def read(model: Any, name: str) -> torch.Tensor:
     return getattr(model.get_submodule(module), parameter).detach()
 
 
+def test_nothing_is_lost_of_nothing(tmp_path: Path) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    model = load(tmp_path).to(runtime.DEVICE)
+    for q in packed(model):
+        q.packed.zero_()
+    errors = interop_peft.merge_experts(with_lora(model, init_lora_weights=True), into="dense")
+    assert len(errors) == 2 and all(error == (0.0, 0.0) for error in errors.values())
+
+
 def test_what_was_rounded_in_is_not_taken_back(tmp_path: Path) -> None:
     publish(tmp_path, num_hidden_layers=1)
     model = use_kernels(with_lora(load(tmp_path).to(runtime.DEVICE)))
