@@ -116,6 +116,8 @@ def test_masks_that_leave_nothing_out_are_known() -> None:
         assert found["attention_mask"].shape == (0, 1, 1, 1)
         with torch.no_grad():
             assert torch.equal(model(**found).logits, model(**given).logits)
+    elsewhere = interop.known_masks(model, {"input_ids": batch["input_ids"].to("meta")})
+    assert elsewhere["attention_mask"].is_meta
     batch["attention_mask"] = batch["attention_mask"].clone()
     batch["attention_mask"][0, -2:] = 0
     assert interop.known_masks(model, batch)["attention_mask"] is batch["attention_mask"]
@@ -581,7 +583,7 @@ def test_other_weights_and_adapters_are_seen() -> None:
 def test_weights_in_another_place_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     model, other = llama(), llama(initializer_range=0.5)
-    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     given = prompt(1, 3, padded=False)
     expected = [each.generate(**given, **how) for each in (model, other)]
     assert not torch.equal(*expected)
