@@ -598,6 +598,18 @@ def test_weights_in_another_place_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(model.generate(**given, **how), expected[1])
 
 
+def test_what_is_not_one_token_is_run_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of a prompt; embeddings."""
+    model = interop.fast_generate(llama())
+    graphs, ids = model.get_compiled_call, tokens(1, 3)
+    monkeypatch.setattr(type(graphs._calls), "__call__", lambda *_: pytest.fail("it went to the graphs"))
+    with torch.no_grad():
+        for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+            cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+            ours = graphs.forward(**given, past_key_values=cache).logits
+            torch.testing.assert_close(ours, model(**given, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_copy_of_a_model_that_generates_fast_is_whole() -> None:
     model = interop.fast_generate(llama())
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
