@@ -208,6 +208,14 @@ def test_what_is_missing_is_named(missing: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_rows_that_end_within_a_block_are_refused(tmp_path: Path) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 48}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="down_proj must have rows of a multiple of 32 elements, got 48"):
+        load(tmp_path)
+
+
 def test_a_dense_checkpoint_is_refused(tmp_path: Path) -> None:
     random_model(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="MXFP4ExpertsConfig: the checkpoint must be in MXFP4"):
