@@ -116,6 +116,8 @@ def test_masks_that_leave_nothing_out_are_known() -> None:
         assert found["attention_mask"].shape == (0, 1, 1, 1)
         with torch.no_grad():
             assert torch.equal(model(**found).logits, model(**given).logits)
+    elsewhere = interop.known_masks(model, {"input_ids": batch["input_ids"].to("meta")})
+    assert elsewhere["attention_mask"].is_meta
     batch["attention_mask"] = batch["attention_mask"].clone()
     batch["attention_mask"][0, -2:] = 0
     assert interop.known_masks(model, batch)["attention_mask"] is batch["attention_mask"]
@@ -198,14 +200,16 @@ def test_the_loss_in_pieces_is_the_loss() -> None:
     [batch] = data(1, 9)
     batch["labels"] = batch["labels"].clone()
     batch["labels"][0, :4] = -100
-    found = []
-    for loss in (lambda: model(**batch).loss, lambda: interop.loss_in_pieces(model, **batch, piece=4)):
+    found, caches = [], []
+    model.model.register_forward_hook(lambda _module, _inputs, out: caches.append(out.past_key_values))
+    for loss in (lambda: model(**batch, use_cache=False).loss, lambda: interop.loss_in_pieces(model, **batch, piece=4)):
         model.zero_grad()
         value = loss()
         value.backward()
         found.append([value, *(p.grad for p in model.parameters())])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert caches == [None] * 3  # the second, to compare logits
 
 
 def test_the_first_loss_in_pieces_under_autocast_has_all_gradients() -> None:
@@ -575,6 +579,37 @@ def test_other_weights_and_adapters_are_seen() -> None:
             assert torch.equal(model.generate(**given, **how), without)
 
 
+@EVERYWHERE
+def test_weights_in_another_place_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model, other = llama(), llama(initializer_range=0.5)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    given = prompt(1, 3, padded=False)
+    expected = [each.generate(**given, **how) for each in (model, other)]
+    assert not torch.equal(*expected)
+    if not GPU:
+        how["compile_config"] = transformers.CompileConfig()
+        how["compile_config"]._compile_all_devices = True
+    interop.fast_generate(model)
+    assert torch.equal(model.generate(**given, **how), expected[0])
+    assert graphs_of(model).why_eager is None and len(graphs_of(model)) == 1
+    for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data = new.data
+    assert torch.equal(model.generate(**given, **how), expected[1])
+
+
+def test_what_is_not_one_token_is_run_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of a prompt; embeddings."""
+    model = interop.fast_generate(llama())
+    graphs, ids = model.get_compiled_call, tokens(1, 3)
+    monkeypatch.setattr(type(graphs._calls), "__call__", lambda *_: pytest.fail("it went to the graphs"))
+    with torch.no_grad():
+        for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+            cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+            ours = graphs.forward(**given, past_key_values=cache).logits
+            torch.testing.assert_close(ours, model(**given, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_copy_of_a_model_that_generates_fast_is_whole() -> None:
     model = interop.fast_generate(llama())
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -641,7 +676,9 @@ def test_windows_without_masks_or_positions_are_decoded_from_python() -> None:
     assert "no positions" in str(graphs._unknown({"input_ids": ids}, [layer]))
     given = {"input_ids": ids, "position_ids": positions}
     assert "no mask" in str(graphs._unknown(given, [layer]))
-    assert graphs._unknown(given | {"attention_mask": {"sliding_attention": None}}, [layer]) is None
+    for mask in ({"sliding_attention": None}, torch.ones(1, 1, 1, 4, device=runtime.DEVICE)):
+        assert graphs._unknown(given | {"attention_mask": mask}, [layer]) is None
+    assert "no mask" in str(graphs._unknown(given | {"attention_mask": ids}, [layer]))
     layer.cumulative_length_int = 3
     assert graphs._unknown(given, [layer]) is None
     model.config.attention_chunk_size = 4

@@ -4,14 +4,25 @@ import itertools
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from kernelbook import runtime
-from kernelbook.distributed import ExpertParallel, by_expert, exchange, gradients, keep_equal, reduce_active_rows
+from kernelbook.distributed import (
+    ExpertParallel,
+    by_expert,
+    exchange,
+    expert_parallel,
+    gradients,
+    keep_equal,
+    reduce_active_rows,
+    windows,
+)
 from kernelbook.lab import cli
 from kernelbook.nn import GatedExperts, SparseLinear
 from kernelbook.nn.moe import quantize_parameter, stored_weight
@@ -147,13 +158,18 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_once", (0, 2**20), ids=("by itself", "together with others"))
-@pytest.mark.parametrize("compact", (False, True))
-def test_gradients_are_averaged_however_large(at_once: int, compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks of which the other one has no gradient: what is left is half."""
+@pytest.mark.parametrize(
+    ("features", "compact", "frozen"), ((48, False, False), (48, True, False), (40, False, False), (48, False, True))
+)
+def test_gradients_are_averaged_however_large(
+    features: int, compact: bool, frozen: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks of which the other one has no gradient: what is left is half. 40 features end within a chunk."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     monkeypatch.setattr(gradients, "AT_ONCE", at_once)
-    layer = SparseLinear(16, 48, chunk_size=16, compact_gradient=compact, device=runtime.DEVICE)
+    layer = SparseLinear(16, features, chunk_size=16, compact_gradient=compact, device=runtime.DEVICE)
+    layer.weight.requires_grad_(not frozen)
     layer.active_chunks = torch.tensor([2, 0], device=runtime.DEVICE)
     x = torch.randn(4, 16, device=runtime.DEVICE)
     layer(x).square().sum().backward()
@@ -165,5 +181,35 @@ def test_gradients_are_averaged_however_large(at_once: int, compact: bool, monke
         layer(x).square().sum().backward()
     finally:
         dist.destroy_process_group()
-    for parameter, grad in zip(layer.parameters(), alone, strict=True):
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    for parameter, grad in zip(trained, alone, strict=True):
         assert parameter.grad is not None and torch.equal(parameter.grad.to_dense(), grad / 2)
+
+
+def test_what_has_no_row_an_expert_stays_whole() -> None:
+    module = GatedExperts(3, 5, 7, device=runtime.DEVICE)
+    module.shared = torch.nn.Parameter(torch.zeros(5, 3, device=runtime.DEVICE))
+    module.scale = torch.nn.Parameter(torch.zeros(3, device=runtime.DEVICE))  # of three features, it may be
+    assert {name for _, name, _ in expert_parallel._sharded(module, 3)} == {"gate_up", "down"}
+
+
+def test_a_host_that_is_a_call_ahead_is_understood() -> None:
+    """Its numbers for the next call do not hide those for this one."""
+    told = [memoryview(bytearray(16)).cast("q") for _ in range(2)]
+    late, early = (windows.Windows.__new__(windows.Windows) for _ in told)
+    for rank, each in enumerate((late, early)):
+        each.rank, each._calls, each._told = rank, 0, told
+    early._told = [memoryview(bytearray(b"\xff" * 7 + b"\x7f") * 2).cast("q"), told[1]]  # it waits for nobody
+    early.most(5)
+    early.most(9)
+    assert late.most(3) == 5 and late.most(3) == 9
+
+
+def test_a_window_is_as_large_as_its_parts() -> None:
+    """Counts, then rows, weights and ids of as many tokens as a rank brings at most, from each rank."""
+    ensured: list[int] = []
+    three: Any = types.SimpleNamespace(rank=0, ranks=3, most=lambda tokens: tokens, ensure=ensured.append)
+    way = windows._Way(three, torch.zeros(64, 2, dtype=torch.int64), 6, 2)
+    found = way.layout(torch.empty(64, 16), torch.empty(64, 2))
+    rows, slots = 3 * 64 * 16 * 4, 3 * 64 * 2 * 4
+    assert found == (64, 256, 256 + rows, 256 + rows + slots, 256 + rows + 2 * slots) and ensured == [found.size]

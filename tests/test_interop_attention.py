@@ -200,6 +200,17 @@ def test_an_unknown_keyword_is_the_models_own(is_causal: bool, calls: list[dict[
     assert len(calls) == 1
 
 
+def test_an_unknown_keyword_of_a_module_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is causal, as transformers takes it; one query, the last, sees all keys."""
+    monkeypatch.delattr(_Gated, "is_causal")
+    module, q, gate = _Gated(), randn(2, 3, 9, 8), randn(9)
+    for n in (9, 1):
+        causal = torch.full((n, 9), -torch.inf, device=runtime.DEVICE).triu(10 - n)
+        ours, _ = interop.attention_forward(module, q[:, :, -n:], q, q, None, scaling=0.3, gate=gate)
+        expected, _ = _eager_attention_forward(module, q[:, :, -n:], q, q, causal, 0.3, gate=gate)
+        torch.testing.assert_close(ours, expected)
+
+
 def test_a_window_without_a_mask_is_an_error() -> None:
     """A mask function that leaves windows to the attention: nobody would see to them."""
     q = randn(1, 2, 9, 8)

@@ -208,6 +208,14 @@ def test_what_is_missing_is_named(missing: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_rows_that_end_within_a_block_are_refused(tmp_path: Path) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 48}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="down_proj must have rows of a multiple of 32 elements, got 48"):
+        load(tmp_path)
+
+
 def test_a_dense_checkpoint_is_refused(tmp_path: Path) -> None:
     random_model(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="MXFP4ExpertsConfig: the checkpoint must be in MXFP4"):
@@ -293,6 +301,15 @@ def test_merging_says_what_it_loses(into: str, tmp_path: Path) -> None:
 def read(model: Any, name: str) -> torch.Tensor:
     module, _, parameter = name.rpartition(".")
     return getattr(model.get_submodule(module), parameter).detach()
+
+
+def test_nothing_is_lost_of_nothing(tmp_path: Path) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    model = load(tmp_path).to(runtime.DEVICE)
+    for q in packed(model):
+        q.packed.zero_()
+    errors = interop_peft.merge_experts(with_lora(model, init_lora_weights=True), into="dense")
+    assert len(errors) == 2 and all(error == (0.0, 0.0) for error in errors.values())
 
 
 def test_what_was_rounded_in_is_not_taken_back(tmp_path: Path) -> None:

@@ -291,6 +291,12 @@ def test_all_experts_must_be_there(leaf: str, tmp_path: Path) -> None:
         load(changed(tmp_path / "partly", LAYOUTS[0], lambda tensors: tensors.pop(f"{EXPERT}.{leaf}")))
 
 
+def test_one_expert_alone_is_stacked() -> None:
+    one = torch.randint(0, 256, (4, 8), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    found = transformers_nvfp4._Stack().convert({"scales": [one]}, ["scales"], ["all"])["all"]
+    assert found.dtype == one.dtype and torch.equal(found.view(torch.uint8), one.view(torch.uint8)[None, None])
+
+
 def test_settings() -> None:
     for settings, error, message in (
         (None, TypeError, "settings must be a dict, got NoneType"),

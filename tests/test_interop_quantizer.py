@@ -252,6 +252,7 @@ def test_bad_settings() -> None:
     with pytest.raises(TypeError, match="NF4ExpertsConfig: arguments must be double_quant and block_size, got"):
         NF4ExpertsConfig(bits=4)
     assert NF4ExpertsConfig().bytes_a_weight == 0.5625
+    assert NF4ExpertsConfig(double_quant=True).bytes_a_weight == 0.5 + (1 + 4 / 256) / 64
     with pytest.raises(ValueError, match="check_experts: the model must have experts"):
         config = transformers.GPT2Config(vocab_size=17, n_embd=8, n_layer=1, n_head=1)
         quantizer.NF4ExpertsQuantizer(NF4ExpertsConfig(), pre_quantized=False).preprocess_model(

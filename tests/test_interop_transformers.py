@@ -1,6 +1,7 @@
 """transformers' mixture-of-experts models on the kernels, against their own eager implementation."""
 
 import copy
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from tiny_models import MODELS, assert_as_eager, dequantized, losses, tiny_model
 from transformers.integrations import moe as hf_moe
 
 from kernelbook import check, runtime
+from kernelbook.interop import expert_parallel, transformers_experts
 from kernelbook.interop import transformers as interop
-from kernelbook.interop import transformers_experts
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn import experts as nn_experts
 from kernelbook.nn import moe
@@ -198,7 +199,7 @@ def test_other_experts_are_as_batched_mm(base: type, flags: dict[str, bool]) -> 
 def test_float8_experts() -> None:
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     config = types.SimpleNamespace(
-        hidden_size=32, moe_intermediate_size=48, num_experts=4, hidden_act="silu", num_local_experts=4
+        hidden_size=32, moe_intermediate_size=40, num_experts=4, hidden_act="silu", num_local_experts=4
     )
     kind = hf_moe.use_experts_implementation(
         type("Experts", (finegrained.FP8Experts,), {}), experts_interface=finegrained.ALL_FP8_EXPERTS_FUNCTIONS
@@ -209,8 +210,8 @@ def test_float8_experts() -> None:
         values, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
         values.data.copy_(torch.randn(values.shape))
         scale.data.uniform_(0.1, 2.0)
-        spread = scale.data.repeat_interleave(16, 1).repeat_interleave(16, 2)
-        dense[name] = values.data.float() * spread
+        spread = scale.data.repeat_interleave(16, 1).repeat_interleave(16, 2)  # the last block is a smaller one
+        dense[name] = values.data.float() * spread[:, : values.shape[1], : values.shape[2]]
     x, ids = torch.randn(6, 32, device=runtime.DEVICE), torch.randint(0, 4, (6, 2), device=runtime.DEVICE)
     gates = torch.rand(6, 2, device=runtime.DEVICE)
     interop.register()
@@ -316,3 +317,20 @@ def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ImportError, match="ExpertsInterface"):
         interop.use_kernels(model)
     assert _state(model) == before
+
+
+# --- expert parallelism ---------------------------------------------------------------------------------------------
+
+
+def test_ranks_with_one_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.23 has a table of implementations; one like it stands for that."""
+    table: dict[str, Any] = {}
+    module: Any = types.ModuleType("transformers.distributed.expert_parallel")
+    module.EPImplementation = type("EPImplementation", (), {"__init__": lambda *_: None})
+    module.EPImplementationInterface = types.SimpleNamespace(register=table.__setitem__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    expert_parallel.register()
+    one, two = (types.SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
+    assert table["kernelbook"]("experts", two, one).experts == "experts"
+    with pytest.raises(ValueError, match=r"every rank must have a batch of its own \(tp_size=1\), got tp_size=2"):
+        table["kernelbook"]("experts", two, two)
