@@ -407,6 +407,15 @@ def test_dropout_draws_anew_in_each_replay() -> None:
     assert len(losses) == 10
 
 
+def test_the_innermost_line_outside_of_pytorch_is_named() -> None:
+    def reads() -> None:
+        torch.zeros(2).item()
+
+    with pytest.raises(RuntimeError) as caught:
+        reads()
+    assert "in reads, `torch.zeros(2).item()`" in capture._line_of(caught.value)
+
+
 def test_a_generator_that_is_stashed_is_named() -> None:
     with _no_stashed_generator(), pytest.raises(RuntimeError, match="cannot be set back in a graph"):
         torch.cuda.get_rng_state()

@@ -614,6 +614,29 @@ NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
 }
 
 
+# What is left out, by what is seen of it.
+DEFAULTS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "GPTConfig mlp_ratio": (lambda: nn.GPTConfig(5).mlp_ratio, 4),
+    "LayerNorm eps": (lambda: nn.LayerNorm(8).eps, torch.nn.LayerNorm(8).eps),
+    "LayerNorm elementwise_affine": (lambda: sorted(nn.LayerNorm(8).state_dict()), ["bias", "weight"]),
+    "NF4Linear bias": (lambda: nn.NF4Linear(64, 64).bias is not None, True),
+    "SparseFFN gated": (lambda: nn.SparseFFN(4, 8).w_gate is None, True),
+    "SparseLinear chunk_size": (lambda: nn.SparseLinear(8, 128).num_chunks, 2),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_is_left_out(name: str) -> None:
+    call, expected = DEFAULTS[name]
+    assert call() == expected
+
+
+@pytest.mark.parametrize("config", (nn.GPTConfig(5), TrainConfig()), ids=lambda c: type(c).__name__)
+def test_a_configuration_stays_as_it_was_checked(config: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.width = 7
+
+
 def _may_be(name: str) -> tuple[Callable[[Any], torch.Tensor], Any, list[Any], list[Any]]:
     """A call, its number, and what else is and what is not such a number."""
     call, number = INTEGERS.get(name) or NUMBERS[name]

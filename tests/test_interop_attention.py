@@ -238,8 +238,8 @@ def test_a_step_compiled_once_serves_all_lengths() -> None:
 @pytest.mark.parametrize("stated", (False, True))
 def test_what_a_statement_says_to_others(stated: bool, window: int | None) -> None:
     """A layer with dropout falls back, with the mask that the statement stands for."""
-    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 9, 8), randn(2, 2, 9, 8)
-    lengths = torch.tensor([9, 7], device=runtime.DEVICE) if stated else None
+    q, k, v = randn(3, 4, 5, 8), randn(3, 2, 9, 8), randn(3, 2, 9, 8)
+    lengths = torch.tensor([9, 7, 8], device=runtime.DEVICE) if stated else None
     none = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
     mask = named_attention.statement(none if lengths is None else lengths, window)
     made = named_attention.boolean_mask(mask, 5, 9)

@@ -22,6 +22,7 @@ from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
 from kernelbook.interop import transformers_experts
 from kernelbook.nn import experts as nn_experts
+from kernelbook.nn.parameters import quantize_parameter
 
 
 def _config(model: Any, rank: int = 3, **changes: Any) -> peft.LoraConfig:
@@ -235,6 +236,22 @@ def _place(model: Any, wrapper: Any) -> tuple[str, str]:
     """Where a LoRA wrapper is. PEFT nests those of quantized parameters in another order than those of dense ones."""
     names = {id(module): name.replace(".base_layer", "") for name, module in model.named_modules()}
     return names[id(wrapper)], getattr(wrapper, "parameter_name", "weight")
+
+
+def test_a_parametrization_of_ones_own_on_a_4_bit_weight_stays_what_it_is() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = torch.nn.Parameter(torch.tensor(2.0, device=runtime.DEVICE))
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * self.by
+
+    linear = torch.nn.Linear(64, 32, device=runtime.DEVICE)
+    quantize_parameter(linear, "weight")
+    before = linear.weight
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", Scaled(), unsafe=True)
+    assert torch.equal(linear.weight, 2 * before) and "parametrizations.weight.1.by" in linear.state_dict()
 
 
 @pytest.mark.parametrize("before", (True, False), ids=("quantized before", "quantized after"))

@@ -81,6 +81,7 @@ def _layouts() -> dict[str, torch.Tensor]:
         "offset": randn(6, 41)[:, 1:],
         "three dimensions": randn(2, 3, 40),
         "permuted": randn(3, 2, 40).permute(1, 0, 2),
+        "columns first": randn(2, 40, 6).transpose(1, 2),
         "one dimension": randn(40),
     }
 

@@ -383,6 +383,7 @@ def test_float8_dequantize(shape: tuple[int, int, int], block: tuple[int, int] |
     values = torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
     tiles = (1, 1) if block is None else (-(-shape[1] // 8), -(-shape[2] // 4))
     q = Float8Tensor(values, torch.rand(shape[0], *tiles, device=DEVICE), block)
+    assert q.device == values.device and q.shape == shape
     bi, bj = q.tile
     spread = q.scale.repeat_interleave(bi, 1)[:, : shape[1]].repeat_interleave(bj, 2)[:, :, : shape[2]]
     expected = (values.double() * spread).float()
@@ -578,6 +579,7 @@ def test_the_layer_takes_an_activation_and_gives_the_loss_of_its_balance() -> No
     assert layer.experts.activation == "gelu"
     out, loss = layer(x, with_loss=True)
     assert torch.equal(out, layer(x))
+    torch.testing.assert_close(layer(x[1:, 3:4]), out[1:, 3:4])  # whatever tokens it comes with
     loss.backward()
     assert layer.router.weight.grad is not None and layer.router.weight.grad.any()
     pytest.importorskip("transformers", minversion="5")

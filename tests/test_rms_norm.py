@@ -98,6 +98,13 @@ def test_the_weight_is_optional(with_residual: bool) -> None:
     _check(randn(5, 33), None, randn(5, 33) if with_residual else None)
 
 
+def test_a_single_column_without_a_weight() -> None:
+    """With an eps that leaves it a gradient to speak of."""
+    x = randn(5, 1).requires_grad_()
+    ours, plain = (f(x).sum() for f in (lambda x: kb.rms_norm(x, None, 0.5), lambda x: F.rms_norm(x, (1,), None, 0.5)))
+    torch.testing.assert_close(*(torch.autograd.grad(y, x)[0] for y in (ours, plain)))
+
+
 @pytest.mark.parametrize("needed", (("x",), ("residual",), ("weight", "residual")))
 def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
     inputs = {"x": randn(5, 33), "weight": randn(33), "residual": randn(5, 33)}
@@ -139,6 +146,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "expanded": lambda: randn(1, 40).expand(6, 40),
     "offset": lambda: randn(6, 41)[:, 1:],
     "permuted": lambda: randn(3, 2, 40).permute(1, 0, 2),
+    "columns first": lambda: randn(2, 40, 6).transpose(1, 2),
     "one dimension": lambda: randn(40),
 }
 

@@ -7,6 +7,7 @@ would pass for sizes at which no rule changes its mind.
 import asyncio
 import copy
 import itertools
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -595,6 +596,41 @@ def test_swap_takes_what_it_knows_and_refuses_the_rest() -> None:
         swap(model, same_bits=True, attention=False)
     with pytest.raises(TypeError, match="swap: same_bits must be a bool, got int"):
         swap(model, same_bits=1)  # type: ignore[arg-type]
+
+
+class Router(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(randn(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(x, self.weight.t())
+
+
+class Scales(Router):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.sum(0)
+
+
+def test_swap_takes_a_router_by_its_product() -> None:
+    model, x = torch.nn.Sequential(Router()), randn(70, 16)
+    with swap(model, same_bits=True, quiet=True):
+        whole = model(x)
+        assert all(same(model(x[i : i + 1]), whole[i : i + 1]) for i in (0, 33, 69))
+        assert same(pickle.loads(pickle.dumps(model[0]))(x), whole)
+    with pytest.raises(ValueError, match="0: Scales has weights"):
+        swap(torch.nn.Sequential(Scales()), same_bits=True)
+
+
+def test_a_part_of_a_swapped_model_is_in_the_mode_too() -> None:
+    class Probe(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> bool:
+            return runtime.in_same_bits()
+
+    model: Any = torch.nn.Sequential(torch.nn.Sequential(Probe()))
+    with swap(model, same_bits=True, quiet=True):
+        assert model(randn(1)) and model[0](randn(1)) and not runtime.in_same_bits()
+    assert not model(randn(1))
 
 
 # --- on a GPU, at the sizes of models --------------------------------------------------------------------------------

@@ -451,6 +451,13 @@ def test_a_module_computes_and_trains_its_neurons(gated: bool) -> None:
         SparseFFN(24, 40, activation="tanh")
 
 
+def test_a_module_draws_its_parameters_as_pytorchs_linear() -> None:
+    block = SparseFFN(64, 400, bias=True, gated=True)
+    for name, parameter in block.named_parameters():
+        bound = 400**-0.5 if "down" in name else 64**-0.5
+        assert 0.9 * bound < parameter.abs().max() <= bound, name
+
+
 def test_a_router_that_is_a_module_belongs_to_the_block() -> None:
     class Router(torch.nn.Module):
         def __init__(self) -> None:

@@ -386,6 +386,19 @@ def test_autocast_is_that_of_linear() -> None:
         assert torch.equal(ours, exact)
 
 
+@pytest.mark.parametrize("frozen", ("x", "weight"))
+def test_gradients_of_gradients_where_one_tensor_is_frozen(frozen: str) -> None:
+    tensors = {"x": randn(5, 24), "weight": randn(32, 24)}
+    [learns] = (t.requires_grad_() for name, t in tensors.items() if name != frozen)
+    up, ids = randn(5, 32).requires_grad_(), torch.arange(2, device=runtime.DEVICE)
+    found = []
+    for call in (lambda x, weight: kb.sparse_forward(x, weight, None, ids, chunk_size=16), F.linear):
+        (first,) = torch.autograd.grad(call(*tensors.values()), learns, up, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (up, learns), allow_unused=True, materialize_grads=True))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_a_module_trains_its_active_chunks() -> None:
     ours = SparseLinear(24, 70, device=runtime.DEVICE, chunk_size=16, mode="sparse_dw_dx")
     theirs = torch.nn.Linear(24, 70, device=runtime.DEVICE)

@@ -185,6 +185,7 @@ def test_the_learning_rate() -> None:
     assert (
         config.lr_at(4) == 1.0 and config.lr_at(54) == pytest.approx(0.55) and config.lr_at(104) == pytest.approx(0.1)
     )
+    assert dataclasses.replace(config, steps=5).lr_at(5) == pytest.approx(0.1)
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
@@ -234,6 +235,12 @@ def test_where_a_branch_ends_dx_can_stay_dense() -> None:
             torch.testing.assert_close(inputs, expected)
         if name == "up":
             assert not torch.allclose(everywhere, expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("progress", (False, True))
+def test_progress_is_shown_where_it_is_wanted(progress: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(SMALL, progress=progress).run(2)
+    assert ("step/s" in capsys.readouterr().err) == progress
 
 
 def test_a_trainer_leaves_the_callers_random_numbers_alone() -> None:

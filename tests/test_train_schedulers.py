@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernelbook import check
+from kernelbook import check, runtime
 from kernelbook.train import (
     SCHEDULERS,
     Layout,
@@ -162,7 +162,9 @@ def test_a_bad_layout_is_refused(build: Any, message: str) -> None:
 
 
 def test_a_fraction_is_at_least_one_chunk() -> None:
-    assert Layout.of_fraction([128, 32, 3], 0.1).active == (13, 3, 1)
+    layout = Layout.of_fraction([128, 32, 3], 0.1)
+    assert layout.active == (13, 3, 1) and layout.device == runtime.DEVICE
+    assert Layout.of_fraction([4], 0.5, torch.device("meta")).device.type == "meta"
 
 
 # --- schedulers -----------------------------------------------------------------------------------------------------
@@ -244,6 +246,9 @@ def test_exploration_takes_its_share() -> None:
         assert ids[:7] == [39, 38, 37, 36, 35, 34, 33] and len(set(ids)) == 10
         found.append(tuple(ids[7:]))
     assert len(set(found)) == 6
+    oracle = make_scheduler("oracle", Layout((40,), (10,)), explore=0.3)  # it has nothing to explore
+    oracle.observe_all(torch.arange(40.0, device=oracle.ids.device))
+    assert oracle.select().tolist() == list(range(39, 29, -1))
 
 
 def test_knn_predicts_from_neighbours(device: torch.device) -> None:
@@ -285,6 +290,16 @@ def test_the_gradient_lives_in_the_planted_chunks(families: int | None) -> None:
     assert set(teacher.planted_chunks(0).tolist()) != set(teacher.planted_chunks(5).tolist())
     with pytest.raises(ValueError, match="families must divide chunks"):
         PlantedTeacher(chunks=16, families=3)
+    assert PlantedTeacher(chunks=16, planted=1, families=None).planted_chunks(0).shape == (1,)
+    with pytest.raises(ValueError, match=r"planted must lie in \[1, 16\], got 0"):
+        PlantedTeacher(chunks=16, planted=0, families=None)
+
+
+def test_what_a_scheduler_chose_is_learnt() -> None:
+    teacher = PlantedTeacher(chunks=8, planted=2, families=None, d_in=16, batch=32, noise=0.0)
+    before = teacher.gradients(0)[1].norm()
+    list(score_scheduler(teacher, make_scheduler("oracle", Layout((8,), (2,))), 20))
+    assert teacher.gradients(0)[1].norm() < 0.5 * before
 
 
 def test_scores_are_what_they_say(device: torch.device) -> None:

@@ -171,6 +171,7 @@ def test_batches_are_drawn_ahead_and_yet_by_step(file: Path) -> None:
     other = data.batch(69)[0]
     data.seed = 0
     assert torch.equal(data.batch(69)[0], there[-3:]) and not torch.equal(other, there[-3:])
+    assert TextData(file, vocab_size=300, batch_size=3, context=8, seed=-1).batch(64)[0].shape == (3, 8)
 
 
 def test_a_text_that_is_too_short_is_refused(file: Path) -> None:
