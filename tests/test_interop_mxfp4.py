@@ -216,6 +216,17 @@ def test_rows_that_end_within_a_block_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_another_size_than_the_configuration_s_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["intermediate_size"] //= 2
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        (ValueError, RuntimeError), match="gate_up_proj_blocks must be in the checkpoint.* or in another shape"
+    ):
+        load(tmp_path)
+
+
 def test_a_dense_checkpoint_is_refused(tmp_path: Path) -> None:
     random_model(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="MXFP4ExpertsConfig: the checkpoint must be in MXFP4"):

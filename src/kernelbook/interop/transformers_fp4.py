@@ -74,16 +74,19 @@ class MXFP4ExpertsQuantizer(ExpertsQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
-        for _, experts in check_experts(model):
-            for name in weight_names(experts):
-                _expect(experts, name)
+        self._shapes = {
+            (module, name): _expect(experts, name)
+            for module, experts in check_experts(model)
+            for name in weight_names(experts)
+        }
+        for _, experts in expert_modules(model):
             # transformers would draw new values for parameters that are not there yet.
             experts.__dict__["_is_hf_initialized"] = True
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for module, experts in expert_modules(model):
             for name in weight_names(experts):
-                _take(experts, module, name, model.config.dtype)
+                _take(experts, module, name, self._shapes[module, name], model.config.dtype)
         # Who prepares a model for training in few bits asks for this name.
         model.is_loaded_in_4bit = True
         return model
@@ -109,23 +112,25 @@ class MXFP4ExpertsQuantizer(ExpertsQuantizer):
 # --- the places of what is read -------------------------------------------------------------------------------------
 
 
-def _expect(experts: Any, name: str) -> None:
-    """Puts blocks and scales without storage in the place of a dense parameter, for transformers to fill."""
+def _expect(experts: Any, name: str) -> tuple[torch.Size, torch.Size]:
+    """Puts blocks and scales without storage in the place of a dense parameter, for transformers to fill; -> their shapes."""
     e, *sides = getattr(experts, name).shape
     n, k = reversed(sides) if experts.is_transposed else sides
     if k % BLOCK:
         raise ValueError(f"from_pretrained: {name} must have rows of a multiple of {BLOCK} elements, got {k}")
     delattr(experts, name)
-    for part, shape in (("blocks", (e, n, k // BLOCK, BLOCK // 2)), ("scales", (e, n, k // BLOCK))):
+    shapes = torch.Size((e, n, k // BLOCK, BLOCK // 2)), torch.Size((e, n, k // BLOCK))
+    for part, shape in zip(("blocks", "scales"), shapes, strict=True):
         empty = torch.empty(shape, dtype=torch.uint8, device="meta")
         experts.register_parameter(f"{name}_{part}", torch.nn.Parameter(empty, requires_grad=False))
+    return shapes
 
 
-def _take(experts: Any, module: str, name: str, dtype: torch.dtype) -> None:
+def _take(experts: Any, module: str, name: str, shapes: tuple[torch.Size, torch.Size], dtype: torch.dtype) -> None:
     """Makes the 4-bit parameter of what was read, in the same memory."""
     parts = [getattr(experts, f"{name}_{part}") for part in ("blocks", "scales")]
-    for part, value in zip(("blocks", "scales"), parts, strict=True):
-        if value.is_meta or not getattr(value, "_is_hf_initialized", False):
+    for part, value, shape in zip(("blocks", "scales"), parts, shapes, strict=True):
+        if value.is_meta or not getattr(value, "_is_hf_initialized", False) or value.shape != shape:
             raise ValueError(
                 f"from_pretrained: {module}.{name}_{part} must be in the checkpoint, and it is not, or in another shape"
             )
