@@ -622,6 +622,8 @@ def test_every_room_is_compiled() -> None:
     ("room", "targets"), jobs(), ids=lambda v: v if isinstance(v, str) else v[0] if len(v) == 1 else "others"
 )
 def test_kernels_compile_without_spilling(room: str, targets: tuple[str, ...]) -> None:
+    if room == "nn":
+        pytest.importorskip("transformers", reason="rotary embeddings are for its models")
     found = compiled(room, targets, recompile_every=RECOMPILE_EVERY)
     if PINNED:  # another compiler's are not kept
         new = [str(kernel) for kernel in found if not kernel.stored]
