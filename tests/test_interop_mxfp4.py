@@ -222,7 +222,7 @@ def test_another_size_than_the_configuration_s_is_refused(tmp_path: Path) -> Non
     settings["intermediate_size"] //= 2
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(
-        (ValueError, RuntimeError), match="gate_up_proj_blocks must be in the checkpoint.* or in another shape"
+        (ValueError, RuntimeError), match=r"gate_up_proj_blocks must be in the checkpoint.* or in another shape"
     ):
         load(tmp_path)
 
