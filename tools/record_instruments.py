@@ -1265,6 +1265,61 @@ def tile_height() -> Recording:
     }
 
 
+def same_bits() -> Recording:
+    """One row alone and in a batch: who sums which part of it, by a split that looks at the batch and by parts at fixed places."""
+    page = from_notebook("same_bits", "_split_kernel", "_parts_kernel", "joined")
+    k, n, part = 128, 16, 32
+    blocks = {"BLOCK_M": 16, "BLOCK_N": n, "BLOCK_K": 16}
+    generator = torch.Generator().manual_seed(5)
+    batch, w = torch.randn(64, k, generator=generator), torch.randn(k, n, generator=generator)
+    runs, alone = [], torch.empty(0)
+    for name, fixed, rows in (
+        ("a split by rows, one row", False, 1), ("a split by rows, 64 rows", False, 64),
+        ("fixed parts, one row", True, 1), ("fixed parts, 64 rows", True, 64),
+    ):  # fmt: skip
+        x, programs = batch[:rows].clone(), 4 if rows == 1 else 1
+        sums = torch.zeros(programs, rows, n)
+        grid, more = (triton.cdiv(rows, 16), 1, programs), {"PART": part, "SPLIT": rows == 1} if fixed else {}
+        with watch(None, x=x, sums=sums) as seen:
+            kernel = page._parts_kernel if fixed else page._split_kernel
+            kernel[grid](x, w, sums, rows, n, k, *(() if fixed else (k // programs,)), **blocks, **more)
+        found = page.joined(sums)[0]
+        torch.testing.assert_close(found, batch[0] @ w, rtol=1e-4, atol=1e-4)
+        alone = found if rows == 1 else alone
+        own = [access for access in seen if access.program[0] == 0]
+        frames = Frames(f"{k} numbers of one row, in a batch of {rows}. {programs} programs share them.")
+        for access in own:
+            program, letter = access.program[2], "abcd"[access.program[2]]
+            if access.tensor == "x":
+                read = [element for element in access.elements if element < k]
+                note = f"Program {program} multiplies and adds."
+                if fixed and programs == 1 and (read[-1] + 1) % part == 0:
+                    note += " A part is full: it joins the sum of those before."
+                frames.show(note, cells("row", read, "abcd"[read[0] // part] if fixed else letter))
+            else:
+                frames.show(f"Program {program} stores its sum.", [["sums", program, letter]])
+        frames.show(
+            "The sums are joined in their order." if programs > 1 else "There is nothing to join.", [["out", 0, "g"]]
+        )
+        same = "yes" if torch.equal(found, alone) else "no"
+        runs.append(
+            {"name": name, "frames": frames, "facts": {"programs": programs, "the bits of the row alone": same}}
+        )
+    assert [run["facts"]["the bits of the row alone"] for run in runs] == ["yes", "no", "yes", "yes"]
+    return {
+        "title": "One row, alone and among 64",
+        "question": "64 rows give each program enough to do. Which of the two ways then still adds the row up as it did alone?",
+        "choices": ["both", "the split by rows", "the fixed parts"],
+        "answer": 2,
+        "asked": 3,
+        "because": "One program walks over the parts that four programs had, ends each where they did, and joins them in their order.",
+        "control": "way, and rows",
+        "panels": [panel("row", "the row", k // 4, 4), panel("sums", "sums in memory", 4), panel("out", "result", 1)],
+        "legend": {"a": "first sum", "b": "second", "c": "third", "d": "fourth", "g": "the row's result"},
+        "runs": runs,
+    }
+
+
 RECORDINGS: dict[str, Callable[[], Recording]] = {
     name: function
     for name, function in list(globals().items())
