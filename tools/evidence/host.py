@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
     "plans": (("plans.py",), "plans tuning runtime"),
     "packed": (("packed/__init__.py", "packed/fp4.py", "packed/products.py"), "nf4 fp4 moe_lora"),
     "nn": (("nn/*.py",), "swap moe_block models scatter_ffn nf4 sparse_linear interop_attention state train_sparse_inference"),
-    "interop": (("interop/*.py",), "swap interop_attention interop_bitsandbytes interop_peft interop_quantizer interop_transformers state"),
+    "interop": (("interop/*.py",), "swap interop_attention interop_bitsandbytes interop_mxfp4 interop_nvfp4 interop_peft interop_quantizer interop_transformers state"),
     "distributed": (("distributed/*.py",), "distributed evidence_distributed state"),
     "train": (("train/*.py",), "train_command train_loop train_optimizer train_schedulers train_text train_same_loss capture captured_step captured_models"),
     "check": (("check.py",), "check evidence_rule"),
