@@ -197,7 +197,11 @@ def test_every_recorded_file_keeps_the_schema() -> None:
                 assert set(rows["run"]) <= set(record.load_ceilings(path.parent.name)["run"]), path.name
         end = columns.index("date") + 1
         assert columns[end - len(record.ENVIRONMENT) : end] == record.ENVIRONMENT, path.name
-        later = ("add_host_us", "setup_s") if path.stem in ("whole_model", "whole_model_bits") and "setup_s" in columns else ()
+        later = (
+            ("add_host_us", "setup_s")
+            if path.stem in ("whole_model", "whole_model_bits") and "setup_s" in columns
+            else ()
+        )
         assert columns[end:] in ((), record.DATES + later, ("sources",)), path.name
 
 
