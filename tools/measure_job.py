@@ -156,7 +156,7 @@ def notebook(folder: Path, name: str) -> int:
         os.environ["JUPYTER_PATH"] = scratch
         try:  # all that fails is to be known, not the first alone
             how = {"timeout": 600, "kernel_name": "python3", "allow_errors": True, "resources": resources}
-            # Files for ports: two kernels that begin at the same time may choose the same port, and one of them dies.
+            # Sockets in files: two kernels that begin at the same time may choose the same port, and one of them dies.
             files = Config(KernelManager={"transport": "ipc", "ip": f"{scratch}/kernel"})
             NotebookClient(chapter, config=files, **how).execute()
         except Exception as error:  # the kernel died, or a cell does not end

@@ -585,7 +585,8 @@ def _session(channel: socket.socket) -> None:
             except MemoryError:
                 answer = {"refused": "it took more memory than the judge allows"}
             except BaseException as error:  # SystemExit too: a solution that ends the process is none
-                answer = {"refused": f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"}
+                first = str(error).partition("\n")[0]
+                answer = {"refused": f"it raised {type(error).__name__}: {first[:300]}"}
             sys.stdout.flush()
             send(channel, answer)
             try:

@@ -482,7 +482,7 @@ class Plan:
     checkpoints: bool = False
     graph: str = "0"
     layers: int | None = None
-    bits: bool = False  # within same_bits(), or beside it
+    bits: bool = False  # for whole_model_bits.csv
 
     @property
     def kind(self) -> str:
