@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 import remembered_types
 import torch
+from stand_in import stand_in_for
 
 from kernelbook import plans, runtime
 
@@ -41,6 +42,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelboo
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="of N parts of the chosen tests the I-th, from 1")
+    parser.addoption("--stand-in", metavar="TARGET", help="plans and kernels of an older GPU than this, such as sm_75")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if target := config.getoption("--stand-in"):
+        stand_in_for(target)
 
 
 @pytest.hookimpl(trylast=True)  # when marks have chosen

@@ -199,7 +199,7 @@ def test_every_recorded_file_keeps_the_schema() -> None:
         assert columns[end - len(record.ENVIRONMENT) : end] == record.ENVIRONMENT, path.name
         later = (
             ("add_host_us", "setup_s")
-            if path.stem in ("whole_model", "whole_model_bits") and "setup_s" in columns
+            if path.stem in ("whole_model", "whole_model_bits", "whole_model_skewed") and "setup_s" in columns
             else ()
         )
         assert columns[end:] in ((), record.DATES + later, ("sources",)), path.name

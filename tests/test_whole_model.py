@@ -196,6 +196,7 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         bench.Plan(OLMOE, "grouped_mm", "decode", 2),
         bench.Plan(OLMOE, "kernelbook:dense", "prefill"),
         bench.Plan(OLMOE, "grouped_mm", "generate"),
+        bench.Plan(OLMOE, "grouped_mm", "prefill", zipf=0.5),
     ]
     assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 0
     rows = pd.read_csv(tmp_path / "whole_model.csv")
@@ -206,6 +207,8 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (rows["ms"].iloc[:3] > 0).all()  # a token more of generate is a difference of two times
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
     assert rows["x"].tolist() == [1, 2, 1, 1] and rows["err_ratio"].notna().all()
+    (skewed,) = pd.read_csv(tmp_path / "whole_model_skewed.csv")["shape"]
+    assert skewed == f"model={OLMOE} layers=1 task=prefill N=8 S=0 graph=0 zipf=0.5"
     printed = capsys.readouterr().out
     assert "left out: axolotl (" in printed and "left out: Unsloth (" in printed
 
@@ -233,6 +236,23 @@ def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pyte
     assert rows["provider"].tolist() == [plan.provider for plan in wanted]
     known = rows.loc[~rows["shape"].str.contains("GPT-2")]
     assert (known[["gbytes", "gflop"]] > 0).all(axis=None) and len(known) == len(rows) - 1
+
+
+@pytest.mark.parametrize("name", (OLMOE, QWEN))
+def test_skewed_routers_want_some_experts_more(name: str) -> None:
+    config = bench.configuration(name, 2, tiny=True)
+    config.num_experts, config.num_experts_per_tok, config.hidden_size = 128, 8, 512
+    model = bench.build(config, dtype=torch.float32)
+    router, x = model.model.layers[1].mlp.gate, torch.randn(4096, config.hidden_size, device=runtime.DEVICE)
+    even = router(x)
+    with bench._skewed(model, 1e-9):
+        for ours, theirs in zip(router(x), even, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    with bench._skewed(model, 0.5):
+        skewed = router(x)[2]
+    largest = [ids.flatten().bincount(minlength=128).max().item() / (ids.numel() / 128) for ids in (even[2], skewed)]
+    assert largest[0] < 1.7 and 4 < largest[1] < 7
+    assert torch.equal(router(x)[2], even[2])
 
 
 def test_a_wrong_result_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,7 @@ DATED: dict[str, Sources] = {
     "together_steps": Sources(_EXPERTS),
     "whole_model": Sources(_MODEL),
     "whole_model_bits": Sources((*_MODEL, "linear.py")),
+    "whole_model_skewed": Sources(_MODEL),
     "whole_model_host": Sources(_HOST),
     "whole_model_parts": Sources(_MODEL),
 }

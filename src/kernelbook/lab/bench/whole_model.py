@@ -36,7 +36,8 @@ what no kernel covers is the part ``none``: the device waits for the host.
 ``floor`` is the same step with our functions returning memory that is there, and one node of autograd each.
 
 ``whole_model_bits.csv`` has the models within :func:`kernelbook.same_bits` (provider ``kernelbook:same_bits``) beside the default,
-both of one run.
+both of one run. ``whole_model_skewed.csv`` has steps whose routers want some experts more than others, as trained ones do:
+random weights want all alike.
 """
 
 import contextlib
@@ -59,6 +60,7 @@ from kernelbook.interop import base_model
 from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.lab.bench import Bench
+from kernelbook.lab.bench.moe_block import ZIPF
 from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 
@@ -76,7 +78,7 @@ SOURCES = (
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
 COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
 STEM, PARTS_STEM, HOST_STEM = "whole_model", "whole_model_parts", "whole_model_host"
-BITS_STEM = "whole_model_bits"
+BITS_STEM, SKEWED_STEM = "whole_model_bits", "whole_model_skewed"
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
 HOST_KEY = ("gpu", "provider", "model", "checkpoint")
 COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
@@ -252,6 +254,39 @@ def _running(model: Any, provider: str) -> Iterator[None]:
         interop.use_kernels(model)
     with swap(base, same_bits=provider == SAME_BITS, quiet=True):
         yield
+
+
+@contextlib.contextmanager
+def _skewed(model: Any, zipf: float) -> Iterator[None]:
+    """Within the context experts are wanted like ``1 / rank ** zipf``, in another order in each layer, as by ``bench moe_block``."""
+    if not zipf:
+        yield
+        return
+    from kernelbook.interop import transformers as interop
+
+    def route(router: Any, bias: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the routers of both families do, which have no bias."""
+        logits = torch.nn.functional.linear(x.reshape(-1, router.hidden_dim), router.weight, bias)
+        gates, chosen = logits.softmax(-1, torch.float32).topk(router.top_k)
+        if router.norm_topk_prob:
+            gates = gates / gates.sum(-1, keepdim=True)
+        return logits, gates.to(logits.dtype), chosen
+
+    # Logits of random weights are normal with this deviation. With that factor the most wanted expert gets as many tokens as
+    # by the Gumbel noise of bench moe_block, which has more large values.
+    noise = 0.58 * model.config.initializer_range * math.sqrt(model.config.hidden_size)
+    routers = [
+        model.get_submodule(name.rpartition(".")[0] + ".gate") for name, _ in list(interop.expert_modules(model))
+    ]
+    for seed, router in enumerate(routers):
+        rank = torch.randperm(router.num_experts, generator=torch.Generator().manual_seed(seed)) + 1.0
+        bias = (-zipf * noise * rank.log()).to(router.weight)
+        router.forward = functools.partial(route, router, bias)
+    try:
+        yield
+    finally:
+        for router in routers:
+            del router.forward
 
 
 # --- tasks ----------------------------------------------------------------------------------------------------------
@@ -483,6 +518,12 @@ class Plan:
     graph: str = "0"
     layers: int | None = None
     bits: bool = False  # for whole_model_bits.csv
+    zipf: float = 0.0  # for whole_model_skewed.csv: how uneven routers are
+
+    @property
+    def stem(self) -> str:
+        """The file."""
+        return BITS_STEM if self.bits else SKEWED_STEM if self.zipf else STEM
 
     @property
     def kind(self) -> str:
@@ -501,13 +542,14 @@ class Plan:
             parts |= {"N": tokens, "r": RANK, "checkpoint": int(self.checkpoints)}
         else:
             parts |= {"N": 1, "S": tokens} if self.task in ONE_TOKEN else {"N": tokens, "S": 0}
-        return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
+        parts |= {"graph": self.graph} | ({"zipf": self.zipf} if self.zipf else {})
+        return " ".join(f"{name}={value}" for name, value in parts.items())
 
     def __str__(self) -> str:
         layers = "" if self.layers is None else f" layers={self.layers}"
         return (
             f"{self.model} {self.provider} {self.task} batch={self.batch} checkpoint={int(self.checkpoints)} "
-            f"graph={self.graph}{layers}{' bits' if self.bits else ''}"
+            f"graph={self.graph}{layers}{' bits' if self.bits else ''}{f' zipf={self.zipf}' if self.zipf else ''}"
         )
 
 
@@ -533,6 +575,8 @@ def plans() -> list[Plan]:
                 found += [Plan(model, provider, "step", 4, True, "1"), Plan(model, provider, "step", 1, False, "1")]
                 if provider.startswith("kernelbook"):
                     found.append(Plan(model, provider, "step", 4, False, "1"))
+                if provider != "kernelbook:dense":
+                    found.append(Plan(model, provider, "step", 1, True, "1", zipf=ZIPF))
         both = ("kernelbook", SAME_BITS)
         found += [
             Plan(model, provider, "decode", batch, graph="1", bits=True) for batch in (1, 32) for provider in both
@@ -633,7 +677,7 @@ class _Session:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
-            with _running(model, plan.provider):
+            with _running(model, plan.provider), _skewed(base, plan.zipf):
                 self._measure(plan, model, base, ratio)
         finally:
             if plan.graph == "compile":
@@ -753,7 +797,7 @@ class _Session:
             "add_host_us": f"{self._add_host_us():.3g}", "setup_s": f"{setup:.3g}",
         }  # fmt: skip
         table = pd.DataFrame([{**self.about, **row}], columns=list(COLUMNS))
-        record.write_results(self.folder / f"{BITS_STEM if plan.bits else STEM}.csv", table)
+        record.write_results(self.folder / f"{plan.stem}.csv", table)
         shown = {
             "ms": found.ms,
             "tokens/s": 1e3 * self._tokens_of(plan) / found.ms,
@@ -761,7 +805,7 @@ class _Session:
             "host ms": host / 1e3,
             "set-up s": setup,
         }
-        if runtime.DEVICE.type == "cuda" and call is not None and not plan.bits:
+        if runtime.DEVICE.type == "cuda" and call is not None and plan.stem == STEM:
             parts = _profile(call, found.ms)
             shown["idle"] = parts["none"][0] / found.ms
             rows = [
