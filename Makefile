@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-oldest test-oldest-interop test-next test-versions clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-turing test-oldest test-oldest-interop test-next test-versions clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -86,10 +86,15 @@ evidence: $(ENVIRONMENT)
 test-notebooks: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
 
-# Ten processes share a GPU of 80 GB. In two halves, each with whole functions: make test-gpu PART=1/2, make test-gpu PART=2/2.
+# Fourteen processes share a GPU of 80 GB. In two halves, each with whole functions: make test-gpu PART=1/2, make test-gpu PART=2/2.
 test-gpu: $(ENVIRONMENT)
-	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),10) --dist worksteal $(if $(PART),--part $(PART)) tests
+	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),14) --dist worksteal $(if $(PART),--part $(PART)) tests
 	$(PY) -m pytest -m "gpu and alone" $(if $(PART),--part $(PART)) tests
+
+# The rooms with what is chosen and compiled for a T4, run by a newer GPU.
+ROOMS := layer_norm sparse_linear scatter_ffn attention attention_decode nf4 fp4 moe_lora
+test-turing: $(ENVIRONMENT)
+	$(PY) -m pytest -m "not alone" --stand-in sm_75 -n $(or $(WORKERS),14) --dist worksteal $(ROOMS:%=tests/test_%.py)
 
 # The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
 # environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy

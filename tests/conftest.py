@@ -48,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if target := config.getoption("--stand-in"):
         stand_in_for(target)
+        config.addinivalue_line("filterwarnings", "ignore:kernelbook. .* has no bfloat16")
 
 
 @pytest.hookimpl(trylast=True)  # when marks have chosen

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernelbook import runtime
+from kernelbook import memory, runtime
 from kernelbook.launch import Launch
 
 
@@ -60,9 +60,14 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
             return real_new_empty(self, *size, dtype=dtype, **kwargs)
         return guarded(real_empty(*size, device="meta").shape, dtype or self.dtype, self.device)
 
+    monkeypatch.setattr(memory, "_new", None)  # what a GPU's memory comes from otherwise
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     return lambda: bool(guards) and all(bool((guard == 7).all()) for guard in guards)
+
+
+# Of tests that count launches, or ask which products cuBLAS takes: all of 16 bits, where kernels have no tensor cores.
+with_tensor_cores = pytest.mark.skipif("not runtime.properties().has_tensor_cores", reason="cuBLAS multiplies there")
 
 
 def launches(call: Callable[[], object]) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, label, randn
+from tensors import call_with, far_apart, guarded_memory, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, plans, runtime
@@ -669,32 +669,14 @@ def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyP
     bad = ids.clone()
     bad[bad == 4] = torch.tensor([-1, 5, 2**40, -(2**40), 2**32, 2**31, 7], device=ids.device)
     inputs = _inputs(ids, 4, 24, 40, 3, torch.float16, with_bias=True, gates=torch.float32)
-    real_empty, guards = torch.empty, []
-
-    def guarded_empty(*size: Any, **kwargs: Any) -> torch.Tensor:
-        """Every output lies between two stretches of memory that must not change."""
-        shape = real_empty(*size, device="meta").shape
-        pad = 4096
-        whole = torch.full((shape.numel() + 2 * pad,), 7, dtype=kwargs["dtype"], device=kwargs["device"])
-        guards.append((whole[:pad], whole[pad + shape.numel() :]))
-        return whole[pad : pad + shape.numel()].view(shape)
-
-    def guarded_new_empty(self: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
-        return guarded_empty(size, **{"dtype": self.dtype, "device": self.device, **kwargs})
-
-    def guarded_empty_like(like: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return guarded_new_empty(like, like.shape, dtype=kwargs.get("dtype", like.dtype))
-
-    monkeypatch.setattr(torch, "empty", guarded_empty)
-    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_new_empty)
-    monkeypatch.setattr(torch, "empty_like", guarded_empty_like)
+    untouched = guarded_memory(monkeypatch)
     results = []
     for chosen in (ids, bad):
         leaves = [t.detach().requires_grad_() for t in inputs.values()]
         y = kb.moe_lora(**dict(zip(inputs, leaves, strict=True)), routing=kb.route(chosen, 4), strategy=strategy)
         results.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
     monkeypatch.undo()
-    assert guards and all(bool((g == 7).all()) for pair in guards for g in pair)
+    assert untouched()
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 

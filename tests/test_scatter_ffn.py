@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, launches, randn
+from tensors import call_with, far_apart, guarded_memory, label, launches, randn, with_tensor_cores
 
 import kernelbook as kb
 from kernelbook import arguments, check, plans, runtime
@@ -402,6 +402,7 @@ def test_autocast_is_that_of_linear() -> None:
         assert torch.equal(a, b)
 
 
+@with_tensor_cores
 @pytest.mark.parametrize("m", (1, 16))
 def test_two_launches_a_call(m: int) -> None:
     network, neurons = _network(m, 24, 40, 16, torch.float16, gated=True, bias=True), _neurons(40, 9)

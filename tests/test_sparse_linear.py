@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, launches, randn
+from tensors import call_with, far_apart, guarded_memory, label, launches, randn, with_tensor_cores
 
 import kernelbook as kb
 from kernelbook import arguments, check, plans, runtime
@@ -358,6 +358,7 @@ def test_baselines_compute_the_same() -> None:
             torch.testing.assert_close(ours, ref, rtol=1e-4, atol=1e-5)
 
 
+@with_tensor_cores
 def test_one_launch_a_call() -> None:
     x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((5, 24), (72, 24), (5, 72)))
     ids = _chunks(72, 16, 2)
@@ -529,6 +530,7 @@ def test_plans_cover_every_shape(target: str) -> None:
     assert long.split > 1  # one tile of dW, so the rows are shared
 
 
+@with_tensor_cores
 @pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("m", (1, 40))
 def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,6 +547,7 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
     assert not packed
 
 
+@with_tensor_cores
 @pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize(("limit", "chunk"), (("UNBOXED_FLOP", 16), ("UNBOXED_FLOP", 40), ("SMALL_FLOP", 17)))
 def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
