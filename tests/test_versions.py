@@ -1,5 +1,7 @@
 """What the package was tried with: the table is made by the tool, and the package claims nothing that is not in it."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,31 @@ def test_what_the_package_calls_tried_has_passed() -> None:
     tool = program("try_versions")
     rows = tool.rows()
     assert rows == sorted(rows, key=tool._order)
-    assert {row["tests"] for row in rows} <= {*tool.parts(short=False), *tool.parts(short=True)}
+    known, on_gpus = {*tool.parts(short=False), *tool.parts(short=True)}, tuple(f"{name}, " for name in tool.HERE)
+    assert all(row["tests"] in known or row["tests"].startswith(on_gpus) for row in rows)
     for part in ("launcher", "interpreted", "kernels"):
         passed = {
             r["triton"].rpartition(".")[0] for r in rows if part in r["tests"] and r["failed"] == "0" < r["passed"]
         }
         assert set(runtime.TRIED_TRITON) <= passed, f"run 'make test-versions', which has the part {part}"
+
+
+def test_what_a_gpu_says_stands_beside_its_name(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if command[0] != "nvidia-smi":
+            ran.append(command)
+        return subprocess.CompletedProcess(command, 5, stdout="NVIDIA L4\n")
+
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    monkeypatch.setattr(
+        tool, "versions", lambda _: {"python": "3.12", "torch": "2.11", "triton": "3.6.0", "numpy": "2"}
+    )
+    assert tool.main(["--here", "--only", "sm_75"]) == 1
+    ((row,), (command,)) = tool.rows(), ran
+    assert row["tests"] == "rooms, compiled for sm_75, NVIDIA L4" and row["failed"] == "1"
+    assert command[0] == sys.executable and command[-len(tool.ROOMS) - 1 :][:2] == ["sm_75", "tests/test_layer_norm.py"]
 
 
 def test_every_tried_triton_is_tried_again() -> None:

@@ -1,7 +1,8 @@
-"""Tries the package with other versions of Python, PyTorch and Triton, each pair in an environment of its own. Needs no GPU.
+"""Tries the package with other versions of Python, PyTorch and Triton, each pair in an environment of its own; or on a GPU.
 
     python tools/try_versions.py                          every pair below
     python tools/try_versions.py --only triton==3.8.0     those whose description has these words
+    python tools/try_versions.py --here                   what needs a GPU, with the versions that this Python has
 
 Every kernel is compiled for a Hopper GPU, the launcher's tests run, and those of the rooms in the interpreter; ``--short`` takes
 less of the first and the last. What came out of a part is a row of book/versions.csv,
@@ -13,6 +14,7 @@ import argparse
 import csv
 import datetime
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -61,6 +63,11 @@ PARTS = {
 SHORT = {
     "rooms, interpreted": ("doctor, interpreted", ("tests/test_cli.py::test_doctor_passes",)),
     "kernels for sm_90": ("attention's kernels for sm_90", (*PARTS["kernels for sm_90"][:2], "attention-sm_90")),
+}
+# On a GPU, with what is installed: what needs one; and all tests of the rooms, by kernels that are compiled for a T4.
+HERE = {
+    "GPU tests of the rooms": ("-m", "gpu and not alone", *PARTS["rooms, interpreted"], "tests/test_same_bits.py"),
+    "rooms, compiled for sm_75": ("-m", "not alone", "--stand-in", "sm_75", *PARTS["rooms, interpreted"]),
 }
 
 
@@ -149,7 +156,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="pairs whose description has these words: triton==3.8.0, python3.12")
     parser.add_argument("--short", action="store_true", help="one room compiled, small cases interpreted")
     parser.add_argument("--workers", default="auto", help="processes that test")
+    parser.add_argument("--here", action="store_true", help="no environments: what needs a GPU, beside this Python")
     given = parser.parse_args(arguments)
+    if given.here:
+        smi = [
+            "nvidia-smi",
+            "--query-gpu=name",
+            "--format=csv,noheader",
+            f"--id={os.environ.get('CUDA_VISIBLE_DEVICES') or 0}",
+        ]
+        gpu = subprocess.run(smi, check=True, capture_output=True, text=True).stdout.splitlines()[0]
+        wanted = {f"{name}, {gpu}": how for name, how in HERE.items() if given.only in name}
+        return int(not run(Path(sys.executable), wanted, given.workers))
     chosen = parts(given.short)
     failed = False
     for python, torch, triton in PAIRS:
