@@ -222,7 +222,9 @@ def _rows_kernel(
         by_row, decoding = w.transposed, "elements"
         if dtype.itemsize <= 4 and w.packed.data_ptr() % 16 == 0 and (n if by_row else k) % 32 == 0:
             access = "packed"
-            decoding = "permute" if dtype.itemsize == 2 and properties.is_nvidia else "gather"
+            # Turing has no instruction that multiplies pairs of bfloat16.
+            pairs = properties.is_nvidia and (dtype == torch.float16 or properties.capability >= 80)
+            decoding = "permute" if dtype.itemsize == 2 and pairs else "gather"
         scale = "float32" if w.nested[0] is None else "nested"
         packed = {"PACKED": decoding, "BLOCK_SIZE": w.block_size, "SCALE": scale}
     else:
