@@ -53,6 +53,19 @@ def keep_table(path: Path, table: "pd.DataFrame") -> None:
     path.with_suffix(".part").replace(path)
 
 
+def together(campaigns: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several campaigns of fuzz saw of one function."""
+    worst = max(campaigns, key=lambda campaign: campaign["worst"])
+    return {
+        "examples": sum(campaign["examples"] for campaign in campaigns),
+        "worst": worst["worst"],
+        "where": worst["where"],
+        "element": max(campaign["element"] for campaign in campaigns),
+        "drawn_again": sum(campaign.get("drawn_again", 0) for campaign in campaigns),
+        "failures": [failure for campaign in campaigns for failure in campaign["failures"]],
+    }
+
+
 def output_of(command: list[str]) -> "subprocess.Popen[str]":
     """Starts a program of one thread, whose output can be read together with what it says of errors."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
