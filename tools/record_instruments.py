@@ -590,7 +590,7 @@ def nf4() -> Recording:
 
 def moe_lora() -> Recording:
     """Tokens sorted by expert, and the tiles that programs take from them."""
-    page = from_notebook("moe_lora", "_scatter2scatter_fwd_kernel")
+    page = from_notebook("moe_lora", "list_tiles", "_scatter2scatter_fwd_kernel")
     tokens, slots, experts, k, n = 32, 2, 4, 16, 16
     height = 16
     generator = torch.Generator().manual_seed(5)
@@ -603,18 +603,13 @@ def moe_lora() -> Recording:
     }
     x, w = torch.randn(tokens, k, generator=generator), torch.randn(experts, k, n, generator=generator)
     rows = tokens * slots
+    page.R, page.E = rows, experts  # names of the page that its function reads
     runs = []
     for name, ids in routings.items():
         routing = kb.route(ids, experts)
         counts = routing.offsets.diff().tolist()
-        room = rows // height + min(experts, rows)
-        tiles = [
-            (e, int(routing.offsets[e]) + i, min(height, counts[e] - i))
-            for e in range(experts)
-            for i in range(0, counts[e], height)
-        ]
-        listed = torch.full((room, 3), -1, dtype=torch.int32)
-        listed[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
+        listed = page.list_tiles(routing.offsets, height)
+        tiles, room = [tile for tile in listed.tolist() if tile[0] >= 0], len(listed)
         y = torch.zeros(rows, n)
         with watch(order=routing.order, y=y) as seen:
             page._scatter2scatter_fwd_kernel[(room, 1)](
@@ -816,26 +811,22 @@ def scatter_ffn() -> Recording:
 
 def attention_backward() -> Recording:
     """Two programs add to the same rows of dQ: by load, add and store, and by atomics."""
-    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel")
+    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel", "forward", "shares_of")
     page = from_notebook("attention_backward", *names)
     n, s, d, side = 16, 32, 16, 16
     generator = torch.Generator().manual_seed(4)
     q, k, v, do = (torch.randn(1, count, d, generator=generator) for count in (n, s, s, n))
-    z = q[0].double() @ k[0].double().t() * d**-0.5
-    p = z.softmax(-1)
-    lse = (z.logsumexp(-1) * np.log2(np.e)).float()[None]
-    dp = do[0].double() @ v[0].double().t()
-    delta = (p * dp).sum(-1).float()[None]
+    o, lse = page.forward(q, k, v, False)
+    truth = page.shares_of(do, q, k, v, side).sum(0)
     kinds = {}
     for atomic in (False, True):
         dq, dk, dv = torch.zeros(1, n, d), torch.empty_like(k), torch.empty_like(v)
         with watch(dq=dq) as seen:
             page._attention_bwd_keys_kernel[(2, 1)](
-                q, k, v, do, lse, delta, dq, dk, dv, n, s, d**-0.5, ATOMIC=atomic, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d
+                q, k, v, do, lse, (o * do).sum(-1), dq, dk, dv, n, s, d**-0.5, ATOMIC=atomic, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d
             )  # fmt: skip
         kinds[atomic] = [(access.program[0], access.kind) for access in seen]
-        truth = (p * (dp - delta[0].double()[:, None])) @ k[0].double() * d**-0.5
-        torch.testing.assert_close(dq[0].double(), truth, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(dq.double(), truth, rtol=1e-3, atol=1e-4)
     assert kinds[False] == [(0, "load"), (0, "store"), (1, "load"), (1, "store")]
     assert kinds[True] == [(0, "atomic"), (1, "atomic")]
     codes = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
