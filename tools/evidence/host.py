@@ -191,7 +191,7 @@ def _run(folder: Path, tests: list[str], fault: Fault | None, slot: int, tell: T
         return
     from coverage import Coverage
 
-    files = [str(copy / "kernelbook" / file) for file in _files()]
+    files = [str(copy / "kernelbook" / pattern) for those, _ in GROUPS.values() for pattern in those]
     coverage = Coverage(data_file=None, include=files, messages=False, config_file=False)
     plugin = Plugin(coverage)
     coverage.start()
@@ -204,11 +204,6 @@ def _run(folder: Path, tests: list[str], fault: Fault | None, slot: int, tell: T
                 if context:
                     reached[context].append((str(Path(file).relative_to(copy / "kernelbook")), line))
     tell({"seconds": plugin.seconds, "reached": reached})
-
-
-def _files() -> list[str]:
-    patterns = [pattern for those, _ in GROUPS.values() for pattern in those]
-    return [path.relative_to(PACKAGE).as_posix() for pattern in patterns for path in PACKAGE.glob(pattern)]
 
 
 def _preload() -> None:
