@@ -410,7 +410,7 @@ class Campaign:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.began, self.watcher = args, time.monotonic(), Watcher(args.where == "interpreter")
         faults = planting.faults(tuple(args.rooms))
-        self.total = Counter(f.room for f in faults)
+        self.total = len(faults)
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
         self.results = read_results(args.results)
         planted = {f.name for f in planting.faults()}
@@ -492,7 +492,7 @@ class Campaign:
 
         print(
             f"\n{self.args.where}: {len(tests)} of {len(items)} tests without a fault in {self.passed():.0f} s;"
-            f" {len(self.todo)} faults of {sum(self.total.values())} to try",
+            f" {len(self.todo)} faults of {self.total} to try",
             flush=True,
         )
         self.args.results.parent.mkdir(parents=True, exist_ok=True)
@@ -539,7 +539,10 @@ class Campaign:
             workers.wait_for_all()
         if visible:
             self.without_faults(workers)
-        self.finish()
+        write(self.args.results, self.results)
+        if self.results:
+            report(self.results)
+        print(f"{self.passed():.0f} s", flush=True)
         return True
 
     def without_faults(self, workers: TestRuns) -> None:
@@ -561,12 +564,6 @@ class Campaign:
         print(f"{len(those)} tests without a fault at the end, twice: {len(failed)} fail: {sorted(failed)}", flush=True)
         for key in [k for k, row in self.results.items() if row["by"] in failed and row["where"] == "gpu"]:
             del self.results[key]
-
-    def finish(self) -> None:
-        write(self.args.results, self.results)
-        if self.results:
-            report(self.results, self.total)
-        print(f"{self.passed():.0f} s", flush=True)
 
     def finished(self, fault: Fault, shown: int, again: tuple[list[str], Fault, float] | None = None) -> Done:
         """``again``: how to try it once more before it counts, where others may be why no test passed."""
@@ -620,20 +617,12 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
     keep_table(path, table)
 
 
-def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str]) -> None:
+def report(results: dict[tuple[str, str, str], dict[str, str]]) -> None:
     """Each fault counts once: killed anywhere is killed."""
     ranks = (*DECIDED, "equivalent", "survived", "untested")
     table = pd.DataFrame(results.values())
     table = table.sort_values("counts_as", key=lambda column: column.map(ranks.index), kind="stable")
-    table = table.drop_duplicates("name")
-    for room, verdicts in table.groupby("room", sort=False)["counts_as"]:
-        c = Counter(verdicts)
-        counted = c["killed"] + c["timed out"] + c["survived"]
-        rate = f"{100 * (counted - c['survived']) / counted:.1f}%" if counted else "-"
-        print(f"{room:14} {rate:>6} noticed; {dict(c)} of {total[room]}")
-    for row in table[table["counts_as"] == "survived"].itertuples():
-        place = f"{row.room} {row.file}:{row.line} {row.kind}"
-        print(f"  survived {place}: {row.statement[:90]} -> {row.text[:80]} ({row.why}) {row.name}")
+    print(table.drop_duplicates("name").groupby(["room", "counts_as"]).size().unstack(fill_value=0).to_string())
 
 
 if __name__ == "__main__":
