@@ -81,7 +81,8 @@ def _compiles(case: Promise) -> None:
     torch._dynamo.reset()
     backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
     given = _given(case)
-    results = torch.compile(case.function, fullgraph=True, backend=backend)(**given)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    results = torch.compile(lambda **t: case.call(given | t), fullgraph=True, backend=backend)(**tensors)
     if case.grads is None:
         _gradients(results, given)
 
