@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import linecache
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,27 +47,16 @@ Recording = dict[str, Any]
 # --- kernels of a notebook, and what they touch -----------------------------------------------------------------------
 
 
-def code_cells(stem: str, wanted: str) -> list[str]:
-    """The code cells of a notebook in which this expression is found."""
-    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
-    sources = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    return [source for source in sources if re.search(wanted, source)]
-
-
-def constant_of_notebook(stem: str, name: str) -> Any:
-    """What a cell of a notebook gives this name, a literal."""
-    nodes = (node for source in code_cells(stem, f"{name} = ") for node in ast.parse(source).body)
-    [value] = (n.value for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
-    return ast.literal_eval(value)
-
-
 def from_notebook(stem: str, *names: str) -> ModuleType:
-    """A module with these functions of a notebook, in its order; of several with one name, the first."""
+    """A module with these functions and constants of a notebook, in its order; of several with one name, the first."""
+    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
     found: dict[str, str] = {}
-    for source in code_cells(stem, rf"def ({'|'.join(names)})\("):
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and node.name in names:
-                found.setdefault(node.name, ast.unparse(node))
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        wanted = any(name in source for name in names)  # other cells need not be Python alone
+        for node in ast.parse(source).body if wanted else []:
+            name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "name", "")
+            if name in names:
+                found.setdefault(name, ast.unparse(node))
     if missing := set(names) - set(found):
         raise ValueError(f"from_notebook: {stem}.ipynb has no {', '.join(sorted(missing))}")
     head = "import torch\nimport triton\nimport triton.language as tl"
@@ -477,7 +465,7 @@ def choosing_tiles() -> Recording:
     h200, places = runtime.TARGETS["sm_90"], 64
     runs, measured = [], []
     calls = "".join(f"launch('pointers', *{config!r})\n" for config in wanted)
-    kernels = compiled.compile_calls(constant_of_notebook("choosing_tiles", "COMPILE") + calls)
+    kernels = compiled.compile_calls(from_notebook("choosing_tiles", "COMPILE").COMPILE + calls)
     for config, kernel in zip(wanted, kernels, strict=True):
         ms = float(times.loc[times["shape"].str.endswith(tiles.format(*config)), "ms"].iloc[0])
         warps, shared = kernel.num_warps, kernel.shared_bytes // 1024
