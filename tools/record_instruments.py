@@ -102,25 +102,26 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
                 masked = int(np.sum(~np.broadcast_to(wanted, addresses.shape)))
                 seen.append(Access(program, kind, name, places[inside].tolist(), masked))
 
-    place, operations = builder.set_grid_idx, dict[str, Any]()
-    with contextlib.ExitStack() as stack:
-        # How an operation is noted, and which of its arguments are the pointers and the mask.
-        for name, kind, *arguments in (
-            ("create_masked_load", "load", 0, 1),
-            ("create_masked_store", "store", 0, 2),
-            ("create_atomic_cas", "atomic", 0),
-            ("create_atomic_rmw", "atomic", 1, 3),
-            ("create_barrier", "barrier"),
-        ):
+    def noted(name: str, kind: str, *arguments: int) -> Callable[..., Any]:
+        """An operation that is noted; ``arguments`` are the places of its pointers and its mask."""
+        operation = getattr(builder, name)
 
-            def watched(*args: Any, name: str = name, kind: str = kind, arguments: list[int] = arguments) -> Any:
-                note(kind, *(args[i] for i in arguments))
-                return operations[name](*args)
+        def call(*args: Any) -> Any:
+            note(kind, *(args[i] for i in arguments))
+            return operation(*args)
 
-            operations[name] = getattr(builder, name)
-            stack.enter_context(mock.patch.object(builder, name, watched))
-        permuted = lambda x, y, z: place(programs[x] if programs else x, y, z)  # noqa: E731
-        stack.enter_context(mock.patch.object(builder, "set_grid_idx", permuted))
+        return call
+
+    place = builder.set_grid_idx
+    with mock.patch.multiple(
+        builder,
+        create_masked_load=noted("create_masked_load", "load", 0, 1),
+        create_masked_store=noted("create_masked_store", "store", 0, 2),
+        create_atomic_cas=noted("create_atomic_cas", "atomic", 0),
+        create_atomic_rmw=noted("create_atomic_rmw", "atomic", 1, 3),
+        create_barrier=noted("create_barrier", "barrier"),
+        set_grid_idx=lambda x, y, z: place(programs[x] if programs else x, y, z),
+    ):
         yield seen
 
 
