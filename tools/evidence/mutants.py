@@ -298,11 +298,6 @@ def baseline(tests: list[str], workers: TestRuns, seconds: float, longest: float
 # --- the campaign ---------------------------------------------------------------------------------------------------
 
 
-def read_results(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """By name, function's digest and place."""
-    return {(row["name"], row["function_digest"], row["where"]): row for row in rows_of(path)}
-
-
 def explain(rows: Sequence[dict[str, str]]) -> None:
     """Notes of each fault what it counts as, and of those that survived the reason, if somebody has written one.
 
@@ -412,7 +407,8 @@ class Campaign:
         faults = planting.faults(tuple(args.rooms))
         self.total = len(faults)
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
-        self.results = read_results(args.results)
+        # By name, function's digest and place.
+        self.results = {(row["name"], row["function_digest"], row["where"]): row for row in rows_of(args.results)}
         planted = {f.name for f in planting.faults()}
         for known, row in list(self.results.items()):
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
