@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from promises import DEVICE, PROMISES, Given, Promise, draw, ids
 from tensors import far_apart
 from tiny_models import tiny_model
 from torch.autograd import forward_ad
@@ -20,194 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import kernelbook as kb
-from kernelbook import nn, runtime
+from kernelbook import nn
 from kernelbook.interop import transformers as interop
 from kernelbook.train import ChunkAdamW, TrainConfig
 from kernelbook.train.chunks import chunk_norms
-
-Given = dict[str, Any]
-DEVICE = runtime.DEVICE
-
-
-def _draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE)
-
-
-def _ids(*values: int) -> torch.Tensor:
-    return torch.tensor(values, device=DEVICE)
-
-
-def _routing(top_k: int = 2) -> kb.Routing:
-    return kb.route(_ids(0, 1, 2, 0, 1, 1, 0, 2)[: 4 * top_k].view(4, top_k), 3)
-
-
-def _packed() -> kb.NF4Tensor:
-    return kb.nf4_quantize(_draw(3, 32, 64))
-
-
-def _given_experts() -> Given:
-    return {
-        "x": _draw(4, 64), "gate_up": _draw(3, 64, 64) / 8, "down": _draw(3, 64, 32) / 8,
-        "expert_ids": _routing().expert_ids, "gates": torch.rand(4, 2, device=DEVICE),
-    }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Promise:
-    """A public function, arguments for it, and what it does not promise."""
-
-    function: Callable[..., Any]
-    given: Callable[[], Given]  # in float32
-    rows: str = "x"  # the argument whose first dimension may be empty
-    but: tuple[str, ...] = ()  # the properties that it has not, or that have a test of their own
-    op: str = ""  # what messages call it
-    grads: tuple[str, ...] | None = None  # the arguments that have gradients; by default all that are floating point
-
-    def call(self, given: Given) -> Any:
-        return self.function(**given)
-
-
-PROMISES = {
-    "layer_norm": Promise(kb.layer_norm, lambda: {"x": _draw(4, 32), "weight": _draw(32), "bias": _draw(32)}),
-    "rms_norm": Promise(kb.rms_norm, lambda: {"x": _draw(4, 32), "weight": _draw(32)}),
-    "rms_norm of a sum": Promise(
-        kb.rms_norm, lambda: {"x": _draw(4, 32), "weight": _draw(32), "residual": _draw(4, 32)}, but=("empty",)
-    ),
-    "sparse_linear": Promise(
-        kb.sparse_linear,
-        lambda: {
-            "x": _draw(4, 32), "weight": _draw(48, 32), "bias": _draw(48), "active_chunks": _ids(2, 0, 1), "chunk_size": 16,
-            "mode": "sparse_dw_dx",
-        },
-    ),
-    "sparse_forward": Promise(
-        kb.sparse_forward,
-        lambda: {
-            "x": _draw(4, 32), "weight": _draw(48, 32), "bias": _draw(48), "active_chunks": _ids(2, 0), "chunk_size": 16,
-        },
-    ),
-    "sparse_dw": Promise(
-        kb.sparse_dw,
-        lambda: {"x": _draw(4, 32), "dy": _draw(4, 48), "active_chunks": _ids(2, 0), "chunk_size": 16},
-        but=("empty",),
-    ),
-    "sparse_dx": Promise(
-        kb.sparse_dx,
-        lambda: {"dy": _draw(4, 48), "weight": _draw(48, 32), "active_chunks": _ids(2, 0), "chunk_size": 16},
-        rows="dy",
-    ),
-    "gather_matmul": Promise(
-        kb.gather_matmul, lambda: {"x": _draw(4, 32), "weight": _draw(9, 32), "rows": _ids(1, 7, 4), "activation": "silu"}
-    ),
-    "scatter_ffn": Promise(
-        kb.scatter_ffn,
-        lambda: {
-            "x": _draw(4, 32), "w_up": _draw(9, 32), "w_down": _draw(9, 24), "neurons": _ids(1, 7, 4),
-            "w_gate": _draw(9, 32), "activation": "silu",
-        },
-    ),
-    "flash_attention": Promise(
-        kb.flash_attention,
-        lambda: {"q": _draw(2, 4, 20, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16), "causal": True},
-        rows="", but=("in place",),
-    ),
-    "attention with sinks": Promise(
-        kb.flash_attention,
-        lambda: {
-            "q": _draw(2, 4, 20, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16), "causal": True, "window": 7,
-            "sinks": _draw(4), "softcap": 2.0,
-        },
-        rows="", but=("in place",), op="flash_attention",
-    ),
-    "decoding": Promise(
-        kb.flash_attention, lambda: {"q": _draw(2, 4, 1, 16), "k": _draw(2, 2, 20, 16), "v": _draw(2, 2, 20, 16)},
-        rows="", but=("in place",), op="flash_attention",
-    ),
-    "paged_attention": Promise(
-        kb.paged_attention,
-        lambda: {
-            "q": _draw(1, 4, 1, 16), "k_pages": _draw(4, 2, 16, 16), "v_pages": _draw(4, 2, 16, 16),
-            "block_table": _ids(3, 1)[None], "lengths": _ids(20),
-        },
-        rows="", grads=(),
-    ),
-    "append_to_pages": Promise(
-        kb.append_to_pages,
-        lambda: {
-            "k": _draw(1, 2, 1, 16), "v": _draw(1, 2, 1, 16), "k_pages": _draw(4, 2, 16, 16),
-            "v_pages": _draw(4, 2, 16, 16), "block_table": _ids(3, 1)[None], "lengths": _ids(20),
-        },
-        rows="", grads=(),
-    ),
-    "nf4_quantize": Promise(lambda w: _parts(kb.nf4_quantize(w)), lambda: {"w": _draw(3, 64)}, rows="w", grads=()),
-    "fp4_quantize": Promise(lambda w: _parts(kb.fp4_quantize(w)), lambda: {"w": _draw(3, 64)}, rows="w", grads=(), but=("opcheck",)),
-    "nf4_dequantize": Promise(
-        kb.nf4_dequantize, lambda: {"q": _packed(), "experts": _ids(2, 0)}, rows="experts", grads=(), but=("strides",)
-    ),
-    "nf4_matmul": Promise(
-        kb.nf4_matmul, lambda: {"x": _draw(4, 64), "q": _packed(), "expert": 1}, but=("gradcheck",)  # no float64
-    ),
-    "nf4_matmul, scales in 8 bits": Promise(
-        kb.nf4_matmul,
-        lambda: {"x": _draw(2, 64), "q": kb.nf4_quantize(_draw(3, 32, 64), double_quant=True), "expert": _ids(2)},
-        but=("gradcheck", "bad input"),
-    ),
-    "route": Promise(
-        lambda expert_ids, num_experts: kb.route(expert_ids, num_experts).lists[:17],
-        lambda: {"expert_ids": _routing().expert_ids, "num_experts": 3}, rows="", grads=(),
-    ),
-    "sparse_dw, compact": Promise(
-        kb.sparse_dw,
-        lambda: {"x": _draw(4, 32), "dy": _draw(4, 48), "active_chunks": _ids(2, 0), "chunk_size": 16, "compact": True},
-        but=("empty",),
-    ),
-    "sparse_forward, compact": Promise(
-        kb.sparse_forward,
-        lambda: {
-            "x": _draw(4, 32), "weight": _draw(48, 32), "bias": None, "active_chunks": _ids(2, 0), "chunk_size": 16,
-            "compact": True,
-        },
-    ),
-    "scatter_ffn, plain": Promise(
-        kb.scatter_ffn,
-        lambda: {
-            "x": _draw(4, 32), "w_up": _draw(9, 32), "w_down": _draw(9, 24), "neurons": _ids(1, 7, 4), "b_up": _draw(9),
-            "b_down": _draw(24), "activation": "gelu",
-        },
-        but=("empty",),
-    ),
-    "moe_lora, in order of experts": Promise(
-        kb.moe_lora,
-        lambda: {
-            "x": _draw(8, 32), "w": _draw(3, 32, 24), "lora_a": _draw(3, 2, 32), "lora_b": _draw(3, 24, 2),
-            "routing": _routing(), "grouped_in": True, "grouped_out": True, "strategy": "fused", "scaling": 0.5,
-        },
-        rows="",
-    ),
-    "scatter2scatter": Promise(
-        kb.scatter2scatter, lambda: {"x": _draw(4, 32), "w": _draw(3, 32, 24), "routing": _routing()}, rows=""
-    ),
-    "moe_lora": Promise(
-        kb.moe_lora,
-        lambda: {
-            "x": _draw(4, 32), "w": _draw(3, 32, 24), "lora_a": _draw(3, 2, 32), "lora_b": _draw(3, 24, 2),
-            "routing": _routing(), "bias": _draw(3, 24), "gates": torch.rand(4, 2, device=DEVICE),
-        },
-        rows="",
-    ),
-    "moe_lora in 4 bits": Promise(
-        kb.moe_lora,
-        lambda: {
-            "x": _draw(4, 64), "w": _packed(), "lora_a": _draw(3, 2, 64), "lora_b": _draw(3, 32, 2), "routing": _routing(),
-        },
-        rows="",
-    ),
-    "gated_experts": Promise(nn.gated_experts, _given_experts, rows=""),
-}  # fmt: skip
-
-
-def _parts(q: kb.NF4Tensor) -> tuple[torch.Tensor, ...]:
-    return q.packed, q.absmax
 
 
 def _that(has: str, *, gradients: bool = False) -> Any:
@@ -487,14 +304,14 @@ def test_a_result_can_be_changed_in_place(name: str) -> None:
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 Q = torch.randn(1, 1, 20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-PACKED = kb.nf4_quantize(_draw(2, 64, 64).to(DEVICE))
-ROUTING = kb.route(_ids(0, 1)[:, None], 2)
+PACKED = kb.nf4_quantize(draw(2, 64, 64).to(DEVICE))
+ROUTING = kb.route(ids(0, 1)[:, None], 2)
 IDENTITY = torch.eye(64, device=DEVICE)
 
 
 def _pages(**how: Any) -> torch.Tensor:
     pages = Q.new_ones(2, 1, 16, 16)
-    return kb.paged_attention(Q[:, :, :1], pages, pages, _ids(0, 1)[None], _ids(20), **how)
+    return kb.paged_attention(Q[:, :, :1], pages, pages, ids(0, 1)[None], ids(20), **how)
 
 
 def _scaled(scaling: Any) -> torch.Tensor:
@@ -508,7 +325,7 @@ SIZES = {"num_experts": 2, "hidden_size": 32, "intermediate_size": 32}
 
 def _size_of(kind: Any, sizes: Given, name: str) -> Callable[[Any], torch.Tensor]:
     """The parameters' sizes of a module that is made with another number for ``name``."""
-    return lambda n: _ids(*(size for p in kind(**sizes | {name: n}).parameters() for size in p.shape))
+    return lambda n: ids(*(size for p in kind(**sizes | {name: n}).parameters() for size in p.shape))
 
 
 def _quantized(kind: str) -> Callable[[Any], torch.Tensor]:
@@ -527,7 +344,7 @@ def _quantized(kind: str) -> Callable[[Any], torch.Tensor]:
 
 
 def _cache_length(n: Any) -> torch.Tensor:
-    return _ids(interop.fast_generate(_model(), max_length=n).generation_config.max_cache_len)
+    return ids(interop.fast_generate(_model(), max_length=n).generation_config.max_cache_len)
 
 
 def _loss(n: Any) -> torch.Tensor:
@@ -565,28 +382,28 @@ def _fields(default: Any, kind: str) -> Any:
 # A call for each argument that is a number, and a number for it.
 INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "flash_attention window": (lambda n: kb.flash_attention(Q, Q, Q, causal=True, window=n), 3),
-    "route num_experts": (lambda n: kb.route(_ids(0, 1)[:, None], n).lists, 2),
+    "route num_experts": (lambda n: kb.route(ids(0, 1)[:, None], n).lists, 2),
     "nf4_matmul expert": (lambda n: kb.nf4_matmul(IDENTITY[:2], PACKED, n), 1),
     "nf4_quantize block_size": (lambda n: kb.nf4_quantize(IDENTITY, block_size=n).packed, 64),
     "sparse_linear chunk_size": (lambda n: kb.sparse_linear(IDENTITY, IDENTITY, chunk_size=n), 32),
-    "sparse_forward chunk_size": (lambda n: kb.sparse_forward(IDENTITY, IDENTITY, None, _ids(1), chunk_size=n), 32),
-    "SparseLinear chunk_size": (lambda n: _ids(nn.SparseLinear(64, 64, chunk_size=n).num_chunks), 32),
+    "sparse_forward chunk_size": (lambda n: kb.sparse_forward(IDENTITY, IDENTITY, None, ids(1), chunk_size=n), 32),
+    "SparseLinear chunk_size": (lambda n: ids(nn.SparseLinear(64, 64, chunk_size=n).num_chunks), 32),
     "GatedExperts.add_lora rank": (lambda n: nn.GatedExperts(2, 32, 32).add_lora(n).gate_up_b, 2),
     "chunk_norms chunk_size": (lambda n: chunk_norms(IDENTITY, chunk_size=n), 32),
     "layer_norm normalized_shape": (lambda n: kb.layer_norm(IDENTITY, normalized_shape=n), 64),
-    "sparse_backward chunk_size": (lambda n: kb.sparse_backward(IDENTITY, IDENTITY, IDENTITY, _ids(1), chunk_size=n)[0], 32),
-    "sparse_dw chunk_size": (lambda n: kb.sparse_dw(IDENTITY, IDENTITY, _ids(1), chunk_size=n), 32),
-    "sparse_dx chunk_size": (lambda n: kb.sparse_dx(IDENTITY, IDENTITY, _ids(1), chunk_size=n), 32),
+    "sparse_backward chunk_size": (lambda n: kb.sparse_backward(IDENTITY, IDENTITY, IDENTITY, ids(1), chunk_size=n)[0], 32),
+    "sparse_dw chunk_size": (lambda n: kb.sparse_dw(IDENTITY, IDENTITY, ids(1), chunk_size=n), 32),
+    "sparse_dx chunk_size": (lambda n: kb.sparse_dx(IDENTITY, IDENTITY, ids(1), chunk_size=n), 32),
     "compact_sparse_linear chunk_size": (
-        lambda n: nn.compact_sparse_linear(IDENTITY, IDENTITY, None, _ids(1), chunk_size=n), 32
+        lambda n: nn.compact_sparse_linear(IDENTITY, IDENTITY, None, ids(1), chunk_size=n), 32
     ),
     **{f"GatedExperts {name}": (_size_of(nn.GatedExperts, SIZES, name), n) for name, n in SIZES.items()},
     **{f"MoELayer {name}": (_size_of(nn.MoELayer, SIZES | {"slots": 1}, name), n) for name, n in SIZES.items()},
-    "MoELayer slots": (lambda n: _ids(nn.MoELayer(**SIZES, slots=n).slots), 2),
+    "MoELayer slots": (lambda n: ids(nn.MoELayer(**SIZES, slots=n).slots), 2),
     "GatedExperts.quantize block_size": (_quantized("experts"), 64),
     "NF4Linear block_size": (_quantized("linear"), 64),
     "quantize_experts block_size": (_quantized("model"), 64),
-    "NF4ExpertsConfig block_size": (lambda n: _ids(interop.NF4ExpertsConfig(block_size=n).block_size), 64),
+    "NF4ExpertsConfig block_size": (lambda n: ids(interop.NF4ExpertsConfig(block_size=n).block_size), 64),
     "fast_generate max_length": (_cache_length, 64),
     "loss_in_pieces piece": (_loss, 4),
     "NF4Linear.add_lora rank": (lambda n: nn.NF4Linear(64, 64).add_lora(n).lora_b, 2),

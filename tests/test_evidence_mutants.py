@@ -3,7 +3,9 @@
 import csv
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from kernelbook import runtime
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "evidence"))
 import faults  # noqa: E402
+from common import Workers, together  # noqa: E402
 
 # Function, kind, and a part of the statement and of what stands there instead.
 ONCE_ALIVE = (
@@ -83,3 +86,29 @@ def test_a_fault_and_its_function_are_known_by_other_names_of_variables() -> Non
     assert [faults.digest_of(n) for n in functions[0]] == [faults.digest_of(n) for n in functions[1]]
     changed = ast.parse(source.replace("(deviation - shift) * rstd", "(deviation + shift) * rstd")).body
     assert [faults.digest_of(n) for n in changed if faults.is_kernel(n)] != [faults.digest_of(n) for n in functions[0]]
+
+
+def test_processes_tell_what_they_saw_die_or_are_stopped(tmp_path: Path) -> None:
+    workers, found = Workers(2, tmp_path), list[Any]()
+
+    def dies(slot: int, tell: Any) -> None:
+        tell({"told": "before"})
+        raise ValueError
+
+    for work, limit in (
+        (lambda slot, tell: tell({"told": slot < 2}), 60.0),
+        (lambda slot, tell: time.sleep(60), 0.2),
+        (lambda slot, tell: None, 60.0),
+        (dies, 60.0),
+    ):
+        workers.start(work, lambda told, seconds: found.append(told), limit)
+    workers.wait_for_all()
+    assert sorted(found, key=str) == sorted([{"told": True}, None, {"died": True}, {"told": "before"}], key=str)
+    assert sorted(workers.free) == [0, 1]
+
+
+def test_campaigns_add_up() -> None:
+    one = {"examples": 2, "worst": 1.5, "where": "here", "element": 0.1, "drawn_again": 1, "failures": ["a"]}
+    other = {"examples": 3, "worst": 1.2, "where": "there", "element": 0.4, "failures": []}  # of an older record
+    both = {"examples": 5, "worst": 1.5, "where": "here", "element": 0.4, "drawn_again": 1, "failures": ["a"]}
+    assert together([one, other]) == together([other, one]) == both

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import linecache
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,27 +47,16 @@ Recording = dict[str, Any]
 # --- kernels of a notebook, and what they touch -----------------------------------------------------------------------
 
 
-def code_cells(stem: str, wanted: str) -> list[str]:
-    """The code cells of a notebook in which this expression is found."""
-    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
-    sources = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    return [source for source in sources if re.search(wanted, source)]
-
-
-def constant_of_notebook(stem: str, name: str) -> Any:
-    """What a cell of a notebook gives this name, a literal."""
-    nodes = (node for source in code_cells(stem, f"{name} = ") for node in ast.parse(source).body)
-    [value] = (n.value for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
-    return ast.literal_eval(value)
-
-
 def from_notebook(stem: str, *names: str) -> ModuleType:
-    """A module with these functions of a notebook, in its order; of several with one name, the first."""
+    """A module with these functions and constants of a notebook, in its order; of several with one name, the first."""
+    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
     found: dict[str, str] = {}
-    for source in code_cells(stem, rf"def ({'|'.join(names)})\("):
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and node.name in names:
-                found.setdefault(node.name, ast.unparse(node))
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        wanted = any(name in source for name in names)  # other cells need not be Python alone
+        for node in ast.parse(source).body if wanted else []:
+            name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "name", "")
+            if name in names:
+                found.setdefault(name, ast.unparse(node))
     if missing := set(names) - set(found):
         raise ValueError(f"from_notebook: {stem}.ipynb has no {', '.join(sorted(missing))}")
     head = "import torch\nimport triton\nimport triton.language as tl"
@@ -114,25 +102,26 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
                 masked = int(np.sum(~np.broadcast_to(wanted, addresses.shape)))
                 seen.append(Access(program, kind, name, places[inside].tolist(), masked))
 
-    place, operations = builder.set_grid_idx, dict[str, Any]()
-    with contextlib.ExitStack() as stack:
-        # How an operation is noted, and which of its arguments are the pointers and the mask.
-        for name, kind, *arguments in (
-            ("create_masked_load", "load", 0, 1),
-            ("create_masked_store", "store", 0, 2),
-            ("create_atomic_cas", "atomic", 0),
-            ("create_atomic_rmw", "atomic", 1, 3),
-            ("create_barrier", "barrier"),
-        ):
+    def noted(name: str, kind: str, *arguments: int) -> Callable[..., Any]:
+        """An operation that is noted; ``arguments`` are the places of its pointers and its mask."""
+        operation = getattr(builder, name)
 
-            def watched(*args: Any, name: str = name, kind: str = kind, arguments: list[int] = arguments) -> Any:
-                note(kind, *(args[i] for i in arguments))
-                return operations[name](*args)
+        def call(*args: Any) -> Any:
+            note(kind, *(args[i] for i in arguments))
+            return operation(*args)
 
-            operations[name] = getattr(builder, name)
-            stack.enter_context(mock.patch.object(builder, name, watched))
-        permuted = lambda x, y, z: place(programs[x] if programs else x, y, z)  # noqa: E731
-        stack.enter_context(mock.patch.object(builder, "set_grid_idx", permuted))
+        return call
+
+    place = builder.set_grid_idx
+    with mock.patch.multiple(
+        builder,
+        create_masked_load=noted("create_masked_load", "load", 0, 1),
+        create_masked_store=noted("create_masked_store", "store", 0, 2),
+        create_atomic_cas=noted("create_atomic_cas", "atomic", 0),
+        create_atomic_rmw=noted("create_atomic_rmw", "atomic", 1, 3),
+        create_barrier=noted("create_barrier", "barrier"),
+        set_grid_idx=lambda x, y, z: place(programs[x] if programs else x, y, z),
+    ):
         yield seen
 
 
@@ -431,7 +420,6 @@ def attention_causal() -> Recording:
         frames = Frames(
             f"{rows} programs, each with {side} queries: a row of tiles.", [["tiles", 0, "g" * (rows * columns)]]
         )
-        visited = 0
         for access in seen:
             row, column = access.program[0], access.elements[0] // (side * d)
             whole = (column + 1) * side - 1 <= row * side + s - n  # even the first query sees its last key
@@ -443,10 +431,9 @@ def attention_causal() -> Recording:
                 if whole
                 else ("b", "seen in part, masked")
             )
-            visited += 1
             note = f"Program {row}, tile {column} of the keys: {what}."
             frames.show(note, [["tiles", row * columns + column, code]])
-        facts = {"tiles": rows * columns, "visited": visited, "share": f"{visited / (rows * columns):.0%}"}
+        facts = {"tiles": rows * columns, "visited": len(seen), "share": f"{len(seen) / (rows * columns):.0%}"}
         runs.append({"name": name, "frames": frames, "facts": facts})
     share = runs[1]["facts"]["share"]
     choices = ["13%", "50%", "56%"]
@@ -467,9 +454,7 @@ def attention_causal() -> Recording:
 def choosing_tiles() -> Recording:
     """How many programs fit an SM, for configurations that are compiled as the page compiles them, and were measured."""
     times = record.load_results("choosing_tiles").query("x == 8192")
-    sides = {"R": "BLOCK_R", "D": "BLOCK_D", "K": "BLOCK_K", "warps": "num_warps", "stages": "num_stages"}
-    for column, name in sides.items():
-        times = times.assign(**{column: times["shape"].str.extract(rf"{name}=(\d+)")[0].astype(float)})
+    tiles = "BLOCK_R={} BLOCK_D={} BLOCK_K={} num_warps={} num_stages={}"
     wanted = [
         (64, 64, 64, 4, 4),
         (64, 128, 64, 4, 3),
@@ -481,9 +466,9 @@ def choosing_tiles() -> Recording:
     h200, places = runtime.TARGETS["sm_90"], 64
     runs, measured = [], []
     calls = "".join(f"launch('pointers', *{config!r})\n" for config in wanted)
-    kernels = compiled.compile_calls(constant_of_notebook("choosing_tiles", "COMPILE") + calls)
+    kernels = compiled.compile_calls(from_notebook("choosing_tiles", "COMPILE").COMPILE + calls)
     for config, kernel in zip(wanted, kernels, strict=True):
-        ms = float(times.loc[(times[list(sides)] == np.array(config)).all(axis=1), "ms"].iloc[0])
+        ms = float(times.loc[times["shape"].str.endswith(tiles.format(*config)), "ms"].iloc[0])
         warps, shared = kernel.num_warps, kernel.shared_bytes // 1024
         found = compiled.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
         frames = Frames(
@@ -590,7 +575,7 @@ def nf4() -> Recording:
 
 def moe_lora() -> Recording:
     """Tokens sorted by expert, and the tiles that programs take from them."""
-    page = from_notebook("moe_lora", "_scatter2scatter_fwd_kernel")
+    page = from_notebook("moe_lora", "list_tiles", "_scatter2scatter_fwd_kernel")
     tokens, slots, experts, k, n = 32, 2, 4, 16, 16
     height = 16
     generator = torch.Generator().manual_seed(5)
@@ -603,18 +588,13 @@ def moe_lora() -> Recording:
     }
     x, w = torch.randn(tokens, k, generator=generator), torch.randn(experts, k, n, generator=generator)
     rows = tokens * slots
+    page.R, page.E = rows, experts  # names of the page that its function reads
     runs = []
     for name, ids in routings.items():
         routing = kb.route(ids, experts)
         counts = routing.offsets.diff().tolist()
-        room = rows // height + min(experts, rows)
-        tiles = [
-            (e, int(routing.offsets[e]) + i, min(height, counts[e] - i))
-            for e in range(experts)
-            for i in range(0, counts[e], height)
-        ]
-        listed = torch.full((room, 3), -1, dtype=torch.int32)
-        listed[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
+        listed = page.list_tiles(routing.offsets, height)
+        tiles, room = [tile for tile in listed.tolist() if tile[0] >= 0], len(listed)
         y = torch.zeros(rows, n)
         with watch(order=routing.order, y=y) as seen:
             page._scatter2scatter_fwd_kernel[(room, 1)](
@@ -816,26 +796,22 @@ def scatter_ffn() -> Recording:
 
 def attention_backward() -> Recording:
     """Two programs add to the same rows of dQ: by load, add and store, and by atomics."""
-    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel")
+    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel", "forward", "shares_of")
     page = from_notebook("attention_backward", *names)
     n, s, d, side = 16, 32, 16, 16
     generator = torch.Generator().manual_seed(4)
     q, k, v, do = (torch.randn(1, count, d, generator=generator) for count in (n, s, s, n))
-    z = q[0].double() @ k[0].double().t() * d**-0.5
-    p = z.softmax(-1)
-    lse = (z.logsumexp(-1) * np.log2(np.e)).float()[None]
-    dp = do[0].double() @ v[0].double().t()
-    delta = (p * dp).sum(-1).float()[None]
+    o, lse = page.forward(q, k, v, False)
+    truth = page.shares_of(do, q, k, v, side).sum(0)
     kinds = {}
     for atomic in (False, True):
         dq, dk, dv = torch.zeros(1, n, d), torch.empty_like(k), torch.empty_like(v)
         with watch(dq=dq) as seen:
             page._attention_bwd_keys_kernel[(2, 1)](
-                q, k, v, do, lse, delta, dq, dk, dv, n, s, d**-0.5, ATOMIC=atomic, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d
+                q, k, v, do, lse, (o * do).sum(-1), dq, dk, dv, n, s, d**-0.5, ATOMIC=atomic, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d
             )  # fmt: skip
         kinds[atomic] = [(access.program[0], access.kind) for access in seen]
-        truth = (p * (dp - delta[0].double()[:, None])) @ k[0].double() * d**-0.5
-        torch.testing.assert_close(dq[0].double(), truth, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(dq.double(), truth, rtol=1e-3, atol=1e-4)
     assert kinds[False] == [(0, "load"), (0, "store"), (1, "load"), (1, "store")]
     assert kinds[True] == [(0, "atomic"), (1, "atomic")]
     codes = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
@@ -1073,15 +1049,14 @@ def launches() -> Recording:
         runs.append(
             {"name": name, "frames": frames, "facts": {"calls": len(arguments), "kernels compiled": len(known)}}
         )
-    compiled = [run["facts"]["kernels compiled"] for run in runs]
-    assert compiled[0] == 1
+    compiled = runs[0]["facts"]["kernels compiled"]
+    assert compiled == 1
     choices = ["1", "2", "16"]
-    assert str(compiled[0]) in choices
     return {
         "title": "Sixteen calls, so many kernels",
         "question": "N is 16, 32, 48 and so on, up to 256. How many kernels are compiled for the sixteen calls?",
         "choices": choices,
-        "answer": choices.index(str(compiled[0])),
+        "answer": choices.index(str(compiled)),
         "asked": 0,
         "because": "A kernel is made for what an argument is like, not for its value: divisible by 16, equal to 1, or neither.",
         "control": "what differs between the calls",

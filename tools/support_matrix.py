@@ -7,95 +7,44 @@ whether there is one.
 
 import ast
 import contextlib
-import dataclasses
-import functools
+import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import kernelbook as kb
 from kernelbook import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+sys.path.insert(0, str(ROOT / "tests"))
+
+from promises import PROMISES, Given, Promise, ids  # noqa: E402
+
 YES, NO, ERROR = "yes", "no", "error"
-Call = Callable[..., Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call of one public function.
-
-    ``call`` takes floating-point tensors of these ``shapes``, in the dtype that is tried.
-    """
-
-    call: Call
-    shapes: tuple[tuple[int, ...], ...]
-    differentiable: bool = True
+# What the table's calls have otherwise: it shows what the plain function launches, and sparse gradients that are sparse.
+PLAIN: dict[str, Given] = {
+    "sparse_linear": {"active_chunks": ids(2, 0), "mode": "sparse_dw"},
+    "gather_matmul": {"activation": None},
+    "scatter_ffn": {"w_gate": None},
+    "moe_lora": {"bias": None, "gates": None},
+}
 
 
-def _ids(*values: int) -> torch.Tensor:
-    return torch.tensor(values, device=runtime.DEVICE)
-
-
-def cases() -> dict[str, Case]:
-    """A case for every public function."""
-    active, rows = {"active_chunks": _ids(2, 0), "chunk_size": 16}, _ids(5, 1, 1)
-    routing = kb.route(_ids(0, 1, 1, 2, 0, 2).view(3, 2), 3)
-    pages = {"block_table": _ids(1, 0, 2, 3).view(2, 2), "lengths": _ids(20, 5)}
-    x, w, dy = (3, 24), (48, 24), (3, 48)
-
-    def append(k: torch.Tensor, v: torch.Tensor) -> None:
-        pool = torch.zeros(2, 4, 2, 16, 16, dtype=k.dtype, device=k.device)
-        kb.append_to_pages(k, v, *pool, **pages)
-
-    def packed(like: torch.Tensor) -> Any:
-        codes, scales = (torch.full((4, n), value, device=like.device).byte() for n, value in ((32, 0), (2, 127)))
-        return kb.fp4_tensor(codes, scales, dtype=like.dtype)
-
-    partial = functools.partial
-    return {
-        "layer_norm": Case(kb.layer_norm, (x, (24,), (24,))),
-        "rms_norm": Case(lambda x, w, r: kb.rms_norm(x, w, residual=r), (x, (24,), x)),
-        "sparse_linear": Case(partial(kb.sparse_linear, **active), (x, w, (48,))),
-        "sparse_forward": Case(partial(kb.sparse_forward, **active), (x, w, (48,))),
-        "sparse_dw": Case(partial(kb.sparse_dw, **active), (x, dy)),
-        "sparse_dx": Case(partial(kb.sparse_dx, **active), (dy, w)),
-        "sparse_backward": Case(partial(kb.sparse_backward, **active), (x, w, dy), differentiable=False),
-        "flash_attention": Case(partial(kb.flash_attention, causal=True), ((1, 2, 5, 16),) * 3),
-        "paged_attention": Case(
-            partial(kb.paged_attention, **pages), ((2, 2, 1, 16), (4, 2, 16, 16), (4, 2, 16, 16)), differentiable=False
-        ),
-        "append_to_pages": Case(append, ((2, 2, 1, 16), (2, 2, 1, 16)), differentiable=False),
-        "gather_matmul": Case(partial(kb.gather_matmul, rows=rows), (x, (8, 24))),
-        "scatter_ffn": Case(partial(kb.scatter_ffn, neurons=rows), (x, (8, 24), (8, 24))),
-        "nf4_quantize": Case(kb.nf4_quantize, ((2, 4, 64),), differentiable=False),
-        "nf4_dequantize": Case(lambda w: kb.nf4_dequantize(_QUANTIZED, dtype=w.dtype), ((1,),), differentiable=False),
-        "fp4_quantize": Case(kb.fp4_quantize, ((2, 4, 64),), differentiable=False),
-        "fp4_tensor": Case(packed, ((1,),), differentiable=False),
-        "nf4_matmul": Case(lambda x: kb.nf4_matmul(x, _QUANTIZED, 1), ((3, 64),)),
-        "scatter2scatter": Case(partial(kb.scatter2scatter, routing=routing), (x, (3, 24, 16))),
-        "moe_lora": Case(partial(kb.moe_lora, routing=routing), (x, (3, 24, 16), (3, 4, 24), (3, 16, 4))),
-        "route": Case(lambda _: kb.route(_ids(0, 1, 1, 2).view(2, 2), 3), ((1,),), differentiable=False),
-    }
-
-
-_QUANTIZED = kb.nf4_quantize(torch.randn(2, 4, 64, device=runtime.DEVICE))
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if isinstance(result, tuple | list):
-        return [tensor for part in result for tensor in _tensors(part)]
-    if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        return [value for value in vars(result).values() if isinstance(value, torch.Tensor)]
-    return []
+def cases() -> dict[str, Promise]:
+    """A case for every public function, as the tests of what all of them owe call it."""
+    named = PROMISES | {"rms_norm": PROMISES["rms_norm of a sum"]}
+    named |= {n: replace(named[n], given=lambda n=n: PROMISES[n].given() | PLAIN[n]) for n in PLAIN}
+    return {name: promise for name, promise in named.items() if inspect.isfunction(getattr(kb, name, None))}
 
 
 def _outcome(attempt: Callable[[], object]) -> str:
@@ -109,30 +58,46 @@ def _outcome(attempt: Callable[[], object]) -> str:
     return YES
 
 
-def _leaves(case: Case, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    inputs = (torch.randn(shape, device=runtime.DEVICE).to(dtype) for shape in case.shapes)
-    return [t.requires_grad_(case.differentiable) for t in inputs]
+def _given(case: Promise, dtype: torch.dtype = torch.float32) -> Given:
+    """Arguments in a dtype; those that have gradients want one."""
+    given = case.given()
+    floats = {n: v for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    given |= {name: value.to(dtype).requires_grad_(case.grads is None) for name, value in floats.items()}
+    takes_dtype = "dtype" in inspect.signature(case.function).parameters
+    return given | ({"dtype": dtype} if takes_dtype else {})
 
 
-def _first_order(case: Case, inputs: list[torch.Tensor], call: Call | None = None, **how: Any) -> Any:
-    outputs = [t for t in _tensors((call or case.call)(*inputs)) if t.requires_grad]
-    return torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs], **how)
+def _leaves(value: Any) -> list[torch.Tensor]:
+    """The tensors that have a gradient."""
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
-def _compiles(case: Case) -> None:
+def _gradients(results: Any, given: Given, **how: Any) -> Any:
+    outputs = _leaves(results)
+    return torch.autograd.grad(outputs, _leaves(given), [torch.ones_like(t) for t in outputs], **how)
+
+
+def _compiles(case: Promise) -> None:
     torch._dynamo.reset()
     backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
-    compiled = torch.compile(case.call, fullgraph=True, backend=backend)
-    if case.differentiable:
-        _first_order(case, _leaves(case), compiled)
-    else:
-        compiled(*_leaves(case))
+    given = _given(case)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    results = torch.compile(lambda **t: case.call(given | t), fullgraph=True, backend=backend)(**tensors)
+    if case.grads is None:
+        _gradients(results, given)
 
 
-def _second_order(case: Case) -> None:
-    inputs = _leaves(case)
-    gradients = _first_order(case, inputs, create_graph=True)
-    torch.autograd.grad([g.sum() for g in gradients if g.requires_grad], inputs, allow_unused=True)
+def _second_order(case: Promise) -> None:
+    given = _given(case)
+    gradients = _gradients(case.call(given), given, create_graph=True)
+    torch.autograd.grad([g.sum() for g in gradients if g.requires_grad], _leaves(given), allow_unused=True)
+
+
+def _forward_mode(case: Promise) -> None:
+    given = _given(case)
+    inputs = {n: v.detach() for n, v in given.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+    call = lambda *tensors: case.call(given | dict(zip(inputs, tensors, strict=True)))  # noqa: E731
+    torch.func.jvp(call, tuple(inputs.values()), tuple(map(torch.ones_like, inputs.values())))
 
 
 @contextlib.contextmanager
@@ -154,15 +119,14 @@ def _counting() -> Iterator[list[int]]:
         yield count
 
 
-def _launches(case: Case) -> str:
-    inputs = _leaves(case)
+def _launches(case: Promise) -> str:
+    given = _given(case)
     with _counting() as forward:
-        results = case.call(*inputs)
-    if not case.differentiable:
+        results = case.call(given)
+    if case.grads == ():
         return str(forward[0])
-    outputs = [t for t in _tensors(results) if t.requires_grad]
     with _counting() as backward:
-        torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs])
+        _gradients(results, given)
     return f"{forward[0]} + {backward[0]}"
 
 
@@ -200,19 +164,21 @@ def _tested(name: str, pattern: str) -> str:
     return "tested" if any(re.search(pattern, test) for test in of_gpu) else "-"
 
 
-def row(name: str, case: Case) -> dict[str, str]:
+def row(name: str, case: Promise) -> dict[str, str]:
     """One line of the table."""
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    works = [names[d] for d in DTYPES if _outcome(lambda d=d: case.call(*_leaves(case, d))) == YES]
-    line = {"dtypes": "all" if len(works) == len(DTYPES) else ", ".join(works)}
+    works = [names[d] for d in names if _outcome(lambda d=d: case.call(_given(case, d))) == YES]
+    line = {"dtypes": "all" if len(works) == len(names) else ", ".join(works)}
     line["torch.compile"] = _outcome(lambda: _compiles(case))
     with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
-        line["autocast"] = _outcome(lambda: case.call(*_leaves(case)))
-    line["gradients"] = _outcome(lambda: _first_order(case, _leaves(case))) if case.differentiable else NO
-    line["of gradients"] = _outcome(lambda: _second_order(case)) if case.differentiable else NO
-    inputs = [t.detach() for t in _leaves(case)]
-    forward = _outcome(lambda: torch.func.jvp(case.call, tuple(inputs), tuple(torch.ones_like(t) for t in inputs)))
-    line["forward mode"] = forward if case.differentiable else NO
+        line["autocast"] = _outcome(lambda: case.call(_given(case)))
+    given = _given(case)
+    attempts: dict[str, Callable[[], object]] = {
+        "gradients": lambda: _gradients(case.call(given), given),
+        "of gradients": lambda: _second_order(case),
+        "forward mode": lambda: _forward_mode(case),
+    }
+    line |= {what: _outcome(attempt) if case.grads is None else NO for what, attempt in attempts.items()}
     line["launches"] = _launches(case)
     line["CUDA graph"] = _tested(name, "graph")
     line["same bits"] = _tested(name, "reproducible|bitwise|deterministic|same_bits")

@@ -11,7 +11,6 @@ which the page "Running the book" shows, and in whose place the next run of the 
 """
 
 import argparse
-import csv
 import datetime
 import json
 import os
@@ -24,6 +23,8 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "book" / "versions.csv"
@@ -103,12 +104,9 @@ def counts(report: Path) -> tuple[int, int]:
     if not report.exists():
         return 0, 1
     suites = list(ET.parse(report).getroot().iter("testsuite"))
-    total = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in suites:
-        for name in total:
-            total[name] += int(suite.get(name, 0))
-    failed = total["failures"] + total["errors"]
-    return total["tests"] - failed - total["skipped"], failed
+    kinds = ("tests", "failures", "errors", "skipped")
+    tests, failures, errors, skipped = (sum(int(suite.get(kind, 0)) for suite in suites) for kind in kinds)
+    return tests - failures - errors - skipped, failures + errors
 
 
 def run(python: Path, chosen: Mapping[str, Sequence[str]], workers: str) -> bool:
@@ -130,10 +128,7 @@ def run(python: Path, chosen: Mapping[str, Sequence[str]], workers: str) -> bool
 
 
 def rows() -> list[dict[str, str]]:
-    if not TABLE.exists():
-        return []
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return pd.read_csv(TABLE, dtype=str, keep_default_na=False).to_dict("records") if TABLE.exists() else []
 
 
 def _order(row: dict[str, str]) -> list[Any]:
@@ -145,10 +140,7 @@ def _order(row: dict[str, str]) -> list[Any]:
 def keep(row: dict[str, str]) -> None:
     """Puts a row into the table, in the place of one of the same versions."""
     kept = sorted([*(old for old in rows() if any(old[name] != row[name] for name in KEY)), row], key=_order)
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
+    pd.DataFrame(kept, columns=list(COLUMNS)).to_csv(TABLE, index=False, lineterminator="\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

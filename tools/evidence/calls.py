@@ -248,14 +248,12 @@ def products_elsewhere() -> None:
     for name in ("mm", "bmm", "addmm", "baddbmm"):
         function = getattr(torch.ops.aten, name)
 
-        def on_cpu(*args: Any, function: Any = function, **kwargs: Any) -> torch.Tensor:
-            return function(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in args), **kwargs).to(runtime.DEVICE)
-
-        def into(*args: Any, out: torch.Tensor, function: Any = function, **kwargs: Any) -> torch.Tensor:
-            return out.copy_(function(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in args), **kwargs))
+        def on_cpu(*args: Any, out: Any = None, function: Any = function, **kwargs: Any) -> torch.Tensor:
+            result = function(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in args), **kwargs)
+            return result.to(runtime.DEVICE) if out is None else out.copy_(result)
 
         ATEN.impl(name, on_cpu, "CUDA")
-        ATEN.impl(f"{name}.out", into, "CUDA")
+        ATEN.impl(f"{name}.out", on_cpu, "CUDA")
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -3,11 +3,14 @@
 import argparse
 import contextlib
 import csv
+import dataclasses
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +53,19 @@ def keep_table(path: Path, table: "pd.DataFrame") -> None:
     path.with_suffix(".part").replace(path)
 
 
+def together(campaigns: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several campaigns of fuzz saw of one function."""
+    worst = max(campaigns, key=lambda campaign: campaign["worst"])
+    return {
+        "examples": sum(campaign["examples"] for campaign in campaigns),
+        "worst": worst["worst"],
+        "where": worst["where"],
+        "element": max(campaign["element"] for campaign in campaigns),
+        "drawn_again": sum(campaign.get("drawn_again", 0) for campaign in campaigns),
+        "failures": [failure for campaign in campaigns for failure in campaign["failures"]],
+    }
+
+
 def output_of(command: list[str]) -> "subprocess.Popen[str]":
     """Starts a program of one thread, whose output can be read together with what it says of errors."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -86,6 +102,72 @@ def forked(count: int, work: Callable[[int], None]) -> list[multiprocessing.Proc
     for process in processes:
         process.start()
     return processes
+
+
+Tell = Callable[[Any], None]
+Done = Callable[[Any, float], None]
+
+
+@dataclasses.dataclass
+class Running:
+    """A process at work."""
+
+    process: multiprocessing.Process
+    slot: int
+    done: Done
+    limit: float
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    stopped: bool = False
+
+
+class Workers:
+    """At most ``count`` processes at a time, forked from this one. Each has a slot: a log, and a file with what it told."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.folder, self.free = folder, list(range(count))
+        self.running: list[Running] = []
+
+    def start(self, work: Callable[[int, Tell], object], done: Done, limit: float) -> None:
+        """Has a process do ``work(slot, tell)``. ``done`` gets what it told last, None if it was stopped, and its seconds."""
+        while not self.free:
+            self.wait()
+        slot = self.free.pop()
+        (self.folder / f"{slot}.json").unlink(missing_ok=True)
+        process = multiprocessing.get_context("fork").Process(target=self._child, args=(work, slot))
+        process.start()
+        self.running.append(Running(process, slot, done, limit))
+
+    def _child(self, work: Callable[[int, Tell], object], slot: int) -> None:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        log = os.open(self.folder / f"{slot}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        work(slot, lambda told: keep(self.folder / f"{slot}.json", told))
+        os._exit(0)  # whatever threads the tests have left
+
+    def wait(self) -> None:
+        """Until a process has ended."""
+        while True:
+            for one in self.running:
+                seconds, process, ended = time.monotonic() - one.began, one.process, not one.process.is_alive()
+                if ended or (seconds > one.limit and not one.stopped):
+                    one.stopped |= not ended  # it may take a while to end: a GPU has to get rid of its kernel
+                    process.kill()
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid or 0, signal.SIGKILL)  # and what it started
+                if ended:
+                    self.running.remove(one)
+                    self.free.append(one.slot)
+                    path = self.folder / f"{one.slot}.json"
+                    told = json.loads(path.read_text()) if path.exists() else {"died": True}
+                    one.done(None if one.stopped else told, seconds)
+                    return
+            time.sleep(0.01)
+
+    def wait_for_all(self) -> None:
+        while self.running:
+            self.wait()
 
 
 @contextlib.contextmanager

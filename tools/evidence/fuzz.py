@@ -34,7 +34,7 @@ import kernelbook as kb  # noqa: E402
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from common import command_line, forked, keep  # noqa: E402
+from common import command_line, forked, keep, together  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from kernelbook import check, nn, runtime  # noqa: E402
@@ -470,11 +470,10 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
     strategies, function = TARGETS[name]
     if ON_GPU:
         strategies = narrowed(strategies, f"{name} {seed}")
-    told |= {"examples": 0, "shapes": [], "worst": 0.0, "where": "", "element": 0.0, "failure": "", "drawn_again": 0}
-    shapes: set[int] = set()
+    told |= {"examples": 0, "worst": 0.0, "where": "", "element": 0.0, "failures": [], "drawn_again": 0}
 
     def wrong(text: str, error: str) -> WrongResultError:
-        told["failure"] = f"{name}({text}): {error}"  # the last is the smallest
+        told["failures"] = [f"{name}({text}): {error}"]  # the last is the smallest
         return WrongResultError(text)
 
     @hypothesis.settings(
@@ -502,10 +501,6 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
                 trace = "".join(traceback.format_tb(error.__traceback__)[-2:])
                 raise wrong(text, f"{type(error).__name__}: {error}"[:400] + trace) from error
         told["examples"] += 1
-        sizes = [v for k, v in drawn.items() if type(v) is int and k not in ("wants", "biases")]
-        if (number := zlib.crc32(str((drawn["dtype"], sizes)).encode())) not in shapes:
-            shapes.add(number)
-            told["shapes"].append(number)
         save()
         for i, verdict in enumerate(verdicts):
             if not verdict.passed:
@@ -520,7 +515,7 @@ def campaign(told: dict[str, Any], name: str, examples: int, seed: int, until: f
     try:
         run()
     except (WrongResultError, hypothesis.errors.HypothesisException) as error:
-        told["failure"] = told["failure"] or f"{name}: {type(error).__name__}: {error}"
+        told["failures"] = told["failures"] or [f"{name}: {type(error).__name__}: {error}"]
 
 
 DRAWS = 16
@@ -566,29 +561,17 @@ def _work(jobs: list[tuple[str, int, int]], share: int, until: float, out: Path)
         results.setdefault(name, []).append(told)
         campaign(told, name, examples, seed, until, save)
         save(after=0.0)
-        if "CUDA error" in told["failure"]:
+        if "CUDA error" in str(told["failures"]):
             break  # this process can use its GPU no more
 
 
 def summed_up(folder: Path) -> dict[str, dict[str, Any]]:
-    """What all processes saw, by function. ``shapes`` counts the sizes and dtypes that differ."""
+    """What all processes saw, by function."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
         for name, parts in json.loads(path.read_text()).items():
             found[name] += parts
-    summary = {}
-    for name, parts in found.items():
-        worst = max(parts, key=lambda part: part["worst"])
-        summary[name] = {
-            "examples": sum(part["examples"] for part in parts),
-            "shapes": len({number for part in parts for number in part["shapes"]}),
-            "worst": worst["worst"],
-            "where": worst["where"],
-            "element": max(part["element"] for part in parts),
-            "drawn_again": sum(part["drawn_again"] for part in parts),
-            "failures": [part["failure"] for part in parts if part["failure"]],
-        }
-    return summary
+    return {name: together(parts) for name, parts in found.items()}
 
 
 def main() -> None:

@@ -14,13 +14,11 @@ a copy of the package, and shown to tests that reach its line, the fast ones fir
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib
-import json
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
-from common import DECIDED, EVIDENCE, PACKAGE, ROOT, command_line, keep_table, rows_of
+from common import DECIDED, EVIDENCE, PACKAGE, ROOT, Tell, Workers, command_line, keep_table, rows_of
 
 RESULTS, REASONS = EVIDENCE / "host.csv", EVIDENCE / "host_reasons.csv"
 ROOMS = ("layer_norm", "sparse_linear", "scatter_ffn", "attention", "nf4", "moe_lora")
@@ -164,13 +162,16 @@ class Plugin:
             self.failed = self.failed or report.nodeid
 
 
-def _child(folder: Path, slot: int, tests: list[str], fault: Fault | None, out: Path) -> None:
-    """In a process of its own: the tests on the slot's copy of the package; ``out`` tells what they saw."""
-    os.setsid()
-    log = os.open(folder / f"{slot}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def _run(folder: Path, tests: list[str], fault: Fault | None, slot: int, tell: Tell) -> None:
+    """In a process of its own: the tests on the slot's copy of the package, without the fault that was there before."""
     copy = folder / str(slot)
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, copy / "kernelbook", ignore=without, dirs_exist_ok=True)
+    if fault is not None:
+        path = copy / "kernelbook" / fault.file
+        path.write_text(fault.source)
+        # A time that no compiled file has: Python compares seconds and sizes only.
+        os.utime(path, (10**9 + os.getpid(),) * 2)
     os.environ["PYTHONPATH"] = str(copy)
     sys.path.insert(0, str(copy))
     os.chdir(ROOT)
@@ -182,15 +183,15 @@ def _child(folder: Path, slot: int, tests: list[str], fault: Fault | None, out: 
             for file in (fault.file.removesuffix(".py"), "__init__"):
                 importlib.import_module("kernelbook." + file.replace("/", ".").replace(".__init__", ""))
         except BaseException as error:
-            out.write_text(json.dumps({"stillborn": f"{type(error).__name__}: {error}"}))
-            os._exit(0)
+            tell({"stillborn": f"{type(error).__name__}: {error}"})
+            return
         plugin = Plugin()
         pytest.main([*how, "-x", *tests], plugins=[plugin])
-        out.write_text(json.dumps({"failed": plugin.failed}))
-        os._exit(0)
+        tell({"failed": plugin.failed})
+        return
     from coverage import Coverage
 
-    files = [str(copy / "kernelbook" / file) for file in _files()]
+    files = [str(copy / "kernelbook" / pattern) for those, _ in GROUPS.values() for pattern in those]
     coverage = Coverage(data_file=None, include=files, messages=False, config_file=False)
     plugin = Plugin(coverage)
     coverage.start()
@@ -202,13 +203,7 @@ def _child(folder: Path, slot: int, tests: list[str], fault: Fault | None, out: 
             for context in contexts:
                 if context:
                     reached[context].append((str(Path(file).relative_to(copy / "kernelbook")), line))
-    out.write_text(json.dumps({"seconds": plugin.seconds, "reached": reached}))
-    os._exit(0)
-
-
-def _files() -> list[str]:
-    patterns = [pattern for those, _ in GROUPS.values() for pattern in those]
-    return [path.relative_to(PACKAGE).as_posix() for pattern in patterns for path in PACKAGE.glob(pattern)]
+    tell({"seconds": plugin.seconds, "reached": reached})
 
 
 def _preload() -> None:
@@ -230,73 +225,21 @@ def _preload() -> None:
             importlib.import_module(name)
 
 
-class Slots:
-    """At most ``count`` processes at a time."""
-
-    def __init__(self, count: int, folder: Path) -> None:
-        self.count, self.folder = count, folder
-        self.running: dict[int, tuple[Any, float, float, Any, Path]] = {}
-        self.changes = 0
-        for slot in range(count):
-            shutil.copytree(PACKAGE, folder / str(slot) / "kernelbook")
-
-    def start(self, tests: list[str], limit: float, done: Any, fault: Fault | None = None) -> None:
-        while len(self.running) == self.count:
-            self.wait()
-        slot = min(set(range(self.count)) - set(self.running))
-        out = self.folder / f"{slot}.json"
-        out.unlink(missing_ok=True)
-        if fault is not None:
-            self._write(slot, fault.file, fault.source)
-        process = multiprocessing.get_context("fork").Process(
-            target=_child, args=(self.folder, slot, tests, fault, out)
-        )
-        process.start()
-        self.running[slot] = process, time.monotonic(), limit, (done, fault), out
-
-    def _write(self, slot: int, file: str, text: str) -> None:
-        """With a time that no compiled file has: Python compares seconds and sizes only."""
-        path = self.folder / str(slot) / "kernelbook" / file
-        path.write_text(text)
-        self.changes += 1
-        os.utime(path, (10**9 + self.changes,) * 2)
-
-    def wait(self) -> None:
-        while True:
-            for slot, (process, began, limit, (done, fault), out) in list(self.running.items()):
-                late = time.monotonic() - began > limit
-                if process.is_alive() and not late:
-                    continue
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-                process.join()
-                del self.running[slot]
-                if fault is not None:
-                    self._write(slot, fault.file, (PACKAGE / fault.file).read_text())
-                done(json.loads(out.read_text()) if out.exists() else {"late": late})
-                return
-            time.sleep(0.05)
-
-    def wait_for_all(self) -> None:
-        while self.running:
-            self.wait()
-
-
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def _baseline(slots: Slots, groups: list[str]) -> dict[str, Any]:
+def _baseline(workers: Workers, groups: list[str]) -> dict[str, Any]:
     """By test: seconds, and the lines that it reaches as (file, line)."""
     names = sorted({name for group in groups for name in (*GROUPS[group][1].split(), "contract")})
     told: dict[str, Any] = {"seconds": {}, "reached": {}}
 
-    def done(found: dict[str, Any]) -> None:
+    def done(found: Any, _: float) -> None:
         for key in told:
-            told[key] |= found.get(key, {})
+            told[key] |= (found or {}).get(key, {})
 
     for name in names:
-        slots.start([f"tests/test_{name}.py"], 1800.0, done)
-    slots.wait_for_all()
+        workers.start(functools.partial(_run, workers.folder, [f"tests/test_{name}.py"], None), done, 1800.0)
+    workers.wait_for_all()
     return told
 
 
@@ -357,8 +300,8 @@ def main() -> None:
     todo.sort(key=lambda fault: fault.name.rpartition(":")[2])  # every group has its share of the time
     print(f"{len(sample)} faults, {len(todo)} to try", flush=True)
     with tempfile.TemporaryDirectory(prefix="host_") as name:
-        slots = Slots(args.processes, Path(name))
-        told = _baseline(slots, sorted({fault.group for fault in todo}))
+        workers = Workers(args.processes, Path(name))
+        told = _baseline(workers, sorted({fault.group for fault in todo}))
         by_line: dict[tuple[str, int], list[str]] = defaultdict(list)
         for test, lines in told["reached"].items():
             for file, line in {*map(tuple, lines), *((file, 0) for file, _ in lines)}:
@@ -382,20 +325,21 @@ def main() -> None:
                 record(fault, "untested", "")
                 continue
 
-            def done(found: dict[str, Any], fault: Fault = fault, tests: list[str] = tests) -> None:
-                if "stillborn" in found:
-                    record(fault, "stillborn", found["stillborn"][:80])
-                elif found.get("late"):
+            def done(found: Any, _: float, fault: Fault = fault, tests: list[str] = tests) -> None:
+                if found is None:
                     record(fault, "timed out", "")
+                elif "stillborn" in found:
+                    record(fault, "stillborn", found["stillborn"][:80])
                 elif found.get("failed", "?"):
                     record(fault, "killed", found.get("failed", "the process ended").removeprefix("tests/"))
                 else:
                     record(fault, "survived", f"{len(tests)} tests")
 
-            slots.start(tests, PATIENCE + 4 * sum(told["seconds"][test] for test in tests), done, fault)
+            limit = PATIENCE + 4 * sum(told["seconds"][test] for test in tests)
+            workers.start(functools.partial(_run, workers.folder, tests, fault), done, limit)
             if number % 20 == 19:
                 _write(args.results, list(kept.values()))
-        slots.wait_for_all()
+        workers.wait_for_all()
     if kept:
         _write(args.results, list(kept.values()))
         table = pd.DataFrame(_explained(list(kept.values())))

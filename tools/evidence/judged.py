@@ -191,14 +191,11 @@ def broken(folder: Path) -> Iterator[tuple[str, str, Task, bool]]:
 # --- the table ------------------------------------------------------------------------------------------------------------
 
 
-def digest(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
-
-
 def read(path: Path) -> dict[str, str]:
     """What a text says by itself: its digest, and whether it is refused."""
     text = path.read_text(encoding="utf-8")
-    return {"digest": digest(text), "text": "refused" if judge_source.problems(text) else "read"}
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return {"digest": digest, "text": "refused" if judge_source.problems(text) else "read"}
 
 
 def about(cheat: Path) -> tuple[str, str, bool | None]:

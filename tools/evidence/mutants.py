@@ -20,12 +20,9 @@ import argparse
 import ast
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import importlib
-import json
-import multiprocessing
 import os
 import random
 import signal
@@ -40,7 +37,20 @@ from typing import Any
 
 import faults as planting
 import pandas as pd
-from common import DECIDED, EVIDENCE, PACKAGE, ROOT, command_line, gpus, keep, keep_table, rows_of, watching_launches
+from common import (
+    DECIDED,
+    EVIDENCE,
+    PACKAGE,
+    ROOT,
+    Done,
+    Tell,
+    Workers,
+    command_line,
+    gpus,
+    keep_table,
+    rows_of,
+    watching_launches,
+)
 from faults import ROOMS, Fault
 
 REASONS = EVIDENCE / "reasons.csv"
@@ -201,31 +211,15 @@ def tell_when_stuck(stuck: Callable[[], None], seconds: float) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-Result = dict[str, Any]  # what a process told; None if it was stopped
-Done = Callable[[Result | None, float], None]
-
-
-@dataclasses.dataclass
-class Running:
-    """A process at work."""
-
-    process: multiprocessing.Process
-    slot: int
-    done: Done
-    limit: float
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    stopped: bool = False
-
-
-class Workers:
-    """At most ``count`` processes at a time, forked from this one, which has collected the tests and run none."""
+class TestRuns(Workers):
+    """Processes forked from this one, which has collected the tests and run none."""
 
     def __init__(self, count: int, folder: Path, items: dict[str, Any], watcher: Watcher, visible: list[str]) -> None:
-        self.folder, self.free, self.items, self.watcher = folder, list(range(count)), items, watcher
+        super().__init__(count, folder)
+        self.items, self.watcher = items, watcher
         self.gpus, self.share = visible, 0.8 * len(visible) / count  # of a GPU's memory for each process
-        self.running: list[Running] = []
 
-    def start(
+    def show(
         self,
         tests: Sequence[str],
         done: Done,
@@ -234,20 +228,17 @@ class Workers:
         limit: float = 60.0,
         stuck: float = STUCK,
     ) -> None:
-        while not self.free:
-            self.wait()
-        slot = self.free.pop()
-        (self.folder / f"{slot}.json").unlink(missing_ok=True)
-        process = multiprocessing.get_context("fork").Process(
-            target=self._child, args=(slot, tests, fault, longest, stuck)
-        )
-        process.start()
-        self.running.append(Running(process, slot, done, limit))
+        """Has a process run the tests; ``done`` gets None as well where a kernel never ended."""
 
-    def _child(self, slot: int, tests: Sequence[str], fault: Fault | None, longest: float, stuck: float) -> None:
-        """In the forked process: leaves what its tests told in the slot's file."""
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        def told(result: Any, seconds: float) -> None:
+            done(None if result is None or "stuck" in result else {"failed": [], "tests": {}} | result, seconds)
+
+        self.start(functools.partial(self._run, tests, fault, longest, stuck), told, limit)
+
+    def _run(
+        self, tests: Sequence[str], fault: Fault | None, longest: float, stuck: float, slot: int, keep: Tell
+    ) -> None:
+        """In the forked process."""
         if self.gpus:
             import torch
 
@@ -255,9 +246,6 @@ class Workers:
             wait_without_spinning()
             if fault is not None:
                 torch.cuda._lazy_call(lambda: torch.cuda.set_per_process_memory_fraction(self.share))
-        log = os.open(self.folder / f"{slot}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
         items = [self.items[name] for name in tests]
         temporary = items[0].config._tmp_path_factory
         temporary._given_basetemp, temporary._basetemp = self.folder / f"{slot}_tmp", None
@@ -265,7 +253,7 @@ class Workers:
             plant(fault, self.folder)
 
         def tell(**more: Any) -> None:
-            keep(self.folder / f"{slot}.json", {"failed": self.watcher.failed, "tests": self.watcher.tests, **more})
+            keep({"failed": self.watcher.failed, "tests": self.watcher.tests, **more})
 
         def end(**more: Any) -> None:
             tell(**more)
@@ -278,33 +266,8 @@ class Workers:
         self.watcher.run(items, longest)
         tell()
 
-    def wait(self) -> None:
-        """Until a process has ended."""
-        while True:
-            for one in self.running:
-                seconds, process = time.monotonic() - one.began, one.process
-                if seconds > one.limit and not one.stopped:
-                    one.stopped = True  # it may take a while to end: a GPU has to get rid of its kernel
-                    process.kill()
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)  # and what it started
-                if not process.is_alive():
-                    self.running.remove(one)
-                    self.free.append(one.slot)
-                    path = self.folder / f"{one.slot}.json"
-                    result = (
-                        json.loads(path.read_text()) if path.exists() else {"failed": [], "tests": {}, "died": True}
-                    )
-                    one.done(None if one.stopped or "stuck" in result else result, seconds)
-                    return
-            time.sleep(0.01)
 
-    def wait_for_all(self) -> None:
-        while self.running:
-            self.wait()
-
-
-def baseline(tests: list[str], workers: Workers, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
+def baseline(tests: list[str], workers: TestRuns, seconds: float, longest: float) -> dict[str, dict[str, Any]]:
     """What each test launches and how long it takes, of those that pass and take no longer than ``longest``."""
     known: dict[str, dict[str, Any]] = {}
     began, each = time.monotonic(), max(1, min(8, len(tests) // len(workers.free)))
@@ -312,7 +275,7 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
     shuffled.sort(key=lambda name: "test_evidence" not in name)
     broken: list[Any] = []
 
-    def done(result: Result | None, _: float) -> None:
+    def done(result: Any, _: float) -> None:
         if result is None or "died" in result:
             print("  a process ended early", flush=True)
             return
@@ -323,7 +286,7 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
         if time.monotonic() - began > seconds:
             print(f"  {len(shuffled) - i} of {len(shuffled)} tests were left out: no time", flush=True)
             break
-        workers.start(shuffled[i : i + each], done, longest=longest, limit=20.0 + each * longest)
+        workers.show(shuffled[i : i + each], done, longest=longest, limit=20.0 + each * longest)
     workers.wait_for_all()
     for name, kind, message in broken:
         known.pop(name, None)
@@ -333,11 +296,6 @@ def baseline(tests: list[str], workers: Workers, seconds: float, longest: float)
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------
-
-
-def read_results(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """By name, function's digest and place."""
-    return {(row["name"], row["function_digest"], row["where"]): row for row in rows_of(path)}
 
 
 def explain(rows: Sequence[dict[str, str]]) -> None:
@@ -447,9 +405,10 @@ class Campaign:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.began, self.watcher = args, time.monotonic(), Watcher(args.where == "interpreter")
         faults = planting.faults(tuple(args.rooms))
-        self.total = Counter(f.room for f in faults)
+        self.total = len(faults)
         self.digest = {file: digests(file) for file in {f.file for f in faults}}
-        self.results = read_results(args.results)
+        # By name, function's digest and place.
+        self.results = {(row["name"], row["function_digest"], row["where"]): row for row in rows_of(args.results)}
         planted = {f.name for f in planting.faults()}
         for known, row in list(self.results.items()):
             now = self.digest.get(row["file"], {}).get(row["name"].split(":")[0], row["function_digest"])
@@ -495,7 +454,7 @@ class Campaign:
                 from triton.runtime.cache import triton_key
 
                 triton_key(), get_ptxas_version(90)
-        workers = Workers(self.args.processes, self.folder, items, self.watcher, visible)
+        workers = TestRuns(self.args.processes, self.folder, items, self.watcher, visible)
         tests = baseline(list(items), workers, self.args.seconds / 3, self.args.longest)
         inside, reaching = planting.reachable(), defaultdict(list)
         fast_first = varied(sorted(tests, key=lambda n: tests[n]["seconds"]))
@@ -529,7 +488,7 @@ class Campaign:
 
         print(
             f"\n{self.args.where}: {len(tests)} of {len(items)} tests without a fault in {self.passed():.0f} s;"
-            f" {len(self.todo)} faults of {sum(self.total.values())} to try",
+            f" {len(self.todo)} faults of {self.total} to try",
             flush=True,
         )
         self.args.results.parent.mkdir(parents=True, exist_ok=True)
@@ -540,7 +499,7 @@ class Campaign:
         def once_more() -> None:
             """What others may have kept from passing, a few at a time."""
             for shown, fault, limit in self.unsure[: max(1, self.args.processes // 5)]:
-                workers.start(shown, self.finished(fault, len(before[fault.name])), fault, limit=limit, stuck=2 * STUCK)
+                workers.show(shown, self.finished(fault, len(before[fault.name])), fault, limit=limit, stuck=2 * STUCK)
             del self.unsure[: max(1, self.args.processes // 5)]
 
         for budget in self.args.tests_seconds:
@@ -565,7 +524,7 @@ class Campaign:
                 limit = PATIENCE + 4 * spent
                 before[fault.name] |= set(shown)
                 again = (shown, fault, 2 * limit) if visible else None
-                workers.start(shown, self.finished(fault, len(before[fault.name]), again), fault, limit=limit)
+                workers.show(shown, self.finished(fault, len(before[fault.name]), again), fault, limit=limit)
                 if time.monotonic() - written > 5:
                     write(self.args.results, self.results)  # what is known so far
                     written = time.monotonic()
@@ -576,10 +535,13 @@ class Campaign:
             workers.wait_for_all()
         if visible:
             self.without_faults(workers)
-        self.finish()
+        write(self.args.results, self.results)
+        if self.results:
+            report(self.results)
+        print(f"{self.passed():.0f} s", flush=True)
         return True
 
-    def without_faults(self, workers: Workers) -> None:
+    def without_faults(self, workers: TestRuns) -> None:
         """The tests that noticed something, beside as much else as then: what one noticed that fails now is not known."""
         failed: set[str] = set()
         named = {short(name): name for name in workers.items}
@@ -593,22 +555,16 @@ class Campaign:
             return lambda result, _: failed.add(short(test)) if not result or result["failed"] else None
 
         for test in 2 * those:
-            workers.start([test], done(test), limit=60.0)
+            workers.show([test], done(test), limit=60.0)
         workers.wait_for_all()
         print(f"{len(those)} tests without a fault at the end, twice: {len(failed)} fail: {sorted(failed)}", flush=True)
         for key in [k for k, row in self.results.items() if row["by"] in failed and row["where"] == "gpu"]:
             del self.results[key]
 
-    def finish(self) -> None:
-        write(self.args.results, self.results)
-        if self.results:
-            report(self.results, self.total)
-        print(f"{self.passed():.0f} s", flush=True)
-
     def finished(self, fault: Fault, shown: int, again: tuple[list[str], Fault, float] | None = None) -> Done:
         """``again``: how to try it once more before it counts, where others may be why no test passed."""
 
-        def done(result: Result | None, seconds: float) -> None:
+        def done(result: Any, seconds: float) -> None:
             by = why = ""
             others = not result or "died" in result or any(u in f[2] for u in UNSURE for f in result["failed"])
             if others and again:
@@ -657,20 +613,12 @@ def write(path: Path, results: dict[tuple[str, str, str], dict[str, str]]) -> No
     keep_table(path, table)
 
 
-def report(results: dict[tuple[str, str, str], dict[str, str]], total: Counter[str]) -> None:
+def report(results: dict[tuple[str, str, str], dict[str, str]]) -> None:
     """Each fault counts once: killed anywhere is killed."""
     ranks = (*DECIDED, "equivalent", "survived", "untested")
     table = pd.DataFrame(results.values())
     table = table.sort_values("counts_as", key=lambda column: column.map(ranks.index), kind="stable")
-    table = table.drop_duplicates("name")
-    for room, verdicts in table.groupby("room", sort=False)["counts_as"]:
-        c = Counter(verdicts)
-        counted = c["killed"] + c["timed out"] + c["survived"]
-        rate = f"{100 * (counted - c['survived']) / counted:.1f}%" if counted else "-"
-        print(f"{room:14} {rate:>6} noticed; {dict(c)} of {total[room]}")
-    for row in table[table["counts_as"] == "survived"].itertuples():
-        place = f"{row.room} {row.file}:{row.line} {row.kind}"
-        print(f"  survived {place}: {row.statement[:90]} -> {row.text[:80]} ({row.why}) {row.name}")
+    print(table.drop_duplicates("name").groupby(["room", "counts_as"]).size().unstack(fill_value=0).to_string())
 
 
 if __name__ == "__main__":

@@ -29,34 +29,16 @@ import kernelbook  # noqa: E402
 # isort: split
 import torch  # noqa: E402
 import triton  # noqa: E402
-from common import EVIDENCE, PACKAGE, ROOT, command_line, keep  # noqa: E402
+from common import EVIDENCE, PACKAGE, ROOT, command_line, keep, together  # noqa: E402
 from faults import ROOMS  # noqa: E402
 
 from kernelbook import runtime  # noqa: E402
 from kernelbook.lab import record  # noqa: E402
 
 
-def add(fuzz: dict[str, dict[str, Any]], target: str, more: dict[str, Any]) -> None:
-    """One campaign more. Of the sizes and dtypes of several nobody knows which are the same: those of the largest count."""
-    known = fuzz.setdefault(target, more)
-    if known is not more:
-        worst = max(known, more, key=lambda c: c["worst"])
-        fuzz[target] = worst | {
-            "examples": known["examples"] + more["examples"],
-            "shapes": max(known["shapes"], more["shapes"]),
-            "element": max(known["element"], more["element"]),
-            "drawn_again": known.get("drawn_again", 0) + more.get("drawn_again", 0),
-            "failures": known["failures"] + more["failures"],
-        }
-
-
-def told_more(run: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Of two runs of one sanitizer, whether this one came further: to its end, or through more calls."""
-    further = (
-        ("time" not in run["summary"], run.get("calls", 0)),
-        ("time" not in before["summary"], before.get("calls", 0)),
-    )
-    return further[0] >= further[1]
+def reached(run: dict[str, Any]) -> tuple[bool, int]:
+    """How far a sanitizer's run came: to its end, or through so many calls."""
+    return "time" not in run["summary"], run.get("calls", 0)
 
 
 def main() -> None:
@@ -155,13 +137,11 @@ def main() -> None:
             if name == "fuzz":
                 for target, campaign in found.items():
                     campaign["failures"] = [re.sub(r'File "[^"]*/', 'File "', f) for f in campaign["failures"]]
-                    add(told["fuzz"], target, campaign)
+                    told["fuzz"][target] = together([*filter(None, [told["fuzz"].get(target)]), campaign])
             elif name == "sanitizers":
                 runs = told[name].get("runs", {})
-                for which, run in found["runs"].items():
-                    if which not in runs or told_more(run, runs[which]):
-                        runs[which] = run
-                told[name] = found | {"runs": runs}
+                further = {w: max(run, runs.get(w, run), key=reached) for w, run in found["runs"].items()}
+                told[name] = found | {"runs": runs | further}
             elif name == "repeats":
                 for call, seen in found.items():
                     known = told[name].get(call, seen)

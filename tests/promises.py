@@ -1,0 +1,208 @@
+"""A call of every public function, for the tests of what all of them owe their callers and for the table of what each supports."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kernelbook as kb
+from kernelbook import nn, runtime
+
+Given = dict[str, Any]
+DEVICE = runtime.DEVICE
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+def _routing(top_k: int = 2) -> kb.Routing:
+    return kb.route(ids(0, 1, 2, 0, 1, 1, 0, 2)[: 4 * top_k].view(4, top_k), 3)
+
+
+def _packed() -> kb.NF4Tensor:
+    return kb.nf4_quantize(draw(3, 32, 64))
+
+
+def _given_experts() -> Given:
+    return {
+        "x": draw(4, 64), "gate_up": draw(3, 64, 64) / 8, "down": draw(3, 64, 32) / 8,
+        "expert_ids": _routing().expert_ids, "gates": torch.rand(4, 2, device=DEVICE),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """A public function, arguments for it, and what it does not promise."""
+
+    function: Callable[..., Any]
+    given: Callable[[], Given]  # in float32
+    rows: str = "x"  # the argument whose first dimension may be empty
+    but: tuple[str, ...] = ()  # the properties that it has not, or that have a test of their own
+    op: str = ""  # what messages call it
+    grads: tuple[str, ...] | None = None  # the arguments that have gradients; by default all that are floating point
+
+    def call(self, given: Given) -> Any:
+        return self.function(**given)
+
+
+PROMISES = {
+    "layer_norm": Promise(kb.layer_norm, lambda: {"x": draw(4, 32), "weight": draw(32), "bias": draw(32)}),
+    "rms_norm": Promise(kb.rms_norm, lambda: {"x": draw(4, 32), "weight": draw(32)}),
+    "rms_norm of a sum": Promise(
+        kb.rms_norm, lambda: {"x": draw(4, 32), "weight": draw(32), "residual": draw(4, 32)}, but=("empty",)
+    ),
+    "sparse_linear": Promise(
+        kb.sparse_linear,
+        lambda: {
+            "x": draw(4, 32), "weight": draw(48, 32), "bias": draw(48), "active_chunks": ids(2, 0, 1), "chunk_size": 16,
+            "mode": "sparse_dw_dx",
+        },
+    ),
+    "sparse_forward": Promise(
+        kb.sparse_forward,
+        lambda: {
+            "x": draw(4, 32), "weight": draw(48, 32), "bias": draw(48), "active_chunks": ids(2, 0), "chunk_size": 16,
+        },
+    ),
+    "sparse_dw": Promise(
+        kb.sparse_dw,
+        lambda: {"x": draw(4, 32), "dy": draw(4, 48), "active_chunks": ids(2, 0), "chunk_size": 16},
+        but=("empty",),
+    ),
+    "sparse_dx": Promise(
+        kb.sparse_dx,
+        lambda: {"dy": draw(4, 48), "weight": draw(48, 32), "active_chunks": ids(2, 0), "chunk_size": 16},
+        rows="dy",
+    ),
+    "sparse_backward": Promise(
+        kb.sparse_backward,
+        lambda: {
+            "x": draw(4, 32), "weight": draw(48, 32), "dy": draw(4, 48), "active_chunks": ids(2, 0), "chunk_size": 16,
+        },
+        rows="", grads=(),
+    ),
+    "flash_attention": Promise(
+        kb.flash_attention,
+        lambda: {"q": draw(2, 4, 20, 16), "k": draw(2, 2, 20, 16), "v": draw(2, 2, 20, 16), "causal": True},
+        rows="", but=("in place",),
+    ),
+    "attention with sinks": Promise(
+        kb.flash_attention,
+        lambda: {
+            "q": draw(2, 4, 20, 16), "k": draw(2, 2, 20, 16), "v": draw(2, 2, 20, 16), "causal": True, "window": 7,
+            "sinks": draw(4), "softcap": 2.0,
+        },
+        rows="", but=("in place",), op="flash_attention",
+    ),
+    "decoding": Promise(
+        kb.flash_attention, lambda: {"q": draw(2, 4, 1, 16), "k": draw(2, 2, 20, 16), "v": draw(2, 2, 20, 16)},
+        rows="", but=("in place",), op="flash_attention",
+    ),
+    "paged_attention": Promise(
+        kb.paged_attention,
+        lambda: {
+            "q": draw(1, 4, 1, 16), "k_pages": draw(4, 2, 16, 16), "v_pages": draw(4, 2, 16, 16),
+            "block_table": ids(3, 1)[None], "lengths": ids(20),
+        },
+        rows="", grads=(),
+    ),
+    "append_to_pages": Promise(
+        kb.append_to_pages,
+        lambda: {
+            "k": draw(1, 2, 1, 16), "v": draw(1, 2, 1, 16), "k_pages": draw(4, 2, 16, 16),
+            "v_pages": draw(4, 2, 16, 16), "block_table": ids(3, 1)[None], "lengths": ids(20),
+        },
+        rows="", grads=(),
+    ),
+    "gather_matmul": Promise(
+        kb.gather_matmul, lambda: {"x": draw(4, 32), "weight": draw(9, 32), "rows": ids(1, 7, 4), "activation": "silu"}
+    ),
+    "scatter_ffn": Promise(
+        kb.scatter_ffn,
+        lambda: {
+            "x": draw(4, 32), "w_up": draw(9, 32), "w_down": draw(9, 24), "neurons": ids(1, 7, 4),
+            "w_gate": draw(9, 32), "activation": "silu",
+        },
+    ),
+    "nf4_quantize": Promise(lambda w: _parts(kb.nf4_quantize(w)), lambda: {"w": draw(3, 64)}, rows="w", grads=()),
+    "nf4_dequantize": Promise(
+        kb.nf4_dequantize, lambda: {"q": _packed(), "experts": ids(2, 0)}, rows="experts", grads=(), but=("strides",)
+    ),
+    "fp4_quantize": Promise(lambda w: _parts(kb.fp4_quantize(w)), lambda: {"w": draw(3, 64)}, rows="w", grads=(), but=("opcheck",)),
+    "fp4_tensor": Promise(
+        lambda packed, scales, dtype: _parts(kb.fp4_tensor(packed, scales, dtype=dtype)),
+        lambda: {
+            "packed": ids(*range(64)).byte().view(2, 32), "scales": ids(127, 126, 125, 0).byte().view(2, 2), "dtype": torch.float32,
+        },
+        rows="", grads=(), but=("opcheck", "bad input"),  # no operator; what is sparse is refused by PyTorch
+    ),
+    "nf4_matmul": Promise(
+        kb.nf4_matmul, lambda: {"x": draw(4, 64), "q": _packed(), "expert": 1}, but=("gradcheck",)  # no float64
+    ),
+    "nf4_matmul, scales in 8 bits": Promise(
+        kb.nf4_matmul,
+        lambda: {"x": draw(2, 64), "q": kb.nf4_quantize(draw(3, 32, 64), double_quant=True), "expert": ids(2)},
+        but=("gradcheck", "bad input"),
+    ),
+    "sparse_dw, compact": Promise(
+        kb.sparse_dw,
+        lambda: {"x": draw(4, 32), "dy": draw(4, 48), "active_chunks": ids(2, 0), "chunk_size": 16, "compact": True},
+        but=("empty",),
+    ),
+    "sparse_forward, compact": Promise(
+        kb.sparse_forward,
+        lambda: {
+            "x": draw(4, 32), "weight": draw(48, 32), "bias": None, "active_chunks": ids(2, 0), "chunk_size": 16,
+            "compact": True,
+        },
+    ),
+    "scatter_ffn, plain": Promise(
+        kb.scatter_ffn,
+        lambda: {
+            "x": draw(4, 32), "w_up": draw(9, 32), "w_down": draw(9, 24), "neurons": ids(1, 7, 4), "b_up": draw(9),
+            "b_down": draw(24), "activation": "gelu",
+        },
+        but=("empty",),
+    ),
+    "moe_lora, in order of experts": Promise(
+        kb.moe_lora,
+        lambda: {
+            "x": draw(8, 32), "w": draw(3, 32, 24), "lora_a": draw(3, 2, 32), "lora_b": draw(3, 24, 2),
+            "routing": _routing(), "grouped_in": True, "grouped_out": True, "strategy": "fused", "scaling": 0.5,
+        },
+        rows="",
+    ),
+    "scatter2scatter": Promise(
+        kb.scatter2scatter, lambda: {"x": draw(4, 32), "w": draw(3, 32, 24), "routing": _routing()}, rows=""
+    ),
+    "moe_lora": Promise(
+        kb.moe_lora,
+        lambda: {
+            "x": draw(4, 32), "w": draw(3, 32, 24), "lora_a": draw(3, 2, 32), "lora_b": draw(3, 24, 2),
+            "routing": _routing(), "bias": draw(3, 24), "gates": torch.rand(4, 2, device=DEVICE),
+        },
+        rows="",
+    ),
+    "moe_lora in 4 bits": Promise(
+        kb.moe_lora,
+        lambda: {
+            "x": draw(4, 64), "w": _packed(), "lora_a": draw(3, 2, 64), "lora_b": draw(3, 32, 2), "routing": _routing(),
+        },
+        rows="",
+    ),
+    "route": Promise(
+        lambda expert_ids, num_experts: kb.route(expert_ids, num_experts).lists[:17],
+        lambda: {"expert_ids": _routing().expert_ids, "num_experts": 3}, rows="", grads=(),
+    ),
+    "gated_experts": Promise(nn.gated_experts, _given_experts, rows=""),
+}  # fmt: skip
+
+
+def _parts(q: kb.NF4Tensor) -> tuple[torch.Tensor, ...]:
+    return q.packed, q.absmax
