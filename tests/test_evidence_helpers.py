@@ -163,11 +163,12 @@ def _tile_kernel(
 def test_a_packed_tile_is_what_dequantizing_gives(block: int, double: bool) -> None:
     """Of the second matrix of three, at the edges, and where rows share a block of scales."""
     q = kb.nf4_quantize(torch.randn(3, 37, 96, device=runtime.DEVICE), block_size=block, double_quant=double)
+    nested = [q.absmax if part is None else part for part in (q.nested_absmax, q.nested_code, q.nested_offset)]
     dense = torch.nn.functional.pad(kb.nf4_dequantize(q, dtype=torch.float32), (0, 96, 0, 64))
     for matrix, row0, col0 in ((1, 0, 0), (2, 16, 64), (1, 32, 32), (0, 5, 0)):
         out = torch.full((16, 64), float("nan"), device=runtime.DEVICE)
         _tile_kernel[(1,)](
-            q.packed, q.absmax, q.nested_absmax, q.nested_code, q.nested_offset, q.code, out, matrix, row0, col0, 37, 96,
+            q.packed, q.absmax, *nested, q.code, out, matrix, row0, col0, 37, 96,
             ROWS=16, COLS=64, BLOCK_SIZE=block, SCALE="nested" if double else "float32",
         )  # fmt: skip
         assert torch.equal(out, dense[matrix, row0 : row0 + 16, col0 : col0 + 64]), (matrix, row0, col0)

@@ -62,6 +62,7 @@ def test_dequantized_bit_for_bit(format: str) -> None:
     q = kb.fp4_quantize(weights(3, 4, 64), format=format)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(kb.nf4_dequantize(q, dtype=dtype).cpu(), dense(q).float().to(dtype))
+    assert torch.equal(q.as_float64().cpu(), dense(q).float().double())
     ids = torch.tensor([2, 0], device=DEV)
     assert torch.equal(kb.nf4_dequantize(q, experts=ids, dtype=torch.float32).cpu(), dense(q)[[2, 0]].float())
 

@@ -144,7 +144,8 @@ def test_every_task_has_a_right_solution() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.memory(queue=f"times-{i // 2 % 2}")) for i, name in enumerate(SOLUTIONS)]
+    "name",
+    [pytest.param(name, marks=pytest.mark.memory(queue=f"times-{i // 2 % 2}")) for i, name in enumerate(SOLUTIONS)],
 )
 def test_a_right_solution_is_timed(name: str) -> None:
     for _ in range(3):  # other processes on the GPU may spoil a clock

@@ -293,6 +293,7 @@ def test_with_another_version_kernels_go_plain_ways_and_warn_once() -> None:
         assert not kb.launch._CALLS_COMPILED
     """
     environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
     )

@@ -146,7 +146,9 @@ def test_dequantize_equals_the_reference_bit_for_bit(shape, double_quant, dtype)
         for code in (NF4, FP4):
             q = quantized(shape, block_size, double_quant, code, dtype)
             with check.poisoned_empty():
-                assert same_bits(nf4_dequantize(q, dtype=dtype), reference(q, dtype=dtype))
+                dense = nf4_dequantize(q, dtype=dtype)
+            assert same_bits(dense, reference(q, dtype=dtype))
+            assert dtype != torch.float32 or same_bits(q.as_float64().float(), dense)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

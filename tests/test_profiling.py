@@ -164,7 +164,7 @@ def test_command_with_a_config_of_transformers(
         (("--set", "colour=3"), "--set must name sizes of MoELayer"),
         (("--set", "hidden_size=-4"), "MoELayer: hidden_size must be at least 1, got -4"),
         (("--set", "intermediate_size=0"), "GatedExperts: intermediate_size must be at least 1, got 0"),
-        (("--set", "slots=9"), "MoELayer: slots must be in [1, 4], got 9"),
+        (("--set", "num_experts=4", "slots=9"), "MoELayer: slots must be in [1, 4], got 9"),
         (("--set", "slots=x"), "MoELayer: slots must be an integer, got str"),
         (("--set", "num_experts=True"), "MoELayer: num_experts must be an integer, got bool"),
         (("--first", "9", "--last", "3"), "1 <= first <= last"),

@@ -146,9 +146,9 @@ def test_what_cannot_promise_it_says_what_can() -> None:
         with pytest.raises(ValueError, match=r"layer_norm: backward must be 'partials' within same_bits\(\)"):
             kb.layer_norm(x, backward="locks")
         with pytest.raises(Exception, match=r"torch.compile must be off within same_bits\(\)"):
-            torch.compile(lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros(4, 1).long(), 2)))(
-                x
-            )
+            torch.compile(
+                lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros_like(x[:, :1]).long(), 2))
+            )(x)
     with pytest.raises(ValueError, match=r"weight must have shape \(5, 32\), got \(5, 31\)"), kb.same_bits():
         linear(x, randn(5, 31))
     with pytest.raises(TypeError, match=r"linear: .*dtype"), kb.same_bits():
@@ -396,6 +396,7 @@ def test_whether_parts_are_split_over_programs_does_not_show(monkeypatch: pytest
     assert same(*found)
 
 
+@pytest.mark.skipif(not runtime.INTERPRET, reason="a GPU's kernels are asked at the sizes of models")
 def test_without_the_mode_attention_differs() -> None:
     q, k, v = _qkv(200, torch.float32)
     whole = kb.flash_attention(q, k, v, causal=True)
@@ -485,7 +486,7 @@ def _model(name: str) -> Any:
 
             from kernelbook.interop import transformers as interop
 
-            interop.quantize_experts(model)
+            interop.quantize_experts(model.to(runtime.DEVICE))
             config = peft.LoraConfig(
                 r=4, lora_alpha=8, init_lora_weights=False, target_modules=["q_proj", "v_proj"],
                 target_parameters=interop.expert_parameters(model),

@@ -112,9 +112,6 @@ def doctor() -> int:
             f"\nceilings (a quick measurement): copy {ceilings.copy_gbs:.0f} GB/s, "
             f"bf16 {ceilings.bf16_tflops:.0f} TFLOP/s, tf32 {ceilings.tf32_tflops:.0f} TFLOP/s"
         )
-        print(f"\n{'what a call costs the host, small tensors':60}      us")
-        for name, us in _host_costs():
-            print(f"{name:60}  {us:6.1f}")
     print(f"\n{'check':60}  error    limit")
     verdicts = []
     for room in registry.CASE_BY_CASE:
@@ -122,6 +119,10 @@ def doctor() -> int:
             verdicts.append(v)
             print(f"{v.name:60}  {v.error:.1e}  {v.limit:.1e}  {'ok' if v.passed else 'FAILED'}", flush=True)
     failed = [verdict for verdict in verdicts if not verdict.passed]
+    if runtime.DEVICE.type == "cuda" and not failed:
+        print(f"\n{'what a call costs the host, small tensors':60}      us")
+        for name, us in _host_costs():
+            print(f"{name:60}  {us:6.1f}")
     print(
         f"\n{len(verdicts) - len(failed)} of {len(verdicts)} checks passed."
         + (" Something is broken." if failed else "")

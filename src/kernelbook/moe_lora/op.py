@@ -41,7 +41,7 @@ def scatter2scatter(
     Args:
         x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
         w: (E, K, N), the dtype of ``x``, any strides; or an ``NF4Tensor`` of shape (E, N, K), which is decoded on the way
-            into the product and never becomes dense.
+            into the product and never becomes dense (but in float64, which is there for tests).
         routing: of T tokens to k of E experts, from :func:`route`.
         grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
         transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
@@ -54,7 +54,7 @@ def scatter2scatter(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape or a device is not as above.
     """
-    weight = _weight("scatter2scatter", w, transposed)
+    weight = _weight("scatter2scatter", x, w, transposed)
     given = Given(x, weight, None, None, None, None, routing, 1.0, "split", grouped_in, grouped_out)
     return _product("scatter2scatter", given)
 
@@ -82,7 +82,8 @@ def moe_lora(
         x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
         w: (E, K, N), the dtype of ``x``, any strides. Its gradient is computed only if it requires one. Or an
             ``NF4Tensor`` of shape (E, N, K), as transformers and bitsandbytes store it: its elements become numbers in
-            the dtype of ``x`` on their way into the product, forward and backward, and W never becomes dense.
+            the dtype of ``x`` on their way into the product, forward and backward, and W never becomes dense. (In float64,
+            which is there for tests, it does.)
         lora_a: (E, r, K), the dtype of ``x``, any strides; or ``None``, then there is no low-rank update.
         lora_b: (E, N, r), the dtype of ``x``, any strides; ``None`` with ``lora_a`` and only with it.
         routing: of T tokens to k of E experts, from :func:`route`.
@@ -103,7 +104,7 @@ def moe_lora(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device or ``strategy`` is not as above, or ``gates`` come with ``grouped_out``.
     """
-    weight = _weight("moe_lora", w, transposed)
+    weight = _weight("moe_lora", x, w, transposed)
     given = Given(x, weight, lora_a, lora_b, bias, gates, routing, scaling, strategy, grouped_in, grouped_out)
     return _product("moe_lora", given)
 
@@ -136,11 +137,16 @@ class Given(NamedTuple):
         return *self.differentiable, self.routing.expert_ids, self.routing.lists, *scales
 
 
-def _weight(op: str, w: Any, transposed: bool) -> torch.Tensor | Matrices:
+def _weight(op: str, x: Any, w: Any, transposed: bool) -> torch.Tensor | Matrices:
     """W (E, K, N), as it goes down to the kernels."""
     if isinstance(w, NF4Tensor):
         if len(w.shape) != 3:
             raise ValueError(f"{op}: w must have three dimensions, got shape {w.shape}")
+        if (
+            getattr(x, "dtype", None) == torch.float64
+        ):  # Triton's products of float64 take nothing that was decoded from bytes
+            dense = w.as_float64()
+            return dense if transposed else dense.transpose(1, 2)
         e, first, second = w.shape
         nested = (w.nested_absmax, w.nested_code, w.nested_offset)
         shape = (e, first, second) if transposed else (e, second, first)

@@ -146,6 +146,16 @@ class NF4Tensor:
         """The bytes of all its parts."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
+    def as_float64(self) -> torch.Tensor:
+        """What it stands for, dense: each product of code and scale rounded once to float32, as kernels round it."""
+        scale = self.absmax
+        if self.nested_absmax is not None:
+            assert self.nested_code is not None and self.nested_offset is not None
+            nested = self.nested_absmax.repeat_interleave(NESTED_BLOCK)[: scale.numel()]
+            scale = self.nested_code[scale.int()] * nested + self.nested_offset
+        index = torch.stack((self.packed >> 4, self.packed & 15), -1).flatten()[: self.numel].int()
+        return (self.code[index] * scale.repeat_interleave(self.block_size)[: self.numel]).double().view(self.shape)
+
     def to(self, device: torch.device | str) -> "NF4Tensor":
         """The same on ``device``."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
