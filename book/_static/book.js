@@ -350,6 +350,10 @@
       const views = [];
       for (let next = image.nextElementSibling; next?.matches(".phone-view"); next = next.nextElementSibling) views.push(next);
       const button = make("button", { type: "button", class: "enlarge", "aria-label": `Enlarge: ${image.alt || "figure"}` });
+      // A chart that is drawn small is legible on a phone as a whole.
+      const fits = () => /\.png$/.test(image.src) && image.naturalWidth <= 840 && image.classList.add("fits");
+      if (image.complete) fits();
+      else image.addEventListener("load", fits, { once: true });
       image.replaceWith(button);
       button.append(image, ...views);
       button.addEventListener("click", () => {

@@ -550,7 +550,7 @@ def steps(
             text += f"{EARLIER}: steps that joined since are not among them.\n\n"
         # Such rows carry the version of the page's kernels, which says nothing of the package's.
         if title == "Recorded" and "kernelbook" in set(rows["provider"]):
-            text += "A ladder is a run of its own; the package in it is that of the day.\n\n"
+            text += "The steps of a ladder are timed in one run, with the package as it was on that day.\n\n"
     return text or "Nothing is recorded yet."
 
 
