@@ -337,6 +337,21 @@
     });
   }
 
+  /* ---------------------------------------------------------------------------------------------------- formulas */
+
+  /** A comma or a full stop stays on the line of the formula that it follows. */
+  function punctuation() {
+    for (const formula of document.querySelectorAll(".bd-article span.math")) {
+      const next = formula.nextSibling;
+      const sign = next instanceof Text ? next.data.match(/^[.,;:)?!]+/)?.[0] : undefined;
+      if (!sign) continue;
+      next.data = next.data.slice(sign.length);
+      const kept = make("span", { class: "kept" });
+      formula.replaceWith(kept);
+      kept.append(formula, sign);
+    }
+  }
+
   /* ----------------------------------------------------------------------------------------------------- figures */
 
   function figures() {
@@ -542,6 +557,7 @@
     addEventListener("hashchange", reveal);
     reveal();
     folds();
+    punctuation();
     figures();
     definitions();
     document.querySelectorAll("table.sortable").forEach(sortable);
