@@ -337,6 +337,21 @@
     });
   }
 
+  /* ---------------------------------------------------------------------------------------------------- formulas */
+
+  /** A comma or a full stop stays on the line of the formula that it follows. */
+  function punctuation() {
+    for (const formula of document.querySelectorAll(".bd-article span.math")) {
+      const next = formula.nextSibling;
+      const sign = next instanceof Text ? next.data.match(/^[.,;:)?!]+/)?.[0] : undefined;
+      if (!sign) continue;
+      next.data = next.data.slice(sign.length);
+      const kept = make("span", { class: "kept" });
+      formula.replaceWith(kept);
+      kept.append(formula, sign);
+    }
+  }
+
   /* ----------------------------------------------------------------------------------------------------- figures */
 
   function figures() {
@@ -350,6 +365,10 @@
       const views = [];
       for (let next = image.nextElementSibling; next?.matches(".phone-view"); next = next.nextElementSibling) views.push(next);
       const button = make("button", { type: "button", class: "enlarge", "aria-label": `Enlarge: ${image.alt || "figure"}` });
+      // A chart that is drawn small is legible on a phone as a whole.
+      const fits = () => /\.png$/.test(image.src) && image.naturalWidth <= 840 && image.classList.add("fits");
+      if (image.complete) fits();
+      else image.addEventListener("load", fits, { once: true });
       image.replaceWith(button);
       button.append(image, ...views);
       button.addEventListener("click", () => {
@@ -538,6 +557,7 @@
     addEventListener("hashchange", reveal);
     reveal();
     folds();
+    punctuation();
     figures();
     definitions();
     document.querySelectorAll("table.sortable").forEach(sortable);

@@ -214,6 +214,7 @@ def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | Non
         lines.append("open markers, yours: " + provenance(own))
     if any(shape.get_gid() == BAND for ax in figure.axes for shape in ax.collections):
         lines.append("bands: from the 20th to the 80th percentile")
+    lines = [textwrap.fill(line, round(19 * figure.get_figwidth())) for line in lines]  # characters of that size
     figure.supxlabel("\n".join(lines), fontsize=7, color=GREY, x=0.01, ha="left")
     plt.close(figure)
     return figure
@@ -503,7 +504,7 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
     ours = rows["provider"].str.startswith("kernelbook")
     rows = pd.concat([rows[ours], rows[~ours]])
     times, names = 1e3 * rows["ms"].astype(float), _without_ours(rows["provider"])
-    figure, (ax,) = new_figure(width=4.8, height=0.6 + 0.27 * len(rows))
+    figure, (ax,) = new_figure(width=4.0, height=0.75 + 0.27 * len(rows))
     colors = [BLUE if mine else GREY for mine in rows["provider"].str.startswith("kernelbook")]
     bars = ax.barh(range(len(rows)), times, color=colors, height=0.62)
     ax.bar_label(bars, labels=[f"{_microseconds(ms / 1e3)} µs" for ms in times], padding=3, fontsize=8)
@@ -513,7 +514,7 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
     ax.xaxis.set_visible(False)
     ax.grid(visible=False)
     ax.spines["bottom"].set_visible(False)
-    ax.set_title(textwrap.fill(name, 40), fontsize=9)  # narrow enough for a phone
+    ax.set_title(textwrap.fill(name, 36), fontsize=9)  # narrow enough for a phone
     return finish(figure, rows)
 
 
@@ -550,7 +551,7 @@ def steps(
             text += f"{EARLIER}: steps that joined since are not among them.\n\n"
         # Such rows carry the version of the page's kernels, which says nothing of the package's.
         if title == "Recorded" and "kernelbook" in set(rows["provider"]):
-            text += "A ladder is a run of its own; the package in it is that of the day.\n\n"
+            text += "The steps of a ladder are timed in one run, with the package as it was on that day.\n\n"
     return text or "Nothing is recorded yet."
 
 
