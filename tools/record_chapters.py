@@ -59,7 +59,8 @@ def steps_program(path: Path) -> str:
 
 def whole_program(path: Path) -> str:
     """All cells, as a program."""
-    return switched_on(path, "\n\n".join(code_of(path)), "RECORD")
+    cells = ["from IPython.display import display", *code_of(path)]
+    return switched_on(path, "\n\n".join(cells), "RECORD")
 
 
 class _AsksTheCompiler(Exception):  # noqa: N818  no error: a cell is left out
@@ -68,13 +69,15 @@ class _AsksTheCompiler(Exception):  # noqa: N818  no error: a cell is left out
 
 def run_cells(folder: Path) -> None:
     """Runs the cells of a chapter, a file each, in one namespace; what asks the compiler, or uses its answer, is left out."""
+    from IPython.display import display
+
     from kernelbook.lab import compiled
 
     def left_out(*_: object, **__: object) -> None:
         raise _AsksTheCompiler
 
     compiled.compile_calls = left_out  # type: ignore[assignment]
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    namespace: dict[str, object] = {"__name__": "__main__", "display": display}
     unset: set[str] = set()
     for path in sorted(folder.glob("*.py")):
         text = path.read_text(encoding="utf-8")

@@ -262,7 +262,6 @@ def _skewed(model: Any, zipf: float) -> Iterator[None]:
     if not zipf:
         yield
         return
-    from kernelbook.interop import transformers as interop
 
     def route(router: Any, bias: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the routers of both families do, which have no bias."""
@@ -275,9 +274,7 @@ def _skewed(model: Any, zipf: float) -> Iterator[None]:
     # Logits of random weights are normal with this deviation. With that factor the most wanted expert gets as many tokens as
     # by the Gumbel noise of bench moe_block, which has more large values.
     noise = 0.58 * model.config.initializer_range * math.sqrt(model.config.hidden_size)
-    routers = [
-        model.get_submodule(name.rpartition(".")[0] + ".gate") for name, _ in list(interop.expert_modules(model))
-    ]
+    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
     for seed, router in enumerate(routers):
         rank = torch.randperm(router.num_experts, generator=torch.Generator().manual_seed(seed)) + 1.0
         bias = (-zipf * noise * rank.log()).to(router.weight)
