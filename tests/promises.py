@@ -140,7 +140,7 @@ PROMISES = {
         lambda: {
             "packed": ids(*range(64)).byte().view(2, 32), "scales": ids(127, 126, 125, 0).byte().view(2, 2), "dtype": torch.float32,
         },
-        rows="", grads=(), but=("opcheck", "bad input"),  # no operator; what is sparse is refused by PyTorch
+        rows="", grads=(), but=("opcheck", "bad input"),  # no operator; of two that do not fit the first is named
     ),
     "nf4_matmul": Promise(
         kb.nf4_matmul, lambda: {"x": draw(4, 64), "q": _packed(), "expert": 1}, but=("gradcheck",)  # no float64

@@ -122,6 +122,9 @@ def test_bfloat16_on_a_gpu_that_has_none_is_said_once() -> None:
         with pytest.warns(UserWarning, match=r"kernelbook: Tesla T4 has no bfloat16: .* Take float16 there"):
             check("sm_75", torch.bfloat16)
         check("sm_75", torch.bfloat16)
+    for target, dtype in (("sm_75", torch.float16), ("sm_80", torch.bfloat16), ("gfx942", torch.bfloat16)):
+        with runtime.compiling_for(target):
+            assert runtime.half_dtype() == dtype
     arguments._warn_of_bfloat16.cache_clear()
 
 

@@ -125,6 +125,11 @@ def test_bad_arguments() -> None:
         (lambda: kb.fp4_tensor(packed, e4m3, 2.0), TypeError, "tensor_scale must be a torch.Tensor or None, got float"),
         (lambda: kb.fp4_tensor(packed, e4m3, torch.tensor(2)), TypeError, "tensor_scale must have dtype .* got int64"),
         (lambda: kb.fp4_tensor(packed, e8m0, torch.tensor(2.0)), ValueError, "tensor_scale must be None for MXFP4"),
+        (
+            lambda: kb.fp4_tensor(packed.to_sparse(), e8m0),
+            TypeError,
+            "packed must be a dense tensor, got layout torch.sparse",
+        ),
         (lambda: kb.fp4_tensor(packed, e8m0[0, 0, 0]), ValueError, "scales must have at least one dimension"),
         (lambda: fp4_parts(kb.nf4_quantize(w)), ValueError, "q.code_name must be one of 'e2m1'"),
     )

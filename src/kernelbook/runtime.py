@@ -57,6 +57,7 @@ __all__ = [
     "device_slug",
     "ensure_context",
     "free_bytes",
+    "half_dtype",
     "in_same_bits",
     "kernel_dtype",
     "on_device_of",
@@ -490,6 +491,11 @@ def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     rounds what they wrote back to bfloat16.
     """
     return torch.float32 if INTERPRET and dtype == torch.bfloat16 else dtype
+
+
+def half_dtype() -> torch.dtype:
+    """The dtype of 16 bits that the GPU at hand computes with fast: bfloat16, and float16 on Turing, which has no bfloat16."""
+    return torch.bfloat16 if properties().has_tensor_cores else torch.float16
 
 
 _of_thread = threading.local()

@@ -245,7 +245,7 @@ def sentence(stem: str, gpu: str) -> str:
 WORDS = {
     "launches": "launch other kernels than they did when they were measured",
     "sources": "were measured with older sources than this book's",
-    "host": "were measured with an older path of the host, which their host times tell of",
+    "host": "have host times from before the code around their launches changed",
     "peer": "compare with a peer of another version than the one that is pinned now",
     NOT_DATED: "have no rule that would tell whether they are older",
 }

@@ -50,6 +50,8 @@ def fp4_tensor(
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
         arguments.check_dtype(op, name, value, dtypes)
+        if value.layout != torch.strided:
+            raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
     if scales.ndim == 0:
         raise ValueError(f"{op}: scales must have at least one dimension, got a scalar")
     block, kind = FORMATS["nvfp4" if scales.dtype == torch.float8_e4m3fn else "mxfp4"]
