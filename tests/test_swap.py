@@ -251,8 +251,7 @@ def test_gpt2(calls: dict[str, int]) -> None:
             assert torch.equal(again, generated) and calls["flash_attention"] > 2
 
 
-def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a model that PyTorch's attention cannot serve; its rotation has tables for half of a head's features."""
+def _gpt_oss() -> tuple[Any, torch.Tensor]:
     torch.manual_seed(0)
     config = GptOssConfig(
         vocab_size=31, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=3, head_dim=8,
@@ -260,8 +259,13 @@ def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
     model = GptOssForCausalLM._from_config(config, attn_implementation="eager").to(runtime.DEVICE).eval()
+    return model, torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+
+
+def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model that PyTorch's attention cannot serve; its rotation has tables for half of a head's features."""
+    model, tokens = _gpt_oss()
     model.set_experts_implementation("eager")
-    tokens = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
     rotated = []
     monkeypatch.setattr(rotary, "rotate", lambda *given, rotate=rotary.rotate: rotated.append(1) or rotate(*given))
     with torch.no_grad():
@@ -271,6 +275,22 @@ def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
             assert list(done.changed.values()).count("RMSNorm") == 5
             torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
         assert len(rotated) == 2
+
+
+def test_a_compiled_model_turns_queries_and_keys_by_the_kernel() -> None:
+    """In gpt-oss the module's function has no closure, whose contents Dynamo's guards would ask for."""
+    model, tokens = _gpt_oss()
+    model.set_experts_implementation("batched_mm")
+    calls = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        calls.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    with torch.no_grad(), swap(model, quiet=True):
+        expected = model(tokens).logits
+        torch.testing.assert_close(torch.compile(model, backend=keep, fullgraph=True)(tokens).logits, expected)
+    assert sum("rotate" in call for call in calls) == 2, calls
 
 
 @pytest.mark.parametrize("before", ("eager", "sdpa"))

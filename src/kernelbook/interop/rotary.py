@@ -169,14 +169,11 @@ def _with_kernel(kind: Any, forward: Any) -> type[torch.nn.Module] | None:
     half = calls == 1 and _is_rotation(names[FUNCTION], 4)
     if calls != 1 or not (half or _is_rotation(names[FUNCTION], 8)):
         return None
-    own = types.FunctionType(
-        forward.__code__,
-        {**names, FUNCTION: _or(names[FUNCTION], half)},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    own.__kwdefaults__ = forward.__kwdefaults__
+    # Without the name of their module, in which Dynamo would look the function up.
+    own_names = {name: value for name, value in names.items() if name != "__name__"}
+    own_names[FUNCTION] = _or(names[FUNCTION], half)
+    own = types.FunctionType(forward.__code__, own_names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__module__, own.__kwdefaults__ = forward.__module__, forward.__kwdefaults__
     return type(kind.__name__, (kind,), {"forward": own, "__module__": __name__, "__reduce_ex__": _reduce})
 
 

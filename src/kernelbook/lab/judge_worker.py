@@ -600,6 +600,7 @@ def _main(control: socket.socket, serve: bool) -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever stops a notebook stops this too, and reads no traceback
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:

@@ -583,10 +583,10 @@ def plans() -> list[Plan]:
     for provider in ("kernelbook", "grouped_mm"):
         found += [Plan("gpt-oss-20b", provider, "step", 1, True, graph) for graph in ("1", "0")]
         # transformers' own attention with sinks makes tensors on the host, which a graph cannot; compiled it does not.
-        found += [Plan("gpt-oss-20b", provider, "decode", graph=graph) for graph in ("1", "0", "compile")]
-        found += [Plan("gpt-oss-20b", provider, "prefill", graph=graph) for graph in ("1", "0")]
+        found += [Plan("gpt-oss-20b", provider, task, graph=graph) for task in ("decode", "prefill") for graph in "10"]
     found += [Plan("gpt-oss-120b", "kernelbook", "step", 1, True, graph) for graph in ("0", "1")]
     found += [Plan("gpt-oss-120b", "kernelbook", "decode", graph="1")]
+    found += [Plan("gpt-oss-20b", provider, "decode", graph="compile") for provider in ("kernelbook", "grouped_mm")]
     for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
         for graph in ("1", "compile"):
             found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
