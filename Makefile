@@ -91,10 +91,9 @@ test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),14) --dist worksteal $(if $(PART),--part $(PART)) tests
 	$(PY) -m pytest -m "gpu and alone" $(if $(PART),--part $(PART)) tests
 
-# The rooms with what is chosen and compiled for a T4, run by a newer GPU.
-ROOMS := layer_norm sparse_linear scatter_ffn attention attention_decode nf4 fp4 moe_lora
+# The rooms' tests with plans and kernels for a T4, run by a newer GPU; the result is a row of book/versions.csv.
 test-turing: $(ENVIRONMENT)
-	$(PY) -m pytest -m "not alone" --stand-in sm_75 -n $(or $(WORKERS),14) --dist worksteal $(ROOMS:%=tests/test_%.py)
+	$(PY) tools/try_versions.py --here --only sm_75 --workers $(or $(WORKERS),14)
 
 # The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
 # environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy

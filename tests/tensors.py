@@ -66,7 +66,7 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     return lambda: bool(guards) and all(bool((guard == 7).all()) for guard in guards)
 
 
-# Of tests that count launches, or ask which products cuBLAS takes: all of 16 bits, where kernels have no tensor cores.
+# For tests that count launches or ask which products go to cuBLAS: without tensor cores all those of 16 bits do.
 with_tensor_cores = pytest.mark.skipif("not runtime.properties().has_tensor_cores", reason="cuBLAS multiplies there")
 
 

@@ -157,8 +157,9 @@ def test_gradients_that_come_with_strides_of_their_own(looped: bool, request: py
     dy, ds = randn(9, 340)[:, 17:317], randn(1, 300).expand(9, 300)
     call = functools.partial(torch.autograd.grad, kb.rms_norm(x, w, residual=r), (x, r, w), retain_graph=True)
     strided, dense = call(grad_outputs=(dy, ds)), call(grad_outputs=(dy.contiguous(), ds.contiguous()))
-    for ours, expected in zip(strided, dense, strict=True):  # a GPU may share a row out among threads in another way
-        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    within = 0.0 if runtime.INTERPRET else 1e-6  # a GPU may share a row out among threads in another way
+    for ours, expected in zip(strided, dense, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=within, atol=within)
     for backward in ("partials", "locks"):
         y = kb.layer_norm(x, w, w, backward=backward)
         ours = torch.autograd.grad(y, (x, w), dy)

@@ -465,4 +465,5 @@ def test_a_probe_of_gradients_finds_a_wrong_scale(sizes: dict[str, int]) -> None
             found.append((name, kind))
     # Of 2,880 columns the scale belongs to 32; it changes the output of its rows, and what follows from that.
     assert {kind for _, kind in found} >= {"rare"}
-    assert sizes is FULL or runtime.DEVICE.type == "cuda" or ("x", "rare") in found
+    # Small sizes are the interpreter's; a GPU is asked with those of a model.
+    assert sizes is FULL or not runtime.INTERPRET or ("x", "rare") in found

@@ -396,7 +396,7 @@ def test_whether_parts_are_split_over_programs_does_not_show(monkeypatch: pytest
     assert same(*found)
 
 
-@pytest.mark.skipif(not runtime.INTERPRET, reason="a GPU's kernels are asked at the sizes of models")
+@pytest.mark.skipif(not runtime.INTERPRET, reason="a GPU is asked at the sizes of models, by another test")
 def test_without_the_mode_attention_differs() -> None:
     q, k, v = _qkv(200, torch.float32)
     whole = kb.flash_attention(q, k, v, causal=True)

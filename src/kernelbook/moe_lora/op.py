@@ -41,7 +41,7 @@ def scatter2scatter(
     Args:
         x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
         w: (E, K, N), the dtype of ``x``, any strides; or an ``NF4Tensor`` of shape (E, N, K), which is decoded on the way
-            into the product and never becomes dense (but in float64, which is there for tests).
+            into the product and never becomes dense, except in float64, which is for tests.
         routing: of T tokens to k of E experts, from :func:`route`.
         grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
         transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
@@ -82,8 +82,8 @@ def moe_lora(
         x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
         w: (E, K, N), the dtype of ``x``, any strides. Its gradient is computed only if it requires one. Or an
             ``NF4Tensor`` of shape (E, N, K), as transformers and bitsandbytes store it: its elements become numbers in
-            the dtype of ``x`` on their way into the product, forward and backward, and W never becomes dense. (In float64,
-            which is there for tests, it does.)
+            the dtype of ``x`` on their way into the product, forward and backward, and W never becomes dense, except in
+            float64, which is for tests.
         lora_a: (E, r, K), the dtype of ``x``, any strides; or ``None``, then there is no low-rank update.
         lora_b: (E, N, r), the dtype of ``x``, any strides; ``None`` with ``lora_a`` and only with it.
         routing: of T tokens to k of E experts, from :func:`route`.
@@ -142,9 +142,8 @@ def _weight(op: str, x: Any, w: Any, transposed: bool) -> torch.Tensor | Matrice
     if isinstance(w, NF4Tensor):
         if len(w.shape) != 3:
             raise ValueError(f"{op}: w must have three dimensions, got shape {w.shape}")
-        if (
-            getattr(x, "dtype", None) == torch.float64
-        ):  # Triton's products of float64 take nothing that was decoded from bytes
+        # Triton's float64 products compile with no operand that was decoded from bytes.
+        if getattr(x, "dtype", None) == torch.float64:
             dense = w.as_float64()
             return dense if transposed else dense.transpose(1, 2)
         e, first, second = w.shape
