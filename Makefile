@@ -91,7 +91,8 @@ test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),14) --dist worksteal $(if $(PART),--part $(PART)) tests
 	$(PY) -m pytest -m "gpu and alone" $(if $(PART),--part $(PART)) tests
 
-# The rooms' tests with plans and kernels for a T4, run by a newer GPU; the result is a row of book/versions.csv.
+# The rooms' tests, and the chapters, with plans and kernels for a T4, run by a newer GPU; the results are rows of
+# book/versions.csv.
 test-turing: $(ENVIRONMENT)
 	$(PY) tools/try_versions.py --here --only sm_75 --workers $(or $(WORKERS),14)
 

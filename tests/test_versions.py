@@ -47,7 +47,7 @@ def test_what_a_gpu_says_stands_beside_its_name(tool: Any, monkeypatch: pytest.M
     monkeypatch.setattr(
         tool, "versions", lambda _: {"python": "3.12", "torch": "2.11", "triton": "3.6.0", "numpy": "2"}
     )
-    assert tool.main(["--here", "--only", "sm_75"]) == 1
+    assert tool.main(["--here", "--only", "rooms, compiled"]) == 1
     ((row,), (command,)) = tool.rows(), ran
     assert row["tests"] == "rooms, compiled for sm_75, NVIDIA L4" and row["failed"] == "1"
     assert command[0] == sys.executable and command[-len(tool.ROOMS) - 1 :][:2] == ["sm_75", "tests/test_layer_norm.py"]

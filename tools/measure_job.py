@@ -27,6 +27,7 @@ from kernelbook.lab.bench import bench, same_loss
 
 REP_MS = "50"  # of samples, 20 at least, for each call
 NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
+TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 
 def redirect(folder: Path) -> None:
@@ -133,8 +134,11 @@ torch.cuda.reset_peak_memory_stats = lambda *device, reset=torch.cuda.reset_peak
 TOLD = "import json; print(json.dumps(watch()))"
 
 
-def notebook(folder: Path, name: str) -> int:
-    """Executes a chapter as a reader does, on a part of the GPU's memory, and records how that went."""
+def notebook(folder: Path, name: str, target: str = "") -> int:
+    """Executes a chapter as a reader does, on a part of the GPU's memory, and records how that went.
+
+    With a ``target``, ``sm_75`` say, plans and kernels are those of that older GPU.
+    """
     import nbformat
     from ipykernel.kernelspec import write_kernel_spec
     from nbclient import NotebookClient
@@ -147,7 +151,8 @@ def notebook(folder: Path, name: str) -> int:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{share:.4f}"
     path, began = record_chapters.NOTEBOOKS / f"{name}.ipynb", time.monotonic()
     chapter = nbformat.read(path, as_version=4)
-    first, last = map(nbformat.v4.new_code_cell, (WATCH, TOLD))
+    stand_in = f"import sys; sys.path.append({str(TESTS)!r}); import stand_in; stand_in.stand_in_for({target!r})"
+    first, last = map(nbformat.v4.new_code_cell, (f"{stand_in}\n{WATCH}" if target else WATCH, TOLD))
     cells, chapter.cells = chapter.cells, [first, *chapter.cells, last]
     resources = {"metadata": {"path": str(record_chapters.NOTEBOOKS)}}
     died: list[str] = []

@@ -65,10 +65,12 @@ SHORT = {
     "rooms, interpreted": ("doctor, interpreted", ("tests/test_cli.py::test_doctor_passes",)),
     "kernels for sm_90": ("attention's kernels for sm_90", (*PARTS["kernels for sm_90"][:2], "attention-sm_90")),
 }
-# On a GPU, with what is installed: what needs one; and all tests of the rooms, by kernels that are compiled for a T4.
+# On a GPU, with what is installed: what needs one; and all tests of the rooms, and all chapters, by kernels that are compiled for
+# a T4.
 HERE = {
     "GPU tests of the rooms": ("-m", "gpu and not alone", *PARTS["rooms, interpreted"], "tests/test_same_bits.py"),
     "rooms, compiled for sm_75": ("-m", "not alone", "--stand-in", "sm_75", *PARTS["rooms, interpreted"]),
+    "chapters, compiled for sm_75": ("--stand-in", "sm_75", "tests/test_memory.py", "-k", "six_gib"),
 }
 
 

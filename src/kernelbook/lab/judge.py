@@ -525,10 +525,12 @@ def _timed(solution: _Solution, task: Task, rng: random.Random) -> Speed:
     )  # fmt: skip
     if ms < 0.9 * bound:
         raise _WrongError(f"{speed}: no kernel can do that, so the clock was not this kernel's")
-    own = _wall_ms(solution, inputs)
-    if own > 2 * ms + 0.2:
-        raise _WrongError(f"the other process says {ms:.4g} ms a call, and this one's clock {own:.4g} ms")
-    return speed
+    own = math.inf
+    for _ in range(5):  # what else runs on the GPU can make this clock too slow, and never too fast
+        own = min(own, _wall_ms(solution, inputs))
+        if own <= 2 * ms + 0.2:
+            return speed
+    raise _WrongError(f"the other process says {ms:.4g} ms a call, and this one's clock {own:.4g} ms")
 
 
 def _wall_ms(solution: _Solution, inputs: Mapping[str, Any]) -> float:
