@@ -46,6 +46,7 @@ import dataclasses
 import functools
 import gc
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -905,7 +906,7 @@ def bench(
 
     Args:
         layers: of each model (all); a smaller number for a smaller card.
-        select: only what has this in its description, or one of several such, with ``|`` between.
+        select: only those in whose description this regular expression finds something.
         seconds: begin nothing new after so long.
         tokens: of a prompt, a context and a sequence. samples: of each time. tiny: small widths, for tests.
         wanted: what to measure instead of :func:`plans`.
@@ -919,7 +920,7 @@ def bench(
     failures: list[str] = []
     left: list[str] = []
     for plan in plans() if wanted is None else wanted:
-        if select is not None and not any(words in str(plan) for words in select.split("|")):
+        if not re.search(select or "", str(plan)):
             continue
         if time.perf_counter() - began > seconds:
             left.append(str(plan))
