@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -139,8 +141,8 @@ def test_a_page(browser: Any, address: str, page_name: str) -> None:
 
 
 def test_only_what_an_author_marked_is_folded_and_it_unfolds(browser: Any, address: str) -> None:
-    page, _ = opened(browser, address + "notebooks/layer_norm.html")
-    marked = (ROOT / "notebooks" / "layer_norm.ipynb").read_text(encoding="utf-8").count("# region ")
+    page, _ = opened(browser, address + "notebooks/matrix_product.html")
+    marked = (ROOT / "notebooks" / "matrix_product.ipynb").read_text(encoding="utf-8").count("# region ")
     buttons = page.locator(".bd-article .unfold")
     assert buttons.count() == marked > 0
     cell = page.locator(".cell_input", has=page.locator(".unfold")).first
@@ -149,7 +151,44 @@ def test_only_what_an_author_marked_is_folded_and_it_unfolds(browser: Any, addre
     button.click()
     assert button.get_attribute("aria-expanded") == "true"
     assert cell.locator(".same").first.is_visible() and cell.bounding_box()["height"] > height + 40
-    assert "def _layer_norm_fwd_corrected_kernel" in page.locator(".bd-article").inner_text()
+    assert "c_ptr, stride_cm, stride_cn," in cell.inner_text()
+    page.context.close()
+
+
+@pytest.mark.parametrize("name", ["first_kernel", "layer_norm"])
+def test_a_chapter_can_be_typed_from_what_stands_open(browser: Any, address: str, name: str, tmp_path: Path) -> None:
+    """What is folded is not typed: the other cells run, one after the other, in an empty program."""
+    page, _ = opened(browser, address + f"notebooks/{name}.html")
+    cells = page.locator(".bd-article .cell_input pre").all()
+    typed = [cell.inner_text() for cell in cells if cell.is_visible()]
+    assert len(typed) > 10
+    # Each in a file of its own, from which Triton reads its kernels.
+    paths = [tmp_path / f"cell_{i}.py" for i in range(len(typed))]
+    for path, text in zip(paths, typed, strict=True):
+        path.write_text(text, encoding="utf-8")
+    program = "import sys\nshared = {'__name__': '__main__'}\nfor path in sys.argv[1:]:\n"
+    program += "    exec(compile(open(path).read(), path, 'exec'), shared)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *paths],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wide_table_is_blocks_on_a_phone(browser: Any, address: str) -> None:
+    """Each cell under its column's name, and nothing to scroll to; on a desktop it stays a table."""
+    page, _ = opened(browser, address + "notebooks/several_gpus.html", width=390)
+    tables = page.locator(".bd-article table.blocks")
+    assert tables.count() > 2
+    for table in tables.all():
+        assert table.bounding_box()["width"] <= 390
+        heads = [text.strip() for text in table.locator("thead th").all_text_contents()]
+        cells = table.locator("tbody tr:first-child :is(th, td):not(:first-child)")
+        assert [cell.get_attribute("data-label") for cell in cells.all()] == heads[1:]
+    page.set_viewport_size({"width": 1400, "height": 900})
+    assert tables.first.locator("thead").is_visible()
     page.context.close()
 
 

@@ -1,4 +1,4 @@
-/* What moves on a page of this book: instruments, definitions of terms, figures that enlarge, tables that sort, folded lines of code.
+/* What moves on a page of this book: instruments, definitions of terms, figures that enlarge, tables that sort or fit a phone, folded lines of code.
    Plain DOM and SVG. Without this script every page is complete; what it adds is marked in book.css. */
 "use strict";
 (() => {
@@ -418,6 +418,26 @@
     });
   }
 
+  /** Tables that do not fit into a phone get `blocks`: there a row is a block, each cell under its column's name. */
+  function blocks() {
+    if (!matchMedia("(max-width: 600px)").matches) return;
+    for (const table of document.querySelectorAll(".bd-article table:not([class*='blocks'], .sortable, .stacked)")) {
+      const room = table.closest(".pst-scrollable-table-container, .wide-table, .sd-tab-content, .output") ?? table.parentElement;
+      const rows = [...table.rows];
+      const heads = [...(table.tHead?.rows[0]?.cells ?? [])];
+      // Not a table of tables, and not so long that blocks would be a page of their own.
+      if (table.offsetWidth <= room.clientWidth + 1 || table.tHead?.rows.length !== 1 || rows.length > 40) continue;
+      if (rows.some((row) => row.cells.length !== heads.length) || table.id || table.closest(".look-up, .instrument")) continue;
+      table.classList.add("blocks");
+      for (const row of rows.slice(1)) {
+        [...row.cells].forEach((cell, i) => {
+          // A first cell names what its row is about, unless it is a number.
+          if (i || /^[\d.,]+$/.test(cell.textContent.trim())) cell.dataset.label = heads[i].textContent.trim();
+        });
+      }
+    }
+  }
+
   /** The look-up of the page "Measured": points of one function on one GPU, narrowed down by words. */
   function lookUp(box) {
     const { columns, rows } = JSON.parse(box.querySelector("script").textContent);
@@ -561,6 +581,11 @@
     figures();
     definitions();
     document.querySelectorAll("table.sortable").forEach(sortable);
+    blocks();
+    // A phone is turned; what was hidden has a width when it shows.
+    addEventListener("resize", blocks);
+    document.addEventListener("toggle", blocks, true);
+    document.addEventListener("change", blocks);
     document.querySelectorAll(".look-up").forEach(lookUp);
     document.querySelectorAll(".instrument").forEach((box, i) => {
       new Instrument(box, JSON.parse(box.querySelector(".recording").textContent), i);
