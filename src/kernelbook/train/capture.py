@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import itertools
 import operator
 import os
 import pickle
@@ -397,9 +398,7 @@ class _Untouched:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._dicts: list[dict[Any, Any]] = []
-        self._values: list[list[Any]] = []  # of each of the dictionaries
         self._lists: list[Collection[Any]] = []  # and names of dictionaries that modules have as attributes
-        self._items: list[list[Any]] = []  # of each of the lists
         self._empty: list[Collection[Any]] = []
         self._long: list[Collection[Any]] = []
         self._tensors: list[torch.Tensor] = []
@@ -417,30 +416,30 @@ class _Untouched:
                         self._empty.append(value)
                     else:
                         self._lists.append(value)
-                        self._items.append(list(value))
                         if isinstance(value, dict):
                             self._watch(value)
+        self._lengths, self._objects = self._lengths_now(), list(self._objects_now())
         self._places = list(map(_place_of, self._tensors))
 
     def _watch(self, value: dict[Any, Any]) -> None:
         self._dicts.append(value)
-        self._values.append(list(value.values()))
         self._tensors += [part for part in value.values() if isinstance(part, torch.Tensor)]
+
+    def _lengths_now(self) -> list[int]:
+        return [*map(len, self._dicts), *map(len, self._lists)]
+
+    def _objects_now(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(itertools.chain(map(dict.values, self._dicts), self._lists))
 
     def __call__(self, model: torch.nn.Module) -> bool:
         return (
             model is self._model
             and not any(self._empty)
             and all(len(value) > MANY for value in self._long)
-            and all(map(_same, map(dict.values, self._dicts), self._values))
-            and all(map(_same, self._lists, self._items))
+            and self._lengths_now() == self._lengths
+            and all(map(operator.is_, self._objects_now(), self._objects))
             and list(map(_place_of, self._tensors)) == self._places
         )
-
-
-def _same(now: Collection[Any], then: list[Any]) -> bool:
-    """Whether these are the same objects in the same order."""
-    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 class _State:
