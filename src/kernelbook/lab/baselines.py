@@ -7,9 +7,10 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["axolotl", "has", "version"]
+__all__ = ["axolotl", "has", "peer_version", "version"]
 
 
 def has(module: str) -> bool:
@@ -23,6 +24,13 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def peer_version(provider: str, distributions: Mapping[str, str]) -> str:
+    """``liger-kernel 0.8.5``: what a provider that is not ours comes from, and its version here."""
+    name = distributions.get(provider, "torch")
+    installed = version(name)
+    return name if installed is None else f"{name} {installed}"
 
 
 @functools.cache

@@ -6,12 +6,10 @@ so that no ratio mixes runs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -25,7 +23,7 @@ import torch
 
 import kernelbook
 from kernelbook import plans, runtime
-from kernelbook.lab import bench, dates, launched, record, timing
+from kernelbook.lab import baselines, bench, dates, launched, record, timing
 
 __all__ = ["Older", "dates_of", "launch_digests", "older", "sentence"]
 
@@ -131,19 +129,11 @@ def dates_of(one: bench.Bench) -> Callable[[timing.Case, str], dict[str, str]]:
 
     def of(case: timing.Case, provider: str) -> dict[str, str]:
         if not record.is_ours(provider):
-            return {"launches": "", "host": "", "peer": _peer_version(provider, one.baselines)}
+            return {"launches": "", "host": "", "peer": baselines.peer_version(provider, one.baselines)}
         launches = OWN_PLANS if own else found[one.name].get(str(case), {}).get(provider, "")
         return {"launches": launches, "host": host, "peer": ""}
 
     return of
-
-
-def _peer_version(provider: str, distributions: Mapping[str, str]) -> str:
-    """``liger-kernel 0.8.5``: what a provider that is not ours comes from, and its version here."""
-    name = distributions.get(provider, "torch")
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return f"{name} {importlib.metadata.version(name)}"
-    return name
 
 
 # --- the list -------------------------------------------------------------------------------------------------------
@@ -227,9 +217,7 @@ def _older_columns(case: Any, digests: Mapping[str, str], host: str | None) -> l
 def _is_older_peer(peer: str) -> bool:
     """Whether another version of a peer is installed here; PyTorch's own is the one that a record was made with."""
     name, _, version = peer.partition(" ")
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return name not in ("", "torch") and importlib.metadata.version(name) != version
-    return False
+    return name not in ("", "torch") and baselines.version(name) not in (None, version)
 
 
 @functools.cache

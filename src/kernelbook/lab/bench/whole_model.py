@@ -58,7 +58,7 @@ from tabulate import tabulate
 
 from kernelbook import check, runtime
 from kernelbook.interop import base_model
-from kernelbook.lab import profiling, record, timing
+from kernelbook.lab import baselines, profiling, record, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.bench.moe_block import ZIPF
@@ -793,6 +793,7 @@ class _Session:
             "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{gflop:.6g}", "peak_mib": f"{peak:.6g}",
             "err_ratio": f"{ratio:.3g}", "host_us": f"{host:.4g}", "gpus": "1",
             "add_host_us": f"{self._add_host_us():.3g}", "setup_s": f"{setup:.3g}",
+            "peer": "" if record.is_ours(plan.provider) else baselines.peer_version(plan.provider, BENCH.baselines),
         }  # fmt: skip
         table = pd.DataFrame([{**self.about, **row}], columns=list(COLUMNS))
         record.write_results(self.folder / f"{plan.stem}.csv", table)
