@@ -511,7 +511,12 @@ def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
         assert all(map(torch.equal, before, after))
         print("fine")
     """
-    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(launch.__file__).parents[1]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
     )
