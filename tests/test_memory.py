@@ -99,7 +99,7 @@ def test_what_is_recorded_was_executed_within_six_gib() -> None:
     [pytest.param(name, marks=pytest.mark.memory(queue=f"chapters-{i % 3}")) for i, name in enumerate(CHAPTERS)],
 )
 def test_six_gib_are_enough(chapter: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Of a GPU, and of a T4's 15 by the way."""
+    """With ``--stand-in`` plans and kernels are those of an older GPU."""
     target = pytestconfig.getoption("--stand-in") or ""
     job = ROOT / "tools" / "measure_job.py"
     done = subprocess.run([sys.executable, str(job), str(tmp_path), "notebook", chapter, target], check=False)
