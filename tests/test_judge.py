@@ -83,13 +83,14 @@ def test_a_cheat_is_refused_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.unwatched
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_a_right_solution_passes(name: str) -> None:
-    """In two of three dtypes: tools/evidence/judged.py judges them in all."""
-    task = dataclasses.replace(TASKS[name], dtypes=TASKS[name].dtypes[::2])
+@pytest.mark.parametrize(("place", "name"), enumerate(SOLUTIONS))
+def test_a_right_solution_passes(place: int, name: str) -> None:
+    """In one of its dtypes, another for the next: tools/evidence/judged.py judges them in all."""
+    dtypes = TASKS[name].dtypes
+    task = dataclasses.replace(TASKS[name], dtypes=[dtypes[place % len(dtypes)]])
     found = judge(SOLUTIONS[name], task, gpu=False, seed=7)
     assert found.right, found
-    assert found.cases >= 8
+    assert found.cases >= 4
 
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.book])

@@ -752,8 +752,10 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
         # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
         wide = kernel == "fwd" and itemsize == 4 and width <= 64 and boxes
         tiles = _Tiles(64, 32, 8, 2) if wide else _Tiles(16, 16, 4, 2)
-        if itemsize == 4 and width <= 64 and not properties.has_tensor_cores:
-            tiles = _Tiles(32, 32, 8, 1)
+        if itemsize == 4 and not properties.has_tensor_cores:
+            # Of wide heads a program of the backward pass owns 8 rows: with 16 it spills, and at 256 features has no room.
+            narrow = {"dkdv": _Tiles(16, 8, 4, 1), "dq": _Tiles(8, 16, 4, 1)}.get(kernel, tiles)
+            tiles = narrow if width > 64 else _Tiles(32, 32, 8, 1)
     # Ordinary loads that feed the tensor cores and, turned, registers too are not pipelined (see sparse_linear).
     stages = 1 if itemsize > 2 and not boxes else tiles.stages
     while stages > 1:
