@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import interpreter
 
+from kernelbook.attention import kernels_hopper
 from kernelbook.lab.watched_memory import Bounded
 from kernelbook.packed import kernels, kernels_nvidia
 
@@ -58,6 +59,7 @@ class _Partition:
         self.fenced: list[_Slot] = []
         self.waits: Callable[[], bool] = lambda: False
         self.barrier: Barrier | None = None
+        self.asked = 0  # which counter, last
         self.turn = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.done = self.cancelled = False
@@ -466,6 +468,23 @@ def _look_up(word: np.ndarray, begin: np.ndarray) -> list[np.ndarray]:
     return [_program.pairs[(word.astype(np.int64) >> 8 * i) & 0xFF] for i in range(4)]
 
 
+def _ask(counter: Any) -> Any:
+    """Programs run one after the other: what a counter is not yet, it never becomes."""
+    here, asked = _program.here, counter.handle.data.item()
+    if here.asked == asked:
+        raise WrongOrderError("a program waits for a turn that nobody will pass on to it")
+    here.asked = asked
+    return tl.atomic_add(counter, 0, sem="acquire", _semantic=interpreter.interpreter_semantic)
+
+
+def _pass(counter: Any, turn: Any) -> Any:
+    return tl.atomic_xchg(counter, turn, sem="release", _semantic=interpreter.interpreter_semantic)
+
+
+def _thread_barrier() -> None:
+    tl.debug_barrier(_semantic=interpreter.interpreter_semantic)
+
+
 _ASSEMBLY: dict[str, Callable[..., list[np.ndarray]]] = {
     kernels.DECODE.value: _decode,
     kernels.DECODE_FP16.value: _decode_scaled,
@@ -481,6 +500,8 @@ def _inline_asm_elementwise(
     asm: Any, constraints: Any, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     asm = getattr(asm, "value", asm)
+    if asm in (kernels_hopper.ASK.value, kernels_hopper.PASS.value):
+        return (_ask if asm == kernels_hopper.ASK.value else _pass)(*args)
     data = np.broadcast_arrays(*(arg.handle.data for arg in args))
     scalar = not any(arg.type.is_block() for arg in args)
     if "bar.warp.sync" in asm:
@@ -548,6 +569,7 @@ def _scope(module: Any, sources: tuple[str, ...]) -> dict[str, Any]:
     ours = {
         "gl": _Gluon(), "async_copy": _Copies, "fence_async_shared": _fence, "warpgroup_mma": _warpgroup_mma,
         "warpgroup_mma_wait": _warpgroup_mma_wait, "mma_v2": _mma_v2, "mbarrier": _MBarrier, "tma": _Tma,
+        "thread_barrier": _thread_barrier,
     }  # fmt: skip
     scope = vars(interpreter) | vars(module) | {name: value for name, value in ours.items() if name in vars(module)}
     for name, function in vars(module).items():

@@ -17,7 +17,7 @@ from tensors import call_with, label, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
-from kernelbook import check, plans, runtime
+from kernelbook import check, memory, plans, runtime
 from kernelbook.attention import (
     causal_mask_reference,
     flash_attention_backward_reference,
@@ -748,6 +748,53 @@ def test_heads_that_share_keys_are_divided_where_programs_are_few() -> None:
     assert all(group % hopper.parts(2, 2048, group, 256, 132) == 0 for group in range(1, 33))
 
 
+def _kernels_of_gradients(
+    b: int, h: int, h_kv: int, n: int, s: int, d: int, causal: bool, dtype: torch.dtype = torch.bfloat16,
+    *, lengths: bool = False, window: int | None = None, softcap: float | None = None,
+) -> tuple[list[str], int]:  # fmt: skip
+    """On the GPU that is compiled for: what computes dk, dv and dq; how many heads are worked on at a time."""
+    q, k = (torch.empty(b, heads, rows, d, dtype=dtype, device="meta") for heads, rows in ((h, n), (h_kv, s)))
+    seen = torch.empty(b, dtype=torch.int64, device="meta") if lengths else None
+    p = launches.problem(q, k, causal, seen, window, "ieee", softcap=softcap)
+    reach = launches.reach(p, (q, k, k, q), (q, k, k))
+    if (at_once := launches.all_gradients(p, reach)) is not None:
+        tiles, _, splits, (turns, _) = at_once
+        assert tiles.grid == (-(-s // 128) * b * h_kv * splits,) and turns == b * h * -(-n // 64)
+        return [tiles.launch.kernel.__name__], tiles.sizes[-1]
+    of_keys, n_padded, _ = launches.dkdv(p, reach)
+    of_queries = launches.dq(p, reach, n_padded)
+    return [tiles.launch.kernel.__name__ for tiles in (of_keys, of_queries)], of_keys.sizes[-1]
+
+
+def test_heads_of_64_have_all_gradients_of_one_kernel() -> None:
+    """On Hopper, where dq's turns cost less than two of seven products."""
+    pytest.importorskip("kernelbook.attention.kernels_hopper")
+    one = ["_flash_attention_bwd_hopper_kernel"]
+    two = ["_flash_attention_bwd_dkdv_hopper_kernel", "_flash_attention_bwd_dq_kernel"]
+    plain = ["_flash_attention_bwd_dkdv_kernel", "_flash_attention_bwd_dq_kernel"]
+    with runtime.compiling_for("sm_90"):
+        for causal in (False, True):
+            for b, n in ((16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384), (1, 32768)):
+                assert _kernels_of_gradients(b, 32, 32, n, n, 64, causal)[0] == one
+            assert _kernels_of_gradients(16, 32, 32, 1024, 1024, 64, causal) == (one, 64)
+            assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, causal) == (one, 26)
+            assert _kernels_of_gradients(2, 64, 8, 4096, 4096, 56, causal)[0] == one
+            assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 128, causal)[0] != one
+            assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, causal, torch.float32)[0] == plain
+            assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, causal, lengths=True)[0] == plain
+            assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, causal, softcap=9.0)[0] == plain
+            # Few programs, each as long as the one before it, of which the last would wait for all others.
+            assert _kernels_of_gradients(1, 4, 4, 64, 8192, 64, causal)[0] == two
+        assert _kernels_of_gradients(1, 4, 4, 4096, 4096, 64, False)[0] == two
+        assert _kernels_of_gradients(1, 4, 4, 4096, 4096, 64, True)[0] == one
+        assert _kernels_of_gradients(4, 32, 32, 4096, 4000, 64, True)[0] == two  # queries that see nothing
+        assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, True, window=900)[0] == plain
+        with kb.same_bits():
+            assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, True)[0] == plain
+    with runtime.compiling_for("sm_100"):
+        assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, True)[0] == plain
+
+
 def test_tiles_for_hopper_follow_the_length() -> None:
     hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
     with runtime.compiling_for("sm_90") as properties:
@@ -917,6 +964,35 @@ def test_bitwise_reproducible(d: int, how: str, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("problem", ((4, 32, 8, 1024, 1024, 64), (1, 16, 16, 1500, 2200, 56)), ids=label)
+def test_dq_is_added_up_in_turn_beside_other_work(problem: tuple[int, ...], causal: bool) -> None:
+    """Programs that wait for one another, on streams that run beside each other, in a graph and beside products."""
+    leaves = [t.requires_grad_() for t in _qkv(*problem, dtype=torch.bfloat16)]
+    do, other = torch.randn_like(leaves[0]), randn(4096, 4096, dtype=torch.bfloat16)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(kb.flash_attention(*leaves, causal=causal), leaves, do)
+
+    exact = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    streams, found = [torch.cuda.Stream() for _ in range(4)], []
+    torch.cuda.synchronize()
+    for _ in range(8):
+        for stream in streams[:3]:
+            with torch.cuda.stream(stream):
+                found.append(step())
+        with torch.cuda.stream(streams[3]):
+            other = (other @ other).sign()
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for grads in (*found, captured) for a, b in zip(grads, exact, strict=True))
+    assert not any(counters.any() for counters in memory._counters.values()), "as the next launch needs them"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", (False, True))
 def test_cuda_graph(causal: bool) -> None:
     leaves = [t.requires_grad_() for t in _qkv(1, 4, 2, 512, 512, 64, dtype=torch.bfloat16)]
     do = torch.randn_like(leaves[0])
@@ -972,5 +1048,5 @@ def test_peak_memory_grows_with_the_sequence_not_its_square() -> None:
         return torch.autograd.grad(kb.flash_attention(q, k, v, causal=True), (q, k, v), do)
 
     step()
-    # o, dq, dk, dv; lse and delta; the score matrix alone would take 4,096 MiB.
-    assert timing.peak_mib(step) < 1.5 * (4 * q.nbytes + 2 * q.nbytes // 16) / 2**20
+    # o, dq, dk, dv; dq's sums in float32; lse and delta; the score matrix alone would take 4,096 MiB.
+    assert timing.peak_mib(step) < 1.25 * (4 * q.nbytes + 2 * q.nbytes + 2 * q.nbytes // 16) / 2**20

@@ -20,6 +20,9 @@ import torch, kernelbook as kb
 q, k, v = (torch.empty(4, 16, 2048, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 o = kb.flash_attention(q, k, v, causal=True)
 o.backward(torch.empty_like(o))
+q, k, v = (torch.empty(4, 16, 2048, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+o = kb.flash_attention(q, k, v, causal=True)
+o.backward(torch.empty_like(o))
 q, k, v = (torch.empty(4, 16, 2048, 256, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 o = kb.flash_attention(q, k, v, causal=True)
 o.backward(torch.empty_like(o))
@@ -41,7 +44,7 @@ def handshakes(ptx: str, line: int) -> list[str]:
 def kernels() -> list[tuple[str, str]]:
     """Names and PTX."""
     found = [(k.name, k.asm["ptx"]) for k in compile_calls(STEP, asm=("ptx",)) if "hopper" in k.name]
-    assert len({name for name, _ in found}) == 4
+    assert len({name for name, _ in found}) == 5
     return found
 
 

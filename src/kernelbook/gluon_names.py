@@ -9,7 +9,7 @@ from typing import Any
 
 from kernelbook import runtime  # before Triton, which it sets up
 
-__all__ = ["USABLE", "async_copy", "tma"]
+__all__ = ["USABLE", "async_copy", "thread_barrier", "tma"]
 
 
 def _named(module: Any, **newer: str) -> Any:
@@ -24,7 +24,9 @@ def _named(module: Any, **newer: str) -> Any:
 
 tma: Any = None
 async_copy: Any = None
+thread_barrier: Any = None
 try:
+    from triton.experimental.gluon import language
     from triton.experimental.gluon.language import shared_memory_descriptor
     from triton.experimental.gluon.language.nvidia import ampere, hopper
 
@@ -33,6 +35,7 @@ try:
         shared_memory_descriptor._reinterpret = shared_memory_descriptor.reinterpret
     tma = _named(hopper.tma, async_copy_global_to_shared="async_load", async_copy_shared_to_global="async_store")
     async_copy = _named(ampere.async_copy, async_copy_global_to_shared="async_load")
+    thread_barrier = language.barrier if hasattr(language, "barrier") else language.thread_barrier
 except (ImportError, AttributeError):
     USABLE = False
 else:

@@ -10,13 +10,14 @@ then the producer loads the next block's tiles while the consumers finish this o
     forward  a consumer owns 64 queries; two take turns with the tensor cores, or three run free
     dkdv     a consumer owns 64 keys, on transposed tiles; with heads of 256, one of two computes dv and the other dk
     dq       a consumer owns 64 queries
+    bwd      as dkdv, and a third consumer computes dq: all three at once, with heads of 64
 
 Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``forward_config`` and
 ``backward_config`` leave to the plain kernels.
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.gluon_names import tma
+from kernelbook.gluon_names import thread_barrier, tma
 from kernelbook.plans import planner
 
 # isort: split
@@ -393,7 +394,7 @@ def _dkdv_produce(
     q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
     kv_full, q_full, q_free, do_full, do_free,
     b, part, H, start_n, first, count, n_padded,
-    MEMBERS: gl.constexpr, PARTS: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+    MEMBERS: gl.constexpr, PARTS: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REVERSED: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     own_bytes: gl.constexpr = 2 * ROWS * BLOCK_D * 2
@@ -405,7 +406,10 @@ def _dkdv_produce(
         tma.async_copy_global_to_shared(v, at, kv_full.index(w), v_smem.index(w))
     for i in range(MEMBERS * count):
         h = part * MEMBERS + i // count
-        start = first + i % count * BLOCK_M
+        nth = i % count
+        if REVERSED:
+            nth = count - 1 - nth
+        start = first + nth * BLOCK_M
         row = (b * H + h) * n_padded + start
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -572,7 +576,7 @@ def _flash_attention_bwd_dkdv_hopper_kernel(
                 q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
                 kv_full, q_full, q_free, do_full, do_free,
                 b, part, H, start_n, first, count, n_padded,
-                MEMBERS, PARTS, 2, STAGES, ROWS, BLOCK_M, BLOCK_D,
+                MEMBERS, PARTS, 2, STAGES, False, ROWS, BLOCK_M, BLOCK_D,
             )),
         ],
         [4, 1],
@@ -764,7 +768,7 @@ def _flash_attention_bwd_dkdv_wide_hopper_kernel(
                 q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
                 kv_full, q_full, q_free, do_full, do_free,
                 b, part, H, start_n, first, count, n_padded,
-                MEMBERS, PARTS, 1, STAGES, ROWS, BLOCK_M, BLOCK_D,
+                MEMBERS, PARTS, 1, STAGES, False, ROWS, BLOCK_M, BLOCK_D,
             )),
         ],
         [4, 1],
@@ -932,6 +936,311 @@ def _flash_attention_bwd_dq_hopper_kernel(
     )  # fmt: skip
 
 
+# --- backward in one kernel -----------------------------------------------------------------------------------------
+
+# dq, dk and dv at once: five products a pair of tiles, where two kernels need seven. Two warpgroups compute dk and dv as in
+# the kernel for these, and leave ds in shared memory. A third multiplies it with the keys: that is this program's part of dq
+# of a tile of queries, a sum over all programs of the head.
+#
+# The parts are added in the order of the blocks of keys, so that every run gives the same bits. A counter for each tile says
+# whose turn it is. The first program stores its part in float32, those after it add theirs, the last one adds what is there
+# to its own and writes dq: nothing has to be zeroed before or rounded afterwards.
+#
+# Nothing can wait for ever. A program waits only for the block of keys before its own, of the same head, whose program has a
+# lower number, and GPUs start programs in the order of their numbers: of all that run, the one with the lowest number waits
+# for nobody, and ends. (Within a program loads wait for free buffers, products for loads and the sum for products, never in
+# a circle: a turn is passed on before the next one is waited for.) All programs of a head walk over its queries in the same
+# order, so that each stays about a tile behind the one before it, and hardly waits once all have set out.
+
+# $0: the counter. $1: where it is.
+ASK = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+# The first thread of a warpgroup speaks for all. $0: nothing. $1: where the counter is. $2: its new value.
+PASS = gl.constexpr("""{
+    .reg .u32 thread;
+    .reg .pred first;
+    mov.u32 thread, %tid.x;
+    and.b32 thread, thread, 127;
+    setp.eq.u32 first, thread, 0;
+    @first st.release.gpu.global.b32 [$1], $2;
+    mov.u32 $0, 0;
+}""")
+
+
+@gluon.jit
+def _wait_for_turn(counter, turn):
+    """Every thread asks for itself, so that each sees what was written before the turn was passed on."""
+    now = gl.inline_asm_elementwise(ASK, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
+    while now < turn:
+        now = gl.inline_asm_elementwise(ASK, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _pass_turn(counter, turn):
+    """After all that the warpgroup has written."""
+    thread_barrier()
+    gl.inline_asm_elementwise(PASS, "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _in_fours(x):
+    """A product (BLOCK_M, BLOCK_D) as rows of four numbers that one thread holds, the neighbours of a warp's one after the other."""
+    BLOCK_M: gl.constexpr = x.shape[0]
+    BLOCK_D: gl.constexpr = x.shape[1]
+    x = x.reshape([BLOCK_M // 16, 2, 8, BLOCK_D // 8, 4, 2])  # warp, half, row, eight columns, lane, pair
+    return x.permute([0, 3, 2, 4, 1, 5]).reshape([BLOCK_M * BLOCK_D // 4, 4])
+
+
+@gluon.jit
+def _from_fours(x, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, LAYOUT: gl.constexpr):
+    """The inverse of ``_in_fours``."""
+    x = x.reshape([BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2])
+    return gl.convert_layout(x.permute([0, 4, 2, 1, 3, 5]).reshape([BLOCK_M, BLOCK_D]), LAYOUT)
+
+
+@gluon.jit
+def _bwd_step(
+    i, start, dk, dv, k, v, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
+    q_full, q_free, do_full, do_free, ds_full, ds_free, columns, diagonal, S, scale,
+    W: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """As ``_dkdv_step``; leaves ds too."""
+    slot, ds_slot = i % STAGES, i % DS_STAGES
+    phase = (i // STAGES) & 1
+    q, do = q_smem.index(slot), do_smem.index(slot)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    mbarrier.wait(q_full.index(slot), phase)
+    scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(slot), phase)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = lse_smem.index(slot).load(gl.SliceLayout(0, SCORES))
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    # Beyond the last query lse is +inf, so that probabilities there are zero.
+    p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
+    if MASKED:
+        if CAUSAL:
+            p = gl.where(_seen_by(start, columns, diagonal, SCORES), p, 0.0)
+        else:  # beyond the last key they may be infinite, and its zeros in dq nan
+            p = gl.where(gl.expand_dims(columns, 1) < S, p, 0.0)
+    left = gl.convert_layout(p.to(do.dtype), LEFT)
+    dv = warpgroup_mma(left, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = delta_smem.index(slot).load(gl.SliceLayout(0, SCORES))
+    ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
+    mbarrier.wait(ds_free.index(ds_slot), ((i // DS_STAGES) & 1) ^ 1)
+    ds_smem.index(ds_slot * 2 + W).store(ds)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(ds_full.index(ds_slot))
+    right = gl.convert_layout(ds, LEFT)
+    dk = warpgroup_mma(right, q, dk, is_async=True)
+    dv, left = warpgroup_mma_wait(1, deps=[dv, left])
+    mbarrier.arrive(do_free.index(slot))
+    dk, right = warpgroup_mma_wait(0, deps=[dk, right])
+    mbarrier.arrive(q_free.index(slot))
+    return dk, dv
+
+
+@gluon.jit
+def _bwd_consume(
+    dk_out, dv_out, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
+    kv_full, q_full, q_free, do_full, do_free, ds_full, ds_free, k_free,
+    b, part, start_n, first, masked, count, diagonal, S, scale, dk_scale,
+    W: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    k, v = k_smem.index(W), v_smem.index(W)
+    columns = start_n + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    mbarrier.wait(kv_full.index(W), 0)
+    # Both stay in registers too: products that read both sides from shared memory wait for it.
+    k_left = k.load(gl.DotOperandLayout(0, SCORES, 2))
+    v_left = v.load(gl.DotOperandLayout(0, SCORES, 2))
+    for member in range(MEMBERS):
+        for i in range(count - masked):
+            dk, dv = _bwd_step(
+                member * count + i, 0, dk, dv, k_left, v_left, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                q_full, q_free, do_full, do_free, ds_full, ds_free, columns, diagonal, S, scale,
+                W, STAGES, DS_STAGES, False, CAUSAL, ROWS, BLOCK_M, SCORES, LEFT,
+            )  # fmt: skip
+        for i in range(count - masked, count):
+            dk, dv = _bwd_step(
+                member * count + i, first + (count - 1 - i) * BLOCK_M,
+                dk, dv, k_left, v_left, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                q_full, q_free, do_full, do_free, ds_full, ds_free, columns, diagonal, S, scale,
+                W, STAGES, DS_STAGES, True, CAUSAL, ROWS, BLOCK_M, SCORES, LEFT,
+            )  # fmt: skip
+    # This warpgroup's values are not needed any more, nor its keys once dq is computed.
+    v.store(dv.to(v.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_out, [b, part, start_n + W * ROWS, 0], v)
+    mbarrier.wait(k_free, 0)
+    k.store((dk * dk_scale).to(k.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_out, [b, part, start_n + W * ROWS, 0], k)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _bwd_add_up(
+    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums_ptr, turns_ptr,
+    k_smem, ds_smem, kv_full, ds_full, ds_free, k_free,
+    b, part, H, N, S, block, first, count, diagonal, dq_scale,
+    D: gl.constexpr, MEMBERS: gl.constexpr, DS_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """This program's part of dq, tile by tile, added to those of the programs before it."""
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    BLOCK_N: gl.constexpr = 2 * ROWS
+    SIZE: gl.constexpr = BLOCK_M * BLOCK_D
+    tiles = gl.cdiv(N, BLOCK_M)
+    for w in gl.static_range(2):
+        mbarrier.wait(kv_full.index(w), 0)
+    before = turns_ptr
+    turn = 0  # to be passed on in ``before``; 0: none
+    for i in range(MEMBERS * count):
+        h = part * MEMBERS + i // count
+        start = first + (count - 1 - i % count) * BLOCK_M
+        tile = (b * H + h).to(gl.int64) * tiles + start // BLOCK_M
+        slot = i % DS_STAGES
+        last = gl.cdiv(S, BLOCK_N) - 1
+        if CAUSAL:
+            last = gl.minimum(gl.cdiv(start + BLOCK_M + diagonal, BLOCK_N) - 1, last)
+        mbarrier.wait(ds_full.index(slot), (i // DS_STAGES) & 1)
+        zeros = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OUT)
+        left, right = ds_smem.index(slot * 2).permute((1, 0)), ds_smem.index(slot * 2 + 1).permute((1, 0))
+        dq = warpgroup_mma(left, k_smem.index(0), zeros, use_acc=False, is_async=True)
+        dq = warpgroup_mma(right, k_smem.index(1), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(ds_free.index(slot))
+        own = _in_fours(dq)
+        line = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, own.type.layout))
+        four = gl.arange(0, 4, layout=gl.SliceLayout(0, own.type.layout))
+        sums = sums_ptr + tile * SIZE + (gl.expand_dims(line, 1) * 4 + gl.expand_dims(four, 0))
+        if turn > 0:  # only now: what was written for the tile before has arrived, and is not waited for
+            _pass_turn(before, turn)
+        counter = turns_ptr + tile
+        if block > 0:
+            _wait_for_turn(counter, block)
+        if block == last:
+            if block > 0:
+                dq = dq + _from_fours(gl.load(sums, cache_modifier=".cg"), BLOCK_M, BLOCK_D, OUT)
+            rows = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
+            offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, OUT))
+            base = dq_ptr + b.to(gl.int64) * dq_stride_b + h.to(gl.int64) * dq_stride_h
+            at = gl.expand_dims(rows.to(gl.int64) * dq_stride_n, 1) + gl.expand_dims(offs_d * dq_stride_d, 0)
+            exists = gl.expand_dims(rows < N, 1) & gl.expand_dims(offs_d < D, 0)
+            gl.store(base + at, (dq * dq_scale).to(dq_ptr.dtype.element_ty), mask=exists)
+            if block > 0:
+                _pass_turn(counter, 0)  # as it was, for the next call
+            turn = 0
+        else:
+            if block == 0:
+                gl.store(sums, own)
+            else:  # the only one that adds: in one instruction, which nobody waits for
+                gl.atomic_add(sums, own, sem="relaxed")
+            before = counter
+            turn = block + 1
+    mbarrier.arrive(k_free)
+    if turn > 0:
+        _pass_turn(before, turn)
+
+
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+def _flash_attention_bwd_hopper_kernel(
+    q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
+    lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
+    dk, dv,  # descriptors: (B, H / GROUP * PARTS, S, D): of each part of the heads that share a key head
+    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d,  # (B, H, N, D)
+    sums_ptr,  # (B, H, tiles of queries, BLOCK_M * BLOCK_D) in float32, see _in_fours
+    turns_ptr,  # (B, H, tiles of queries): zeros, before and afterwards
+    B, H, N, S, n_padded, section,
+    scale,  # with log2(e)
+    dk_scale,  # without
+    D: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """Every query must see a key: without ``CAUSAL``, or with N <= S."""
+    MEMBERS: gl.constexpr = GROUP // PARTS
+    BLOCK_N: gl.constexpr = 2 * ROWS
+    block, head = _place(gl.program_id(0), gl.cdiv(S, BLOCK_N), B * (H // MEMBERS), section, False)
+    b, part = head // (H // MEMBERS), head % (H // MEMBERS)
+    start_n = block * BLOCK_N
+    diagonal = S - N
+    first, masked, count = _visitors(start_n, N, diagonal, CAUSAL, BLOCK_M, BLOCK_N)
+    if not CAUSAL:
+        masked = gl.where(start_n + BLOCK_N > S, count, 0)
+
+    dtype: gl.constexpr = q.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
+    VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], OWN)
+    v_smem = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], OWN)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], TILE)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], TILE)
+    ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES * 2, ROWS, BLOCK_M], DS)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    ds_free = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(k_free, count=1)
+    for w in gl.static_range(2):
+        mbarrier.init(kv_full.index(w), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(do_full.index(s), count=1)
+        mbarrier.init(q_free.index(s), count=2)
+        mbarrier.init(do_free.index(s), count=2)
+    for s in gl.static_range(DS_STAGES):
+        mbarrier.init(ds_full.index(s), count=2)
+        mbarrier.init(ds_free.index(s), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_bwd_consume, (
+                dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                kv_full, q_full, q_free, do_full, do_free, ds_full, ds_free, k_free,
+                b, part, start_n, first, masked, count, diagonal, S, scale, dk_scale,
+                0, MEMBERS, STAGES, DS_STAGES, CAUSAL, ROWS, BLOCK_M, BLOCK_D,
+            )),
+            (_bwd_consume, (
+                dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                kv_full, q_full, q_free, do_full, do_free, ds_full, ds_free, k_free,
+                b, part, start_n, first, masked, count, diagonal, S, scale, dk_scale,
+                1, MEMBERS, STAGES, DS_STAGES, CAUSAL, ROWS, BLOCK_M, BLOCK_D,
+            )),
+            (_bwd_add_up, (
+                dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums_ptr, turns_ptr,
+                k_smem, ds_smem, kv_full, ds_full, ds_free, k_free,
+                b, part, H, N, S, block, first, count, diagonal, dk_scale,
+                D, MEMBERS, DS_STAGES, CAUSAL, ROWS, BLOCK_M, BLOCK_D,
+            )),
+            (_dkdv_produce, (
+                q, k, v, do, lse, delta, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem,
+                kv_full, q_full, q_free, do_full, do_free,
+                b, part, H, start_n, first, count, n_padded,
+                MEMBERS, PARTS, 2, STAGES, True, ROWS, BLOCK_M, BLOCK_D,
+            )),
+        ],
+        [4, 4, 1],
+        [208, 72, 24],
+    )  # fmt: skip
+
+
 # --- configurations -------------------------------------------------------------------------------------------------
 
 # By BLOCK_D and causal: from how many keys on, what tiles: keys a tile, warpgroups of 64 queries, buffers, and whether a
@@ -952,6 +1261,8 @@ BACKWARD_TILES: dict[int, tuple[int, int, tuple[int, int] | None]] = {
     128: (64, 3, (64, 4)),
     256: (64, 2, (32, 3)),
 }
+# By BLOCK_D: queries a tile, buffers, and buffers of ds of the kernel for dq, dk and dv at once, where it is faster than two.
+ALL_GRADIENTS_TILES: dict[int, tuple[int, int, int]] = {64: (64, 3, 2)}
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
 
@@ -1054,10 +1365,46 @@ def backward_config(
     return _backward_tiles(width, *BACKWARD_TILES[width])
 
 
+def all_gradients_config(d: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
+    """The tiles of the kernel for dq, dk and dv at once; ``None`` where two kernels are to be used."""
+    width = _is_for(d, itemsize, properties)
+    if width is None or width not in ALL_GRADIENTS_TILES:
+        return None
+    block_m, stages, ds_stages = ALL_GRADIENTS_TILES[width]
+    blocks = {"BLOCK_D": width, "ROWS": ROWS, "BLOCK_M": block_m}
+    return triton.Config({**blocks, "STAGES": stages, "DS_STAGES": ds_stages}, num_warps=4)
+
+
+def all_gradients_section(heads: int, fitting: int, num_sms: int) -> int:
+    """How many of ``heads`` heads to work on at a time: no more than are ``fitting`` for two kernels.
+
+    Sums of dq take room in the L2 cache too, until the program of the next keys has added its part: two programs a head or
+    more run beside each other, so that it comes soon. All sections are equally large.
+    """
+    return -(-heads // -(-heads // max(1, min(fitting, num_sms // 2))))
+
+
+def programs_wait_little(
+    heads: int, n: int, s: int, members: int, causal: bool, section: int, block_m: int, num_sms: int
+) -> bool:
+    """Whether the programs of a head, which add to dq in turn, lose little time by waiting for one another at the start.
+
+    Those that set out together have ``late`` before the last of them that are as long as it is: it ends so many tiles later
+    than without turns. Causal programs of later keys are shorter by more than they wait. A fourth is what five products
+    instead of seven save.
+    """
+    blocks = -(-s // (2 * ROWS))
+    late = min(-(-(s - n) // (2 * ROWS)) if causal else blocks - 1, -(-num_sms // section) - 1)
+    tiles = members * -(-n // block_m) * max(1.0, heads * blocks / num_sms)  # that a multiprocessor computes
+    return 4 * late <= tiles
+
+
 def config(
     kernel: str, d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
 ) -> triton.Config | None:
-    """The tiles of ``fwd``, ``dkdv`` or ``dq``; ``None`` where the plain kernel is to be used."""
+    """The tiles of ``fwd``, ``dkdv`` or ``dq``, ``None`` where the plain kernel is to be used; or of ``bwd``, ``None`` where two are."""
     if kernel == "fwd":
         return forward_config(d, itemsize, s, causal, properties)
+    if kernel == "bwd":
+        return all_gradients_config(d, itemsize, properties)
     return (backward_config(d, itemsize, properties) or (None, None))[kernel == "dq"]

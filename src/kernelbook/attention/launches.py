@@ -298,6 +298,29 @@ def dkdv(p: Problem, reach: Reach) -> tuple[Tiles, int, int]:
     return _hopper(kernel, config, p, grid, sizes, PARTS=splits), n_padded, splits
 
 
+def all_gradients(p: Problem, reach: Reach) -> tuple[Tiles, int, int, tuple[int, int]] | None:
+    """As ``dkdv``, for the kernel that computes dq too -> also the shape in which it adds up dq: tiles, and the size of one.
+
+    ``None`` where two kernels are to be used.
+    """
+    config = None if p.causal and p.s < p.n else _hopper_config("bwd", p, reach)
+    if config is None:
+        return None
+    num_sms, block_m = p.properties.num_sms, config.kwargs["BLOCK_M"]
+    splits = kernels_hopper.parts(p.b * p.h_kv, p.s, p.group, p.d, num_sms)
+    heads = p.b * p.h_kv * splits
+    fitting = kernels.section(p.n, heads, p.d, p.dtype.itemsize, True, p.properties)
+    section = kernels_hopper.all_gradients_section(heads, fitting, num_sms)
+    members = p.group // splits
+    if not kernels_hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
+        return None
+    n_padded = cdiv(p.n, kernels_hopper.PADDING) * kernels_hopper.PADDING
+    grid = cdiv(p.s, 2 * config.kwargs["ROWS"]) * heads
+    kernel = kernels_hopper._flash_attention_bwd_hopper_kernel
+    tiles = _hopper(kernel, config, p, grid, (n_padded, section), D=p.d, PARTS=splits)
+    return tiles, n_padded, splits, (p.b * p.h * cdiv(p.n, block_m), block_m * config.kwargs["BLOCK_D"])
+
+
 def dq(p: Problem, reach: Reach, n_padded: int) -> Tiles:
     """The kernel for dq."""
     config = _hopper_config("dq", p, reach)

@@ -333,7 +333,8 @@ class _BackwardPlan:
     delta_grid: tuple[int]
     delta_shape: tuple[int, int, int]  # (B, H, N), N rounded up where kernels load whole blocks
     of_keys: launches.Tiles
-    of_queries: launches.Tiles
+    of_queries: launches.Tiles | None  # None: the kernel for dk and dv computes dq too
+    dq_sums_shape: tuple[int, int] | None  # where it adds up dq: tiles, each with a counter, and the size of one
     splits: int  # so many programs share the query heads of one key head
     partial_shape: tuple[int, ...]  # of their dk and dv
     of_sinks: Launch | None
@@ -353,12 +354,17 @@ def _backward_plan(
     if plan is None:
         p = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)
         reach = launches.reach(p, (q, k, v, do), (q, k, v))
-        (of_keys, n_padded, splits), scaling = launches.dkdv(p, reach), launches.scaling(p.dtype, scale)
+        scaling, of_queries, dq_sums_shape = launches.scaling(p.dtype, scale), None, None
+        if (at_once := launches.all_gradients(p, reach)) is not None:
+            of_keys, n_padded, splits, dq_sums_shape = at_once
+        else:
+            of_keys, n_padded, splits = launches.dkdv(p, reach)
+            of_queries = launches.dq(p, reach, n_padded)
         in_pieces = all(launches.are_in_pieces(t.stride()) for t in (do, q, k, v, o))
         plan = _BackwardPlan(
             aligned and in_pieces and scaling.queries == 1, scaling,
             *launches.delta(p, n_padded, of_keys.vectors is not None), (p.b, p.h, n_padded),
-            of_keys, launches.dq(p, reach, n_padded), splits, (p.b, p.h_kv * splits, p.s, p.d),
+            of_keys, of_queries, dq_sums_shape, splits, (p.b, p.h_kv * splits, p.s, p.d),
             None if sinks is None else launches.dsinks(p),
         )  # fmt: skip
         _backward_plans.keep(key, plan)
@@ -386,11 +392,17 @@ def _backward(
     sums = dk, dv
     if plan.splits > 1:
         sums = empty(plan.partial_shape, k.dtype, k), empty(plan.partial_shape, v.dtype, v)
-    for tiles, results in ((plan.of_keys, sums), (plan.of_queries, (dq,))):
+    adding_up: tuple[Any, ...] = ()
+    if plan.dq_sums_shape is not None:
+        turns = counters(plan.dq_sums_shape[0], q.device)
+        adding_up = dq, *dq.stride(), empty(plan.dq_sums_shape, lse.dtype, q), turns
+    for tiles, results, more in ((plan.of_keys, sums, adding_up), (plan.of_queries, (dq,), ())):
+        if tiles is None:
+            continue
         tiles.launch(
             tiles.grid, *tiles.queries.of(q), *tiles.keys.of(k), *tiles.keys.of(v), *tiles.queries.of(do),
             tiles.vector(padded), tiles.vector(delta), *(part for result in results for part in tiles.results.of(result)),
-            *tiles.sizes, *tiles.seen(lengths, padded), scaling.scores, scaling.gradients,
+            *more, *tiles.sizes, *tiles.seen(lengths, padded), scaling.scores, scaling.gradients,
         )  # fmt: skip
     if plan.splits > 1:
         for result, partial in zip((dk, dv), sums, strict=True):
