@@ -478,6 +478,9 @@ def _ask(counter: Any) -> Any:
 
 
 def _pass(counter: Any, turn: Any) -> Any:
+    passed = turn.handle.data >= 0 if isinstance(turn, tl.tensor) else turn >= 0
+    if not passed:
+        return turn
     return tl.atomic_xchg(counter, turn, sem="release", _semantic=interpreter.interpreter_semantic)
 
 

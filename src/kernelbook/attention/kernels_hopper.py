@@ -954,29 +954,28 @@ def _flash_attention_bwd_dq_hopper_kernel(
 
 # $0: the counter. $1: where it is.
 ASK = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
-# The first thread of a warpgroup speaks for all. $0: nothing. $1: where the counter is. $2: its new value.
+# The first thread of a warpgroup speaks for all. $0: nothing. $1: where the counter is. $2: its new value, unless negative.
 PASS = gl.constexpr("""{
     .reg .u32 thread;
     .reg .pred first;
     mov.u32 thread, %tid.x;
     and.b32 thread, thread, 127;
     setp.eq.u32 first, thread, 0;
+    setp.ge.and.s32 first, $2, 0, first;
     @first st.release.gpu.global.b32 [$1], $2;
     mov.u32 $0, 0;
 }""")
 
 
 @gluon.jit
-def _wait_for_turn(counter, turn):
-    """Every thread asks for itself, so that each sees what was written before the turn was passed on."""
-    now = gl.inline_asm_elementwise(ASK, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
-    while now < turn:
-        now = gl.inline_asm_elementwise(ASK, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
+def _ask_for_turn(counter):
+    """Every thread for itself, so that each sees what was written before the turn was passed on."""
+    return gl.inline_asm_elementwise(ASK, "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _pass_turn(counter, turn):
-    """After all that the warpgroup has written."""
+    """After all that the warpgroup has written. Negative: none."""
     thread_barrier()
     gl.inline_asm_elementwise(PASS, "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -1020,7 +1019,7 @@ def _bwd_step(
     if MASKED:
         if CAUSAL:
             p = gl.where(_seen_by(start, columns, diagonal, SCORES), p, 0.0)
-        else:  # beyond the last key they may be infinite, and its zeros in dq nan
+        else:  # beyond the last key they may be infinite, and zeros of keys times these nan
             p = gl.where(gl.expand_dims(columns, 1) < S, p, 0.0)
     left = gl.convert_layout(p.to(do.dtype), LEFT)
     dv = warpgroup_mma(left, do, dv, is_async=True)
@@ -1046,7 +1045,8 @@ def _bwd_consume(
     dk_out, dv_out, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
     kv_full, q_full, q_free, do_full, do_free, ds_full, ds_free, k_free,
     b, part, start_n, first, masked, count, diagonal, S, scale, dk_scale,
-    W: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    W: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -1065,15 +1065,16 @@ def _bwd_consume(
             dk, dv = _bwd_step(
                 member * count + i, 0, dk, dv, k_left, v_left, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
                 q_full, q_free, do_full, do_free, ds_full, ds_free, columns, diagonal, S, scale,
-                W, STAGES, DS_STAGES, False, CAUSAL, ROWS, BLOCK_M, SCORES, LEFT,
+                W, STAGES, DS_STAGES, RAGGED, CAUSAL, ROWS, BLOCK_M, SCORES, LEFT,
             )  # fmt: skip
-        for i in range(count - masked, count):
-            dk, dv = _bwd_step(
-                member * count + i, first + (count - 1 - i) * BLOCK_M,
-                dk, dv, k_left, v_left, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
-                q_full, q_free, do_full, do_free, ds_full, ds_free, columns, diagonal, S, scale,
-                W, STAGES, DS_STAGES, True, CAUSAL, ROWS, BLOCK_M, SCORES, LEFT,
-            )  # fmt: skip
+        if CAUSAL:  # a second loop costs the others registers
+            for i in range(count - masked, count):
+                dk, dv = _bwd_step(
+                    member * count + i, first + (count - 1 - i) * BLOCK_M,
+                    dk, dv, k_left, v_left, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
+                    q_full, q_free, do_full, do_free, ds_full, ds_free, columns, diagonal, S, scale,
+                    W, STAGES, DS_STAGES, True, CAUSAL, ROWS, BLOCK_M, SCORES, LEFT,
+                )  # fmt: skip
     # This warpgroup's values are not needed any more, nor its keys once dq is computed.
     v.store(dv.to(v.dtype))
     fence_async_shared()
@@ -1101,53 +1102,52 @@ def _bwd_add_up(
     for w in gl.static_range(2):
         mbarrier.wait(kv_full.index(w), 0)
     before = turns_ptr
-    turn = 0  # to be passed on in ``before``; 0: none
-    for i in range(MEMBERS * count):
-        h = part * MEMBERS + i // count
-        start = first + (count - 1 - i % count) * BLOCK_M
-        tile = (b * H + h).to(gl.int64) * tiles + start // BLOCK_M
-        slot = i % DS_STAGES
-        last = gl.cdiv(S, BLOCK_N) - 1
-        if CAUSAL:
-            last = gl.minimum(gl.cdiv(start + BLOCK_M + diagonal, BLOCK_N) - 1, last)
-        mbarrier.wait(ds_full.index(slot), (i // DS_STAGES) & 1)
-        zeros = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OUT)
-        left, right = ds_smem.index(slot * 2).permute((1, 0)), ds_smem.index(slot * 2 + 1).permute((1, 0))
-        dq = warpgroup_mma(left, k_smem.index(0), zeros, use_acc=False, is_async=True)
-        dq = warpgroup_mma(right, k_smem.index(1), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.arrive(ds_free.index(slot))
-        own = _in_fours(dq)
-        line = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, own.type.layout))
-        four = gl.arange(0, 4, layout=gl.SliceLayout(0, own.type.layout))
-        sums = sums_ptr + tile * SIZE + (gl.expand_dims(line, 1) * 4 + gl.expand_dims(four, 0))
-        if turn > 0:  # only now: what was written for the tile before has arrived, and is not waited for
+    turn = -1  # to be passed on in ``before``, if any
+    for member in range(MEMBERS):
+        h = part * MEMBERS + member
+        for nth in range(count):
+            i = member * count + nth
+            start = first + (count - 1 - nth) * BLOCK_M
+            tile = (b * H + h).to(gl.int64) * tiles + start // BLOCK_M
+            slot = i % DS_STAGES
+            last = gl.cdiv(S, BLOCK_N) - 1
+            if CAUSAL:
+                last = gl.minimum(gl.cdiv(start + BLOCK_M + diagonal, BLOCK_N) - 1, last)
+            mbarrier.wait(ds_full.index(slot), (i // DS_STAGES) & 1)
+            zeros = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OUT)
+            left, right = ds_smem.index(slot * 2).permute((1, 0)), ds_smem.index(slot * 2 + 1).permute((1, 0))
+            dq = warpgroup_mma(left, k_smem.index(0), zeros, use_acc=False, is_async=True)
+            dq = warpgroup_mma(right, k_smem.index(1), dq, is_async=True)
+            # Beside the products, and only now: what was written for the tile before has arrived, and is not waited for.
             _pass_turn(before, turn)
-        counter = turns_ptr + tile
-        if block > 0:
-            _wait_for_turn(counter, block)
-        if block == last:
-            if block > 0:
-                dq = dq + _from_fours(gl.load(sums, cache_modifier=".cg"), BLOCK_M, BLOCK_D, OUT)
-            rows = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
-            offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, OUT))
-            base = dq_ptr + b.to(gl.int64) * dq_stride_b + h.to(gl.int64) * dq_stride_h
-            at = gl.expand_dims(rows.to(gl.int64) * dq_stride_n, 1) + gl.expand_dims(offs_d * dq_stride_d, 0)
-            exists = gl.expand_dims(rows < N, 1) & gl.expand_dims(offs_d < D, 0)
-            gl.store(base + at, (dq * dq_scale).to(dq_ptr.dtype.element_ty), mask=exists)
-            if block > 0:
-                _pass_turn(counter, 0)  # as it was, for the next call
-            turn = 0
-        else:
-            if block == 0:
+            counter = turns_ptr + tile
+            now = _ask_for_turn(counter)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(ds_free.index(slot))
+            own = _in_fours(dq)
+            line = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, own.type.layout))
+            four = gl.arange(0, 4, layout=gl.SliceLayout(0, own.type.layout))
+            sums = sums_ptr + tile * SIZE + (gl.expand_dims(line, 1) * 4 + gl.expand_dims(four, 0))
+            if block > 0:  # without this ptxas keeps what tensor cores read in registers, which do not suffice
+                while now < block:
+                    now = _ask_for_turn(counter)
+            if block == last:
+                if block > 0:
+                    dq = dq + _from_fours(gl.load(sums, cache_modifier=".cg"), BLOCK_M, BLOCK_D, OUT)
+                rows = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
+                offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, OUT))
+                base = dq_ptr + b.to(gl.int64) * dq_stride_b + h.to(gl.int64) * dq_stride_h
+                at = gl.expand_dims(rows.to(gl.int64) * dq_stride_n, 1) + gl.expand_dims(offs_d * dq_stride_d, 0)
+                exists = gl.expand_dims(rows < N, 1) & gl.expand_dims(offs_d < D, 0)
+                gl.store(base + at, (dq * dq_scale).to(dq_ptr.dtype.element_ty), mask=exists)
+            elif block == 0:
                 gl.store(sums, own)
             else:  # the only one that adds: in one instruction, which nobody waits for
                 gl.atomic_add(sums, own, sem="relaxed")
             before = counter
-            turn = block + 1
+            turn = gl.where(block == last, 0, block + 1)  # 0: as it was, for the next call
     mbarrier.arrive(k_free)
-    if turn > 0:
-        _pass_turn(before, turn)
+    _pass_turn(before, turn)
 
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
@@ -1162,6 +1162,7 @@ def _flash_attention_bwd_hopper_kernel(
     scale,  # with log2(e)
     dk_scale,  # without
     D: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,  # not causal, and the last block of keys is not whole
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
@@ -1173,8 +1174,6 @@ def _flash_attention_bwd_hopper_kernel(
     start_n = block * BLOCK_N
     diagonal = S - N
     first, masked, count = _visitors(start_n, N, diagonal, CAUSAL, BLOCK_M, BLOCK_N)
-    if not CAUSAL:
-        masked = gl.where(start_n + BLOCK_N > S, count, 0)
 
     dtype: gl.constexpr = q.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
@@ -1215,13 +1214,13 @@ def _flash_attention_bwd_hopper_kernel(
                 dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
                 kv_full, q_full, q_free, do_full, do_free, ds_full, ds_free, k_free,
                 b, part, start_n, first, masked, count, diagonal, S, scale, dk_scale,
-                0, MEMBERS, STAGES, DS_STAGES, CAUSAL, ROWS, BLOCK_M, BLOCK_D,
+                0, MEMBERS, STAGES, DS_STAGES, CAUSAL, RAGGED, ROWS, BLOCK_M, BLOCK_D,
             )),
             (_bwd_consume, (
                 dk, dv, k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem,
                 kv_full, q_full, q_free, do_full, do_free, ds_full, ds_free, k_free,
                 b, part, start_n, first, masked, count, diagonal, S, scale, dk_scale,
-                1, MEMBERS, STAGES, DS_STAGES, CAUSAL, ROWS, BLOCK_M, BLOCK_D,
+                1, MEMBERS, STAGES, DS_STAGES, CAUSAL, RAGGED, ROWS, BLOCK_M, BLOCK_D,
             )),
             (_bwd_add_up, (
                 dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums_ptr, turns_ptr,
@@ -1261,8 +1260,10 @@ BACKWARD_TILES: dict[int, tuple[int, int, tuple[int, int] | None]] = {
     128: (64, 3, (64, 4)),
     256: (64, 2, (32, 3)),
 }
-# By BLOCK_D: queries a tile, buffers, and buffers of ds of the kernel for dq, dk and dv at once, where it is faster than two.
+# By BLOCK_D: queries a tile, buffers, and buffers of ds of the kernel for dq, dk and dv at once; by causal, from how many keys
+# on it is faster than two.
 ALL_GRADIENTS_TILES: dict[int, tuple[int, int, int]] = {64: (64, 3, 2)}
+ALL_GRADIENTS_FROM: dict[bool, int] = {False: 8192, True: 0}
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
 
@@ -1365,23 +1366,26 @@ def backward_config(
     return _backward_tiles(width, *BACKWARD_TILES[width])
 
 
-def all_gradients_config(d: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
+def all_gradients_config(
+    d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
+) -> triton.Config | None:
     """The tiles of the kernel for dq, dk and dv at once; ``None`` where two kernels are to be used."""
     width = _is_for(d, itemsize, properties)
-    if width is None or width not in ALL_GRADIENTS_TILES:
+    if width is None or width not in ALL_GRADIENTS_TILES or s < ALL_GRADIENTS_FROM[causal]:
         return None
     block_m, stages, ds_stages = ALL_GRADIENTS_TILES[width]
     blocks = {"BLOCK_D": width, "ROWS": ROWS, "BLOCK_M": block_m}
     return triton.Config({**blocks, "STAGES": stages, "DS_STAGES": ds_stages}, num_warps=4)
 
 
-def all_gradients_section(heads: int, fitting: int, num_sms: int) -> int:
+def all_gradients_section(heads: int, fitting: int, causal: bool, num_sms: int) -> int:
     """How many of ``heads`` heads to work on at a time: no more than are ``fitting`` for two kernels.
 
-    Sums of dq take room in the L2 cache too, until the program of the next keys has added its part: two programs a head or
-    more run beside each other, so that it comes soon. All sections are equally large.
+    Sums of dq take room in the L2 cache too, as much as the tensors read: where programs are equally long, half as many heads.
+    Two programs a head or more run beside each other, so that the next part of a sum comes soon. All sections are equally large.
     """
-    return -(-heads // -(-heads // max(1, min(fitting, num_sms // 2))))
+    most = min(fitting, num_sms // 2)
+    return -(-heads // -(-heads // max(1, most if causal else most // 2)))
 
 
 def programs_wait_little(
@@ -1406,5 +1410,5 @@ def config(
     if kernel == "fwd":
         return forward_config(d, itemsize, s, causal, properties)
     if kernel == "bwd":
-        return all_gradients_config(d, itemsize, properties)
+        return all_gradients_config(d, itemsize, s, causal, properties)
     return (backward_config(d, itemsize, properties) or (None, None))[kernel == "dq"]

@@ -310,14 +310,15 @@ def all_gradients(p: Problem, reach: Reach) -> tuple[Tiles, int, int, tuple[int,
     splits = kernels_hopper.parts(p.b * p.h_kv, p.s, p.group, p.d, num_sms)
     heads = p.b * p.h_kv * splits
     fitting = kernels.section(p.n, heads, p.d, p.dtype.itemsize, True, p.properties)
-    section = kernels_hopper.all_gradients_section(heads, fitting, num_sms)
+    section = kernels_hopper.all_gradients_section(heads, fitting, p.causal, num_sms)
     members = p.group // splits
     if not kernels_hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
         return None
     n_padded = cdiv(p.n, kernels_hopper.PADDING) * kernels_hopper.PADDING
-    grid = cdiv(p.s, 2 * config.kwargs["ROWS"]) * heads
+    block_n = 2 * config.kwargs["ROWS"]
     kernel = kernels_hopper._flash_attention_bwd_hopper_kernel
-    tiles = _hopper(kernel, config, p, grid, (n_padded, section), D=p.d, PARTS=splits)
+    constants = {"D": p.d, "PARTS": splits, "RAGGED": not p.causal and p.s % block_n > 0}
+    tiles = _hopper(kernel, config, p, cdiv(p.s, block_n) * heads, (n_padded, section), **constants)
     return tiles, n_padded, splits, (p.b * p.h * cdiv(p.n, block_m), block_m * config.kwargs["BLOCK_D"])
 
 
