@@ -223,6 +223,7 @@ def test_what_is_infinite_stays_in_its_feature() -> None:
 # Features, whether causal, batch, heads, of keys, queries, keys; tiles: rows, keys a tile, warpgroups, buffers, overlap.
 ATTENTION = (
     (32, False, 1, 2, 1, 70, 90, (16, 16, 2, 2, True)),
+    (32, False, 1, 2, 1, 50, 64, (16, 16, 2, 2, True)),
     (32, True, 1, 2, 1, 90, 90, (16, 16, 2, 2, True)),
     (32, True, 2, 3, 1, 128, 150, (16, 16, 2, 2, True)),
     (24, True, 2, 2, 2, 70, 100, (16, 32, 3, 2, False)),
