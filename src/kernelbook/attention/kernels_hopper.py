@@ -1121,13 +1121,13 @@ def _bwd_add_up(
             # Beside the products, and only now: what was written for the tile before has arrived, and is not waited for.
             _pass_turn(before, turn)
             counter = turns_ptr + tile
-            now = _ask_for_turn(counter)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(ds_free.index(slot))
             own = _in_fours(dq)
             line = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, own.type.layout))
             four = gl.arange(0, 4, layout=gl.SliceLayout(0, own.type.layout))
             sums = sums_ptr + tile * SIZE + (gl.expand_dims(line, 1) * 4 + gl.expand_dims(four, 0))
+            now = _ask_for_turn(counter)  # beside the products, before they are waited for, it was measured to be slower
             if block > 0:  # without this ptxas keeps what tensor cores read in registers, which do not suffice
                 while now < block:
                     now = _ask_for_turn(counter)
@@ -1260,10 +1260,8 @@ BACKWARD_TILES: dict[int, tuple[int, int, tuple[int, int] | None]] = {
     128: (64, 3, (64, 4)),
     256: (64, 2, (32, 3)),
 }
-# By BLOCK_D: queries a tile, buffers, and buffers of ds of the kernel for dq, dk and dv at once; by causal, from how many keys
-# on it is faster than two.
+# By BLOCK_D: queries a tile, buffers, and buffers of ds of the kernel for dq, dk and dv at once, where it is faster than two.
 ALL_GRADIENTS_TILES: dict[int, tuple[int, int, int]] = {64: (64, 3, 2)}
-ALL_GRADIENTS_FROM: dict[bool, int] = {False: 8192, True: 0}
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
 
@@ -1366,12 +1364,10 @@ def backward_config(
     return _backward_tiles(width, *BACKWARD_TILES[width])
 
 
-def all_gradients_config(
-    d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
-) -> triton.Config | None:
+def all_gradients_config(d: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
     """The tiles of the kernel for dq, dk and dv at once; ``None`` where two kernels are to be used."""
     width = _is_for(d, itemsize, properties)
-    if width is None or width not in ALL_GRADIENTS_TILES or s < ALL_GRADIENTS_FROM[causal]:
+    if width is None or width not in ALL_GRADIENTS_TILES:
         return None
     block_m, stages, ds_stages = ALL_GRADIENTS_TILES[width]
     blocks = {"BLOCK_D": width, "ROWS": ROWS, "BLOCK_M": block_m}
@@ -1410,5 +1406,5 @@ def config(
     if kernel == "fwd":
         return forward_config(d, itemsize, s, causal, properties)
     if kernel == "bwd":
-        return all_gradients_config(d, itemsize, s, causal, properties)
+        return all_gradients_config(d, itemsize, properties)
     return (backward_config(d, itemsize, properties) or (None, None))[kernel == "dq"]
