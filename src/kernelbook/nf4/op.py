@@ -229,13 +229,13 @@ _quantize_operator = operator(
 def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> torch.Tensor:
     """``x @ W.T`` for the matrix W of one expert, without W in memory where ``x`` has few rows.
 
-    On Hopper GPUs rows of 16 bits (K a multiple of 64) go through tensor cores, which take W as it is decoded. Up to 16
-    rows, with a W of 8 million elements or more in blocks of 64 or more, they take the values of the code book in the
-    dtype of ``x``, and the scales multiply sums in float32. Up to 64 rows, with a W of 32 rows a multiprocessor or more,
-    they take W as :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in float32, with W as it is; more
-    rows share the cost of dequantizing: W is dequantized first and multiplied by PyTorch. Within
-    :func:`kernelbook.same_bits` any number of rows goes the same way: through tensor cores where the second of these
-    kernels can, else W is made dense.
+    On Hopper GPUs up to 64 rows of 16 bits (K a multiple of 64) go through tensor cores, which take W as it is decoded.
+    With blocks of 64 or more and a W of 8 million elements or more, from 9 rows on of 4 million, they take the values of the
+    code book in the dtype of ``x``, and the scales multiply sums in float32. From 33 rows on with a W of more than 64 rows a
+    multiprocessor, and in blocks of 32 with a W of 32 rows a multiprocessor or more, they take W as :func:`nf4_dequantize`
+    gives it. Otherwise up to 8 rows are multiplied in float32, with W as it is; more rows share the cost of dequantizing: W
+    is dequantized first and multiplied by PyTorch. Within :func:`kernelbook.same_bits` any number of rows goes the same
+    way: through tensor cores where the last of these kernels can, else W is made dense.
 
     Args:
         x: (..., K) float32, float16 or bfloat16, any strides.
@@ -344,8 +344,8 @@ def _matmul(
     nested = nested_absmax, nested_code, nested_offset
     if plan.tensor_cores is not None:
         x = x.reshape(m, k)
-        # The kernel for a gemv finds a row of x, of sixteen at most, by 32 bits.
-        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or x.stride(0) >= 2**27:
+        # Kernels for a single matrix find a row of x, of 64 pairwise, of 8 by elements, by 32 bits.
+        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or x.stride(0) >= 2**26:
             x = x.clone(memory_format=torch.contiguous_format)
         w = products.Matrices(packed, absmax, code, nested, block_size, (plan.experts, k, n))
         which, tiles = expert if experts is None else experts, cdiv(m, plan.tensor_cores.height)

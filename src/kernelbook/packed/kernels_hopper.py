@@ -24,6 +24,7 @@ import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernelbook.packed.kernels import lookup, scaled_table, twice_rounded
+from kernelbook.packed.kernels_nvidia import _bases, _fill_pairs, _looked_up
 from kernelbook.tiles import grouped
 
 
@@ -276,3 +277,206 @@ def _many_rows_kernel(
                     y_ptr, N, K, top_k, X_GROUPED, Y_GROUPED, BY_ROW, r, RANK, HAS_BIAS,
                     BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCK_M >> h, BLOCK_N, BLOCK_K, STAGES, PREFETCH, WARPS,
                 )  # fmt: skip
+
+
+# --- one matrix, some rows ------------------------------------------------------------------------------------------
+
+# CUDA gives a program so many bytes of shared memory unasked. Triton asks for more where what it allocated is more. It does
+# not count the table of pairs, with which less than this would be too much: what it allocates is made more.
+UNASKED = tl.constexpr(48 << 10)
+
+
+@gluon.constexpr_function
+def _words_of_rows(rows, blocks):
+    """Of words (blocks * rows, 4, 2): a lane has two side by side of two rows, as wgmma wants its left operand."""
+    registers = _bases(3, 2, 1, 2) + [[8, 0, 0]] + _bases(3, 0, rows, rows * blocks)
+    lanes = _bases(3, 1, 1, 4) + _bases(3, 0, 1, 8)
+    return gl.DistributedLinearLayout(registers, lanes, _bases(3, 0, 16, rows), [], [rows * blocks, 4, 2])
+
+
+@gluon.constexpr_function
+def _scales_of_rows(rows, blocks, shared):
+    """Of scales (rows, blocks): each of four lanes has one block's, if ``shared``; else all have all."""
+    across = _bases(2, 1, 1, blocks)
+    registers = [[8, 0]] + ([] if shared else across)
+    lanes = ((across if shared else []) + 2 * [[0, 0]])[:2] + _bases(2, 0, 1, 8)
+    return gl.DistributedLinearLayout(registers, lanes, _bases(2, 0, 16, rows), [], [rows, blocks])
+
+
+@gluon.jit
+def _by_block(scale, ROWS: gl.constexpr, BLOCKS: gl.constexpr):
+    """(ROWS, BLOCKS), a part in each lane -> BLOCKS times (ROWS,), in all lanes."""
+    scale = gl.convert_layout(scale, _scales_of_rows(ROWS, BLOCKS, False))
+    if BLOCKS == 1:
+        parts = (gl.reshape(scale, (ROWS,)),)
+    elif BLOCKS == 2:
+        parts = gl.split(scale)
+    else:
+        even, odd = gl.split(gl.reshape(scale, (ROWS, 2, 2)))
+        even0, even1 = gl.split(even)
+        odd0, odd1 = gl.split(odd)
+        parts = (even0, odd0, even1, odd1)
+    return parts
+
+
+@gluon.jit
+def _store_x(smem, x, R: gl.constexpr):
+    """Pairs (R, 32) in the order in which a lane has them: (lane, i, half of a word, pair) -> (i, half, pair, lane)."""
+    x = gl.permute(gl.reshape(x, (R, 4, 2, 2, 2)), (0, 2, 3, 4, 1))
+    smem._reinterpret(gl.int32, [R, 32], gl.NVMMASharedLayout(128, 32, 2)).store(gl.reshape(x, (R, 32)))
+
+
+@gluon.jit
+def _store_y(y, y_ptr, n0, M, N, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [ROWS // 64, WARPS * 64 // ROWS], [0, 1])
+    y = gl.convert_layout(y.to(y_ptr.dtype.element_ty), layout)
+    rows = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    tokens = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    # y has fewer than 2**31 elements, as W.
+    gl.store(y_ptr + rows[:, None] + (tokens * N)[None, :], y, mask=(rows < N)[:, None] & (tokens < M)[None, :])
+
+
+@gluon.jit(do_not_specialize=["expert", "E", "M"])
+def _some_rows_kernel(
+    expert_ptr, expert,  # (1,) integer or a number
+    x_ptr, stride_xm,  # (M, K / 2) pairs in int32
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # (E, N, K), words
+    y_ptr,  # (M, N)
+    sums_ptr, tickets_ptr,  # (tiles, SPLIT_K, ROWS, BLOCK_M) float32, (tiles,) zero before and after; if SPLIT_K > 1
+    E, M, N, K,
+    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """M <= BLOCK_M rows, with a tile of 16 rows of W a warp, which stay in registers.
+
+    A step is BLOCKS times 64 of K. As in ``_one_matrix_kernel`` a lane reads words side by side, values are looked up in
+    pairs, and scales multiply the sums over 64 elements. The order in which wgmma then sums over K is not that in memory, so x
+    is put in this order on its way into shared memory, once for all warps.
+    """
+    dtype: gl.constexpr = y_ptr.dtype.element_ty
+    ROWS: gl.constexpr = 16 * WARPS
+    STEP: gl.constexpr = 64 * BLOCKS
+    R: gl.constexpr = BLOCKS * BLOCK_M
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    copied: gl.constexpr = _words_of_rows(ROWS, BLOCKS)
+    in_words: gl.constexpr = _words_of_rows(ROWS, 1)
+    in_parts: gl.constexpr = _scales_of_rows(ROWS, BLOCKS, True)
+    of_scales: gl.constexpr = gl.SliceLayout(1, mma)
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    x_smem = gl.allocate_shared_memory(dtype, [2, R, 64], gl.NVMMASharedLayout(128, 16, 2))
+    # STAGES of them are used. For the rest see UNASKED.
+    SLOTS: gl.constexpr = max(STAGES, (UNASKED - 2 * R * 128) // (BLOCKS * ROWS * 32) + 1)
+    ring = gl.allocate_shared_memory(
+        gl.int32, [SLOTS, BLOCKS * ROWS, 4, 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
+
+    if expert_ptr is not None:
+        expert = gl.load(expert_ptr)
+    expert = expert.to(gl.int64)
+    exists = (expert >= 0) & (expert < E)
+    n0 = gl.program_id(0) * ROWS
+    steps = gl.cdiv(K, STEP * SPLIT_K)
+    k0 = gl.program_id(1) * steps * STEP
+    length = gl.where(exists, gl.minimum(steps * STEP, K - k0), 0)  # of the part
+
+    # Elements are counted from the matrix' first one, in 32 bits.
+    row0 = gl.where(exists, expert, 0) * N
+    packed_ptr += row0 * (K // 8)
+    block0 = row0 * K // BLOCK_SIZE
+    within = (row0 * K - block0 * BLOCK_SIZE).to(gl.int32)
+    w_r = gl.arange(0, BLOCKS * ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, copied)))
+    w_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, copied)))
+    w_i = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, copied)))
+    w_n = n0 + w_r % ROWS
+    w_k = w_r // ROWS * 64
+    word_offs = (w_n * (K // 8) + w_k // 8)[:, None] + (k0 // 8 + w_l * 2)[None, :]
+    word_offs = gl.expand_dims(word_offs, 2) + w_i[None, None, :]
+    word_ptrs = packed_ptr + gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, 2]), [1, 1, 2])
+    w_k = gl.where(w_n < N, w_k, 2**30)  # never below the length
+    w_k = gl.expand_dims(w_k[:, None] + 0 * w_l[None, :], 2)
+    s_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, in_parts))
+    s_k = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, in_parts)) * 64
+    first_s = (within + s_n * K)[:, None] + (k0 + s_k)[None, :]
+    s_k = gl.where(s_n < N, 0, 2**30)[:, None] + s_k[None, :]
+    x_r = gl.arange(0, R, layout=gl.SliceLayout(1, x_layout))
+    x_p = gl.arange(0, 32, layout=gl.SliceLayout(0, x_layout))
+    x_ptrs = x_ptr + (x_r % BLOCK_M * stride_xm + x_r // BLOCK_M * 32)[:, None] + (k0 // 2 + x_p)[None, :]
+    x_k = gl.where(x_r % BLOCK_M < M, x_r // BLOCK_M * 64, 2**30)[:, None] + 0 * x_p[None, :]
+
+    for s in gl.static_range(STAGES - 1):
+        async_copy.async_copy_global_to_shared(ring.index(s), word_ptrs + s * (STEP // 8), mask=w_k < length - s * STEP)
+        async_copy.commit_group()
+    x = gl.load(x_ptrs, mask=x_k < length, other=0)
+    next_x = gl.load(x_ptrs + STEP // 2, mask=x_k < length - STEP, other=0)
+    scales = ()  # what there is to load for those of two steps
+    for s in gl.static_range(2):
+        scales += (
+            _stored_scale(
+                block0, (first_s + s * STEP) // BLOCK_SIZE, s_k < length - s * STEP,
+                absmax_ptr, nested_absmax_ptr, SCALE, NESTED_BLOCK,
+            ),
+        )  # fmt: skip
+    offset = 0.0
+    if SCALE != "float32":
+        offset = gl.load(nested_offset_ptr)
+    begin = _fill_pairs(code_ptr, dtype, WARPS)
+    _store_x(x_smem.index(0), x, R)
+    fence_async_shared()
+    word_ptrs += (STAGES - 1) * (STEP // 8)
+    x_ptrs += STEP
+    zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=mma)
+    acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=mma)
+    for i in range(steps):
+        async_copy.wait_group(STAGES - 2)
+        tl.debug_barrier()
+        slot = ring.index(i % STAGES)
+        x_slot = x_smem.index(i % 2)
+        ws = ()
+        parts = ()
+        for b in gl.static_range(BLOCKS):
+            w = _looked_up(slot.slice(b * ROWS, ROWS).load(in_words), begin, dtype)
+            # (row, lane, i, half of a pair, pair, half of a word) -> (row, (i, half of a word, pair, lane, half of a pair))
+            w = gl.reshape(gl.permute(w, (0, 2, 5, 4, 1, 3)), (ROWS, 64))
+            w = gl.convert_layout(w, left, assert_trivial=True)
+            ws += (w,)
+            x_b = x_slot.slice(b * BLOCK_M, BLOCK_M).permute((1, 0))
+            parts += (warpgroup_mma(w, x_b, zeros, use_acc=False, is_async=True),)
+        # The words that these copies overwrite are in registers, and the products of the step before have read its x.
+        left_k = length - i * STEP
+        _store_x(x_smem.index((i + 1) % 2), next_x, R)
+        fence_async_shared()
+        async_copy.async_copy_global_to_shared(
+            ring.index((i + STAGES - 1) % STAGES), word_ptrs, mask=w_k < left_k - (STAGES - 1) * STEP
+        )
+        async_copy.commit_group()
+        next_x = gl.load(x_ptrs, mask=x_k < left_k - 2 * STEP, other=0)
+        scale = _by_block(_scale(scales[0], nested_code_ptr, offset, SCALE), ROWS, BLOCKS)
+        scales = (
+            scales[1],
+            _stored_scale(
+                block0, (first_s + (i + 2) * STEP) // BLOCK_SIZE, s_k < left_k - 2 * STEP,
+                absmax_ptr, nested_absmax_ptr, SCALE, NESTED_BLOCK,
+            ),
+        )  # fmt: skip
+        word_ptrs += STEP // 8
+        x_ptrs += STEP // 2
+        for b in gl.static_range(BLOCKS):
+            part, _ = warpgroup_mma_wait(BLOCKS - 1 - b, deps=[parts[b], ws[b]])
+            acc += part * gl.convert_layout(scale[b], of_scales, assert_trivial=True)[:, None]
+    async_copy.wait_group(0)
+    if SPLIT_K == 1:
+        _store_y(acc, y_ptr, n0, M, N, ROWS, BLOCK_M, WARPS)
+    else:
+        offs = gl.arange(0, ROWS, layout=of_scales)[:, None] * BLOCK_M
+        offs += gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))[None, :]
+        sums_ptr += gl.program_id(0) * (SPLIT_K * ROWS * BLOCK_M)
+        gl.store(sums_ptr + gl.program_id(1) * (ROWS * BLOCK_M) + offs, acc)
+        # All threads' stores come before the ticket. The last program of a tile adds up, in the order of the parts.
+        tl.debug_barrier()
+        if gl.atomic_add(tickets_ptr + gl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
+            y = gl.load(sums_ptr + offs, cache_modifier=".cg")
+            for p in gl.static_range(1, SPLIT_K):
+                y += gl.load(sums_ptr + p * (ROWS * BLOCK_M) + offs, cache_modifier=".cg")
+            _store_y(y, y_ptr, n0, M, N, ROWS, BLOCK_M, WARPS)
+            gl.store(tickets_ptr + gl.program_id(0), 0)

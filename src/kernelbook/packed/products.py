@@ -8,10 +8,11 @@ import torch
 
 from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, launcher
+from kernelbook.memory import counters, empty
 from kernelbook.packed import NESTED_BLOCK
 from kernelbook.tensors import strided
 
-__all__ = ["GEMV_ROWS", "HEIGHTS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
+__all__ = ["GEMV_ROWS", "HEIGHTS", "SOME_ROWS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
 
 
 class Matrices(NamedTuple):
@@ -40,10 +41,10 @@ class Plan:
     """What is decided for a kind of product."""
 
     launch: Launch
-    kind: str  # of kernel: "gemm", "small_m" for few rows a matrix, "gemv" for few rows of a single matrix
+    kind: str  # of kernel: "gemm", "small_m" for few rows a matrix, "gemv" and "some" for those of a single matrix
     height: int  # rows of its tiles
     across: int  # programs beside each other
-    parts: int = 1  # of a small_m's tile, one below the other; of a gemv: groups of rows of W in a program
+    parts: int = 1  # of a small_m's tile, one below the other; of K in a some; of a gemv: groups of rows in a program
 
 
 HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
@@ -56,13 +57,16 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 SMALL_M_ROWS = 6.0
 SMALL_M = {"BLOCK_M": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
 # A single matrix and up to so many rows: one program of sixteen warps a multiprocessor, each warp with 16 rows of W.
-GEMV_ROWS = 16
+GEMV_ROWS = 8
 GEMV = {"ROWS": 16, "WARPS": 16}
-GEMV_STEPS = {
-    4: {"CHUNKS": 2, "PREFETCH": 1},
-    8: {"CHUNKS": 2, "PREFETCH": 2},
-    16: {"CHUNKS": 1, "PREFETCH": 3},
-}  # by rows of x
+GEMV_STEPS = {4: {"CHUNKS": 2, "PREFETCH": 1}, 8: {"CHUNKS": 2, "PREFETCH": 2}}  # by rows of x
+# Then up to so many: two programs of four warps a multiprocessor, with parts of K where W has few rows. Measured on an H100
+# (14336 x 4096, 4096 x 14336, 4096 x 4096): where K has no parts, from 33 rows on low tiles of the next kernel are faster.
+SOME_ROWS = 64
+SOME_WARPS = 4  # with 16 rows of W each
+# By rows of x; without parts of K always the first.
+SOME_STEPS = {16: {"BLOCKS": 4, "STAGES": 3}, 32: {"BLOCKS": 2, "STAGES": 4}, 64: {"BLOCKS": 2, "STAGES": 4}}
+SOME_K = 512  # of a part, at least
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles. HALVES is how many times a
 # tile may be halved where that is enough.
 GEMM = (
@@ -111,6 +115,14 @@ def gemv_split(n: int, sms: int) -> tuple[int, int]:
     return parts, cdiv(tiles, rounds * sms)
 
 
+def some_split(n: int, k: int, sms: int) -> int:
+    """-> the parts of K, a power of two: as many as leave two programs a multiprocessor."""
+    tiles, parts = cdiv(n, 16 * SOME_WARPS), 1
+    while 2 * parts * tiles <= 2 * sms and 2 * parts * SOME_K <= k:
+        parts *= 2
+    return parts
+
+
 @functools.lru_cache(maxsize=4096)
 def plan(
     rows: int, shape: tuple[int, int, int], by_row: bool, dtype: torch.dtype, block_size: int, nested: bool,
@@ -150,6 +162,19 @@ def plan(
             num_warps=GEMV["WARPS"], maxnreg=properties.registers_per_sm // (32 * GEMV["WARPS"]),
         )  # fmt: skip
         return Plan(gemv, "gemv", tokens, cdiv(n, groups * GEMV["ROWS"]), groups)
+    if some_rows and not routed and rows <= SOME_ROWS and block_size >= 64 and not (by_row or rank or has_bias):
+        parts = some_split(n, k, properties.num_sms)
+        if rows <= 32 or parts > 1:
+            from kernelbook.packed import kernels_hopper
+
+            tokens = max(16, 1 << (rows - 1).bit_length())
+            some = launcher(
+                kernels_hopper._some_rows_kernel,
+                BLOCK_SIZE=block_size, SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK,
+                BLOCK_M=tokens, SPLIT_K=parts, WARPS=SOME_WARPS, **SOME_STEPS[tokens if parts > 1 else 16],
+                num_warps=SOME_WARPS,
+            )  # fmt: skip
+            return Plan(some, "some", tokens, cdiv(n, 16 * SOME_WARPS), parts)
     if some_rows and mean <= (SMALL_M_ROWS if routed else SMALL_M["BLOCK_M"]) and not by_row and not rank:
         from kernelbook.packed import kernels_nvidia
 
@@ -193,6 +218,17 @@ def launch(
     matrices = (x, x.stride(0), w.packed.view(torch.int32), *w.scales)
     if plan.kind == "gemv":
         plan.launch((plan.across,), *which, *matrices, y, experts, x.shape[0], n, k, plan.parts)
+        return
+    if plan.kind == "some":
+        sums, tickets = None, None
+        if plan.parts > 1:
+            sums = empty((plan.across, plan.parts, 16 * SOME_WARPS, plan.height), torch.float32, x)
+            tickets = counters(plan.across, x.device)
+        pairs = x.view(torch.int32)
+        plan.launch(
+            (plan.across, plan.parts), *which, pairs, pairs.stride(0), *matrices[2:], y, sums, tickets,
+            experts, x.shape[0], n, k,
+        )  # fmt: skip
         return
     before = (lists, tiles_at, *which, *matrices)
     last = (*strided(bias, 2), y, experts, x.shape[0], n, k, slots)
